@@ -1,0 +1,90 @@
+"""What goes in and comes out of a model: texts, images, videos, audio, embeddings.
+
+Pixels are float in [0, 1], channels first. Legend: B samples, C channels, T frames, H W pixels, L waveform samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from unirl.types.batch import Batch, packed, per_sample, shared
+from unirl.types.errors import ContractError
+
+
+class Modality(Enum):
+    """What a segment or condition is made of."""
+
+    TEXT = "text"
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
+    MULTIMODAL = "multimodal"
+
+
+@dataclass(kw_only=True, eq=False)
+class Texts(Batch):
+    """A batch of strings."""
+
+    texts: list[str] = per_sample(default_factory=list)
+
+
+@dataclass(kw_only=True, eq=False)
+class Images(Batch):
+    """A batch of images of one size."""
+
+    pixels: Tensor = per_sample()
+    """[B, C, H, W], float in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pixels.ndim != 4:
+            raise ContractError(f"Images.pixels must be [B, C, H, W], got {tuple(self.pixels.shape)}")
+
+    @classmethod
+    def from_list(cls, images: list[Tensor], *, pad: bool = False) -> Self:
+        """Stack [C, H, W] images. Differing sizes raise ContractError unless `pad` (zeros right, bottom)."""
+        sizes = {tuple(image.shape) for image in images}
+        if len(sizes) > 1:
+            if not pad:
+                raise ContractError(f"images differ in size: {sorted(sizes)}. Resize them or pass pad=True.")
+            height = max(image.shape[-2] for image in images)
+            width = max(image.shape[-1] for image in images)
+            images = [
+                torch.nn.functional.pad(image, (0, width - image.shape[-1], 0, height - image.shape[-2]))
+                for image in images
+            ]
+        return cls(pixels=torch.stack(images))
+
+
+@dataclass(kw_only=True, eq=False)
+class Videos(Batch):
+    """A batch of videos, frames of all samples end to end. Build with `Videos.pack(frames=[[T, C, H, W], ...])`."""
+
+    frames: Tensor = packed()
+    """[sum T, C, H, W], float in [0, 1]."""
+    fps: float | None = shared(default=None)
+
+
+@dataclass(kw_only=True, eq=False)
+class Audios(Batch):
+    """A batch of waveforms end to end. Build with `Audios.pack(waveform=[...])`."""
+
+    waveform: Tensor = packed()
+    """[sum L] or [sum L, C], float in [-1, 1]."""
+    sample_rate: int | None = shared(default=None)
+
+
+@dataclass(kw_only=True, eq=False)
+class Embeddings(Batch):
+    """A batch of plain vectors or sequences of vectors."""
+
+    embeds: Tensor = per_sample()
+    """[B, ...]."""
+
+
+Primitive = Texts | Images | Videos | Audios | Embeddings

@@ -1,0 +1,151 @@
+"""What one package needs of another. Implementations live in the packages; recipes join them.
+
+Legend: B samples, R rows (a row is one (sample, step) pair), S stochastic steps, T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from unirl.types.conditions import Condition
+from unirl.types.media import Images, Primitive, Videos
+from unirl.types.reward import RewardRequest, RewardResponse
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+Conditions = Mapping[str, Condition]
+
+
+class TransitionStats(Protocol):
+    """Log-prob and Gaussian of some transitions under the current weights."""
+
+    @property
+    def logp_R(self) -> Tensor: ...
+
+    @property
+    def mean(self) -> Tensor: ...
+
+    @property
+    def std_R(self) -> Tensor: ...
+
+    @property
+    def q_R(self) -> Tensor | None: ...
+
+
+class DiffusionPipeline(Protocol):
+    """A diffusion model that can sample a trajectory and replay rows of it."""
+
+    @property
+    def strategy_name(self) -> str:
+        """Name of the kernel of the stochastic steps."""
+        ...
+
+    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
+        """Shape of ONE latent. Raises ConfigError where the geometry does not divide."""
+        ...
+
+    def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
+        """[T+1] float32 noise levels of the model's own schedule."""
+        ...
+
+    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
+        """Conditions of B samples."""
+        ...
+
+    def diffuse(
+        self,
+        conditions: Conditions,
+        initial_latents: Tensor,
+        sigmas: Tensor,
+        params: DiffusionSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+    ) -> LatentSegment:
+        """Sample B trajectories from `initial_latents` [B, ...]. `noise_keys` [B] seed the per-step noise."""
+        ...
+
+    def decode(self, latents: Tensor) -> Images | Videos:
+        """Media of clean latents [B, ...]."""
+        ...
+
+    def replay(
+        self,
+        conditions: Conditions,
+        segment: LatentSegment,
+        sample_R: Tensor,
+        step_R: Tensor,
+        params: DiffusionSamplingParams,
+    ) -> TransitionStats:
+        """Log-probs of stored transitions under the current weights, one forward over all R rows, with gradients."""
+        ...
+
+    def velocity(
+        self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
+    ) -> Tensor:
+        """Velocity at R rows; `conditions` has one row a row. Guidance as in `params`."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients."""
+        ...
+
+
+class ModelBundle(Protocol):
+    """The bare modules of a model and what training needs to know of them."""
+
+    @property
+    def block_class_names(self) -> tuple[str, ...]:
+        """Class names of the blocks that are sharded, checkpointed and compiled one by one."""
+        ...
+
+    @property
+    def lora_target_modules(self) -> tuple[str, ...]:
+        """Module name suffixes that LoRA adapts when a recipe names none."""
+        ...
+
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        """Component name -> module that trains. More than one where the model has several experts."""
+        ...
+
+    def export_lora(
+        self,
+        folder: str,
+        lora_state: Mapping[str, Mapping[str, Tensor]],
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: Sequence[str],
+    ) -> None:
+        """Write LoRA weights where the model's usual pipeline loads them. `lora_state`: component -> peft state."""
+        ...
+
+    def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write the components with merged weights by `save_pretrained`. `state`: component -> full state."""
+        ...
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Generates responses. Sleep and wake free and restore device memory; trainside engines do nothing there."""
+
+    def generate(self, req: RolloutReq) -> RolloutResp: ...
+
+    def sleep(self) -> None: ...
+
+    def wake_up(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores a batch of samples."""
+
+    name: str
+
+    def score(self, request: RewardRequest) -> RewardResponse: ...

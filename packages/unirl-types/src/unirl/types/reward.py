@@ -1,0 +1,60 @@
+"""What a scorer is asked and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from unirl.types.batch import Batch, peak, per_sample, shared
+from unirl.types.errors import ContractError
+from unirl.types.media import Images, Primitive, Texts, Videos
+
+
+@dataclass(kw_only=True, eq=False)
+class RewardRequest(Batch):
+    """Inputs and generated media of a batch of samples."""
+
+    sample_ids: list[str] = per_sample(default_factory=list)
+    group_ids: list[str] = per_sample(default_factory=list)
+    primitives: dict[str, Primitive] = per_sample(default_factory=dict)
+    """What the model was given: "text", "image", ..."""
+    generated: dict[str, Primitive] = per_sample(default_factory=dict)
+    """What it made: "image", "video" or "text"."""
+    metadata: list[dict[str, Any] | None] = per_sample(default_factory=list)  # Any: rows of a user's data file
+
+    @property
+    def prompts(self) -> list[str]:
+        """The text inputs. Raises ContractError where the request has none."""
+        texts = self.primitives.get("text")
+        if not isinstance(texts, Texts):
+            raise ContractError(f"this request has no text input; it has {sorted(self.primitives)}")
+        return texts.texts
+
+    @property
+    def pixels(self) -> Tensor:
+        """Generated images [B, C, H, W] in [0, 1]. Raises ContractError where the request has none."""
+        images = self.generated.get("image")
+        if not isinstance(images, Images):
+            raise ContractError(f"this request has no generated image; it has {sorted(self.generated)}")
+        return images.pixels
+
+    @property
+    def is_video(self) -> bool:
+        return isinstance(self.generated.get("video"), Videos)
+
+
+@dataclass(kw_only=True, eq=False)
+class RewardResponse(Batch):
+    """Scores of a batch. A failed sample has success False and an error text; its reward is NaN, never 0."""
+
+    sample_ids: list[str] = per_sample(default_factory=list)
+    rewards: Tensor = per_sample()
+    """[B] float32."""
+    component_rewards: dict[str, Tensor] = per_sample(default_factory=dict)
+    """[B] float32 each, raw (unweighted)."""
+    successes: list[bool] = per_sample(default_factory=list)
+    errors: list[str | None] = per_sample(default_factory=list)
+    compute_s: float = peak(default=0.0)
+    counters: dict[str, int] | None = shared(default=None)

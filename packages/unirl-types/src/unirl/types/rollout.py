@@ -1,0 +1,201 @@
+"""The request that goes into an engine and the response that comes out.
+
+A response is a set of named tracks; a track is one generation stage of every sample: its conditions, its segment
+(tokens or latents), the decoded media, rewards, advantages and lineage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from torch import Tensor
+
+from unirl.types.batch import Batch, peak, per_sample, shared
+from unirl.types.conditions import Condition
+from unirl.types.errors import ContractError
+from unirl.types.media import Primitive
+from unirl.types.sampling import BaseSamplingParams
+from unirl.types.segments import Segment
+
+Scope = Literal["group", "batch", "global"]
+
+
+@dataclass(kw_only=True, eq=False)
+class RolloutReq(Batch):
+    """What an engine is asked to generate. One row a sample: the driver has already repeated each prompt."""
+
+    sample_ids: list[str] = per_sample(default_factory=list)
+    group_ids: list[str] = per_sample(default_factory=list)
+    """Samples of one prompt share it."""
+    primitives: dict[str, Primitive] = per_sample(default_factory=dict)
+    """Inputs by slot: "text", "image", ..."""
+    request_conditions: dict[str, Condition] = per_sample(default_factory=dict)
+    """Conditions computed beforehand; "initial_latents" is used verbatim as the start."""
+    metadata: list[dict[str, Any] | None] = per_sample(default_factory=list)  # Any: rows of a user's data file
+    sampling_params: BaseSamplingParams | None = shared(default=None)
+    stage_config: dict[str, Any] = shared(default_factory=dict)  # Any: model routing values
+    sigmas: Tensor | None = shared(default=None)
+    """[T+1] float32. The single owner of the noise levels: engines use them verbatim and echo them."""
+    init_noise_group_ids: list[str] = per_sample(default_factory=list)
+    """Ids of the initial noise; equal ids start equal."""
+    init_noise_latent_shape: list[int] | None = shared(default=None)
+    """Shape of ONE latent."""
+    rollout_id: int = shared(default=0)
+    """Which rollout of the run this is; part of every noise id."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.sample_ids)) != len(self.sample_ids):
+            raise ContractError("RolloutReq.sample_ids repeat; every sample needs its own id")
+
+    def make_root_track(
+        self, *, conditions: Mapping[str, Condition], segment: Segment | None, decoded: Primitive | None
+    ) -> RolloutTrack:
+        """The first track of a response: one row a requested sample, grouped as the request says."""
+        if not self.sample_ids:
+            raise ContractError("a request without sample_ids makes no track")
+        return RolloutTrack(
+            sample_ids=list(self.sample_ids),
+            parent_ids=list(self.group_ids) or None,
+            conditions=dict(conditions),
+            segment=segment,
+            decoded=decoded,
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class RolloutTrack(Batch):
+    """One generation stage of every sample."""
+
+    sample_ids: list[str] = per_sample(default_factory=list)
+    parent_ids: list[str] | None = per_sample(default=None)
+    """Group id (root track) or id of the sample of the parent track this one grew from."""
+    parent_track: str | None = shared(default=None)
+    conditions: dict[str, Condition] = per_sample(default_factory=dict)
+    segment: Segment | None = per_sample(default=None)
+    decoded: Primitive | None = per_sample(default=None)
+    rewards: Tensor | None = per_sample(default=None)
+    """[B] float32."""
+    component_rewards: dict[str, Tensor] = per_sample(default_factory=dict)
+    """[B] float32 each."""
+    advantages: Tensor | None = per_sample(default=None)
+    """[B] float32."""
+    policy_versions: Tensor | None = per_sample(default=None)
+    """[B] int64: which version of the policy made the sample."""
+
+    @property
+    def group_ids(self) -> list[str]:
+        """Group of each sample: its parent, or itself where it has none."""
+        return self.parent_ids if self.parent_ids is not None else self.sample_ids
+
+    def metadata_only(self) -> RolloutTrack:
+        """Ids, rewards, advantages and versions, without conditions, segment and media."""
+        return dataclasses.replace(self, conditions={}, segment=None, decoded=None)
+
+    def compute_advantages(self, function: Callable[[Tensor, list[str]], Tensor]) -> RolloutTrack:
+        """A copy with advantages [B] = function(rewards [B], group_ids). `unirl.algorithms.advantages` has the usual ones.
+
+        Raises ContractError where the track has no rewards.
+        """
+        if self.rewards is None:
+            raise ContractError("this track has no rewards; score it first")
+        return dataclasses.replace(self, advantages=function(self.rewards, self.group_ids))
+
+    def split(self) -> list[RolloutTrack]:
+        """One track a group, in order of first appearance."""
+        rows: dict[str, list[int]] = {}
+        for row, group in enumerate(self.group_ids):
+            rows.setdefault(group, []).append(row)
+        return [self.select(members) for members in rows.values()]
+
+    def fork(
+        self,
+        name: str,
+        child_name: str,
+        branch: int,
+        *,
+        conditions: Mapping[str, Condition] | None = None,
+        segment: Segment | None = None,
+        decoded: Primitive | None = None,
+    ) -> RolloutTrack:
+        """A child track with `branch` samples of each of this track's samples, ids `{parent}/{letter}{j}`."""
+        if branch < 1:
+            raise ContractError(f"branch = {branch} must be at least 1")
+        children = [f"{parent}/{child_name[0]}{j}" for parent in self.sample_ids for j in range(branch)]
+        parents = [parent for parent in self.sample_ids for _ in range(branch)]
+        return RolloutTrack(
+            sample_ids=children,
+            parent_ids=parents,
+            parent_track=name,
+            conditions=dict(conditions or {}),
+            segment=segment,
+            decoded=decoded,
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class RolloutResp(Batch):
+    """Every track of a rollout, with its lineage checked."""
+
+    tracks: dict[str, RolloutTrack] = per_sample(default_factory=dict)
+    reward_compute_s: float = peak(default=0.0)
+
+    def __post_init__(self) -> None:
+        for name, track in self.tracks.items():
+            if track.parent_track is None:
+                continue
+            if track.parent_track not in self.tracks:
+                raise ContractError(
+                    f"track {name} grows from {track.parent_track}, which is not in {list(self.tracks)}"
+                )
+            known = set(self.tracks[track.parent_track].sample_ids)
+            orphans = sorted(set(track.group_ids) - known)
+            if orphans:
+                raise ContractError(f"track {name} has parents {orphans[:3]} that {track.parent_track} lacks")
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the largest track."""
+        return max((track.batch_size for track in self.tracks.values()), default=0)
+
+    def root_name(self) -> str:
+        """Name of the one track without a parent. Raises ContractError unless there is exactly one."""
+        roots = [name for name, track in self.tracks.items() if track.parent_track is None]
+        if len(roots) != 1:
+            raise ContractError(f"expected one root track, found {roots}")
+        return roots[0]
+
+    def root_track(self) -> RolloutTrack:
+        """The one track without a parent."""
+        return self.tracks[self.root_name()]
+
+    def select(self, indices: Any) -> Self:
+        """The root samples at `indices` with everything that grew from them."""
+        chosen = {self.root_name(): self.root_track().select(indices)}
+        if len(set(chosen[self.root_name()].sample_ids)) != chosen[self.root_name()].batch_size:
+            raise ContractError("a response cannot repeat a root sample; ids would no longer be unique")
+        waiting = [name for name in self.tracks if name not in chosen]
+        while waiting:
+            for name in list(waiting):
+                track = self.tracks[name]
+                if track.parent_track in chosen:
+                    order = {sample: row for row, sample in enumerate(chosen[track.parent_track].sample_ids)}
+                    rows = [row for row, parent in enumerate(track.group_ids) if parent in order]
+                    rows.sort(key=lambda row, track=track, order=order: order[track.group_ids[row]])
+                    chosen[name] = track.select(rows)
+                    waiting.remove(name)
+        return dataclasses.replace(self, tracks={name: chosen[name] for name in self.tracks})
+
+    def split(self) -> list[Self]:
+        """One response a root group."""
+        rows: dict[str, list[int]] = {}
+        for row, group in enumerate(self.root_track().group_ids):
+            rows.setdefault(group, []).append(row)
+        return [self.select(members) for members in rows.values()]
+
+    def metadata_only(self) -> Self:
+        """The response without tensors that are large."""
+        return dataclasses.replace(self, tracks={name: track.metadata_only() for name, track in self.tracks.items()})

@@ -1,0 +1,138 @@
+"""What a track holds: the tokens or the latent trajectory of its samples, one row a sample.
+
+Legend: B samples, T denoising steps, K stored positions of the T+1, S stochastic steps, V tokens of all samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from unirl.types.batch import Batch, packed, per_sample, shared
+from unirl.types.conditions import ImageLatentCondition
+from unirl.types.errors import ContractError
+from unirl.types.media import Modality
+
+
+class SegmentStatus(IntEnum):
+    """How the generation of a sample ended."""
+
+    PENDING = 0
+    COMPLETED = 1
+    TRUNCATED = 2
+    ABORTED = 3
+
+
+@dataclass(kw_only=True, eq=False)
+class Segment(Batch):
+    """Base of what a track can hold."""
+
+    status: Tensor | None = per_sample(default=None)
+    """[B] int64 of SegmentStatus. Absent means that all completed."""
+
+
+@dataclass(kw_only=True, eq=False)
+class TextSegment(Segment):
+    """Generated tokens, samples end to end. Build with `TextSegment.pack(tokens=[...], log_probs=[...])`."""
+
+    tokens: Tensor = packed()
+    """[V] int64."""
+    log_probs: Tensor | None = packed(default=None)
+    """[V] float32, nats, under the distribution that was sampled from."""
+    loss_mask: Tensor | None = packed(default=None)
+    """[V], 1 where a token is trained on. Absent means all."""
+
+
+@dataclass(kw_only=True, eq=False)
+class LatentSegment(Segment):
+    """A denoising trajectory. Stored positions: both ends of every stochastic step, and the final latent."""
+
+    modality: Modality = shared(default=Modality.IMAGE)
+    latents: Tensor = per_sample()
+    """[B, K, ...] stored positions, in the trajectory's storage dtype."""
+    sigmas: Tensor = shared()
+    """[T+1] float32, decreasing, ending with 0."""
+    indices: list[int] = shared()
+    """[K] which of the T+1 positions each slot is."""
+    sde_indices: list[int] = shared(default_factory=list)
+    """[S] which of the T steps were stochastic."""
+    sde_logp: Tensor | None = per_sample(default=None)
+    """[B, S] float32, nats per latent element (or summed, as the kernel's reduction says)."""
+    sde_means: Tensor | None = per_sample(default=None)
+    """[B, S, ...] float32 means of the transitions."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sigmas.ndim != 1 or self.sigmas.dtype != torch.float32:
+            raise ContractError(
+                f"LatentSegment.sigmas must be float32 [T+1], got {self.sigmas.dtype} {tuple(self.sigmas.shape)}"
+            )
+        num_positions = self.sigmas.numel()
+        if self.latents.ndim < 3 or self.latents.shape[1] != len(self.indices):
+            raise ContractError(
+                f"LatentSegment.latents {tuple(self.latents.shape)} must be [B, K, ...] with K = {len(self.indices)}, "
+                f"the number of indices {self.indices}"
+            )
+        if any(not 0 <= i < num_positions for i in self.indices):
+            raise ContractError(f"stored positions {self.indices} must lie in 0..{num_positions - 1}")
+        if any(not 0 <= i < num_positions - 1 for i in self.sde_indices):
+            raise ContractError(f"stochastic steps {self.sde_indices} must lie in 0..{num_positions - 2}")
+        for name in ("sde_logp", "sde_means"):
+            value = getattr(self, name)
+            if value is not None and value.shape[:2] != (self.latents.shape[0], len(self.sde_indices)):
+                raise ContractError(
+                    f"LatentSegment.{name} {tuple(value.shape)} must start with [B, S] = "
+                    f"[{self.latents.shape[0]}, {len(self.sde_indices)}]"
+                )
+
+    @property
+    def num_steps(self) -> int:
+        """T, the number of denoising steps."""
+        return self.sigmas.numel() - 1
+
+    def slot_of(self, position: int) -> int:
+        """Slot that stores trajectory position `position` (0..T). Raises KeyError when it was not stored."""
+        try:
+            return self.indices.index(position)
+        except ValueError:
+            raise KeyError(f"position {position} was not stored; stored positions are {self.indices}") from None
+
+    def latents_at(self, position: int) -> Tensor:
+        """Latents [B, ...] at trajectory position 0..T."""
+        return self.latents[:, self.slot_of(position)]
+
+    @property
+    def clean_latents(self) -> Tensor:
+        """Final latents [B, ...], at sigma = 0."""
+        return self.latents_at(self.num_steps)
+
+    def transitions(self, sample_R: Tensor, step_R: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows of stored transitions: (x_R, next_R, sigma_R, sigma_next_R).
+
+        sample_R, step_R: int64 [R]. Raises KeyError for a step whose two ends were not stored.
+        """
+        slots = {i: slot for slot, i in enumerate(self.indices)}
+        steps = step_R.tolist()
+        missing = sorted({step for step in steps if step not in slots or step + 1 not in slots})
+        if missing:
+            raise KeyError(f"steps {missing} were not stored; stored positions are {self.indices}")
+        device = self.latents.device
+        sample_R, step_R = sample_R.to(device), step_R.to(device)
+        start = torch.tensor([slots[step] for step in steps], device=device)
+        end = torch.tensor([slots[step + 1] for step in steps], device=device)
+        sigmas = self.sigmas.to(device)
+        return (
+            self.latents[sample_R, start],
+            self.latents[sample_R, end],
+            sigmas[step_R],
+            sigmas[step_R + 1],
+        )
+
+    def as_condition(self) -> ImageLatentCondition:
+        """The final latents as a condition for a later stage (images only)."""
+        if self.modality is not Modality.IMAGE:
+            raise ContractError(f"only image segments become conditions, this one is {self.modality.value}")
+        return ImageLatentCondition(latents=self.clean_latents)

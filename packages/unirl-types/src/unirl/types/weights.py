@@ -1,0 +1,78 @@
+"""Weights on their way from the trainer to an engine: buckets of named tensors with what the receiver must check."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unirl.types.errors import WeightSyncError
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """Name, shape, dtype and checksum of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: str
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """blake2b of the tensor's bytes (row-major), the same on every device."""
+    data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def weight_spec(name: str, tensor: Tensor) -> WeightSpec:
+    """What a receiver must find for this tensor."""
+    return WeightSpec(name, tuple(tensor.shape), str(tensor.dtype), tensor_checksum(tensor))
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Some named tensors of one push."""
+
+    policy_version: int
+    tensors: Mapping[str, Tensor]
+    specs: tuple[WeightSpec, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def verify(self) -> None:
+        """Raise WeightSyncError unless every tensor is the one that was described."""
+        if set(self.tensors) != {spec.name for spec in self.specs}:
+            raise WeightSyncError(f"bucket holds {sorted(self.tensors)} but describes {[s.name for s in self.specs]}")
+        for spec in self.specs:
+            found = weight_spec(spec.name, self.tensors[spec.name])
+            if found != spec:
+                raise WeightSyncError(f"weights arrived changed: expected {spec}, found {found}")
+
+
+def weight_buckets(
+    tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, max_bytes: int
+) -> Iterator[WeightBucket]:
+    """Cut named tensors into buckets of at most `max_bytes` (a larger tensor gets its own)."""
+    current: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        own = tensor.numel() * tensor.element_size()
+        if current and size + own > max_bytes:
+            yield _bucket(policy_version, current)
+            current, size = {}, 0
+        if name in current:
+            raise WeightSyncError(f"weight {name} was sent twice")
+        current[name] = tensor
+        size += own
+    if current:
+        yield _bucket(policy_version, current)
+
+
+def _bucket(policy_version: int, tensors: dict[str, Tensor]) -> WeightBucket:
+    return WeightBucket(policy_version, tensors, tuple(weight_spec(name, tensor) for name, tensor in tensors.items()))
