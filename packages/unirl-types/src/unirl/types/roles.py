@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
@@ -18,7 +18,7 @@ class Dispatch(Enum):
     SCATTER = "scatter"
     """Arguments are lists with one item a rank."""
     DP_SCATTER = "dp_scatter"
-    """Batches are cut into contiguous shards of equal size, one a data-parallel rank; the rest is broadcast."""
+    """Batches and `PerSample` values are cut into contiguous shards of equal size, one a rank; the rest is broadcast."""
     RANK_ZERO = "rank_zero"
     """Only rank 0 is called. Never a method with collectives inside."""
 
@@ -65,3 +65,10 @@ def remote_method(owner: type, name: str) -> RemoteMethod:
         if isinstance(marker, RemoteMethod):
             return marker
     raise AttributeError(f"{owner.__name__}.{name} is not marked with @distributed, so a runtime cannot call it")
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """Marks an argument (tensor or list) that DP_SCATTER cuts like a batch. Anything unmarked is broadcast."""
+
+    value: Any  # Any: a tensor or a list, one item a sample
