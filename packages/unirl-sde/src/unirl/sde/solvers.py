@@ -1,0 +1,111 @@
+"""Deterministic steps along the probability-flow ODE dx/dsigma = v: Euler, and DPM-Solver++(2M) for evaluation.
+
+A solver is reset with a schedule and then called once per step in order. It keeps state, so one instance serves one
+trajectory at a time. Shape letters: see `unirl.sde`.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unirl.sde.rows import check_rows, check_same_shape, over_rows
+
+
+class Solver(Protocol):
+    """A deterministic sampler: `reset` with the T + 1 sigmas, then `step` for index 0 .. T - 1 in order."""
+
+    def reset(self, sigmas: Tensor) -> None:
+        """Forgets the previous trajectory and takes the schedule of the next one, [T + 1], decreasing."""
+        ...
+
+    def step(self, x: Tensor, velocity: Tensor, index: int) -> Tensor:
+        """The latent at position index + 1, given the latent and the velocity at position index, [B, ...]."""
+        ...
+
+
+def euler_step(x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor) -> Tensor:
+    """x + v (sigma_next - sigma), [R, ...], computed in float32. Raises ValueError if shapes disagree."""
+    check_rows(x, sigma_R=sigma_R, sigma_next_R=sigma_next_R)
+    check_same_shape(x, velocity=velocity)
+    dt = over_rows(sigma_next_R.float() - sigma_R.float(), x)
+    return x.float() + velocity.float() * dt
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` in float32, or in float64 when it already is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _step_sigmas(sigmas: list[float], index: int) -> tuple[float, float]:
+    if not sigmas:
+        raise ValueError("step was called before reset(sigmas): the solver has no schedule.")
+    if not 0 <= index < len(sigmas) - 1:
+        raise ValueError(
+            f"step index = {index} is outside 0 .. {len(sigmas) - 2} of a {len(sigmas) - 1}-step schedule."
+        )
+    return sigmas[index], sigmas[index + 1]
+
+
+class EulerSolver:
+    """First-order steps, x + v dt; the same numbers as the loop without a solver."""
+
+    def __init__(self) -> None:
+        self._sigmas: list[float] = []
+
+    def reset(self, sigmas: Tensor) -> None:
+        """Takes the schedule, [T + 1] float32."""
+        self._sigmas = sigmas.tolist()
+
+    def step(self, x: Tensor, velocity: Tensor, index: int) -> Tensor:
+        """One Euler step from position `index`, [B, ...] float32. Raises ValueError outside the schedule."""
+        sigma, sigma_next = _step_sigmas(self._sigmas, index)
+        return euler_step(x, velocity, _filled(x, sigma), _filled(x, sigma_next))
+
+
+def _filled(x: Tensor, value: float) -> Tensor:
+    return torch.full((x.shape[0],), value, dtype=torch.float32, device=x.device)
+
+
+class DPMSolverPP2M:
+    """DPM-Solver++(2M): a second-order multistep in the predicted clean latent x0 = x - sigma v.
+
+    With alpha = 1 - sigma and lambda = ln(alpha / sigma), h = lambda_next - lambda:
+        x_next = (sigma_next / sigma) x + (1 - sigma_next / sigma) D,
+        D = x0 + h / (2 h_previous) (x0 - x0_previous).
+    First order (which is exactly Euler) on the first step after `reset`, on the last step of the schedule, and on a
+    step whose predecessor was not taken by this solver. Coefficients are float64; latents are float32 (float64 stays
+    float64).
+    From sigma = 1 the previous h is infinite, so step 1 of a full schedule is first order as well.
+    Source: DPM-Solver++ (arXiv 2211.01095), algorithm 2, with the flow-matching alpha and sigma.
+    """
+
+    def __init__(self) -> None:
+        self._sigmas: list[float] = []
+        self._previous: tuple[int, Tensor] | None = None
+
+    def reset(self, sigmas: Tensor) -> None:
+        """Takes the schedule, [T + 1], and forgets the previous prediction."""
+        self._sigmas = sigmas.tolist()
+        self._previous = None
+
+    def step(self, x: Tensor, velocity: Tensor, index: int) -> Tensor:
+        """One step from position `index`, [B, ...]. Raises ValueError outside the schedule or if shapes disagree."""
+        check_same_shape(x, velocity=velocity)
+        sigma, sigma_next = _step_sigmas(self._sigmas, index)
+        x, velocity = at_least_float32(x), at_least_float32(velocity)
+        x0 = x - sigma * velocity
+        is_last = index == len(self._sigmas) - 2
+        previous, self._previous = self._previous, (index, x0)
+        if is_last or previous is None or previous[0] != index - 1:
+            return x + velocity * (sigma_next - sigma)
+        h = _log_snr(sigma_next) - _log_snr(sigma)
+        h_previous = _log_snr(sigma) - _log_snr(self._sigmas[index - 1])
+        extrapolated = x0 + (h / (2 * h_previous)) * (x0 - previous[1])
+        return (sigma_next / sigma) * x + (1 - sigma_next / sigma) * extrapolated
+
+
+def _log_snr(sigma: float) -> float:
+    """lambda = ln((1 - sigma) / sigma), minus infinity at sigma = 1."""
+    return math.log((1 - sigma) / sigma) if sigma < 1 else -math.inf

@@ -1,0 +1,229 @@
+"""Which steps of a schedule are stochastic in a given rollout: pure functions of the rollout id.
+
+Each class answers `indices(rollout_id)`, sorted, inside 0 .. num_steps - 1. None keeps state, so any process at any
+time (also after a resume) gets the same answer, and random choices come from the hash of `unirl.sde.noise`, which
+depends on no library's generator. All are frozen dataclasses; bad constructor arguments raise ValueError.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal, Protocol, get_args
+
+from unirl.sde.noise import noise_seed
+
+WindowStrategy = Literal["progressive", "random", "decay", "exp_decay"]
+
+# fraction * num_steps of an exact share may fall an ulp short of the integer (0.29 * 100 = 28.999...).
+_ROUNDING = 1e-9
+
+
+class IndexScheduler(Protocol):
+    """Anything that names the stochastic steps of a rollout."""
+
+    def indices(self, rollout_id: int) -> list[int]:
+        """The stochastic steps of rollout `rollout_id` (>= 0), sorted and distinct."""
+        ...
+
+
+@dataclass(frozen=True)
+class AllSteps:
+    """Every step; without the last if `exclude_last`, whose noise is never denoised."""
+
+    num_steps: int
+    exclude_last: bool = False
+
+    def __post_init__(self) -> None:
+        _check_num_steps(self.num_steps)
+        if self.exclude_last and self.num_steps == 1:
+            raise ValueError("num_steps = 1 with exclude_last leaves no stochastic step.")
+
+    def indices(self, rollout_id: int) -> list[int]:
+        """See `IndexScheduler.indices`."""
+        _check_rollout_id(rollout_id)
+        return list(range(self.num_steps - self.exclude_last))
+
+
+@dataclass(frozen=True)
+class FirstFraction:
+    """The first int(fraction * num_steps) steps. Flow-GRPO trains a fraction of 0.99: all but the last."""
+
+    num_steps: int
+    fraction: float
+    """In (0, 1]; must leave at least one step."""
+
+    def __post_init__(self) -> None:
+        _check_num_steps(self.num_steps)
+        if not 0 < self.fraction <= 1 or self._count() == 0:
+            raise ValueError(
+                f"fraction = {self.fraction} of num_steps = {self.num_steps} leaves no stochastic step or exceeds all: "
+                f"it must lie in [{1 / self.num_steps:g}, 1]."
+            )
+
+    def _count(self) -> int:
+        return int(self.fraction * self.num_steps + _ROUNDING)
+
+    def indices(self, rollout_id: int) -> list[int]:
+        """See `IndexScheduler.indices`."""
+        _check_rollout_id(rollout_id)
+        return list(range(self._count()))
+
+
+@dataclass(frozen=True)
+class RandomSubset:
+    """`num_sde_steps` distinct steps, drawn anew for every rollout from a stretch of the schedule."""
+
+    num_steps: int
+    num_sde_steps: int
+    fraction: tuple[float, float] = (0.0, 1.0)
+    """The stretch: steps int(a num_steps) up to, not including, int(b num_steps)."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_num_steps(self.num_steps)
+        start, end = self.fraction
+        if not 0 <= start < end <= 1:
+            raise ValueError(f"fraction = {tuple(self.fraction)} must satisfy 0 <= start < end <= 1.")
+        if not 1 <= self.num_sde_steps <= len(self._pool()):
+            raise ValueError(
+                f"num_sde_steps = {self.num_sde_steps} cannot be drawn from the {len(self._pool())} steps that "
+                f"fraction = {tuple(self.fraction)} of num_steps = {self.num_steps} leaves."
+            )
+
+    def _pool(self) -> range:
+        start, end = (int(share * self.num_steps + _ROUNDING) for share in self.fraction)
+        return range(start, end)
+
+    def indices(self, rollout_id: int) -> list[int]:
+        """See `IndexScheduler.indices`. Every subset of the stretch is equally likely."""
+        _check_rollout_id(rollout_id)
+        drawn = sorted(self._pool(), key=lambda step: noise_seed(self.seed, f"sde_subset::{rollout_id}::{step}"))
+        return sorted(drawn[: self.num_sde_steps])
+
+
+@dataclass(frozen=True, init=False)
+class ExplicitSteps:
+    """The same given steps in every rollout. Empty means a deterministic rollout; only this class allows it."""
+
+    steps: tuple[int, ...]
+    """Sorted and distinct."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        steps = tuple(sorted(int(step) for step in indices))
+        if len(set(steps)) != len(steps) or any(step < 0 for step in steps):
+            raise ValueError(f"indices = {list(indices)} must be distinct and not negative.")
+        object.__setattr__(self, "steps", steps)
+
+    def indices(self, rollout_id: int) -> list[int]:
+        """See `IndexScheduler.indices`."""
+        _check_rollout_id(rollout_id)
+        return list(self.steps)
+
+
+@dataclass(frozen=True)
+class MixGRPOWindow:
+    """A window of consecutive stochastic steps that moves through the schedule as training goes on.
+
+    A window starts at init, init + stride, ... and ends at max_step at the latest: the last one is pulled back so that
+    it is whole, every step from init on is visited, and every rollout has window_size stochastic steps. (The published
+    code lets the last windows shrink, down to empty ones.) After the last window the scheduler stays there, or returns
+    to the first if `roll_back`. Source: MixGRPO (arXiv 2507.21802), section on the sliding window.
+    """
+
+    num_steps: int
+    window_size: int = 4
+    iters_per_window: int = 25
+    """Rollouts a window stays; for the two decays, those of a window at step 0 (decay) or before the knee
+    (exp_decay)."""
+    stride: int = 1
+    """Steps a window moves by; 0 freezes it at `init`. Published: 1. A window overlap o means stride = window_size -
+    o."""
+    strategy: WindowStrategy = "progressive"
+    """progressive: every window stays equally long. random: a new start, uniform over all whole windows, every
+    iters_per_window rollouts. decay: the stay falls linearly, from iters_per_window at step 0 to min_iters at max_step.
+    exp_decay: the stay is ceil(iters_per_window e^(-decay_rate relu(start - decay_knee)))."""
+    init: int = 0
+    """First step of the first window."""
+    max_step: int | None = None
+    """Windows end before this step; None means num_steps. MixGRPO uses num_steps - 2."""
+    roll_back: bool = False
+    seed: int = 0
+    """Of the random strategy."""
+    min_iters: int = 1
+    """Shortest stay of a window, both decays."""
+    decay_rate: float = 0.1
+    """Per step, exp_decay only."""
+    decay_knee: int = 13
+    """Step up to which exp_decay does not shorten the stay."""
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_num_steps(self.num_steps)
+        if self.strategy not in get_args(WindowStrategy):
+            raise ValueError(f"strategy = {self.strategy!r} is not one of {get_args(WindowStrategy)}.")
+        for name, value, least in (
+            ("window_size", self.window_size, 1),
+            ("iters_per_window", self.iters_per_window, 1),
+            ("stride", self.stride, 0),
+            ("init", self.init, 0),
+            ("min_iters", self.min_iters, 1),
+            ("decay_rate", self.decay_rate, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} = {value} must be at least {least}.")
+        if not 1 <= self._max_step <= self.num_steps:
+            raise ValueError(f"max_step = {self.max_step} must lie in 1 .. num_steps = {self.num_steps}.")
+        if self.init + self.window_size > self._max_step:
+            raise ValueError(
+                f"init + window_size = {self.init} + {self.window_size} = {self.init + self.window_size} exceeds "
+                f"max_step = {self._max_step}: no whole window fits."
+            )
+        if self.min_iters > self.iters_per_window:
+            raise ValueError(f"min_iters = {self.min_iters} exceeds iters_per_window = {self.iters_per_window}.")
+        last = self._max_step - self.window_size
+        starts = (self.init,) if self.stride == 0 else (*range(self.init, last, self.stride), last)
+        object.__setattr__(self, "_starts", starts)
+        object.__setattr__(self, "_ends", tuple(accumulate(self.stay(start) for start in starts)))
+
+    @property
+    def _max_step(self) -> int:
+        return self.num_steps if self.max_step is None else self.max_step
+
+    def stay(self, start: int) -> int:
+        """Rollouts for which a window starting at `start` stays, at least 1."""
+        if self.strategy == "decay":
+            fallen = (self.iters_per_window - self.min_iters) * start / self._max_step
+            return max(self.min_iters, int(self.iters_per_window - fallen + _ROUNDING))
+        if self.strategy == "exp_decay":
+            past_knee = max(0, start - self.decay_knee)
+            stay = math.ceil(self.iters_per_window * math.exp(-self.decay_rate * past_knee) - _ROUNDING)
+            return max(self.min_iters, stay)
+        return self.iters_per_window
+
+    def start(self, rollout_id: int) -> int:
+        """First step of the window of rollout `rollout_id`."""
+        _check_rollout_id(rollout_id)
+        if self.strategy == "random":
+            num_starts = self._max_step - self.window_size - self.init + 1 if self.stride else 1
+            drawn = noise_seed(self.seed, f"sde_window::{rollout_id // self.iters_per_window}")
+            return self.init + drawn % num_starts
+        total = self._ends[-1]
+        elapsed = rollout_id % total if self.roll_back else min(rollout_id, total - 1)
+        return next(start for start, end in zip(self._starts, self._ends, strict=True) if elapsed < end)
+
+    def indices(self, rollout_id: int) -> list[int]:
+        """See `IndexScheduler.indices`; always window_size consecutive steps."""
+        start = self.start(rollout_id)
+        return list(range(start, start + self.window_size))
+
+
+def _check_num_steps(num_steps: int) -> None:
+    if num_steps < 1:
+        raise ValueError(f"num_steps = {num_steps} must be at least 1.")
+
+
+def _check_rollout_id(rollout_id: int) -> None:
+    if rollout_id < 0:
+        raise ValueError(f"rollout_id = {rollout_id} must not be negative.")
