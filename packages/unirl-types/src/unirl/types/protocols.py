@@ -95,6 +95,31 @@ class DiffusionPipeline(Protocol):
         ...
 
 
+class PolicyStore(Protocol):
+    """Named copies of the trainable parameters, and ways to run the model with them for a while."""
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps taken so far; also the policy's version."""
+        ...
+
+    def keep_policy(self, name: str) -> None:
+        """Keep a copy of the current trainable parameters under `name`."""
+        ...
+
+    def update_policy(self, name: str, decay: float) -> None:
+        """copy <- decay * copy + (1 - decay) * current."""
+        ...
+
+    def using_policy(self, name: str) -> AbstractContextManager[None]:
+        """Inside, the model computes with the copy's values. Never touches requires_grad."""
+        ...
+
+    def reference_policy(self) -> AbstractContextManager[None]:
+        """Inside, the model computes as before training (adapter disabled, or a frozen copy)."""
+        ...
+
+
 class ModelBundle(Protocol):
     """The bare modules of a model and what training needs to know of them."""
 

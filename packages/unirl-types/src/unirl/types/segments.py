@@ -15,6 +15,7 @@ from unirl.types.batch import Batch, packed, per_sample, shared
 from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ContractError
 from unirl.types.media import Modality
+from unirl.types.sampling import DiffusionSamplingParams
 
 
 class SegmentStatus(IntEnum):
@@ -63,6 +64,8 @@ class LatentSegment(Segment):
     """[B, S] float32, nats per latent element (or summed, as the kernel's reduction says)."""
     sde_means: Tensor | None = per_sample(default=None)
     """[B, S, ...] float32 means of the transitions."""
+    params: DiffusionSamplingParams | None = shared(default=None)
+    """What the trajectory was sampled with; replay uses these and no others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
