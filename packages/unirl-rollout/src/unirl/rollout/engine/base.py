@@ -1,0 +1,44 @@
+"""What engines share: the plan of a geometry, and sleep and wake that default to nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import DiffusionSamplingParams
+
+
+@dataclass(frozen=True)
+class DiffusionPlan:
+    """What the driver pins on every request of one geometry."""
+
+    sigmas: Tensor
+    """[T+1] float32."""
+    latent_shape: tuple[int, ...]
+    """Shape of ONE latent."""
+    kernel: str
+    """Name of the kernel of the stochastic steps."""
+
+
+class BaseRolloutEngine(ABC):
+    """Base of the engines: generates responses; frees and restores device memory between phases."""
+
+    @abstractmethod
+    def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
+        """Sigmas, latent shape and kernel for these parameters."""
+
+    @abstractmethod
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """One response for one request; `policy` names a kept copy of the weights."""
+
+    def sleep(self) -> None:  # noqa: B027 (engines that hold no memory of their own do nothing)
+        """Free device memory."""
+
+    def wake_up(self) -> None:  # noqa: B027
+        """Restore device memory."""
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Stop what the engine started."""

@@ -1,0 +1,1 @@
+"""The engine that samples with the training model: nothing to sync, replay is exact."""

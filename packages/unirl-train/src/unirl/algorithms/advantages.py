@@ -1,0 +1,165 @@
+"""Advantages of a whole batch, as pure functions with every convention explicit.
+
+Reference implementations differ in scope, ddof and epsilon; the presets are named after them
+(`flow_grpo`, `dance_grpo`, `unirl`, `unirl_global_std`, `trl`). Rewards are gathered over all devices before
+they are normalised, so the number of devices never changes the result. Legend: B samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unirl.types.errors import ConfigError, ContractError
+
+Scope = Literal["group", "batch", "none"]
+SCOPES = ("group", "batch", "none")
+
+
+def group_index(group_ids: Sequence[str]) -> Tensor:
+    """int64 [B]: which group each sample is in, numbered by first appearance. Groups need not be contiguous."""
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(group, len(numbers)) for group in group_ids], dtype=torch.long)
+
+
+def group_mean(values_B: Tensor, index_B: Tensor) -> Tensor:
+    """Mean of each sample's group, [B]."""
+    num_groups = int(index_B.max()) + 1
+    sums = torch.zeros(num_groups, dtype=values_B.dtype).index_add_(0, index_B, values_B)
+    counts = torch.bincount(index_B, minlength=num_groups).to(values_B.dtype)
+    return (sums / counts)[index_B]
+
+
+def group_std(values_B: Tensor, index_B: Tensor, ddof: int) -> Tensor:
+    """Standard deviation of each sample's group, [B]; 0 for a group of `ddof` or fewer samples."""
+    deviation = values_B - group_mean(values_B, index_B)
+    num_groups = int(index_B.max()) + 1
+    squares = torch.zeros(num_groups, dtype=values_B.dtype).index_add_(0, index_B, deviation.square())
+    counts = torch.bincount(index_B, minlength=num_groups).to(values_B.dtype)
+    return (squares / (counts - ddof).clamp(min=1)).sqrt()[index_B]
+
+
+def normalized_advantages(
+    rewards_B: Tensor,
+    group_ids: Sequence[str],
+    *,
+    center: Scope,
+    scale: Scope,
+    ddof: int,
+    eps: float,
+    eps_inside_sqrt: bool = False,
+    clip: float | None = None,
+) -> Tensor:
+    """(reward - centre) / (std + eps), float32 [B], computed in float64.
+
+    center, scale: over the sample's group, over the batch, or not at all.
+    ddof: 0 is the population standard deviation, 1 the sample standard deviation.
+    eps_inside_sqrt: divide by sqrt(var + eps) instead.
+    clip: half-width of the range kept, in standard deviations.
+    A group whose rewards are all equal gets exactly 0. Raises ContractError for non-finite rewards or wrong sizes.
+    """
+    if rewards_B.shape != (len(group_ids),):
+        raise ContractError(f"rewards {tuple(rewards_B.shape)} must be [B] with B = {len(group_ids)} group ids")
+    if not bool(torch.isfinite(rewards_B).all()):
+        bad = [i for i, ok in enumerate(torch.isfinite(rewards_B).tolist()) if not ok]
+        raise ContractError(f"rewards of samples {bad[:8]} are not finite: {rewards_B[bad[:8]].tolist()}")
+    rewards = rewards_B.detach().to("cpu", torch.float64)
+    index = group_index(group_ids)
+    whole = torch.zeros_like(index)
+    scopes = {"group": index, "batch": whole}
+    advantages = rewards - group_mean(rewards, scopes[center]) if center != "none" else rewards
+    if scale != "none":
+        std = group_std(rewards, scopes[scale], ddof)
+        advantages = advantages / ((std.square() + eps).sqrt() if eps_inside_sqrt else std + eps)
+    if center == "group":
+        spread = group_std(rewards, index, 0)
+        advantages = torch.where(spread == 0, torch.zeros_like(advantages), advantages)
+    if clip is not None:
+        advantages = advantages.clamp(-clip, clip)
+    return advantages.to(torch.float32)
+
+
+PRESETS: dict[str, dict[str, object]] = {
+    "flow_grpo": {"center": "group", "scale": "group", "ddof": 0, "eps": 1e-4},
+    "flow_grpo_global_std": {"center": "group", "scale": "batch", "ddof": 0, "eps": 1e-4},
+    "dance_grpo": {"center": "group", "scale": "group", "ddof": 1, "eps": 1e-8},
+    "unirl": {"center": "group", "scale": "group", "ddof": 0, "eps": 1e-8, "eps_inside_sqrt": True},
+    "unirl_global_std": {"center": "group", "scale": "batch", "ddof": 1, "eps": 1e-8},
+    "trl": {"center": "group", "scale": "group", "ddof": 1, "eps": 1e-4},
+    "dr_grpo": {"center": "group", "scale": "none", "ddof": 0, "eps": 0.0},
+}
+"""Conventions of reference implementations (facts checked against their closed forms in the tests)."""
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """How a recipe turns rewards into advantages. Fields left None come from the preset."""
+
+    preset: str = "flow_grpo"
+    center: Scope | None = None
+    scale: Scope | None = None
+    ddof: int | None = None
+    eps: float | None = None
+    eps_inside_sqrt: bool | None = None
+    clip: float | None = None
+    multi_reward: Literal["weighted_sum", "normalize_then_sum"] = "weighted_sum"
+    """weighted_sum normalises the total; normalize_then_sum normalises each component and adds (GDPO-like)."""
+    component_weights: Mapping[str, float] | None = None
+    """Weights of normalize_then_sum; absent components count 1."""
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ConfigError(f"advantages.preset = {self.preset!r} must be one of {', '.join(PRESETS)}")
+        for name in ("center", "scale"):
+            value = getattr(self, name)
+            if value is not None and value not in SCOPES:
+                raise ConfigError(f"advantages.{name} = {value!r} must be one of {', '.join(SCOPES)}")
+        if self.component_weights is not None and self.multi_reward != "normalize_then_sum":
+            raise ConfigError(
+                "advantages.component_weights does nothing with multi_reward = weighted_sum. "
+                "Set reward.weights, or multi_reward: normalize_then_sum."
+            )
+
+    def options(self) -> dict[str, object]:
+        """The preset with this recipe's changes."""
+        names = ("center", "scale", "ddof", "eps", "eps_inside_sqrt")
+        changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {**PRESETS[self.preset], **changes}
+
+    def __call__(
+        self, rewards_B: Tensor, group_ids: Sequence[str], component_rewards: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Advantages float32 [B] of one whole batch."""
+        options = self.options()
+        if self.multi_reward == "weighted_sum":
+            return normalized_advantages(rewards_B, group_ids, clip=self.clip, **options)  # ty: ignore[invalid-argument-type]
+        if not component_rewards:
+            raise ContractError("multi_reward = normalize_then_sum needs component rewards, the scorers returned none")
+        weights = dict(self.component_weights or {})
+        unknown = sorted(set(weights) - set(component_rewards))
+        if unknown:
+            raise ConfigError(
+                f"advantages.component_weights names {unknown}; components are {sorted(component_rewards)}"
+            )
+        total = torch.zeros_like(rewards_B, dtype=torch.float32)
+        for name, component in component_rewards.items():
+            own = normalized_advantages(component, group_ids, **options)  # ty: ignore[invalid-argument-type]
+            total = total + weights.get(name, 1.0) * own
+        return total.clamp(-self.clip, self.clip) if self.clip is not None else total
+
+
+def group_metrics(rewards_B: Tensor, group_ids: Sequence[str]) -> dict[str, float]:
+    """How much the groups tell: fraction without spread, mean spread, number of groups."""
+    index = group_index(group_ids)
+    std = group_std(rewards_B.to(torch.float64), index, 0)
+    first = torch.tensor([index.tolist().index(group) for group in range(int(index.max()) + 1)])
+    per_group = std[first]
+    return {
+        "group/count": float(per_group.numel()),
+        "group/zero_std_ratio": float((per_group == 0).double().mean()),
+        "group/std_mean": float(per_group.mean()),
+    }

@@ -1,0 +1,121 @@
+"""What an algorithm is to the training stack: it yields losses and says what it needs. The stack owns backward.
+
+Legend: B samples of a micro-batch, S stochastic steps, R rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from unirl.types.errors import ContractError
+from unirl.types.rollout import RolloutTrack
+from unirl.types.segments import LatentSegment
+
+
+@dataclass
+class RowMetrics:
+    """Metrics summed over rows, so that means over ragged micro-batches and devices are exact."""
+
+    sums: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def mean(self, name: str, values: Tensor) -> None:
+        """Report the mean of `values` over all rows of the update."""
+        total, count = self.sums.get(name, (torch.zeros((), dtype=torch.float64), 0))
+        self.sums[name] = (total + values.detach().double().sum().cpu(), count + values.numel())
+
+    def max(self, name: str, values: Tensor) -> None:
+        """Report the largest of `values` over all rows of the update."""
+        largest = values.detach().double().max().cpu()
+        self.maxima[name] = torch.maximum(self.maxima[name], largest) if name in self.maxima else largest
+
+    def merge(self, other: RowMetrics) -> None:
+        """Add another record to this one."""
+        for name, (total, count) in other.sums.items():
+            mine, have = self.sums.get(name, (torch.zeros((), dtype=torch.float64), 0))
+            self.sums[name] = (mine + total, have + count)
+        for name, value in other.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """One backward's worth of loss: the SUM over its terms, and what it measured."""
+
+    loss: Tensor
+    num_terms: int
+    metrics: RowMetrics
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some samples of a track on their way through one or more backward passes."""
+
+    track: RolloutTrack
+    advantages: Tensor
+    """[B] float32."""
+    anchor: dict[str, Tensor]
+    """Fields frozen before the first update, [B, ...] each; empty for algorithms without an anchor."""
+    update: int
+    """Which optimizer step of this rollout, from 0."""
+    progress: float
+    """Fraction of the run done, in [0, 1]."""
+
+    @property
+    def segment(self) -> LatentSegment:
+        """The latent segment. Raises ContractError for another kind."""
+        if not isinstance(self.track.segment, LatentSegment):
+            raise ContractError(f"expected a latent segment, the track holds {type(self.track.segment).__name__}")
+        return self.track.segment
+
+
+class StageAlgorithm(ABC):
+    """Base of the algorithms. Class attributes say what the stack, the trainer and `check` must provide."""
+
+    requires_sde: ClassVar[bool] = False
+    """Whether stochastic steps with log-probs are needed."""
+    rollout_policy: ClassVar[str | None] = None
+    """Named policy that rollouts are sampled from; None is the policy being trained."""
+    uses_anchor: bool = False
+    """Whether `anchor` is taken before the first update."""
+
+    def prepare(self) -> None:  # noqa: B027 (an optional hook)
+        """Called once before training: make the named policies that the algorithm needs."""
+
+    def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
+        """Fields of the policy before the first update, at exactly the rows that training will use."""
+        raise ContractError(f"{type(self).__name__} takes no anchor")
+
+    @abstractmethod
+    def num_terms(self, track: RolloutTrack) -> int:
+        """Number of loss terms that `losses` will yield for this track in all: the divisor of the mean."""
+
+    @abstractmethod
+    def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
+        """Losses of one micro-batch, one a backward."""
+
+    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:  # noqa: B027 (an optional hook)
+        """Called after every optimizer step with its metrics (for adaptive coefficients)."""
+
+    def after_rollout(self) -> dict[str, float]:
+        """Called after the last update of a rollout (old-policy decay). Returns metrics."""
+        return {}
+
+    def state_dict(self) -> dict[str, float]:
+        """Numbers that a checkpoint must hold."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:  # noqa: B027 (an optional hook)
+        """Restore `state_dict`."""
+
+
+def row_chunks(num_rows: int, rows_per_forward: int | None) -> list[slice]:
+    """Consecutive slices of at most `rows_per_forward` rows (None: all at once)."""
+    step = rows_per_forward or num_rows
+    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]

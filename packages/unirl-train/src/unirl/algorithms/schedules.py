@@ -1,0 +1,46 @@
+"""Numbers that change over a run: clip ranges, and the decay of an old policy. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from unirl.types.errors import ConfigError
+
+CLIP_SCHEDULES = ("constant", "linear_decay", "cosine_decay")
+
+
+def clip_factor(schedule: str, progress: float) -> float:
+    """Multiplier of a clip range at `progress` in [0, 1]: 1, 1 - p/2, or (1 + cos(pi p)) / 2."""
+    if schedule == "linear_decay":
+        return 1.0 - 0.5 * progress
+    if schedule == "cosine_decay":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0
+
+
+@dataclass(frozen=True)
+class OldPolicyDecay:
+    """Decay d(t) of the sampling policy: 0 for t < flat, then min(start + rate (t - flat), cap).
+
+    t counts rollouts. d = 0 samples from the newest policy. The three types of the reference implementation of
+    DiffusionNFT are (flat, rate, cap) = (0, 0, 0), (0, .001, .5) and (75, .0075, .999).
+    """
+
+    start: float = 0.0
+    rate: float = 0.001
+    cap: float = 0.5
+    flat: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= 1 or not 0 <= self.cap <= 1 or self.rate < 0 or self.flat < 0:
+            raise ConfigError(
+                f"old-policy decay needs 0 <= start, cap <= 1, rate >= 0 and flat >= 0; got start = {self.start}, "
+                f"rate = {self.rate}, cap = {self.cap}, flat = {self.flat}"
+            )
+
+    def __call__(self, t: int) -> float:
+        """d(t)."""
+        if t < self.flat:
+            return 0.0
+        return min(self.start + self.rate * (t - self.flat), self.cap)

@@ -1,0 +1,162 @@
+"""The training step of one track: anchor, mini-batches, micro-batches, backward, optimizer step.
+
+The stack owns backward and scaling; the algorithm yields losses. The loss of an update is the exact mean over all
+terms of the mini-batch on all devices, whatever the sizes of the micro-batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.slicing import training_slices
+from unirl.types.errors import ContractError
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutResp, RolloutTrack
+
+
+@dataclass(frozen=True)
+class TrainStepResult:
+    """What one rollout's training did. `metrics` are means over the updates; `updates` has one record each."""
+
+    metrics: dict[str, float]
+    updates: list[dict[str, float]] = field(default_factory=list)
+
+
+class TrainStack:
+    """Trains one track of a response.
+
+    micro_batch_size: samples a backward holds at once; the memory knob.
+    num_updates_per_batch: optimizer steps a rollout is used for, each on its own samples.
+    max_grad_norm: global L2 norm that gradients are clipped to.
+    """
+
+    def __init__(
+        self,
+        backend: FSDPBackend,
+        algorithm: StageAlgorithm,
+        *,
+        micro_batch_size: int,
+        num_updates_per_batch: int = 1,
+        max_grad_norm: float = 1.0,
+        track: str = "image",
+    ) -> None:
+        self._backend = backend
+        self._algorithm = algorithm
+        self._micro_batch_size = micro_batch_size
+        self._num_updates = num_updates_per_batch
+        self._max_grad_norm = max_grad_norm
+        self._track = track
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def prepare(self) -> None:
+        """Let the algorithm make the named policies it needs. Called once, before training or resuming."""
+        self._algorithm.prepare()
+
+    @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
+    def train(self, resp: RolloutResp, advantages: Tensor, *, progress: float) -> TrainStepResult:
+        """Train on one rank's shard of a rollout. Every rank calls it; collectives inside.
+
+        advantages: float32 [B] of this rank's samples. Raises ContractError where sizes disagree and TrainingError
+        after too many non-finite gradients in a row.
+        """
+        track = resp.tracks[self._track]
+        if advantages.shape != (track.batch_size,):
+            raise ContractError(f"advantages {tuple(advantages.shape)} for {track.batch_size} samples")
+        track = track.to(self._backend.device).replace(advantages=advantages.to(self._backend.device))
+        slices = training_slices(track.batch_size, self._num_updates, self._micro_batch_size)
+        started = time.perf_counter()
+        micros, gap = self._anchored(track, slices, progress)
+        anchor_s = time.perf_counter() - started
+        updates = [self._update(track, micro_list) for micro_list in micros]
+        after = self._algorithm.after_rollout()
+        metrics = {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
+        metrics.update(gap)
+        metrics.update(after)
+        if "policy/ratio_max_abs_dev" in updates[0]:
+            metrics["policy/first_ratio_max_abs_dev"] = updates[0]["policy/ratio_max_abs_dev"]
+        metrics["train/skipped_steps"] = sum(u["train/skipped_steps"] for u in updates)
+        metrics["timing_s/anchor"] = anchor_s
+        return TrainStepResult(metrics, updates)
+
+    def _anchored(
+        self, track: RolloutTrack, slices: list[list[list[int]]], progress: float
+    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """Micro-batches by update, each with the anchor of the policy before the first update."""
+        record = RowMetrics()
+        micros: list[list[MicroBatch]] = []
+        for update, micro_list in enumerate(slices):
+            micros.append([])
+            for rows in micro_list:
+                part = track.select(rows)
+                if part.advantages is None:
+                    raise ContractError("advantages were lost while slicing")
+                micro = MicroBatch(track=part, advantages=part.advantages, anchor={}, update=update, progress=progress)
+                if self._algorithm.uses_anchor:
+                    anchor, metrics = self._algorithm.anchor(micro)
+                    record.merge(metrics)
+                    micro = MicroBatch(
+                        track=part, advantages=part.advantages, anchor=anchor, update=update, progress=progress
+                    )
+                micros[-1].append(micro)
+        return micros, self._reduced(record)
+
+    def _update(self, track: RolloutTrack, micros: list[MicroBatch]) -> dict[str, float]:
+        backend = self._backend
+        backend.zero_grad()
+        own_terms = sum(self._algorithm.num_terms(micro.track) for micro in micros)
+        total = backend.all_reduce_sum(torch.tensor([float(own_terms)], dtype=torch.float64, device=backend.device))
+        # Gradients are averaged over devices, so the sum over all terms needs dp_size on top of 1 / total.
+        scale = backend.dp_size / float(total)
+        record = RowMetrics()
+        yielded = 0
+        parts = (part for micro in micros for part in self._algorithm.losses(micro))
+        for part, is_last in with_last_backward(parts, own_terms):
+            with backend.accumulating(is_last):
+                (part.loss * scale).backward()
+            record.merge(part.metrics)
+            yielded += part.num_terms
+        if yielded != own_terms:
+            raise ContractError(f"the algorithm announced {own_terms} loss terms and yielded {yielded}")
+        stats = backend.optimizer_step(self._max_grad_norm)
+        metrics = self._reduced(record)
+        metrics["train/loss"] = metrics.get("policy/loss", 0.0)
+        metrics["train/grad_norm"] = stats.grad_norm
+        metrics["train/lr"] = stats.lr
+        metrics["train/skipped_steps"] = float(stats.is_skipped)
+        num_samples = sum(micro.track.batch_size for micro in micros) * backend.dp_size
+        self._algorithm.after_update(metrics, num_samples)
+        return metrics
+
+    def _reduced(self, record: RowMetrics) -> dict[str, float]:
+        """Means and maxima over all devices. Every rank has the same names, so one collective of each kind does."""
+        backend = self._backend
+        names = sorted(record.sums)
+        metrics: dict[str, float] = {}
+        if names:
+            packed = torch.tensor([[float(record.sums[n][0]), float(record.sums[n][1])] for n in names])
+            totals = backend.all_reduce_sum(packed.double().to(backend.device)).cpu()
+            metrics.update({name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names)})
+        names = sorted(record.maxima)
+        if names:
+            packed = torch.stack([record.maxima[n] for n in names]).to(backend.device)
+            largest = backend.all_reduce_max(packed).cpu()
+            metrics.update({name: float(largest[i]) for i, name in enumerate(names)})
+        return metrics
+
+
+def with_last_backward(parts: Iterable[LossPart], num_terms: int) -> Iterator[tuple[LossPart, bool]]:
+    """Loss parts with whether each is the last of the update, known from the announced number of terms.
+
+    Counting terms instead of looking ahead keeps one graph alive at a time.
+    """
+    seen = 0
+    for part in parts:
+        seen += part.num_terms
+        yield part, seen >= num_terms
