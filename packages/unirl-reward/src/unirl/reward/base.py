@@ -1,0 +1,231 @@
+"""The base of scorers that run in this process: batching, device, checks, and which sample failed.
+
+Legend: B samples of a request, b samples of one batch, C channels, H W pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from unirl.reward.compose import composed
+from unirl.types.errors import ConfigError, ContractError, RewardError
+from unirl.types.media import Images, Videos
+from unirl.types.reward import RewardRequest, RewardResponse
+
+Isolation = Literal["none", "batch", "sample"]
+"""How far a failure spreads: `none` raises at once, `batch` fails the samples of that batch, `sample` scores the
+samples of a failed batch one by one and fails only those that fail alone."""
+
+SAMPLE_ERRORS = (ArithmeticError, LookupError, OSError, RuntimeError, ValueError)
+"""What a scorer may raise because of its samples or its machine. TypeError, NameError, ImportError and the like are
+bugs of the code and are never isolated, nor are ConfigError and ContractError."""
+
+_MAX_NAMED = 4
+"""Failed samples that a message names; it counts the rest."""
+
+
+class LocalScorer(ABC):
+    """Scores samples in this process, `batch_size` at a time.
+
+    name: how results and messages call it; no "/", which separates scorer and component.
+    batch_size: most samples of one `score_batch` call.
+    device: where modules live and where media are moved before `score_batch`.
+    component_weights: component -> weight, for a scorer that returns several values; its reward is their weighted
+    sum. Empty: the scorer returns one tensor, which is the reward.
+    Raises ConfigError for an impossible value.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        batch_size: int = 8,
+        device: str = "cpu",
+        component_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        if not name or "/" in name:
+            raise ConfigError(f"a scorer cannot be called {name!r}; use a name without '/'")
+        if batch_size < 1:
+            raise ConfigError(f"scorer {name}: batch_size = {batch_size} must be at least 1")
+        weights = dict(component_weights or {})
+        wrong = {key: weight for key, weight in weights.items() if not math.isfinite(weight)}
+        if wrong:
+            raise ConfigError(f"scorer {name}: component_weights must be finite numbers, got {wrong}")
+        if weights and not any(weights.values()):
+            raise ConfigError(f"scorer {name}: every component weight is 0, so its reward would be 0. Set one.")
+        self.name = name
+        self.batch_size = batch_size
+        self.device = device
+        self.component_weights = weights
+        self.is_offloaded = False
+
+    @abstractmethod
+    def score_batch(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
+        """Values of b samples whose media lie on `self.device`.
+
+        A tensor [b], or a mapping with exactly the keys of `component_weights` to tensors [b]. A sample that
+        cannot be scored gets NaN or makes the call raise one of SAMPLE_ERRORS; it never gets an invented number.
+        """
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that offloading moves. Models override it; rules have none."""
+        return []
+
+    def move_to(self, device: str) -> None:
+        """Make `device` the device of a scorer with modules and move them there. Rules stay where they are."""
+        if self.modules():
+            self.device = device
+            self.onload()
+
+    def offload(self) -> None:
+        """Move the modules to host memory and free the device's cache. Scoring is an error until `onload`."""
+        for module in self.modules():
+            module.to("cpu")
+        if self.modules() and torch.device(self.device).type == "cuda":
+            torch.cuda.empty_cache()
+        self.is_offloaded = True
+
+    def onload(self) -> None:
+        """Move the modules to `device`."""
+        for module in self.modules():
+            module.to(self.device)
+        self.is_offloaded = False
+
+    def score(self, request: RewardRequest) -> RewardResponse:
+        """Rewards [B] with every component. Raises RewardError at the first sample without a finite value."""
+        return self.score_isolated(request, "none")
+
+    def score_isolated(self, request: RewardRequest, isolation: Isolation) -> RewardResponse:
+        """As `score`, with failures isolated: a failed sample has success False, an error text and NaN values.
+
+        Components are called `name/component` where there are several, `name` otherwise.
+        Raises RewardError under isolation "none", or while offloaded; ContractError for a request without samples.
+        """
+        num_samples = len(request.sample_ids)
+        if not num_samples:
+            raise ContractError(f"scorer {self.name} got a request without sample_ids")
+        if self.is_offloaded:
+            raise RewardError(f"scorer {self.name} is offloaded; call onload() before scoring")
+        values = {key: torch.full((num_samples,), torch.nan) for key in self._keys()}
+        errors: list[str | None] = [None] * num_samples
+        for row in _non_finite_media(request):
+            errors[row] = "its generated media holds non-finite pixels"
+        self._raise_if(errors, request.sample_ids, isolation)
+        rows = [row for row in range(num_samples) if errors[row] is None]
+        for start in range(0, len(rows), self.batch_size):
+            self._score_rows(request, rows[start : start + self.batch_size], isolation, values, errors)
+        return RewardResponse(
+            sample_ids=list(request.sample_ids),
+            rewards=self._reward(values),
+            component_rewards=self._components(values),
+            successes=[error is None for error in errors],
+            errors=errors,
+        )
+
+    @torch.no_grad()
+    def _score_rows(
+        self,
+        request: RewardRequest,
+        rows: list[int],
+        isolation: Isolation,
+        values: dict[str, Tensor],
+        errors: list[str | None],
+    ) -> None:
+        """Write values and errors of `rows`, one batch."""
+        ids = [request.sample_ids[row] for row in rows]
+        try:
+            found = self._checked(self.score_batch(request.select(rows).to(self.device)), len(rows))
+        except (ConfigError, ContractError):
+            raise
+        except SAMPLE_ERRORS as error:
+            reason = f"{type(error).__name__}: {error}"
+            if isolation == "none":
+                raise RewardError(f"scorer {self.name} failed on samples {_listed(ids)}: {reason}") from error
+            if isolation == "sample" and len(rows) > 1:
+                for row in rows:
+                    self._score_rows(request, [row], isolation, values, errors)
+                return
+            for row in rows:
+                errors[row] = reason
+            return
+        for key, value_b in found.items():
+            values[key][rows] = value_b
+            for position in (~value_b.isfinite()).nonzero().flatten().tolist():
+                label = f"component {key} is" if self.component_weights else "value is"
+                errors[rows[position]] = f"its {label} {value_b[position].item()}"
+        self._raise_if([errors[row] for row in rows], ids, isolation)
+
+    def _raise_if(self, errors: list[str | None], ids: list[str], isolation: Isolation) -> None:
+        if isolation != "none":
+            return
+        failed = {name: error for name, error in zip(ids, errors, strict=True) if error is not None}
+        if failed:
+            raise RewardError(describe_failures(self.name, failed))
+
+    def _keys(self) -> list[str]:
+        return list(self.component_weights) or [self.name]
+
+    def _checked(self, found: Tensor | Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+        """float32 [b] on the CPU by key. Raises ContractError where the scorer broke its own contract."""
+        if isinstance(found, Tensor):
+            found = {self.name: found}
+            if self.component_weights:
+                raise ContractError(
+                    f"scorer {self.name} returned one tensor but has component_weights for "
+                    f"{list(self.component_weights)}; return a mapping with these keys"
+                )
+        if set(found) != set(self._keys()):
+            raise ContractError(
+                f"scorer {self.name} returned components {sorted(found)} but declares {sorted(self._keys())}. "
+                "Make component_weights name every component that it returns."
+            )
+        ready = {key: value.detach().to("cpu", torch.float32) for key, value in found.items()}
+        for key, value in ready.items():
+            if value.shape != (num_samples,):
+                raise ContractError(
+                    f"scorer {self.name} returned {key} of shape {tuple(value.shape)} for {num_samples} samples; "
+                    f"expected ({num_samples},)"
+                )
+        return ready
+
+    def _reward(self, values: dict[str, Tensor]) -> Tensor:
+        if not self.component_weights:
+            return values[self.name]
+        return composed(values, self.component_weights)
+
+    def _components(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not self.component_weights:
+            return {self.name: values[self.name].clone()}
+        return {f"{self.name}/{key}": value for key, value in values.items()}
+
+
+def describe_failures(scorer: str, failed: Mapping[str, str]) -> str:
+    """One sentence naming the scorer, the samples that failed (sample id -> reason) and why."""
+    shown = [f"{name}: {reason}" for name, reason in list(failed.items())[:_MAX_NAMED]]
+    more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
+    return (
+        f"scorer {scorer} has no finite reward for {len(failed)} samples ({'; '.join(shown)}{more}). "
+        "Fix the scorer or its input, or set on_failure to retry or drop_group."
+    )
+
+
+def _listed(ids: list[str]) -> str:
+    more = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
+    return ", ".join(ids[:_MAX_NAMED]) + more
+
+
+def _non_finite_media(request: RewardRequest) -> list[int]:
+    """Rows whose generated pixels hold NaN or infinity, which conversion to bytes would hide."""
+    rows: set[int] = set()
+    for media in request.generated.values():
+        if isinstance(media, Images):
+            rows.update((~media.pixels.isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist())
+        elif isinstance(media, Videos):
+            rows.update(row for row, frames in enumerate(media.unpack("frames")) if not frames.isfinite().all())
+    return sorted(rows)

@@ -1,0 +1,112 @@
+"""A user's own Python function as a scorer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unirl.reward.base import LocalScorer
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.media import Images, Texts, Videos
+from unirl.types.reward import RewardRequest
+
+RewardFunction = Callable[..., Any]
+"""f(images, prompts, metadata, **kwargs) -> one number a sample (list, array or tensor [b]), or a dict of these."""
+
+
+class FunctionRewardScorer(LocalScorer):
+    """Calls `function(images, prompts, metadata, **kwargs)` on every batch.
+
+    function: a callable, or its dotted path, "my_package.rewards.brightness".
+    images: tensor [b, C, H, W] in [0, 1]; for videos a list of [T, C, H, W], for texts a list of str.
+    prompts: list of str. metadata: list of dict, the sample's row of the data file (empty where there is none).
+    The function returns b numbers, or a dict of these with the keys of `component_weights`, whose weighted sum is the
+    reward. None or a non-finite number says that a sample could not be scored.
+    kwargs: passed on to the function.
+    Raises ConfigError where the dotted path leads nowhere.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction | str,
+        *,
+        name: str | None = None,
+        batch_size: int = 8,
+        device: str = "cpu",
+        component_weights: Mapping[str, float] | None = None,
+        **kwargs: Any,  # Any: the user's own keywords
+    ) -> None:
+        self.function = imported(function) if isinstance(function, str) else function
+        if not callable(self.function):
+            raise ConfigError(f"function = {function!r} is a {type(self.function).__name__}, which cannot be called")
+        self.function_name = function if isinstance(function, str) else _name_of(self.function)
+        super().__init__(
+            name=name if name is not None else self.function_name.rpartition(".")[2],
+            batch_size=batch_size,
+            device=device,
+            component_weights=component_weights,
+        )
+        self.kwargs = kwargs
+
+    def score_batch(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
+        """The function's numbers. Raises ContractError naming the function where it returned something else."""
+        metadata = [row if row is not None else {} for row in request.metadata] or [{} for _ in request.sample_ids]
+        found = self.function(_media(request), request.prompts, metadata, **self.kwargs)
+        if isinstance(found, Mapping):
+            return {str(key): self._numbers(value) for key, value in found.items()}
+        return self._numbers(found)
+
+    def _numbers(self, value: Any) -> Tensor:  # Any: whatever a user's function returns
+        if isinstance(value, (Tensor, np.ndarray)):
+            return torch.as_tensor(value)
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            try:
+                return torch.tensor([torch.nan if item is None else float(item) for item in value])
+            except (TypeError, ValueError) as error:
+                raise ContractError(self._complaint(value)) from error
+        raise ContractError(self._complaint(value))
+
+    def _complaint(self, value: Any) -> str:  # Any: whatever a user's function returns
+        return (
+            f"reward function {self.function_name} returned {type(value).__name__} {str(value)[:80]!r}; "
+            "it must return one number a sample (list, array or tensor), or a dict of these"
+        )
+
+
+def imported(path: str) -> RewardFunction:
+    """The object at a dotted path. Raises ConfigError where the module or the name does not exist."""
+    module, _, attribute = path.rpartition(".")
+    if not module:
+        raise ConfigError(f"function = {path!r} must be a dotted path such as my_package.rewards.brightness")
+    try:
+        owner = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"function = {path!r}: {error}. Install it or put its folder on PYTHONPATH.") from error
+    if attribute not in vars(owner):
+        public = sorted(name for name, value in vars(owner).items() if callable(value) and not name.startswith("_"))
+        raise ConfigError(f"function = {path!r}: module {module} has no {attribute!r}; it has {public[:8]}")
+    return vars(owner)[attribute]
+
+
+def _name_of(function: RewardFunction) -> str:
+    """A function's own name; partials and callable objects go by their type."""
+    return function.__name__ if isinstance(function, FunctionType) else type(function).__name__
+
+
+def _media(request: RewardRequest) -> Tensor | list[Tensor] | list[str]:
+    if len(request.generated) != 1:
+        raise ContractError(f"a reward function takes one generated medium; the request has {list(request.generated)}")
+    media = next(iter(request.generated.values()))
+    if isinstance(media, Images):
+        return media.pixels
+    if isinstance(media, Videos):
+        return media.unpack("frames")
+    if isinstance(media, Texts):
+        return media.texts
+    raise ContractError(f"a reward function takes images, videos or texts, not {type(media).__name__}")
