@@ -59,6 +59,21 @@ class TrainStack:
         """Let the algorithm make the named policies it needs. Called once, before training or resuming."""
         self._algorithm.prepare()
 
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def rollout_policy(self) -> str | None:
+        """Named policy that rollouts must be sampled from; None is the policy being trained."""
+        return self._algorithm.rollout_policy
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def state_dict(self) -> dict[str, float]:
+        """The algorithm's own numbers, the same on every rank."""
+        return self._algorithm.state_dict()
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore `state_dict` on every rank."""
+        self._algorithm.load_state_dict(state)
+
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
     def train(self, resp: RolloutResp, advantages: Tensor, *, progress: float) -> TrainStepResult:
         """Train on one rank's shard of a rollout. Every rank calls it; collectives inside.

@@ -1,0 +1,43 @@
+"""Where the time of a run goes: wall and CPU seconds by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PhaseClock:
+    """Adds up the seconds of named phases. Phases do not nest."""
+
+    def __init__(self) -> None:
+        self.wall_s: dict[str, float] = {}
+        self.cpu_s: dict[str, float] = {}
+        self._step: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what happens inside."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            self.wall_s[name] = self.wall_s.get(name, 0.0) + wall
+            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + cpu
+            self._step[name] = self._step.get(name, 0.0) + wall
+
+    def step_metrics(self) -> dict[str, float]:
+        """Wall seconds by phase since the last call, as `timing_s/<phase>`."""
+        metrics = {f"timing_s/{name}": seconds for name, seconds in self._step.items()}
+        self._step = {}
+        return metrics
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Totals so far."""
+        return {"wall_s": dict(self.wall_s), "cpu_s": dict(self.cpu_s)}
+
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+        """Continue from earlier totals."""
+        self.wall_s = dict(state["wall_s"])
+        self.cpu_s = dict(state["cpu_s"])

@@ -1,0 +1,54 @@
+"""From prompt rows to a rollout request: ids, repetition, pinned sigmas, noise ids. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from unirl.data.data_source import PromptRow
+from unirl.types.media import Texts
+from unirl.types.noise import noise_keys
+from unirl.types.rollout import RolloutReq
+from unirl.types.sampling import DiffusionSamplingParams
+
+
+def unique_ids(ids: Sequence[str]) -> list[str]:
+    """The ids, with `#k` behind the k-th repetition of one."""
+    seen: dict[str, int] = {}
+    unique = []
+    for name in ids:
+        count = seen.get(name, 0)
+        seen[name] = count + 1
+        unique.append(name if count == 0 else f"{name}#{count}")
+    return unique
+
+
+def build_request(
+    rows: Sequence[PromptRow],
+    params: DiffusionSamplingParams,
+    *,
+    sigmas: Tensor,
+    latent_shape: tuple[int, ...],
+    rollout_id: int,
+) -> RolloutReq:
+    """A request with `params.samples_per_prompt` samples of every row, samples of a prompt next to each other.
+
+    params: resolved for this rollout (stochastic steps written down). Ids: group `prompt:{id}`, sample
+    `{group}:sample:{j}`; a prompt that occurs twice gets groups of its own.
+    """
+    groups = unique_ids([f"prompt:{row.prompt_id}" for row in rows])
+    repeats = params.samples_per_prompt
+    group_ids = [group for group in groups for _ in range(repeats)]
+    sample_ids = [f"{group}:sample:{j}" for group in groups for j in range(repeats)]
+    return RolloutReq(
+        sample_ids=sample_ids,
+        group_ids=group_ids,
+        primitives={"text": Texts(texts=[row.prompt for row in rows for _ in range(repeats)])},
+        metadata=[row.metadata for row in rows for _ in range(repeats)],
+        sampling_params=params,
+        sigmas=sigmas,
+        init_noise_group_ids=noise_keys(rollout_id, sample_ids, group_ids, same_noise=params.init_same_noise),
+        init_noise_latent_shape=list(latent_shape),
+        rollout_id=rollout_id,
+    )

@@ -1,0 +1,157 @@
+"""From a resolved recipe to a running trainer, in an order one can read."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unirl.algorithms.advantages import AdvantageConfig
+from unirl.config import instantiate
+from unirl.data.data_source import MultimodalRLDataSource
+from unirl.distributed.runtime import LocalRuntime, Runtime, WorkerContext
+from unirl.tracking.base import Tracker
+from unirl.train.checkpoint import Checkpointer
+from unirl.trainer.diffusion import DiffusionTrainer, TrainerSettings
+from unirl.trainer.evaluation import EvaluationConfig, EvaluationResult, Evaluator
+from unirl.trainer.guardrails import GuardrailConfig
+from unirl.types.errors import ConfigError
+
+Recipe = Mapping[str, Any]
+
+
+def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> dict[str, object]:
+    """The components of one worker: bundle, pipeline, backend, engine, algorithm, stack, reward, checkpointer."""
+    seed_everything(recipe["seed"])
+    bundle = instantiate(recipe["bundle"], device=context.device)
+    pipeline = instantiate(recipe["pipeline"], bundle=bundle)
+    backend = instantiate(recipe["backend"], bundle=bundle, device=context.device)
+    engine = instantiate(
+        recipe["engine"], pipeline=pipeline, policies=backend, device=context.device, rank=context.rank
+    )
+    algorithm = instantiate(recipe["algorithm"], pipeline=pipeline, policies=backend)
+    stack = instantiate(recipe["stack"], backend=backend, algorithm=algorithm)
+    reward = instantiate(recipe["reward"])
+    save = recipe.get("save", {})
+    checkpointer = Checkpointer(
+        backend,
+        str(Path(run_dir) / "checkpoints"),
+        keep_last=save.get("keep_last", 2),
+        keep_best=save.get("keep_best", True),
+        is_async=save.get("is_async", False),
+    )
+    return {
+        "bundle": bundle,
+        "pipeline": pipeline,
+        "backend": backend,
+        "engine": engine,
+        "algorithm": algorithm,
+        "stack": stack,
+        "reward": reward,
+        "checkpointer": checkpointer,
+    }
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's and torch's global generators, the same on every worker (adapters start equal)."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def make_runtime(recipe: Recipe, run_dir: Path) -> Runtime:
+    """The runtime that the recipe names, with its workers built."""
+    builder = functools.partial(build_components, recipe, str(run_dir))
+    device = recipe["device"]
+    if recipe["runtime"] == "local":
+        if recipe["num_devices"] != 1:
+            raise ConfigError(
+                f"runtime: local uses one device, num_devices = {recipe['num_devices']}. Set runtime: ray."
+            )
+        return LocalRuntime(builder, device=device)
+    if recipe["runtime"] == "ray":
+        # Ray is heavy and optional; a local run never imports it.
+        from unirl.distributed.group.ray_runtime import RayRuntime
+
+        return RayRuntime(builder, num_devices=recipe["num_devices"], device=device)
+    raise ConfigError(f"runtime = {recipe['runtime']!r} must be 'local' or 'ray'")
+
+
+def make_evaluator(recipe: Recipe) -> Evaluator | None:
+    """The held-out evaluation of the recipe, or None where it has none."""
+    if not recipe.get("eval"):
+        return None
+    config = EvaluationConfig(**recipe["eval"])
+    rows = MultimodalRLDataSource(config.prompts, shuffle=False).rows
+    return Evaluator(config, rows, instantiate(recipe["sampling"]))
+
+
+def make_trainer(
+    recipe: Recipe, runtime: Runtime, run_dir: Path, trackers: Sequence[Tracker], stop: threading.Event
+) -> DiffusionTrainer:
+    """The trainer of a recipe on a runtime."""
+    evaluator = make_evaluator(recipe)
+    settings = TrainerSettings(
+        recipe=recipe["recipe"],
+        seed=recipe["seed"],
+        batch_size=recipe["batch_size"],
+        num_rollouts=recipe["num_rollouts"],
+        eval_interval=0 if evaluator is None else evaluator.config.interval,
+        save_interval=recipe.get("save", {}).get("interval", 0),
+        best_metric=recipe.get("save", {}).get("best_metric", "reward"),
+        media_interval=recipe.get("media_interval", 0),
+    )
+    rollout_policy = runtime.role("stack").rollout_policy()
+    return DiffusionTrainer(
+        runtime,
+        settings,
+        data=instantiate(recipe["data"], seed=recipe["seed"]),
+        sampling=instantiate(recipe["sampling"]),
+        advantages=instantiate(recipe["advantages"]) if recipe.get("advantages") else AdvantageConfig(),
+        evaluator=evaluator,
+        guardrails=GuardrailConfig(**recipe.get("guardrails", {})),
+        trackers=trackers,
+        run_dir=run_dir,
+        config=recipe,
+        rollout_policy=rollout_policy,
+        stop=stop,
+    )
+
+
+def run_recipe(
+    recipe: Recipe, run_dir: Path, trackers: Sequence[Tracker], stop: threading.Event | None = None
+) -> dict[str, Any]:
+    """Run a resolved, checked recipe to the end; returns its summary."""
+    with make_runtime(recipe, run_dir) as runtime:
+        trainer = make_trainer(recipe, runtime, run_dir, trackers, stop or threading.Event())
+        summary = trainer.run(recipe.get("resume"))
+    return summary
+
+
+def evaluate_recipe(recipe: Recipe, run_dir: Path, *, from_checkpoint: bool) -> EvaluationResult:
+    """Held-out evaluation of a recipe's model, or of the newest checkpoint of its run directory."""
+    evaluator = make_evaluator(recipe)
+    if evaluator is None:
+        raise ConfigError("this recipe has no eval section; add eval.prompts")
+    with make_runtime(recipe, run_dir) as runtime:
+        runtime.role("stack").prepare()
+        if from_checkpoint:
+            runtime.role("checkpointer").load(None)
+        return evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_ranks)
+
+
+def export_recipe(recipe: Recipe, run_dir: Path, folder: Path, *, merged: bool, policy: str = "default") -> Path:
+    """Write the newest checkpoint of a run for use outside: LoRA weights, or the model with weights merged."""
+    with make_runtime(recipe, run_dir) as runtime:
+        runtime.role("stack").prepare()
+        runtime.role("checkpointer").load(None)
+        backend = runtime.role("backend")
+        if merged:
+            backend.export_merged(str(folder), policy)
+        else:
+            backend.export_lora(str(folder), policy)
+    return folder
