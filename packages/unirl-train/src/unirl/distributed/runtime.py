@@ -8,15 +8,16 @@ come back. A result that is held stays with the workers that made it: the driver
 from __future__ import annotations
 
 import itertools
+import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Protocol, Self, TypeVar, runtime_checkable
 
-from unirl.distributed.dispatch import collected, rank_arguments
+from unirl.distributed.dispatch import HeldKey, collected, rank_arguments
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.roles import Collect, remote_method
+from unirl.types.roles import Collect, Dispatch, RemoteMethod, remote_method
 from unirl.types.rollout import RolloutResp
 
 ResultT = TypeVar("ResultT")
@@ -35,10 +36,40 @@ class WorkerContext:
 
 
 @dataclass(frozen=True)
-class HeldKey:
-    """Names a held value in each worker's own table."""
+class ComponentInfo:
+    """What the driver knows of a component: enough to call it, without importing its class."""
 
-    number: int
+    owner: str
+    """Name of its class."""
+    methods: Mapping[str, RemoteMethod]
+    """Marked methods."""
+
+    @classmethod
+    def of(cls, owner: type) -> Self:
+        """Read the markers of a class, inherited ones included."""
+        methods = {}
+        for name in dir(owner):
+            try:
+                methods[name] = remote_method(owner, name)
+            except AttributeError:
+                continue  # an ordinary method
+        return cls(owner.__name__, methods)
+
+
+@runtime_checkable
+class Holdable(Protocol):
+    """What a method collected by HOLD returns."""
+
+    def metadata_only(self) -> Any:  # Any: a Batch of the same class
+        """The value without its large tensors."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What processes used: CPU seconds in all, and peak resident bytes summed over processes."""
+
+    cpu_s: float
+    peak_rss_bytes: int
 
 
 class Worker:
@@ -49,34 +80,57 @@ class Worker:
         self._components = dict(builder(context))
         self._held: dict[HeldKey, Any] = {}  # Any: held values are of any type
 
-    def component_types(self) -> dict[str, type]:
-        """Role name -> class, for the driver to read markers from."""
-        return {name: type(component) for name, component in self._components.items()}
+    def component_infos(self) -> dict[str, ComponentInfo]:
+        """Role name -> what the driver needs to know of it."""
+        return {name: ComponentInfo.of(type(component)) for name, component in self._components.items()}
 
     def component(self, name: str) -> object:
         """The component itself (this process only)."""
         return self._components[name]
 
     def invoke(
-        self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], hold_as: HeldKey | None
+        self,
+        role: str,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hold_as: HeldKey | None,
+        is_wanted: bool = True,
     ) -> Any:
         """Call a component. Held keys among the arguments become this worker's values; a held result returns
-        its metadata only."""
+        its metadata only, and one that the driver would drop (`is_wanted` false) returns None."""
         ready = [self._resolve(value) for value in args]
         named = {name: self._resolve(value) for name, value in kwargs.items()}
         result = getattr(self._components[role], method)(*ready, **named)
         if hold_as is None:
-            return result
+            return result if is_wanted else None
+        if not isinstance(result, Holdable):
+            raise ContractError(f"{role}.{method} is collected by HOLD but returned a {type(result).__name__}")
+        meta = result.metadata_only()
         self._held[hold_as] = result
-        return result.metadata_only()
+        return meta
 
     def map_held(self, key: HeldKey, function: Callable[..., ResultT], args: tuple[Any, ...]) -> ResultT:
         """function(value, *args) on this worker's own held value."""
-        return function(self._held[key], *args)
+        return function(self._resolve(key), *args)
+
+    def hold(self, key: HeldKey, value: Any) -> Any:
+        """Keep a value that came from elsewhere; returns its metadata."""
+        self._held[key] = value
+        return value.metadata_only()
+
+    def usage(self) -> Usage:
+        """What this process used so far."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return Usage(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 
     def release(self, key: HeldKey) -> None:
         """Forget a held value."""
         self._held.pop(key, None)
+
+    def num_held(self) -> int:
+        """How many values this worker holds."""
+        return len(self._held)
 
     def _resolve(self, value: Any) -> Any:
         if not isinstance(value, HeldKey):
@@ -91,16 +145,31 @@ class Held:
 
     def __init__(self, runtime: Runtime, key: HeldKey, meta: RolloutResp) -> None:
         self._runtime = runtime
+        self._is_released = False
         self.key = key
         self.meta = meta
 
+    def key_for(self, runtime: Runtime) -> HeldKey:
+        """The key, for a call on `runtime`. Raises ContractError where the value does not lie with its workers."""
+        if self._is_released:
+            raise ContractError(f"held value {self.key.number} was released before it was used")
+        if runtime is not self._runtime:
+            raise ContractError(f"held value {self.key.number} lies with other workers; pass held.fetch() instead")
+        return self.key
+
     def map(self, function: Callable[..., ResultT], *args: Any) -> list[ResultT]:
         """function(value, *args) where the value lies; one result a rank. `function` must pickle."""
-        return self._runtime.map_held(self.key, function, args)
+        return self._runtime.map_held(self.key_for(self._runtime), function, args)
+
+    def fetch(self) -> Any:  # Any: what the method that was collected by HOLD returns
+        """The whole value in this process: the ranks' shares in order, joined. Heavy; the workers keep theirs."""
+        return collected(Collect.CONCAT, self.map(_itself))
 
     def release(self) -> None:
-        """Free the value on every worker."""
-        self._runtime.release(self.key)
+        """Free the value on every worker. Safe to call twice, and after the runtime has closed."""
+        if not self._is_released and not self._runtime.is_closed:
+            self._runtime.release(self.key)
+        self._is_released = True
 
     def __enter__(self) -> Self:
         return self
@@ -108,19 +177,33 @@ class Held:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
 
+    def __reduce__(self) -> NoReturn:
+        raise ContractError(
+            "a held value travels as a direct argument of a role's method only, not inside a list, dict or object"
+        )
+
+
+def _itself(value: ResultT) -> ResultT:
+    return value
+
 
 class Role:
     """One component name on all workers. `role.method(...)` obeys the method's marker."""
 
-    def __init__(self, runtime: Runtime, name: str, owner: type) -> None:
+    def __init__(self, runtime: Runtime, name: str, info: ComponentInfo) -> None:
         self._runtime = runtime
         self._name = name
-        self._owner = owner
+        self._info = info
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
-        marker = remote_method(self._owner, method)
+        marker = self._info.methods.get(method)
+        if marker is None:
+            raise AttributeError(
+                f"{self._info.owner}.{method} is not marked with @distributed, so a runtime cannot call it; "
+                f"marked are {sorted(self._info.methods)}"
+            )
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._runtime.call(self._name, method, marker.dispatch, marker.collect, args, kwargs)
@@ -132,13 +215,14 @@ class Runtime(ABC):
     """Calls components on `num_ranks` workers. Use as a context manager: leaving it stops every worker."""
 
     num_ranks: int
+    is_closed: bool = False
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
 
     @abstractmethod
-    def _types(self) -> dict[str, type]:
-        """Role name -> component class."""
+    def _infos(self) -> Mapping[str, ComponentInfo]:
+        """Role name -> what is known of its component."""
 
     @abstractmethod
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
@@ -150,35 +234,72 @@ class Runtime(ABC):
 
     def role(self, name: str) -> Role:
         """The component `name` on all workers. Raises ConfigError for an unknown name."""
-        types = self._types()
-        if name not in types:
-            raise ConfigError(f"no component is called {name!r}; there are {sorted(types)}")
-        return Role(self, name, types[name])
+        infos = self._infos()
+        if name not in infos:
+            raise ConfigError(f"no component is called {name!r}; there are {sorted(infos)}")
+        return Role(self, name, infos[name])
 
     def has_role(self, name: str) -> bool:
         """Whether the workers built a component of that name."""
-        return name in self._types()
+        return name in self._infos()
 
-    def call(self, role: str, method: str, dispatch: Any, collect: Collect, args: Any, kwargs: Any) -> Any:
+    def call(
+        self,
+        role: str,
+        method: str,
+        dispatch: Dispatch,
+        collect: Collect,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Dispatch one marked method and collect its results."""
-        args = tuple(value.key if isinstance(value, Held) else value for value in args)
-        kwargs = {name: value.key if isinstance(value, Held) else value for name, value in kwargs.items()}
+        if dispatch is Dispatch.RANK_ZERO and collect is Collect.HOLD:
+            raise ContractError(f"{role}.{method}: a held value lies on every rank, RANK_ZERO makes it on one")
+        ready = tuple(self._key_of(value) for value in args)
+        named = {name: self._key_of(value) for name, value in kwargs.items()}
         hold_as = HeldKey(next(self._numbers)) if collect is Collect.HOLD else None
-        per_rank = rank_arguments(dispatch, args, kwargs, self.num_ranks)
-        results = self._invoke_all(
-            [(rank, "invoke", (role, method, own, named, hold_as)) for rank, (own, named) in enumerate(per_rank)]
-        )
-        if hold_as is not None:
-            return Held(self, hold_as, collected(Collect.CONCAT, results))
-        return collected(collect, results)
+        per_rank = rank_arguments(dispatch, ready, named, self.num_ranks)
+        is_done = False
+        try:
+            results = self._invoke_all(
+                [
+                    (rank, "invoke", (role, method, own, own_named, hold_as, collect is not Collect.FIRST or rank == 0))
+                    for rank, (own, own_named) in enumerate(per_rank)
+                ]
+            )
+            value = collected(Collect.CONCAT if collect is Collect.HOLD else collect, results)
+            is_done = True
+        finally:
+            if hold_as is not None and not is_done and not self.is_closed:
+                self.release(hold_as)  # the ranks that did succeed
+        return value if hold_as is None else Held(self, hold_as, value)
 
     def map_held(self, key: HeldKey, function: Callable[..., ResultT], args: tuple[Any, ...]) -> list[ResultT]:
         """function(value, *args) on every rank's own held value."""
         return self._invoke_all([(rank, "map_held", (key, function, args)) for rank in range(self.num_ranks)])
 
+    def hold(self, value: RolloutResp) -> Held:
+        """Cut a response over the workers and hold it there. The rare way in; results usually stay where they arise."""
+        key = HeldKey(next(self._numbers))
+        shards = scatter(value, self.num_ranks)
+        metas = self._invoke_all([(rank, "hold", (key, shard)) for rank, shard in enumerate(shards)])
+        return Held(self, key, collected(Collect.CONCAT, metas))
+
+    def usage(self) -> Usage:
+        """What the workers used so far, and the driver where it is a process of its own."""
+        parts = self._invoke_all([(rank, "usage", ()) for rank in range(self.num_ranks)])
+        return Usage(sum(part.cpu_s for part in parts), sum(part.peak_rss_bytes for part in parts))
+
     def release(self, key: HeldKey) -> None:
         """Forget a held value on every rank."""
         self._invoke_all([(rank, "release", (key,)) for rank in range(self.num_ranks)])
+
+    def num_held(self) -> int:
+        """How many held values the busiest rank keeps; grows when releases are forgotten."""
+        return max(self._invoke_all([(rank, "num_held", ()) for rank in range(self.num_ranks)]))
+
+    def _key_of(self, value: Any) -> Any:
+        return value.key_for(self) if isinstance(value, Held) else value
 
     def __enter__(self) -> Self:
         return self
@@ -196,8 +317,8 @@ class LocalRuntime(Runtime):
         super().__init__()
         self._worker = Worker(builder, WorkerContext(rank=0, world_size=1, device=device))
 
-    def _types(self) -> dict[str, type]:
-        return self._worker.component_types()
+    def _infos(self) -> Mapping[str, ComponentInfo]:
+        return self._worker.component_infos()
 
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
         return [getattr(self._worker, method)(*args) for _, method, args in calls]

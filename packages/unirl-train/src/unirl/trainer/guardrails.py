@@ -38,15 +38,10 @@ class GuardrailConfig:
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise ConfigError(f"guardrails.action = {self.action!r} must be one of {', '.join(ACTIONS)}")
-        if (
-            self.grad_norm_factor <= 1
-            or self.reward_drop <= 0
-            or self.patience < 1
-            or not 1 < self.warmup <= self.window
-        ):
-            raise ConfigError(
-                f"guardrails need grad_norm_factor > 1, reward_drop > 0, patience >= 1 and 1 < warmup <= window; got {self}"
-            )
+        if self.grad_norm_factor <= 1 or self.reward_drop <= 0:
+            raise ConfigError(f"guardrails need grad_norm_factor > 1 and reward_drop > 0; got {self}")
+        if self.patience < 1 or not 1 < self.warmup <= self.window:
+            raise ConfigError(f"guardrails need patience >= 1 and 1 < warmup <= window; got {self}")
 
 
 class Guardrails:
