@@ -22,6 +22,13 @@ def _pad_tokens(tensor: Tensor | None, length: int) -> Tensor | None:
     return torch.cat([tensor, padding], dim=1)
 
 
+def _check_mask(tokens: Tensor, mask: Tensor | None, where: str) -> None:
+    if tokens.ndim < 2:
+        raise ContractError(f"{where} must start with [B, L], got {tuple(tokens.shape)}")
+    if mask is not None and mask.shape != tokens.shape[:2]:
+        raise ContractError(f"attention_mask {tuple(mask.shape)} must be [B, L] of {where} {tuple(tokens.shape[:2])}")
+
+
 @dataclass(kw_only=True, eq=False)
 class Condition(Batch):
     """Base of every conditioning container."""
@@ -37,6 +44,10 @@ class TextEmbedCondition(Condition):
     """[B, P]."""
     attention_mask: Tensor | None = per_sample(default=None)
     """[B, L], 1 where a token counts. Absent means that every token counts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_mask(self.embeds, self.attention_mask, "TextEmbedCondition.embeds")
 
     @classmethod
     def _align(cls, parts: list[Self]) -> list[Self]:
@@ -66,6 +77,10 @@ class TextTokenCondition(Condition):
     attention_mask: Tensor = per_sample()
     """[B, L], 1 where a token counts."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_mask(self.input_ids, self.attention_mask, "TextTokenCondition.input_ids")
+
     @classmethod
     def _align(cls, parts: list[Self]) -> list[Self]:
         length = max((part.input_ids.shape[1] for part in parts), default=0)
@@ -92,6 +107,7 @@ class ImageEmbedCondition(Condition):
     embeds: Tensor = per_sample()
     """[B, L, D]."""
     attention_mask: Tensor | None = per_sample(default=None)
+    """[B, L], 1 where a feature counts. Absent means that every feature counts."""
     spatial_shapes: list[tuple[int, int]] | None = shared(default=None)
     """(H, W) in patches, the same for every sample."""
 

@@ -16,7 +16,7 @@ class ConfigError(UniRLError, ValueError):
 
 
 class DataError(UniRLError, ValueError):
-    """A prompt file or a row of it is wrong. The message names file and line."""
+    """A data file (prompts, a stored rollout) or a row of it is wrong. The message names the file, and the line."""
 
 
 class CheckpointError(UniRLError, RuntimeError):

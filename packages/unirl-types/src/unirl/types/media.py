@@ -26,6 +26,11 @@ class Modality(Enum):
     MULTIMODAL = "multimodal"
 
 
+def _check_media(tensor: Tensor, name: str, layout: str, ndims: tuple[int, ...]) -> None:
+    if tensor.ndim not in ndims or not tensor.is_floating_point():
+        raise ContractError(f"{name} must be float {layout}, got {tensor.dtype} {tuple(tensor.shape)}")
+
+
 @dataclass(kw_only=True, eq=False)
 class Texts(Batch):
     """A batch of strings."""
@@ -42,12 +47,17 @@ class Images(Batch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pixels.ndim != 4:
-            raise ContractError(f"Images.pixels must be [B, C, H, W], got {tuple(self.pixels.shape)}")
+        _check_media(self.pixels, "Images.pixels", "[B, C, H, W]", (4,))
 
     @classmethod
     def from_list(cls, images: list[Tensor], *, pad: bool = False) -> Self:
         """Stack [C, H, W] images. Differing sizes raise ContractError unless `pad` (zeros right, bottom)."""
+        if not images:
+            raise ContractError("cannot stack an empty list of images, their size would be unknown")
+        wrong = sorted({tuple(image.shape) for image in images if image.ndim != 3})
+        channels = sorted({image.shape[0] for image in images if image.ndim == 3})
+        if wrong or len(channels) > 1:
+            raise ContractError(f"images must be [C, H, W] with one C; found shapes {wrong} and channels {channels}")
         sizes = {tuple(image.shape) for image in images}
         if len(sizes) > 1:
             if not pad:
@@ -68,6 +78,11 @@ class Videos(Batch):
     frames: Tensor = packed()
     """[sum T, C, H, W], float in [0, 1]."""
     fps: float | None = shared(default=None)
+    """Frames a second."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_media(self.frames, "Videos.frames", "[sum T, C, H, W]", (4,))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,6 +92,11 @@ class Audios(Batch):
     waveform: Tensor = packed()
     """[sum L] or [sum L, C], float in [-1, 1]."""
     sample_rate: int | None = shared(default=None)
+    """Samples a second."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_media(self.waveform, "Audios.waveform", "[sum L] or [sum L, C]", (1, 2))
 
 
 @dataclass(kw_only=True, eq=False)

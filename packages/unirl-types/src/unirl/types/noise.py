@@ -10,7 +10,7 @@ from torch import Tensor
 from unirl.types.errors import ContractError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NoiseRecipe:
     """What every engine needs to draw the same x_T. `unirl.sde.noise.initial_noise` evaluates it."""
 

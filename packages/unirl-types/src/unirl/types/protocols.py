@@ -25,16 +25,24 @@ class TransitionStats(Protocol):
     """Log-prob and Gaussian of some transitions under the current weights."""
 
     @property
-    def logp_R(self) -> Tensor: ...
+    def logp_R(self) -> Tensor:
+        """[R] float32, with gradients."""
+        ...
 
     @property
-    def mean(self) -> Tensor: ...
+    def mean(self) -> Tensor:
+        """[R, ...] float32 means of the transitions, with gradients."""
+        ...
 
     @property
-    def std_R(self) -> Tensor: ...
+    def std_R(self) -> Tensor:
+        """[R] float32 standard deviations that the kernel drew with."""
+        ...
 
     @property
-    def q_R(self) -> Tensor | None: ...
+    def q_R(self) -> Tensor | None:
+        """[R] float32 diffusion coefficient, std / sqrt(-dt), or None for a kernel that has none."""
+        ...
 
 
 class DiffusionPipeline(Protocol):
@@ -158,13 +166,21 @@ class ModelBundle(Protocol):
 class RolloutEngine(Protocol):
     """Generates responses. Sleep and wake free and restore device memory; trainside engines do nothing there."""
 
-    def generate(self, req: RolloutReq) -> RolloutResp: ...
+    def generate(self, req: RolloutReq) -> RolloutResp:
+        """One sample for every row of the request, in its order."""
+        ...
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Give device memory back until `wake_up`."""
+        ...
 
-    def wake_up(self) -> None: ...
+    def wake_up(self) -> None:
+        """Be ready to generate again."""
+        ...
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """Stop for good and release everything. Safe to call twice."""
+        ...
 
 
 @runtime_checkable
@@ -173,4 +189,6 @@ class Scorer(Protocol):
 
     name: str
 
-    def score(self, request: RewardRequest) -> RewardResponse: ...
+    def score(self, request: RewardRequest) -> RewardResponse:
+        """One finite reward a sample, or NaN with success False and an error text."""
+        ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -42,6 +42,7 @@ class RewardRequest(Batch):
 
     @property
     def is_video(self) -> bool:
+        """Whether the generated media are videos."""
         return isinstance(self.generated.get("video"), Videos)
 
 
@@ -57,4 +58,14 @@ class RewardResponse(Batch):
     successes: list[bool] = per_sample(default_factory=list)
     errors: list[str | None] = per_sample(default_factory=list)
     compute_s: float = peak(default=0.0)
+    """Seconds of scoring; of shards that ran side by side, the longest."""
     counters: dict[str, int] | None = shared(default=None)
+    """Counts of the whole batch (failures, retries). They add up when shards join; select and slice keep them."""
+
+    @classmethod
+    def _align(cls, parts: list[Self]) -> list[Self]:
+        if all(part.counters is None for part in parts):
+            return parts
+        names = sorted({name for part in parts for name in part.counters or {}})
+        total = {name: sum((part.counters or {}).get(name, 0) for part in parts) for name in names}
+        return [part.replace(counters=total) for part in parts]

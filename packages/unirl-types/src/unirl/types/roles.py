@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from types import FunctionType
 from typing import Any, TypeVar
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
@@ -18,7 +19,7 @@ class Dispatch(Enum):
     SCATTER = "scatter"
     """Arguments are lists with one item a rank."""
     DP_SCATTER = "dp_scatter"
-    """Batches and `PerSample` values are cut into contiguous shards of equal size, one a rank; the rest is broadcast."""
+    """Batches and `PerSample` values are cut into equal contiguous shards, one a rank; the rest is broadcast."""
     RANK_ZERO = "rank_zero"
     """Only rank 0 is called. Never a method with collectives inside."""
 
@@ -58,10 +59,13 @@ def distributed(dispatch: Dispatch, collect: Collect = Collect.FIRST) -> Callabl
 
 
 def remote_method(owner: type, name: str) -> RemoteMethod:
-    """The marker of `owner.name`, found on the class that first declares it. Raises AttributeError without one."""
+    """The marker of `owner.name`: its own, or that of the nearest base whose method of the same name carries one.
+
+    An override keeps the marker of what it overrides unless it declares another. Raises AttributeError without one.
+    """
     for base in owner.__mro__:
         function = vars(base).get(name)
-        marker = vars(function).get(_MARKER) if callable(function) else None
+        marker = vars(function).get(_MARKER) if isinstance(function, FunctionType) else None
         if isinstance(marker, RemoteMethod):
             return marker
     raise AttributeError(f"{owner.__name__}.{name} is not marked with @distributed, so a runtime cannot call it")

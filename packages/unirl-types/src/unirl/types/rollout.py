@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from unirl.types.batch import Batch, peak, per_sample, shared
+from unirl.types.batch import Batch, Indices, peak, per_sample, shared
 from unirl.types.conditions import Condition
 from unirl.types.errors import ContractError
 from unirl.types.media import Primitive
@@ -21,6 +21,19 @@ from unirl.types.sampling import BaseSamplingParams
 from unirl.types.segments import Segment
 
 Scope = Literal["group", "batch", "global"]
+
+
+def _check_unique(ids: list[str], where: str) -> None:
+    if len(set(ids)) != len(ids):
+        repeated = sorted({i for i in ids if ids.count(i) > 1})
+        raise ContractError(f"{where} repeat {repeated[:3]}; every sample needs its own id")
+
+
+def _group_rows(group_ids: list[str]) -> list[list[int]]:
+    rows: dict[str, list[int]] = {}
+    for row, group in enumerate(group_ids):
+        rows.setdefault(group, []).append(row)
+    return list(rows.values())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,8 +61,7 @@ class RolloutReq(Batch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(set(self.sample_ids)) != len(self.sample_ids):
-            raise ContractError("RolloutReq.sample_ids repeat; every sample needs its own id")
+        _check_unique(self.sample_ids, "RolloutReq.sample_ids")
 
     def make_root_track(
         self, *, conditions: Mapping[str, Condition], segment: Segment | None, decoded: Primitive | None
@@ -86,6 +98,15 @@ class RolloutTrack(Batch):
     policy_versions: Tensor | None = per_sample(default=None)
     """[B] int64: which version of the policy made the sample."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parent_ids is not None and len(self.parent_ids) != len(self.sample_ids):
+            raise ContractError(
+                f"RolloutTrack has {len(self.parent_ids)} parent_ids for {len(self.sample_ids)} sample_ids"
+            )
+        if self.parent_track is not None and self.parent_ids is None:
+            raise ContractError(f"a track that grows from {self.parent_track!r} needs parent_ids")
+
     @property
     def group_ids(self) -> list[str]:
         """Group of each sample: its parent, or itself where it has none."""
@@ -96,7 +117,7 @@ class RolloutTrack(Batch):
         return dataclasses.replace(self, conditions={}, segment=None, decoded=None)
 
     def compute_advantages(self, function: Callable[[Tensor, list[str]], Tensor]) -> RolloutTrack:
-        """A copy with advantages [B] = function(rewards [B], group_ids). `unirl.algorithms.advantages` has the usual ones.
+        """A copy with advantages [B] = function(rewards [B], group_ids), see `unirl.algorithms.advantages`.
 
         Raises ContractError where the track has no rewards.
         """
@@ -106,10 +127,7 @@ class RolloutTrack(Batch):
 
     def split(self) -> list[RolloutTrack]:
         """One track a group, in order of first appearance."""
-        rows: dict[str, list[int]] = {}
-        for row, group in enumerate(self.group_ids):
-            rows.setdefault(group, []).append(row)
-        return [self.select(members) for members in rows.values()]
+        return [self.select(rows) for rows in _group_rows(self.group_ids)]
 
     def fork(
         self,
@@ -124,6 +142,8 @@ class RolloutTrack(Batch):
         """A child track with `branch` samples of each of this track's samples, ids `{parent}/{letter}{j}`."""
         if branch < 1:
             raise ContractError(f"branch = {branch} must be at least 1")
+        if not child_name:
+            raise ContractError("a child track needs a name; its first letter becomes part of the sample ids")
         children = [f"{parent}/{child_name[0]}{j}" for parent in self.sample_ids for j in range(branch)]
         parents = [parent for parent in self.sample_ids for _ in range(branch)]
         return RolloutTrack(
@@ -145,6 +165,7 @@ class RolloutResp(Batch):
 
     def __post_init__(self) -> None:
         for name, track in self.tracks.items():
+            _check_unique(track.sample_ids, f"sample_ids of track {name}")
             if track.parent_track is None:
                 continue
             if track.parent_track not in self.tracks:
@@ -155,11 +176,20 @@ class RolloutResp(Batch):
             orphans = sorted(set(track.group_ids) - known)
             if orphans:
                 raise ContractError(f"track {name} has parents {orphans[:3]} that {track.parent_track} lacks")
+        for name in self.tracks:
+            self._check_rooted(name)
+
+    def _check_rooted(self, name: str) -> None:
+        path = [name]
+        while (parent := self.tracks[path[-1]].parent_track) is not None:
+            if parent in path:
+                raise ContractError(f"tracks grow from each other: {' <- '.join([*path, parent])}")
+            path.append(parent)
 
     @property
     def batch_size(self) -> int:
-        """Samples of the largest track."""
-        return max((track.batch_size for track in self.tracks.values()), default=0)
+        """Samples of the root track, which is what select, slice and concat count; 0 without tracks."""
+        return self.root_track().batch_size if self.tracks else 0
 
     def root_name(self) -> str:
         """Name of the one track without a parent. Raises ContractError unless there is exactly one."""
@@ -172,11 +202,12 @@ class RolloutResp(Batch):
         """The one track without a parent."""
         return self.tracks[self.root_name()]
 
-    def select(self, indices: Any) -> Self:
-        """The root samples at `indices` with everything that grew from them."""
+    def select(self, indices: Indices) -> Self:
+        """The root samples at `indices` with everything that grew from them, children in the order of their parents.
+
+        Raises ContractError where a root sample is asked for twice: its id would no longer be unique.
+        """
         chosen = {self.root_name(): self.root_track().select(indices)}
-        if len(set(chosen[self.root_name()].sample_ids)) != chosen[self.root_name()].batch_size:
-            raise ContractError("a response cannot repeat a root sample; ids would no longer be unique")
         waiting = [name for name in self.tracks if name not in chosen]
         while waiting:
             for name in list(waiting):
@@ -191,10 +222,7 @@ class RolloutResp(Batch):
 
     def split(self) -> list[Self]:
         """One response a root group."""
-        rows: dict[str, list[int]] = {}
-        for row, group in enumerate(self.root_track().group_ids):
-            rows.setdefault(group, []).append(row)
-        return [self.select(members) for members in rows.values()]
+        return [self.select(rows) for rows in _group_rows(self.root_track().group_ids)]
 
     def metadata_only(self) -> Self:
         """The response without tensors that are large."""

@@ -11,6 +11,8 @@ from unirl.types.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
+PostSolver = Literal["euler", "dpmpp_2m"]
+POST_SOLVERS = ("euler", "dpmpp_2m")
 
 
 class IndexScheduler(Protocol):
@@ -26,6 +28,20 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def _require_integer(name: str, value: object, *, minimum: int | None = None) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_integer, f"{name} = {value!r} must be an integer")
+    if is_integer and minimum is not None:
+        _require(value >= minimum, f"{name} = {value} must be at least {minimum}")
+
+
+def _require_number(name: str, value: object, hint: str = "") -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    _require(is_number, f"{name} = {value!r} must be a number")
+    if is_number:
+        _require(math.isfinite(value) and value >= 0, f"{name} = {value} must be finite and at least 0{hint}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseSamplingParams:
     """What every kind of sampling has."""
@@ -33,7 +49,7 @@ class BaseSamplingParams:
     samples_per_prompt: int = 1
 
     def __post_init__(self) -> None:
-        _require(self.samples_per_prompt >= 1, f"samples_per_prompt = {self.samples_per_prompt} must be at least 1")
+        _require_integer("samples_per_prompt", self.samples_per_prompt, minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +78,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
     """Chooses the stochastic steps of each rollout. Resolved by the driver and then dropped."""
     sde_indices: list[int] | None = None
     """The stochastic steps. Wins over `scheduler`; with neither, every step is stochastic."""
-    post_solver: Literal["euler", "dpmpp_2m"] = "euler"
+    post_solver: PostSolver = "euler"
     """Solver of the deterministic steps; dpmpp_2m only where no stochastic step follows."""
     max_sequence_length: int | None = None
     """Tokens of the long text encoder; None takes the model's default."""
@@ -80,17 +96,23 @@ class DiffusionSamplingParams(BaseSamplingParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         steps = self.num_inference_steps
-        _require(steps >= 1, f"num_inference_steps = {steps} must be at least 1")
-        for name in ("height", "width", "num_frames"):
-            _require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
+        for name in ("num_inference_steps", "height", "width", "num_frames"):
+            _require_integer(name, getattr(self, name), minimum=1)
+        _require_integer("seed", self.seed)
+        _require_number("eta", self.eta, " (0 = no noise)")
+        _require_number("guidance_scale", self.guidance_scale)
+        for name in ("guidance_scale_2", "distilled_guidance_scale"):
+            if getattr(self, name) is not None:
+                _require_number(name, getattr(self, name))
+        if self.max_sequence_length is not None:
+            _require_integer("max_sequence_length", self.max_sequence_length, minimum=1)
         _require(
-            math.isfinite(self.eta) and self.eta >= 0, f"eta = {self.eta} must be finite and at least 0 (0 = no noise)"
-        )
-        _require(
-            math.isfinite(self.guidance_scale) and self.guidance_scale >= 0,
-            f"guidance_scale = {self.guidance_scale} must be finite and at least 0",
+            self.post_solver in POST_SOLVERS,
+            f"post_solver = {self.post_solver!r} must be one of {', '.join(POST_SOLVERS)}",
         )
         if self.sde_indices is not None:
+            for i in self.sde_indices:
+                _require_integer("a step of sde_indices", i)
             wrong = [i for i in self.sde_indices if not 0 <= i < steps]
             _require(not wrong, f"sde_indices {wrong} lie outside 0..{steps - 1} (num_inference_steps = {steps})")
             _require(
@@ -108,9 +130,10 @@ class DiffusionSamplingParams(BaseSamplingParams):
         return self.guidance_scale > 1
 
     def resolve_sde_indices(self, rollout_id: int) -> list[int]:
-        """The stochastic steps of one rollout, sorted. Explicit indices win, then the scheduler, then every step.
+        """The stochastic steps of one rollout, sorted. With eta = 0 there are none; else explicit indices win, then the
+        scheduler, then every step.
 
-        Raises ConfigError when the scheduler names a step outside the schedule.
+        Raises ConfigError when the scheduler names a step outside the schedule or one step twice.
         """
         if self.eta == 0:
             return []
@@ -125,6 +148,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
             f"{type(self.scheduler).__name__} chose steps {wrong} outside 0..{self.num_inference_steps - 1}. "
             "Give it the same number of steps as sampling.num_inference_steps.",
         )
+        _require(len(set(chosen)) == len(chosen), f"{type(self.scheduler).__name__} chose a step twice: {chosen}")
         return chosen
 
     def resolved(self, rollout_id: int) -> Self:
@@ -146,15 +170,20 @@ class ARSamplingParams(BaseSamplingParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.temperature >= 0, f"temperature = {self.temperature} must be at least 0")
+        _require_number("temperature", self.temperature, " (0 = greedy)")
+        _require_integer("max_new_tokens", self.max_new_tokens, minimum=1)
+        _require_number("top_p", self.top_p)
         _require(0 < self.top_p <= 1, f"top_p = {self.top_p} must lie in (0, 1]")
-        _require(self.max_new_tokens >= 1, f"max_new_tokens = {self.max_new_tokens} must be at least 1")
+        _require_integer("top_k", self.top_k, minimum=0)
+        _require_integer("seed", self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedSamplingParams(BaseSamplingParams):
-    """Text first, then images of each text. samples_per_prompt is the product of the two."""
+    """Text first, then images of each text."""
 
+    samples_per_prompt: int = dataclasses.field(init=False, default=1)
+    """The product of the two; it cannot be set."""
     diffusion: DiffusionSamplingParams
     ar: ARSamplingParams
 

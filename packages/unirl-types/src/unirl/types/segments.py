@@ -46,6 +46,13 @@ class TextSegment(Segment):
     loss_mask: Tensor | None = packed(default=None)
     """[V], 1 where a token is trained on. Absent means all."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens.ndim != 1 or self.tokens.dtype != torch.long:
+            raise ContractError(
+                f"TextSegment.tokens must be int64 [V], got {self.tokens.dtype} {tuple(self.tokens.shape)}"
+            )
+
 
 @dataclass(kw_only=True, eq=False)
 class LatentSegment(Segment):
@@ -79,6 +86,10 @@ class LatentSegment(Segment):
                 f"LatentSegment.latents {tuple(self.latents.shape)} must be [B, K, ...] with K = {len(self.indices)}, "
                 f"the number of indices {self.indices}"
             )
+        for name in ("indices", "sde_indices"):
+            steps = getattr(self, name)
+            if len(set(steps)) != len(steps):
+                raise ContractError(f"LatentSegment.{name} repeat a position: {steps}")
         if any(not 0 <= i < num_positions for i in self.indices):
             raise ContractError(f"stored positions {self.indices} must lie in 0..{num_positions - 1}")
         if any(not 0 <= i < num_positions - 1 for i in self.sde_indices):
@@ -104,7 +115,7 @@ class LatentSegment(Segment):
             raise KeyError(f"position {position} was not stored; stored positions are {self.indices}") from None
 
     def latents_at(self, position: int) -> Tensor:
-        """Latents [B, ...] at trajectory position 0..T."""
+        """Latents [B, ...] at trajectory position 0..T (a view). Raises KeyError when it was not stored."""
         return self.latents[:, self.slot_of(position)]
 
     @property

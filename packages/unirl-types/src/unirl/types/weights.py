@@ -25,7 +25,7 @@ class WeightSpec:
 def tensor_checksum(tensor: Tensor) -> str:
     """blake2b of the tensor's bytes (row-major), the same on every device."""
     data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(data.numpy(), digest_size=16).hexdigest()
 
 
 def weight_spec(name: str, tensor: Tensor) -> WeightSpec:
@@ -33,7 +33,7 @@ def weight_spec(name: str, tensor: Tensor) -> WeightSpec:
     return WeightSpec(name, tuple(tensor.shape), str(tensor.dtype), tensor_checksum(tensor))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WeightBucket:
     """Some named tensors of one push."""
 
@@ -43,6 +43,7 @@ class WeightBucket:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all tensors together."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def verify(self) -> None:
@@ -58,16 +59,23 @@ class WeightBucket:
 def weight_buckets(
     tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, max_bytes: int
 ) -> Iterator[WeightBucket]:
-    """Cut named tensors into buckets of at most `max_bytes` (a larger tensor gets its own)."""
+    """Cut named tensors into buckets of at most `max_bytes` (a larger tensor gets its own).
+
+    Raises WeightSyncError where a name comes twice.
+    """
+    if max_bytes < 1:
+        raise WeightSyncError(f"max_bytes = {max_bytes} must be at least 1")
     current: dict[str, Tensor] = {}
+    seen: set[str] = set()
     size = 0
     for name, tensor in tensors:
+        if name in seen:
+            raise WeightSyncError(f"weight {name} was sent twice")
+        seen.add(name)
         own = tensor.numel() * tensor.element_size()
         if current and size + own > max_bytes:
             yield _bucket(policy_version, current)
             current, size = {}, 0
-        if name in current:
-            raise WeightSyncError(f"weight {name} was sent twice")
         current[name] = tensor
         size += own
     if current:
