@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeVar, runtime_checkable
 
-from unirl.distributed.dispatch import HeldKey, collected, rank_arguments
-from unirl.types.errors import ConfigError, ContractError
+from unirl.distributed.dispatch import HeldKey, collected, rank_arguments, scatter
+from unirl.types.errors import ConfigError, ContractError, UniRLError
 from unirl.types.roles import Collect, Dispatch, RemoteMethod, remote_method
 from unirl.types.rollout import RolloutResp
 
@@ -259,7 +259,6 @@ class Runtime(ABC):
         named = {name: self._key_of(value) for name, value in kwargs.items()}
         hold_as = HeldKey(next(self._numbers)) if collect is Collect.HOLD else None
         per_rank = rank_arguments(dispatch, ready, named, self.num_ranks)
-        is_done = False
         try:
             results = self._invoke_all(
                 [
@@ -268,10 +267,10 @@ class Runtime(ABC):
                 ]
             )
             value = collected(Collect.CONCAT if collect is Collect.HOLD else collect, results)
-            is_done = True
-        finally:
-            if hold_as is not None and not is_done and not self.is_closed:
+        except UniRLError:
+            if hold_as is not None and not self.is_closed:
                 self.release(hold_as)  # the ranks that did succeed
+            raise
         return value if hold_as is None else Held(self, hold_as, value)
 
     def map_held(self, key: HeldKey, function: Callable[..., ResultT], args: tuple[Any, ...]) -> list[ResultT]:
