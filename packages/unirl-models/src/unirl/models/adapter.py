@@ -1,0 +1,104 @@
+"""The contract of a diffusion model: five questions, and a bundle that says what trains.
+
+Nothing here walks a schedule, draws noise or knows a kernel: `unirl.models.diffusion` does that for every adapter. How
+models with several experts, packed sequences or state across steps answer: docs/design/model-adapter.md.
+Shape letters: see `unirl.models`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+
+from unirl.sde.loop import Velocity
+from unirl.types.conditions import Condition
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.media import Images, Modality, Primitive, Videos
+from unirl.types.protocols import Conditions, ModelBundle
+from unirl.types.sampling import DiffusionSamplingParams
+
+# The model's clock: a flow-matching transformer is fed 1000 sigma. Kept in float: int timesteps would merge noise
+# levels that a fine or shifted schedule tells apart.
+TIMESTEPS_PER_SIGMA = 1000.0
+
+C = TypeVar("C", bound=Condition)
+
+
+class DiffusionAdapter(ABC):
+    """What a diffusion model answers. One per family; it holds the modules through its bundle."""
+
+    modality: ClassVar[Modality] = Modality.IMAGE
+    """What `decode` makes: IMAGE or VIDEO."""
+
+    @property
+    @abstractmethod
+    def bundle(self) -> ModelBundle:
+        """The bare modules: what trains, which blocks wrap, how weights are exported."""
+
+    @abstractmethod
+    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
+        """Shape of ONE latent, without the sample axis.
+
+        Raises ConfigError where height, width or num_frames do not divide, naming sizes that do.
+        """
+
+    @abstractmethod
+    def image_seq_len(self, params: DiffusionSamplingParams) -> int:
+        """Image tokens of one sample after patching: what a resolution-dependent schedule depends on."""
+
+    @abstractmethod
+    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
+        """Conditions of B samples by slot ("text", "negative_text", ...), one row a sample, without gradient.
+
+        Raises ConfigError where `params` asks for guidance and names no negative prompt.
+        """
+
+    @abstractmethod
+    def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
+        """velocity(x_R, sigma_R, step_R) -> [R, ...] float32; `conditions` has one row per row of x.
+
+        Guidance is applied inside. Rows may mix steps, so each carries its own sigma; a row's velocity depends on that
+        row alone. Bound once per trajectory or replay: the result may hold state (a KV cache of the conditions).
+        Gradients flow to the modules that train when gradients are on.
+        """
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Images | Videos:
+        """Media of clean latents [B, ...]: float32 in [0, 1]. Differentiable when gradients are on."""
+
+
+def check_multiples(params: DiffusionSamplingParams, multiple: int, *, reason: str) -> None:
+    """Raises ConfigError unless height and width are multiples of `multiple`, naming the nearest sizes that are.
+
+    reason: where the multiple comes from, for the message ("VAE 8 x patch 2").
+    """
+    for name, value in (("height", params.height), ("width", params.width)):
+        if value % multiple:
+            below = value // multiple * multiple
+            nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
+            raise ConfigError(f"{name} = {value} is not a multiple of {multiple} ({reason}). Use {name} = {nearest}.")
+
+
+def require_condition(conditions: Conditions, slot: str, kind: type[C]) -> C:
+    """The condition of a slot. Raises ContractError where it is missing or of another kind, naming what is there."""
+    condition = conditions.get(slot)
+    if not isinstance(condition, kind):
+        there = {name: type(value).__name__ for name, value in conditions.items()}
+        raise ContractError(f"conditions need {slot!r}: {kind.__name__}; got {there}. Build them with encode().")
+    return condition
+
+
+def num_rows(conditions: Conditions) -> int:
+    """How many rows the conditions hold. Raises ContractError where slots disagree or there is none."""
+    sizes = {name: condition.batch_size for name, condition in conditions.items()}
+    if len(set(sizes.values())) != 1:
+        raise ContractError(f"conditions must all hold the same number of rows, got {sizes}")
+    return next(iter(sizes.values()))
+
+
+def select_rows(conditions: Conditions, rows: list[int]) -> dict[str, Condition]:
+    """Rows of every slot, repeats allowed."""
+    return {name: condition.select(rows) for name, condition in conditions.items()}

@@ -1,0 +1,207 @@
+"""Sampling and replay of any adapter: the one place where a model meets the denoise loop.
+
+The model runs under autocast as the parameters say, the kernel always in float32 outside of it. Step noise is keyed by
+sample and step, so a sample gets the same trajectory alone or in any batch up to the model's own rounding. In float32
+on a CPU a replay of one step with the rows of the rollout gives the rollout's log-probability bit for bit.
+Shape letters: see `unirl.models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unirl.models.adapter import DiffusionAdapter, num_rows, select_rows
+from unirl.sde import loop
+from unirl.sde.kernels import SDEStrategy
+from unirl.sde.loop import Keep, Velocity
+from unirl.sde.noise import step_noise
+from unirl.sde.solvers import DPMSolverPP2M, Solver
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.protocols import Conditions
+from unirl.types.sampling import DiffusionSamplingParams, Precision
+from unirl.types.segments import LatentSegment
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ReplayedTransitions:
+    """Stored transitions under the present weights; gradients flow to them through logp_R and mean."""
+
+    logp_R: Tensor
+    """[R] float32, nats per latent element, or summed, as the strategy's reduction says."""
+    mean: Tensor
+    """[R, ...] float32."""
+    std_R: Tensor
+    """[R] float32, without gradient."""
+    q_R: Tensor | None
+    """[R] float32 diffusion coefficient, without gradient; None for a kernel that has none."""
+
+
+class DiffusionStage:
+    """Samples trajectories of an adapter with a kernel, and replays rows of them.
+
+    forward_batch_size: most rows in one forward of the model, before guidance doubles them; None sets no limit. It
+    bounds memory without gradients; with gradients the activations of all rows of one call are kept all the same.
+    """
+
+    def __init__(
+        self, adapter: DiffusionAdapter, strategy: SDEStrategy, *, forward_batch_size: int | None = None
+    ) -> None:
+        if forward_batch_size is not None and forward_batch_size < 1:
+            raise ConfigError(f"forward_batch_size = {forward_batch_size} must be at least 1, or null for no limit")
+        self.adapter = adapter
+        self.strategy = strategy
+        self.forward_batch_size = forward_batch_size
+
+    def diffuse(
+        self,
+        conditions: Conditions,
+        initial_latents: Tensor,
+        sigmas: Tensor,
+        params: DiffusionSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+        keep: Keep = "transitions",
+        keep_means: bool = False,
+    ) -> LatentSegment:
+        """Trajectories of B samples from `initial_latents` [B, ...] at sigmas[0].
+
+        sigmas: [T + 1], used verbatim. noise_keys: B ids that seed the noise of each step with params.seed.
+        keep, keep_means: what is stored, see `unirl.sde.loop.sample`.
+        The stochastic steps are params.sde_indices, or every step where that is None; none at eta = 0.
+        Raises ContractError where sizes disagree, ConfigError for parameters that this stage cannot honour.
+        """
+        self._check(params)
+        num_samples = initial_latents.shape[0]
+        shape = self.adapter.latent_shape(params)
+        if tuple(initial_latents.shape[1:]) != shape:
+            raise ContractError(
+                f"initial latents are {tuple(initial_latents.shape)}; this geometry needs [B, *{shape}]"
+            )
+        if not num_rows(conditions) == len(noise_keys) == num_samples:
+            raise ContractError(
+                f"{num_samples} initial latents, {num_rows(conditions)} conditions and {len(noise_keys)} noise keys: "
+                "one of each per sample"
+            )
+        if sigmas.numel() != params.num_inference_steps + 1:
+            raise ContractError(
+                f"{sigmas.numel()} sigmas for num_inference_steps = {params.num_inference_steps}: one more than steps"
+            )
+        sde_indices = _stochastic_steps(params)
+        trajectory = loop.sample(
+            self.velocity(conditions, params),
+            initial_latents,
+            sigmas,
+            strategy=self.strategy,
+            eta=params.eta,
+            sde_indices=sde_indices,
+            step_noise=lambda step: step_noise(noise_keys, step, params.seed, shape),
+            storage_dtype=DTYPES[params.trajectory_precision],
+            solver=_solver(params),
+            keep=keep,
+            keep_means=keep_means,
+        )
+        return LatentSegment(
+            modality=self.adapter.modality,
+            latents=trajectory.latents,
+            sigmas=sigmas.detach().to("cpu", torch.float32),
+            indices=trajectory.indices,
+            sde_indices=trajectory.sde_indices,
+            sde_logp=trajectory.sde_logp,
+            sde_means=trajectory.sde_means,
+        )
+
+    def replay(
+        self,
+        conditions: Conditions,
+        segment: LatentSegment,
+        sample_R: Tensor,
+        step_R: Tensor,
+        params: DiffusionSamplingParams,
+    ) -> ReplayedTransitions:
+        """Log-probs of stored transitions under the present weights: one call of the velocity for all R rows.
+
+        conditions: of the segment's B samples. sample_R, step_R: int64 [R], any mixture of samples and steps.
+        Raises ContractError for a step that was not stochastic or not stored.
+        """
+        self._check(params)
+        steps = set(step_R.tolist())
+        if not steps <= set(segment.sde_indices):
+            raise ContractError(
+                f"steps {sorted(steps - set(segment.sde_indices))} were not stochastic and have no density; the "
+                f"stochastic steps of this segment are {segment.sde_indices}"
+            )
+        x_R, next_R, sigma_R, sigma_next_R = segment.transitions(sample_R, step_R)
+        sigma_max = float(segment.sigmas[1])
+        out = loop.replay(
+            self.velocity(select_rows(conditions, sample_R.tolist()), params),
+            x_R,
+            next_R,
+            sigma_R,
+            sigma_next_R,
+            step_R.to(x_R.device),
+            strategy=self.strategy,
+            eta=params.eta,
+            sigma_max=sigma_max,
+        )
+        # The coefficient depends on sigmas alone; one zero per row stands for the latent.
+        nothing = torch.zeros(len(sigma_R), 1, device=sigma_R.device)
+        q_R = self.strategy.transition(nothing, nothing, sigma_R, sigma_next_R, eta=params.eta, sigma_max=sigma_max).q_R
+        return ReplayedTransitions(logp_R=out.logp_R, mean=out.mean, std_R=out.std_R, q_R=q_R)
+
+    def velocity(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
+        """velocity(x_R, sigma_R, step_R) -> float32, under autocast, in forwards of at most `forward_batch_size` rows.
+
+        conditions: one row per row of x.
+        """
+        rows = num_rows(conditions)
+        size = self.forward_batch_size
+        if size is None or rows <= size:
+            parts = [(slice(0, rows), self.adapter.bind(conditions, params))]
+        else:
+            starts = range(0, rows, size)
+            cuts = [slice(start, min(start + size, rows)) for start in starts]
+            parts = [
+                (cut, self.adapter.bind(select_rows(conditions, list(range(cut.start, cut.stop))), params))
+                for cut in cuts
+            ]
+        is_mixed = params.autocast_precision != "fp32"
+        dtype = DTYPES[params.autocast_precision] if is_mixed else None
+
+        def run(x_R: Tensor, sigma_R: Tensor, step_R: Tensor) -> Tensor:
+            if x_R.shape[0] != rows:
+                raise ContractError(f"{x_R.shape[0]} rows of latents for conditions of {rows} rows")
+            with torch.autocast(x_R.device.type, dtype=dtype, enabled=is_mixed):
+                outputs = [bound(x_R[cut], sigma_R[cut], step_R[cut]) for cut, bound in parts]
+            return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).float()
+
+        return run
+
+    def _check(self, params: DiffusionSamplingParams) -> None:
+        if params.sde_strategy is not None and params.sde_strategy != self.strategy.name:
+            raise ConfigError(
+                f"the request asks for the kernel {params.sde_strategy!r}, this pipeline has {self.strategy.name!r}. "
+                "Use one kernel in sampling.sde_strategy and in the pipeline's strategy."
+            )
+        if params.logprob_precision != "fp32":
+            raise ConfigError(
+                f"logprob_precision = {params.logprob_precision!r}: log-probs are always taken in float32. Set fp32."
+            )
+
+
+def _stochastic_steps(params: DiffusionSamplingParams) -> list[int]:
+    if params.sde_indices is None and params.scheduler is not None:
+        raise ConfigError(
+            "sampling.scheduler chooses the stochastic steps per rollout and has not been asked: "
+            "pass params.resolved(rollout_id)"
+        )
+    return params.resolve_sde_indices(rollout_id=0)
+
+
+def _solver(params: DiffusionSamplingParams) -> Solver | None:
+    return DPMSolverPP2M() if params.post_solver == "dpmpp_2m" else None

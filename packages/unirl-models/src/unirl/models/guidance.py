@@ -1,0 +1,118 @@
+"""Classifier-free guidance over rows, in ONE forward of [unconditional rows, conditional rows].
+
+v = v_uncond + scale (v_cond - v_uncond), in float32. Whether a row is guided is decided row by row, because a batched
+replay mixes steps and an interval guides only some of them; a row that is not guided costs no extra forward.
+Source: Ho and Salimans (arXiv 2207.12598); the interval is Kynkaanniemi et al. (arXiv 2404.07724).
+Shape letters: see `unirl.models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from unirl.sde.loop import Velocity
+from unirl.types.conditions import Condition
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.sampling import DiffusionSamplingParams
+
+C = TypeVar("C", bound=Condition)
+
+INTERVAL_KEY = "guidance_interval"
+"""Name in `sampler_kwargs` of the two sigmas between which rows are guided."""
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """How strongly, and at which noise levels, rows are guided."""
+
+    scale: float
+    """At most 1 means no guidance, as in diffusers."""
+    interval: tuple[float, float] = (0.0, 1.0)
+    """Rows with low <= sigma <= high are guided; the others take the conditional velocity."""
+
+    def __post_init__(self) -> None:
+        low, high = self.interval
+        if not 0 <= low < high <= 1:
+            raise ConfigError(f"{INTERVAL_KEY} = {self.interval} must be [low, high] with 0 <= low < high <= 1")
+
+    @classmethod
+    def from_params(cls, params: DiffusionSamplingParams) -> Self:
+        """The guidance that sampling parameters ask for, its interval from `sampler_kwargs`."""
+        interval = params.sampler_kwargs.get(INTERVAL_KEY, (0.0, 1.0))
+        if not isinstance(interval, (list, tuple)) or len(interval) != 2:
+            raise ConfigError(f"sampler_kwargs.{INTERVAL_KEY} = {interval!r} must be two sigmas [low, high]")
+        return cls(scale=params.guidance_scale, interval=(float(interval[0]), float(interval[1])))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any row can be guided."""
+        return self.scale > 1
+
+    def guided_rows(self, sigma_R: Tensor) -> list[int] | None:
+        """Which rows are guided; None means all. Reads `sigma_R` from its device only where there is an interval."""
+        if not self.is_on:
+            return []
+        low, high = self.interval
+        if (low, high) == (0.0, 1.0):
+            return None
+        inside = [low <= sigma <= high for sigma in sigma_R.tolist()]
+        return None if all(inside) else [row for row, is_inside in enumerate(inside) if is_inside]
+
+
+def require_negative_prompt(params: DiffusionSamplingParams) -> str:
+    """The negative prompt of guided sampling. Raises ConfigError where there is none: zeros would be another model."""
+    if params.negative_prompt is None:
+        raise ConfigError(
+            f"guidance_scale = {params.guidance_scale} needs a negative prompt. "
+            'Set sampling.negative_prompt (the empty string "" is a valid one) or sampling.guidance_scale: 1.'
+        )
+    return params.negative_prompt
+
+
+def classifier_free(
+    predict: Callable[[Tensor, Tensor, C], Tensor], conditional: C, unconditional: C | None, guidance: Guidance
+) -> Velocity:
+    """The guided velocity of R rows, one call of `predict` a step.
+
+    predict(x [R', ...], sigma [R'], condition of R' rows) -> velocity [R', ...]; R' is R, plus one row for each guided
+    row, placed first.
+    conditional, unconditional: one row per row of x. Raises ContractError where guidance is on and the second is
+    absent or of another size.
+    """
+    if not guidance.is_on:
+
+        def plain(x_R: Tensor, sigma_R: Tensor, step_R: Tensor) -> Tensor:
+            del step_R
+            return predict(x_R, sigma_R, conditional).float()
+
+        return plain
+    if unconditional is None or unconditional.batch_size != conditional.batch_size:
+        got = None if unconditional is None else unconditional.batch_size
+        raise ContractError(
+            f"guidance {guidance.scale} needs one unconditional row per conditional row: {conditional.batch_size} "
+            f"conditional, {got} unconditional"
+        )
+    everything = type(conditional).concat([unconditional, conditional])
+    num_rows = conditional.batch_size
+
+    def guided(x_R: Tensor, sigma_R: Tensor, step_R: Tensor) -> Tensor:
+        del step_R
+        rows = guidance.guided_rows(sigma_R)
+        if rows == []:
+            return predict(x_R, sigma_R, conditional).float()
+        if rows is None:
+            both = predict(torch.cat([x_R, x_R]), torch.cat([sigma_R, sigma_R]), everything).float()
+            uncond, cond = both.split([num_rows, num_rows])
+            return uncond + guidance.scale * (cond - uncond)
+        index = torch.tensor(rows, device=x_R.device)
+        chosen = everything.select([*rows, *range(num_rows, 2 * num_rows)])
+        both = predict(torch.cat([x_R[index], x_R]), torch.cat([sigma_R[index], sigma_R]), chosen).float()
+        uncond, cond = both.split([len(rows), num_rows])
+        return cond.index_copy(0, index, uncond + guidance.scale * (cond[index] - uncond))
+
+    return guided

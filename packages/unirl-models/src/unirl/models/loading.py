@@ -1,0 +1,142 @@
+"""A diffusers pipeline folder: found, checked and described before any weight is read.
+
+A folder holds `model_index.json` and one subfolder per component. A hub id ("owner/name") is downloaded into the hub's
+cache first, its index alone before the weights, so that a wrong id or class costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unirl.types.errors import CheckpointError, ConfigError
+from unirl.types.sampling import PRECISIONS
+
+logger = logging.getLogger(__name__)
+
+INDEX_FILE = "model_index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def torch_dtype(name: str, *, where: str) -> torch.dtype:
+    """The dtype called "fp32", "bf16" or "fp16". Raises ConfigError naming `where` for anything else."""
+    if name not in _DTYPES:
+        raise ConfigError(f"{where} = {name!r} must be one of {', '.join(PRECISIONS)}")
+    return _DTYPES[name]
+
+
+@dataclass(frozen=True)
+class PipelineFolder:
+    """A local folder whose index has been read."""
+
+    path: Path
+    index: dict[str, Any]  # Any: JSON values, told apart key by key
+    """Content of `model_index.json`: component -> [library, class], plus "_class_name" and settings."""
+
+    def class_of(self, component: str) -> str | None:
+        """Class name of a component, or None where the pipeline has none."""
+        entry = self.index.get(component)
+        return entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+
+    @property
+    def components(self) -> list[str]:
+        """Names of the components that the pipeline has, each a subfolder."""
+        return [name for name in self.index if self.class_of(name) is not None]
+
+    def config(self, component: str, file: str = "config.json") -> dict[str, Any]:  # Any: JSON values
+        """A JSON file of a component. Raises CheckpointError where it is missing or not JSON."""
+        return _read_json(self.path / component / file, f"component {component!r}")
+
+    def require(self, component: str, class_names: Sequence[str]) -> None:
+        """Checks a component with weights: its class, its config and that a weight file is there.
+
+        Raises CheckpointError or ConfigError naming the path, what is missing and what to do.
+        """
+        found = self.class_of(component)
+        if found is None:
+            raise CheckpointError(
+                f"{self.path / INDEX_FILE} lists no component {component!r} (it has {self.components}). "
+                f"Use a complete pipeline folder, with {component}/ of class {' or '.join(class_names)}."
+            )
+        if found not in class_names:
+            raise ConfigError(
+                f"{self.path}: component {component!r} is a {found}; need {' or '.join(class_names)}. "
+                "Point PRETRAINED_MODEL at a checkpoint of this model family."
+            )
+        self.config(component)
+        folder = self.path / component
+        weights = [file for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES]
+        if not weights:
+            raise CheckpointError(
+                f"{folder} holds no weights (*.safetensors); it has {sorted(file.name for file in folder.iterdir())}. "
+                "The download or copy is incomplete: fetch the folder again."
+            )
+
+
+def open_pipeline_folder(pretrained_model: str, pipeline_class: str) -> PipelineFolder:
+    """The pipeline of a local folder or hub id, checked to be a `pipeline_class`. Reads no weights.
+
+    Raises CheckpointError where there is no such folder or no index in it, ConfigError for another pipeline class.
+    """
+    path = Path(pretrained_model).expanduser()
+    is_hub_id = not path.exists() and _HUB_ID.fullmatch(pretrained_model) is not None
+    if is_hub_id:
+        path = _download(pretrained_model, [INDEX_FILE])
+    if not path.is_dir():
+        raise CheckpointError(
+            f"PRETRAINED_MODEL = {pretrained_model!r} is {'a file' if path.is_file() else 'not there'}. "
+            f"Give the folder that holds {INDEX_FILE}, or a hub id such as owner/name."
+        )
+    if not (path / INDEX_FILE).is_file():
+        raise CheckpointError(
+            f"{path} is not a diffusers pipeline folder: it has no {INDEX_FILE}, only "
+            f"{sorted(entry.name for entry in path.iterdir())[:8]}. Give the folder that save_pretrained wrote, "
+            "not one of its components and not a single-file checkpoint."
+        )
+    index = _read_json(path / INDEX_FILE, "the pipeline")
+    name = index.get("_class_name")
+    if name != pipeline_class:
+        raise ConfigError(
+            f"{path} holds a {name}; this model needs a {pipeline_class}. Point PRETRAINED_MODEL at such a checkpoint "
+            "or choose the model group of the recipe that fits it."
+        )
+    folder = PipelineFolder(path=path, index=index)
+    if is_hub_id:
+        patterns = [f"{name}/*" for name in folder.components]
+        _download(pretrained_model, [INDEX_FILE, *patterns])
+    return folder
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:  # Any: JSON values
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: {what} is incomplete. Fetch the folder again.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Fetch the folder again.") from error
+
+
+def _download(hub_id: str, patterns: list[str]) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ImportError("hub ids need huggingface_hub: pip install 'unirl-models[diffusers]'") from error
+    logger.info("fetching %s of %s", patterns, hub_id)
+    try:
+        # Precision variants ("model.fp16.safetensors") would double the download and are never loaded.
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*.fp16*", "*.bf16*"]))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"PRETRAINED_MODEL = {hub_id!r} is no local folder and could not be fetched as a hub id: {error}. "
+            "Check the name, the network and the access token, or give a local folder."
+        ) from error

@@ -1,0 +1,124 @@
+"""The object that engines and trainers hold: an adapter, a kernel and a sigma schedule under one roof.
+
+Implements `unirl.types.protocols.DiffusionPipeline`. Shape letters: see `unirl.models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from unirl.models.adapter import DiffusionAdapter
+from unirl.models.diffusion import DiffusionStage, ReplayedTransitions
+from unirl.sde.kernels import SDEStrategy
+from unirl.sde.loop import Keep
+from unirl.sde.schedule import SigmaSchedule
+from unirl.types.conditions import Condition
+from unirl.types.media import Images, Primitive, Videos
+from unirl.types.protocols import Conditions, ModelBundle
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+
+class DiffusionPipeline:
+    """A diffusion model that can sample a trajectory and replay rows of it.
+
+    strategy: the kernel of the stochastic steps. Required: a default that differs from the engine's would make replay
+    silently wrong.
+    schedule: the noise levels; `sigmas` evaluates it once per request, everyone else uses the result verbatim.
+    forward_batch_size: most rows in one forward of the model, before guidance doubles them; None sets no limit.
+    """
+
+    def __init__(
+        self,
+        adapter: DiffusionAdapter,
+        strategy: SDEStrategy,
+        schedule: SigmaSchedule,
+        *,
+        forward_batch_size: int | None = None,
+    ) -> None:
+        self.adapter = adapter
+        self.schedule = schedule
+        self.diffusion = DiffusionStage(adapter, strategy, forward_batch_size=forward_batch_size)
+
+    @property
+    def bundle(self) -> ModelBundle:
+        """The model's modules and what training needs to know of them."""
+        return self.adapter.bundle
+
+    @property
+    def strategy(self) -> SDEStrategy:
+        """The kernel of the stochastic steps."""
+        return self.diffusion.strategy
+
+    @property
+    def strategy_name(self) -> str:
+        """Name of that kernel."""
+        return self.strategy.name
+
+    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
+        """Shape of ONE latent. Raises ConfigError where the geometry does not divide."""
+        return self.adapter.latent_shape(params)
+
+    def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
+        """[T + 1] float32 noise levels of the model's schedule for this number of steps and geometry."""
+        return self.schedule.sigmas(params.num_inference_steps, self.adapter.image_seq_len(params))
+
+    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
+        """Conditions of B samples, without gradient."""
+        return self.adapter.encode(primitives, params)
+
+    def diffuse(
+        self,
+        conditions: Conditions,
+        initial_latents: Tensor,
+        sigmas: Tensor,
+        params: DiffusionSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+        keep: Keep = "transitions",
+        keep_means: bool = False,
+    ) -> LatentSegment:
+        """Trajectories of B samples, see `DiffusionStage.diffuse`. Call inside `evaluating()`."""
+        return self.diffusion.diffuse(
+            conditions, initial_latents, sigmas, params, noise_keys=noise_keys, keep=keep, keep_means=keep_means
+        )
+
+    def decode(self, latents: Tensor) -> Images | Videos:
+        """Media of clean latents [B, ...], float32 in [0, 1]."""
+        return self.adapter.decode(latents)
+
+    def replay(
+        self,
+        conditions: Conditions,
+        segment: LatentSegment,
+        sample_R: Tensor,
+        step_R: Tensor,
+        params: DiffusionSamplingParams,
+    ) -> ReplayedTransitions:
+        """Log-probs of stored transitions under the present weights, see `DiffusionStage.replay`."""
+        return self.diffusion.replay(conditions, segment, sample_R, step_R, params)
+
+    def velocity(
+        self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
+    ) -> Tensor:
+        """Velocity [R, ...] float32 at R rows; `conditions` has one row a row. Guidance as in `params`."""
+        return self.diffusion.velocity(conditions, params)(x_R, sigma_R, step_R)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients; each submodule gets its own mode back afterwards."""
+        modes = [
+            (module, module.training) for root in self.bundle.trainable_modules().values() for module in root.modules()
+        ]
+        for module, _ in modes:
+            module.training = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, was_training in modes:
+                module.training = was_training

@@ -1,0 +1,96 @@
+"""Trained SD3 weights in the files that diffusers loads: a LoRA file, or a whole pipeline folder.
+
+`load_lora_weights` of diffusers (0.37 and later) builds its LoraConfig from the JSON under "lora_adapter_metadata" in
+the safetensors header, keys prefixed by the component; without it, alpha would be taken to equal the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from unirl.models.loading import INDEX_FILE, PipelineFolder
+from unirl.types.errors import CheckpointError, ConfigError, ContractError
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+_PEFT_PREFIX = "base_model.model."
+
+
+def write_lora(
+    folder: str, lora_state: Mapping[str, Tensor], *, rank: int, alpha: float, target_modules: Sequence[str]
+) -> None:
+    """Writes `LORA_FILE` into `folder` (made if absent). Keys: peft's, with or without the adapter's name.
+
+    Raises ContractError for an empty state, a key that is no LoRA weight, or a rank that the tensors contradict.
+    """
+    weights = {}
+    for key, tensor in lora_state.items():
+        name = _plain_key(key)
+        is_a = name.endswith(".lora_A.weight")
+        if not is_a and not name.endswith(".lora_B.weight"):
+            raise ContractError(f"{key!r} is no LoRA weight (... .lora_A.weight or .lora_B.weight)")
+        found = tensor.shape[0 if is_a else 1]
+        if found != rank:
+            raise ContractError(f"{key} {tuple(tensor.shape)} has rank {found}; the export says rank = {rank}")
+        weights[f"transformer.{name}"] = tensor.detach().to("cpu").contiguous()
+    if not weights:
+        raise ContractError("there are no LoRA weights to export")
+    metadata = {
+        "transformer.r": rank,
+        "transformer.lora_alpha": alpha,
+        "transformer.target_modules": sorted(target_modules),
+    }
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(weights, path / LORA_FILE, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(metadata)})
+
+
+def _plain_key(key: str) -> str:
+    """ "base_model.model.x.lora_A.default.weight" and "x.lora_A.weight" both become the latter."""
+    head, _, tail = key.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
+    side, _, rest = tail.partition(".")
+    return f"{head}.lora_{side}.{rest.rpartition('.')[2]}" if head else key
+
+
+def write_merged(
+    folder: str,
+    source: PipelineFolder,
+    transformer_class: type,
+    state: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+) -> None:
+    """Writes a pipeline folder: the components of `source` copied, the transformer from `state` by save_pretrained.
+
+    buffers: fill what `state` leaves out. Raises ConfigError where `folder` is `source`, CheckpointError where names
+    or shapes do not fit the transformer's configuration.
+    """
+    target = Path(folder)
+    if target.resolve() == source.path.resolve():
+        raise ConfigError(f"the export folder {folder} is the checkpoint that was loaded. Export elsewhere.")
+    config = transformer_class.load_config(source.path / "transformer")
+    with torch.device("meta"):
+        transformer = transformer_class.from_config(config)
+    expected = transformer.state_dict()
+    full = {name: tensor for name, tensor in buffers.items() if name in expected} | dict(state)
+    wrong = {
+        "missing": sorted(set(expected) - set(full)),
+        "unexpected": sorted(set(full) - set(expected)),
+        "shape": sorted(n for n in set(full) & set(expected) if full[n].shape != expected[n].shape),
+    }
+    if any(wrong.values()):
+        raise CheckpointError(f"the merged state does not fit {transformer_class.__name__}: {wrong}")
+    full = {name: tensor.detach().to("cpu") for name, tensor in full.items()}
+    transformer.load_state_dict(full, strict=True, assign=True)
+
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source.path / INDEX_FILE, target / INDEX_FILE)
+    for component in source.components:
+        if component != "transformer":
+            shutil.copytree(source.path / component, target / component, dirs_exist_ok=True)
+    transformer.save_pretrained(target / "transformer")

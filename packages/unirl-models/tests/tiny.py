@@ -1,0 +1,102 @@
+"""A random SD3 of about 60,000 parameters in the folder layout of the real one, built from its real classes."""
+
+import diffusers
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_tokenizer(first: dict[str, int], **special: object) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of single bytes: `first` are the ids that precede them."""
+    vocab = {**first, **{char: len(first) + i for i, char in enumerate(BYTES)}}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=77, **special)
+
+
+def clip_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Bytes first, then begin and end of text, as CLIP's own order has it."""
+    end = "<|endoftext|>"
+    return byte_tokenizer({}, bos_token="<|startoftext|>", eos_token=end, pad_token=end, unk_token=end)
+
+
+def t5_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """T5's special tokens, then bytes."""
+    first = {"<pad>": 0, "</s>": 1, "<unk>": 2}
+    return byte_tokenizer(first, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+
+
+def clip_encoder() -> transformers.CLIPTextModelWithProjection:
+    """Two layers of width 16."""
+    config = transformers.CLIPTextConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=16,
+        max_position_embeddings=77,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=257,
+        hidden_act="gelu",
+    )
+    return transformers.CLIPTextModelWithProjection(config)
+
+
+def t5_encoder() -> transformers.T5EncoderModel:
+    """Two layers of width 48: wider than both CLIP encoders together, as in the real model."""
+    return transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=300, d_model=48, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
+    )
+
+
+def tiny_sd3(*, has_t5: bool = True) -> diffusers.StableDiffusion3Pipeline:
+    """A pipeline of random weights, seed 0: an image of 32 pixels has latents [4, 16, 16] and 64 tokens."""
+    torch.manual_seed(0)
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=48,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        out_channels=4,
+        pos_embed_max_size=16,
+    )
+    vae = diffusers.AutoencoderKL(
+        sample_size=32,
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.0609,
+        scaling_factor=1.5305,
+    )
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=clip_encoder(),
+        text_encoder_2=clip_encoder(),
+        text_encoder_3=t5_encoder() if has_t5 else None,
+        tokenizer=clip_tokenizer(),
+        tokenizer_2=clip_tokenizer(),
+        tokenizer_3=t5_tokenizer() if has_t5 else None,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.eval()
+    return pipeline
