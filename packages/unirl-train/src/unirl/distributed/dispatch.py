@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,14 @@ from torch import Tensor
 from unirl.types.batch import Batch
 from unirl.types.errors import ContractError
 from unirl.types.roles import Collect, Dispatch, PerSample
+from unirl.types.rollout import RolloutResp
+
+
+@dataclass(frozen=True)
+class HeldKey:
+    """Names a held value in each worker's own table. Stands in for the value wherever arguments are cut."""
+
+    number: int
 
 
 def shard_bounds(size: int, num_shards: int, what: str) -> list[tuple[int, int]]:
@@ -22,40 +31,75 @@ def shard_bounds(size: int, num_shards: int, what: str) -> list[tuple[int, int]]
     return [(rank * step, (rank + 1) * step) for rank in range(num_shards)]
 
 
+def num_samples(value: Any) -> int | None:  # Any: arguments of any role
+    """How many samples DP_SCATTER would cut; None for a value that it repeats on every rank.
+
+    A response counts its root samples: what grew from them goes along.
+    """
+    if isinstance(value, RolloutResp) and value.tracks:
+        return value.root_track().batch_size
+    if isinstance(value, Batch):
+        return value.batch_size
+    if isinstance(value, PerSample):
+        return len(value.value)
+    return None
+
+
 def scatter(value: Any, num_shards: int) -> list[Any]:  # Any: arguments of any role
     """One item a rank: batches and PerSample values are cut, everything else is repeated."""
-    if isinstance(value, Batch):
-        bounds = shard_bounds(value.batch_size, num_shards, type(value).__name__)
-        return [value] if num_shards == 1 else [value.slice(*pair) for pair in bounds]
-    if isinstance(value, PerSample):
-        bounds = shard_bounds(len(value.value), num_shards, "a per-sample argument")
-        return [value.value[start:stop] for start, stop in bounds]
-    return [value] * num_shards
+    size = num_samples(value)
+    if size is None:
+        return [value] * num_shards
+    whole = value.value if isinstance(value, PerSample) else value
+    what = "a per-sample argument" if isinstance(value, PerSample) else type(value).__name__
+    bounds = shard_bounds(size, num_shards, what)
+    if num_shards == 1:
+        return [whole]
+    if isinstance(whole, Batch):
+        return [whole.slice(start, stop) for start, stop in bounds]
+    return [whole[start:stop] for start, stop in bounds]
 
 
 def rank_arguments(
     dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any], num_ranks: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """(args, kwargs) of every rank that is called, rank 0 first."""
+    """(args, kwargs) of every rank that is called, rank 0 first.
+
+    Raises ContractError where a scattered list has another length than the ranks, where the arguments that are cut
+    disagree on the number of samples, and where rank zero would see its own share of a held value as if it were all.
+    """
+    values = (*args, *kwargs.values())
     if dispatch is Dispatch.RANK_ZERO:
-        num_ranks = 1
-    if dispatch in (Dispatch.BROADCAST, Dispatch.RANK_ZERO):
+        if num_ranks > 1 and any(isinstance(value, HeldKey) for value in values):
+            raise ContractError(
+                f"rank zero has only its own share of a held value that lies on {num_ranks} ranks. "
+                "Pass held.fetch(), or mark the method DP_SCATTER."
+            )
+        return [(args, kwargs)]
+    if dispatch is Dispatch.BROADCAST:
         return [(args, kwargs)] * num_ranks
     if dispatch is Dispatch.SCATTER:
-        for value in (*args, *kwargs.values()):
-            if not isinstance(value, (list, tuple)) or len(value) != num_ranks:
-                raise ContractError(
-                    f"a scattered argument needs a list of {num_ranks} items, one a rank; got {value!r}"
-                )
-        columns = [list(value) for value in args]
-        named = {name: list(value) for name, value in kwargs.items()}
+        cut = _one_item_a_rank
     else:
-        columns = [scatter(value, num_ranks) for value in args]
-        named = {name: scatter(value, num_ranks) for name, value in kwargs.items()}
+        sizes = sorted({size for size in map(num_samples, values) if size is not None})
+        if len(sizes) > 1:
+            raise ContractError(f"the arguments of one call have different numbers of samples: {sizes}")
+        cut = scatter
+    columns = [cut(value, num_ranks) for value in args]
+    named = {name: cut(value, num_ranks) for name, value in kwargs.items()}
     return [
         (tuple(column[rank] for column in columns), {name: column[rank] for name, column in named.items()})
         for rank in range(num_ranks)
     ]
+
+
+def _one_item_a_rank(value: Any, num_ranks: int) -> list[Any]:
+    if isinstance(value, HeldKey):
+        return [value] * num_ranks
+    if not isinstance(value, (list, tuple)) or len(value) != num_ranks:
+        found = f"{len(value)} items" if isinstance(value, (list, tuple)) else type(value).__name__
+        raise ContractError(f"a scattered argument needs a list of {num_ranks} items, one a rank; got {found}")
+    return list(value)
 
 
 def collected(collect: Collect, results: list[Any]) -> Any:  # Any: results of any role
@@ -65,6 +109,8 @@ def collected(collect: Collect, results: list[Any]) -> Any:  # Any: results of a
     if collect is Collect.ALL:
         return results
     first = results[0]
+    if any(type(result) is not type(first) for result in results):
+        raise ContractError(f"cannot join results of different types: {[type(result).__name__ for result in results]}")
     if isinstance(first, Batch):
         return type(first).concat(results)
     if isinstance(first, list):

@@ -1,0 +1,1 @@
+"""Workers as Ray actors: the devices of a cluster, blocks of them, and the runtime that calls components there."""

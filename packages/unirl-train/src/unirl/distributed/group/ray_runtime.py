@@ -1,0 +1,206 @@
+"""The runtime with one Ray actor a device.
+
+Values stay in the workers (`Held`), results that return travel through the object store (`tensor.transport`), and a
+worker that fails or dies stops the run under its own name, with its own traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from unirl.distributed.group.device_pool import Block, Device, DevicePool
+from unirl.distributed.group.framework import ray_module
+from unirl.distributed.group.ray_worker import ProcessInfo, RayWorker
+from unirl.distributed.group.waiting import CallFailed, answers
+from unirl.distributed.runtime import Builder, ComponentInfo, Runtime
+from unirl.distributed.tensor.transport import outgoing
+from unirl.types.errors import ConfigError, ContractError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+_GONE_TIMEOUT_S = 10.0
+"""How long `close` waits for killed processes to disappear."""
+
+
+class RayRuntime(Runtime):
+    """Builds the same components on `num_devices` workers, one process each, and calls them.
+
+    builder: runs in every worker; must pickle, and its module must be importable there.
+    device: "cpu" (a core each, collectives over gloo) or "cuda" (a GPU each, collectives over NCCL).
+    env: environment variables of the worker processes.
+    threads_per_worker: CPU threads of PyTorch in each worker.
+    timeout_s: longest time of one call, of building the components, and of one collective inside them.
+    start_timeout_s: longest wait for devices and processes.
+    address, devices_per_node, log_to_driver: see `DevicePool`.
+    block: devices of a pool that several runtimes share; without one the runtime has a pool of its own.
+
+    Errors that a worker raises: those of ours (`UniRLError`) keep their class, others become `WorkerError`; both name
+    the worker. If all ranks still answered, the runtime stays usable; otherwise it is closed.
+    Raises ConfigError where there are fewer devices than asked for.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        *,
+        num_devices: int,
+        device: Device = "cpu",
+        env: Mapping[str, str] | None = None,
+        threads_per_worker: int = 1,
+        timeout_s: float = 3600.0,
+        start_timeout_s: float = 300.0,
+        address: str | None = None,
+        devices_per_node: int = 8,
+        log_to_driver: bool = True,
+        block: Block | None = None,
+    ) -> None:
+        super().__init__()
+        begin = time.monotonic()
+        self._ray = ray_module()
+        self._timeout_s = timeout_s
+        self._own_pool: DevicePool | None = None
+        if block is None:
+            self._own_pool = DevicePool(
+                num_devices,
+                device,
+                devices_per_node=devices_per_node,
+                address=address,
+                start_timeout_s=start_timeout_s,
+                log_to_driver=log_to_driver,
+            )
+            block = self._own_pool.block("worker")
+        if len(block.places) != num_devices or block.pool.device != device:
+            raise ConfigError(
+                f"block {block.name} has {len(block.places)} {block.pool.device} devices; "
+                f"the runtime asks for {num_devices} {device} devices"
+            )
+        self.num_ranks = num_devices
+        self._block = block
+        self._actors: list[Any] = []  # Any: ray actor handles
+        self._processes: list[ProcessInfo] = []
+        self._failure: str | None = None
+        self._components: Mapping[str, ComponentInfo] = {}
+        atexit.register(self.close)
+        with contextlib.ExitStack() as unfinished:
+            unfinished.callback(self.close)
+            self._start_processes(dict(env or {}), start_timeout_s)
+            self._form_group(threads_per_worker, start_timeout_s)
+            self._components = self._on_all("build", (builder,), "building the components", timeout_s)[0]
+            unfinished.pop_all()
+        logger.info("started %s in %.1f s", ", ".join(self._names()), time.monotonic() - begin)
+
+    def _start_processes(self, env: dict[str, str], timeout_s: float) -> None:
+        threads = {"OMP_NUM_THREADS": "1"}
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self._block.pool.num_nodes == 1 else {}
+        is_cuda = self._block.pool.device == "cuda"
+        actor_class = self._ray.remote(RayWorker)
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        for rank, place in enumerate(self._block.places):
+            options = actor_class.options(
+                num_cpus=1,
+                num_gpus=1 if is_cuda else 0,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=strategy(place.group, placement_group_bundle_index=place.bundle),
+                runtime_env={"env_vars": threads | loopback | env},
+            )
+            self._actors.append(options.remote(rank, self.num_ranks, "cuda:0" if is_cuda else "cpu"))
+        self._processes = self._on_all("process_info", (), "starting the processes", timeout_s)
+
+    def _form_group(self, num_threads: int, start_timeout_s: float) -> None:
+        host = "127.0.0.1" if self._block.pool.num_nodes == 1 else self._processes[0].node
+        store = self._actors[0].open_store.remote(host, start_timeout_s)
+        (port,) = self._await({store: 0}, "opening the meeting point", start_timeout_s)
+        self._on_all("join", (host, port, num_threads, self._timeout_s), "forming the process group", start_timeout_s)
+
+    def _infos(self) -> Mapping[str, ComponentInfo]:
+        return self._components
+
+    def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
+        self._require_open()
+        _, method, args = calls[0]
+        what = ".".join(args[:2]) if method == "invoke" else method
+        pending = {self._actors[rank].perform.remote(method, outgoing(own)): rank for rank, method, own in calls}
+        return self._await(pending, what, self._timeout_s)
+
+    def _on_all(self, method: str, args: tuple[Any, ...], what: str, timeout_s: float) -> list[Any]:
+        pending = {getattr(actor, method).remote(*args): rank for rank, actor in enumerate(self._actors)}
+        return self._await(pending, what, timeout_s)
+
+    def _await(self, pending: dict[Any, int], what: str, timeout_s: float) -> list[Any]:
+        names = self._names()
+        try:
+            return answers({reference: names[rank] for reference, rank in pending.items()}, what, timeout_s)
+        except CallFailed as failed:
+            if not failed.is_settled:
+                self._close_after(f"{failed.failures[0].worker} failed in {what}")
+            failed.raise_cause()
+        except WorkerError:
+            self._close_after(f"{what} took longer than {timeout_s:.0f} s")
+            raise
+
+    def _names(self) -> list[str]:
+        names = []
+        for rank in range(self.num_ranks):
+            where = f"rank {rank} of {self.num_ranks}"
+            if self._processes:
+                where += f", pid {self._processes[rank].pid}"
+                if self._block.pool.num_nodes > 1:
+                    where += f" on {self._processes[rank].node}"
+            names.append(f"{self._block.name}-{rank} ({where})")
+        return names
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise ContractError(f"this runtime is closed: {self._failure or 'close() was called'}")
+
+    def _close_after(self, failure: str) -> None:
+        self._failure = failure
+        self.close()
+
+    def close(self) -> None:
+        """Kill the workers with all that they started, and give the devices back. Safe to call twice.
+
+        Returns when the processes of this machine are gone; Ray ends those of other machines.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        atexit.unregister(self.close)
+        if self._ray.is_initialized():
+            here = self._ray.util.get_node_ip_address()
+            for actor in self._actors:
+                self._ray.kill(actor, no_restart=True)
+            _end_process_groups([process.pid for process in self._processes if process.node == here])
+        self._block.pool.free(self._block)
+        if self._own_pool is not None:
+            self._own_pool.close()
+
+
+def _end_process_groups(leaders: list[int]) -> None:
+    """Kill the process groups of these leaders and wait until the leaders are gone."""
+    for leader in leaders:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+    deadline = time.monotonic() + _GONE_TIMEOUT_S
+    waiting = list(leaders)
+    while waiting and time.monotonic() < deadline:
+        waiting = [leader for leader in waiting if _is_alive(leader)]
+        time.sleep(0.02)
+    if waiting:
+        logger.warning("processes %s are still there %.0f s after they were killed", waiting, _GONE_TIMEOUT_S)
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,82 @@
+"""What runs inside a worker process: a `Worker`, the process group of its runtime, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from unirl.distributed.group.framework import ray_module
+from unirl.distributed.runtime import Builder, ComponentInfo, Worker, WorkerContext
+from unirl.distributed.tensor.transport import outgoing
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Where a worker process runs."""
+
+    pid: int
+    node: str
+    """Address of its node."""
+
+
+class RayWorker:
+    """One rank in a process of its own. Every method is called by the driver's `RayRuntime`, one at a time."""
+
+    def __init__(self, rank: int, world_size: int, device: str) -> None:
+        self._context = WorkerContext(rank, world_size, device)
+        self._store: torch.distributed.Store | None = None
+        self._worker: Worker | None = None
+
+    def process_info(self) -> ProcessInfo:
+        """Make this process the leader of its own process group, so that what it starts can be ended with it."""
+        if os.getpgrp() != os.getpid():
+            os.setpgid(0, 0)
+        return ProcessInfo(os.getpid(), ray_module().util.get_node_ip_address())
+
+    def open_store(self, host: str, timeout_s: float) -> int:
+        """On rank 0: open the meeting point of the process group; returns its port, which the system chose."""
+        store = torch.distributed.TCPStore(
+            host,
+            0,
+            self._context.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self._store = store
+        return store.port
+
+    def join(self, host: str, port: int, num_threads: int, timeout_s: float) -> None:
+        """On all ranks: form the process group (gloo on CPU; gloo and NCCL on CUDA)."""
+        torch.set_num_threads(num_threads)
+        timeout = timedelta(seconds=timeout_s)
+        if self._store is None:
+            self._store = torch.distributed.TCPStore(host, port, self._context.world_size, timeout=timeout)
+        is_cuda = self._context.device.startswith("cuda")
+        if is_cuda:
+            torch.cuda.set_device(self._context.device)
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            store=self._store,
+            rank=self._context.rank,
+            world_size=self._context.world_size,
+            timeout=timeout,
+            # A device makes NCCL connect now: connections made lazily, in an order that differs by rank, can deadlock.
+            device_id=torch.device(self._context.device) if is_cuda else None,
+        )
+
+    def build(self, builder: Builder) -> dict[str, ComponentInfo]:
+        """On all ranks: build the components."""
+        self._worker = Worker(builder, self._context)
+        return self._worker.component_infos()
+
+    def perform(self, method: str, args: tuple[Any, ...]) -> Any:  # Any: as the worker's methods
+        """Call a method of `Worker`; what it returns leaves as CPU tensors."""
+        if self._worker is None:
+            raise RuntimeError("build comes before perform")
+        return outgoing(getattr(self._worker, method)(*args))

@@ -1,0 +1,102 @@
+"""Waiting for an answer of every worker, and finding the cause where one fails.
+
+A failure rarely comes alone. A rank that dies breaks the collective that the others are in, so they fail too, often
+before the death is known; a rank that raises leaves the others waiting in the collective for ever. So after the first
+failure the others get a few seconds to answer, the cause is picked among the failures, and who still hangs is reported.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from unirl.distributed.group.framework import ray_module
+from unirl.types.errors import UniRLError, WorkerError
+
+SETTLE_S = 5.0
+"""How long the other ranks may take to answer after one has failed."""
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset) by peer|process ?group", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker's failure."""
+
+    worker: str
+    error: Any  # Any: a ray.exceptions.RayError, and ray may be absent
+
+    @property
+    def is_death(self) -> bool:
+        """Whether the process is gone."""
+        return not isinstance(self.error, ray_module().exceptions.RayTaskError)
+
+    @property
+    def text(self) -> str:
+        """The worker's own traceback, or what Ray knows of its death."""
+        text = _COLOUR.sub("", str(self.error)).strip()
+        return f"the process died. Ray says: {text}" if self.is_death else text
+
+    @property
+    def distance(self) -> int:
+        """0 for a cause, more for what is likely a consequence."""
+        return 0 if self.is_death else 2 if _BROKEN_COLLECTIVE.search(str(self.error)) else 1
+
+
+class CallFailed(Exception):
+    """Some workers did not answer well. `is_settled`: all of them did answer, and all processes live."""
+
+    def __init__(self, failures: Sequence[Failure], is_settled: bool) -> None:
+        super().__init__()
+        self.failures = sorted(failures, key=lambda failure: failure.distance)
+        self.is_settled = is_settled
+
+    def raise_cause(self) -> NoReturn:
+        """Raise the cause: an error of ours as the worker raised it, anything else as WorkerError."""
+        first, *others = self.failures
+        named = WorkerError(first.worker, first.text)
+        for other in others:
+            named.add_note(f"worker {other.worker} failed too: {other.text.splitlines()[-1]}")
+        original = None if first.is_death else first.error.cause
+        if isinstance(original, UniRLError):
+            original.add_note(f"raised in worker {first.worker}")
+            raise original from named
+        raise named from None
+
+
+def answers(pending: Mapping[Any, str], what: str, timeout_s: float) -> list[Any]:
+    """The results of the object references `pending` (reference -> worker), in their order.
+
+    Raises CallFailed, or WorkerError naming the workers that gave no answer within `timeout_s`.
+    """
+    ray = ray_module()
+    deadline = time.monotonic() + timeout_s
+    waiting = dict(pending)
+    results: dict[Any, Any] = {}
+    failures: list[Failure] = []
+    while waiting:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for reference in ready:
+            worker = waiting.pop(reference)
+            try:
+                results[reference] = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                failure = Failure(worker, error)
+                failures.append(failure)
+                deadline = min(deadline, time.monotonic() + (0.0 if failure.is_death else SETTLE_S))
+    if failures:
+        is_settled = not waiting and not any(failure.is_death for failure in failures)
+        raise CallFailed(failures, is_settled)
+    if waiting:
+        raise WorkerError(
+            ", ".join(waiting.values()),
+            f"no answer to {what} within {timeout_s:.0f} s. If the work is that long, raise cluster.timeout_s; "
+            "otherwise ranks wait for one another: look for a collective that not every rank reaches.",
+        )
+    return [results[reference] for reference in pending]

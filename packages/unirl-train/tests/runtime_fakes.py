@@ -1,0 +1,182 @@
+"""Components that the runtime tests build in workers. A module of its own, so that worker processes can import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from unirl.distributed.runtime import WorkerContext
+from unirl.types.errors import ConfigError
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutResp, RolloutTrack
+
+
+class Unpicklable(Exception):
+    """An error that cannot cross a process boundary."""
+
+    def __init__(self) -> None:
+        super().__init__("it holds a lock")
+        self.lock = __import__("threading").Lock()
+
+
+class Source:
+    """Makes and reports things, each by another dispatch mode."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self.made: list[RolloutResp] = []
+        self.num_zero_calls = 0
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def where(self, label: str = "") -> tuple[int, int, int, str]:
+        """(rank, world size, process id, label)."""
+        return self._context.rank, self._context.world_size, os.getpid(), label
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def environment(self, name: str) -> tuple[str | None, int]:
+        """A variable of the worker's environment and its number of threads."""
+        return os.environ.get(name), torch.get_num_threads()
+
+    @distributed(Dispatch.BROADCAST)
+    def first_rank(self) -> int:
+        """The rank that answers a call collected by FIRST."""
+        return self._context.rank
+
+    @distributed(Dispatch.SCATTER, Collect.ALL)
+    def given(self, item: object, *, named: object = None) -> tuple[int, object, object]:
+        """(rank, what this rank was given)."""
+        return self._context.rank, item, named
+
+    @distributed(Dispatch.RANK_ZERO)
+    def count_on_zero(self) -> int:
+        """How often this was called here."""
+        self.num_zero_calls += 1
+        return self.num_zero_calls
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def zero_calls(self) -> int:
+        """How often `count_on_zero` was called on each rank."""
+        return self.num_zero_calls
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def make(self, ids: list[str], scale: float) -> RolloutResp:
+        """One track; the reward of sample i is scale * its number, the latents stand for something heavy."""
+        rewards = torch.tensor([scale * float(name) for name in ids])
+        track = RolloutTrack(sample_ids=list(ids), rewards=rewards, component_rewards={"raw": rewards / scale})
+        self.made.append(RolloutResp(tracks={"image": track}))
+        return self.made[-1]
+
+    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
+    def echo(self, resp: RolloutResp) -> RolloutResp:
+        """The share of this rank, back."""
+        return resp
+
+    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
+    def weigh(self, values: Tensor) -> tuple[list[float], int]:
+        """The values of this rank and the elements of the storage that came with them."""
+        return values.tolist(), values.untyped_storage().nbytes() // values.element_size()
+
+    @distributed(Dispatch.BROADCAST)
+    def slice_of_something_large(self) -> Tensor:
+        """Two elements of a million, with a history."""
+        return torch.ones(1_000_000, requires_grad=True)[:2] * 1
+
+    def private(self) -> None:
+        """Not marked."""
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def sum_ranks(self) -> float:
+        """A collective: the sum of rank + 1."""
+        value = torch.tensor([float(self._context.rank + 1)])
+        torch.distributed.all_reduce(value)
+        return value.item()
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def refuse(self, rank: int, kind: str) -> int:
+        """Raise on one rank."""
+        if self._context.rank == rank:
+            raise {"config": ConfigError("a is 1; set a=2"), "value": ValueError("odd"), "lock": Unpicklable()}[kind]
+        return self._context.rank
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def die_in_collective(self, rank: int, how: str) -> float:
+        """One rank dies or raises, the others wait for it."""
+        if self._context.rank == rank:
+            time.sleep(0.2)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("rank gave up")
+        return self.sum_ranks()[0]
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def sleep(self, seconds: float) -> None:
+        """Take a while."""
+        time.sleep(seconds)
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def start_child(self) -> int:
+        """Start a process that outlives this one if nobody ends it; returns its id."""
+        return subprocess.Popen(["sleep", "600"]).pid
+
+
+class Sink:
+    """Receives what a `Source` on the same workers holds."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
+    def is_same_object(self, resp: RolloutResp) -> bool:
+        """Whether the value arrived without a copy."""
+        return resp is self._source.made[-1]
+
+    @distributed(Dispatch.RANK_ZERO)
+    def read_on_zero(self, resp: RolloutResp) -> int:
+        """Number of samples that rank zero sees."""
+        return resp.batch_size
+
+
+class Trainee:
+    """A tiny sharded network."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        if torch.distributed.is_initialized():
+            for layer in (self.network[0], self.network[2]):
+                fully_shard(layer)
+            fully_shard(self.network)
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
+
+    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        """One step on this rank's share; FSDP averages the gradients. Returns the share's loss."""
+        loss = (self.network(inputs).squeeze(1) - targets).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    @distributed(Dispatch.BROADCAST)
+    def weights(self) -> dict[str, Tensor]:
+        """All weights, whole."""
+        state = self.network.state_dict()
+        return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+
+
+def build(context: WorkerContext) -> dict[str, object]:
+    """The components of the runtime tests."""
+    source = Source(context)
+    return {"source": source, "sink": Sink(source), "trainee": Trainee()}
+
+
+def build_nothing(context: WorkerContext) -> dict[str, object]:
+    """Fails as a recipe with a mistake does."""
+    raise ConfigError(f"rank {context.rank} lacks a model; set model.path")

@@ -1,0 +1,195 @@
+"""The runtime contract on two Ray workers, and what happens when one fails."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runtime_fakes import Trainee, build, build_nothing
+
+from unirl.distributed.group.ray_runtime import RayRuntime
+from unirl.types.errors import ConfigError, ContractError, WorkerError
+from unirl.types.roles import PerSample
+from unirl.types.rollout import RolloutResp, RolloutTrack
+
+pytestmark = pytest.mark.ray
+
+
+def is_alive(process_id: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    stat = Path(f"/proc/{process_id}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture(scope="module")
+def runtime(ray_of_two_cores):
+    """Two workers that the tests without failures share; closed by the first test of failures."""
+    with RayRuntime(build, num_devices=2, env={"COLOUR": "blue"}, timeout_s=60, start_timeout_s=60) as runtime:
+        yield runtime
+
+
+def test_every_rank_is_a_process_of_its_own(runtime) -> None:
+    found = runtime.role("source").where(label="x")
+    assert [(rank, size, label) for rank, size, _, label in found] == [(0, 2, "x"), (1, 2, "x")]
+    assert len({pid for _, _, pid, _ in found} | {os.getpid()}) == 3
+
+
+def test_workers_get_their_environment_and_threads(runtime) -> None:
+    assert runtime.role("source").environment("COLOUR") == [("blue", 1), ("blue", 1)]
+    assert runtime.role("source").environment("GLOO_SOCKET_IFNAME") == [("lo", 1), ("lo", 1)]
+
+
+def test_ranks_form_one_process_group(runtime) -> None:
+    assert runtime.role("source").sum_ranks() == [3.0, 3.0]
+
+
+def test_first_answers_for_all(runtime) -> None:
+    assert runtime.role("source").first_rank() == 0
+
+
+def test_scatter_gives_each_rank_its_item(runtime) -> None:
+    assert runtime.role("source").given(["a", "b"], named=[1, 2]) == [(0, "a", 1), (1, "b", 2)]
+
+
+def test_rank_zero_runs_on_rank_zero_only(runtime) -> None:
+    source = runtime.role("source")
+    assert source.count_on_zero() == 1
+    assert source.zero_calls() == [1, 0]
+
+
+def test_a_batch_is_cut_and_joined_in_order(runtime) -> None:
+    track = RolloutTrack(sample_ids=list("abcd"), rewards=torch.arange(4.0))
+    resp = RolloutResp(tracks={"image": track})
+    assert runtime.role("source").echo(resp).equals(resp)
+
+
+def test_a_share_travels_without_the_rest(runtime) -> None:
+    assert runtime.role("source").weigh(PerSample(torch.arange(6.0))) == [([0.0, 1.0, 2.0], 3), ([3.0, 4.0, 5.0], 3)]
+    result = runtime.role("source").slice_of_something_large()
+    assert result.untyped_storage().nbytes() == 8
+    assert not result.requires_grad
+
+
+def test_held_values_stay_with_their_workers(runtime) -> None:
+    ids = ["1", "2", "3", "4"]
+    with runtime.role("source").make(PerSample(ids), 2.0) as held:
+        assert held.meta.tracks["image"].sample_ids == ids
+        assert held.meta.tracks["image"].rewards.tolist() == [2.0, 4.0, 6.0, 8.0]
+        assert runtime.role("sink").is_same_object(held) == [True, True]
+        assert held.map(lambda resp, bonus: resp.batch_size + bonus, 10) == [12, 12]
+        assert held.fetch().tracks["image"].component_rewards["raw"].tolist() == [1.0, 2.0, 3.0, 4.0]
+        with pytest.raises(ContractError, match="only its own share"):
+            runtime.role("sink").read_on_zero(held)
+        assert runtime.num_held() == 1
+    assert runtime.num_held() == 0
+
+
+def test_a_response_of_the_driver_can_be_held(runtime) -> None:
+    resp = RolloutResp(tracks={"image": RolloutTrack(sample_ids=list("abcd"), rewards=torch.arange(4.0))})
+    with runtime.hold(resp) as held:
+        assert held.map(lambda share: share.tracks["image"].sample_ids) == [["a", "b"], ["c", "d"]]
+        assert held.fetch().equals(resp)
+
+
+def test_two_sharded_ranks_train_as_one(runtime) -> None:
+    alone = Trainee()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        inputs = torch.randn(8, 4, generator=generator)
+        targets = torch.randn(8, generator=generator)
+        whole = alone.step(inputs, targets)
+        shares = runtime.role("trainee").step(PerSample(inputs), PerSample(targets))
+        assert sum(shares) / 2 == pytest.approx(whole, abs=1e-6)
+    # float32; a mean of two means of four against a mean of eight, through AdamW
+    for name, value in runtime.role("trainee").weights().items():
+        torch.testing.assert_close(value, alone.weights()[name], atol=1e-6, rtol=0)
+
+
+def test_an_error_of_ours_keeps_its_class_and_names_the_worker(runtime) -> None:
+    with pytest.raises(ConfigError, match=r"^a is 1; set a=2$") as caught:
+        runtime.role("source").refuse(1, "config")
+    assert "worker-1 (rank 1 of 2, pid " in caught.value.__notes__[0]
+    assert isinstance(caught.value.__cause__, WorkerError)
+    assert "in refuse" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(("kind", "text"), [("value", "ValueError: odd"), ("lock", "it holds a lock")])
+def test_any_other_error_carries_its_own_traceback(runtime, kind, text) -> None:
+    with pytest.raises(WorkerError) as caught:
+        runtime.role("source").refuse(0, kind)
+    assert caught.value.worker.startswith("worker-0 (rank 0 of 2, pid ")
+    assert text in caught.value.traceback_text
+    assert 'runtime_fakes.py", line' in caught.value.traceback_text
+    assert "in refuse" in caught.value.traceback_text
+    assert "\x1b" not in caught.value.traceback_text
+    assert len(runtime.role("source").where()) == 2  # every rank had answered, so the runtime goes on
+
+
+def test_more_devices_than_there_are_names_both_numbers(ray_of_two_cores) -> None:
+    with pytest.raises(ConfigError, match="num_devices = 3 .* needs 3 CPU cores; the Ray cluster has 2"):
+        RayRuntime(build, num_devices=3)
+    with pytest.raises(ConfigError, match="asks for 1 GPUs; the Ray cluster has 0"):
+        RayRuntime(build, num_devices=1, device="cuda")
+
+
+def test_devices_that_stay_taken_are_named(runtime) -> None:
+    with pytest.raises(WorkerError, match=r"waited 1 s for 1 devices .* has .* free"):
+        RayRuntime(build, num_devices=1, start_timeout_s=1)
+
+
+def test_closing_ends_workers_and_what_they_started(runtime) -> None:
+    processes = [pid for _, _, pid, _ in runtime.role("source").where()] + runtime.role("source").start_child()
+    held = runtime.role("source").make(PerSample(["1", "2"]), 1.0)
+    assert all(is_alive(pid) for pid in processes)
+    runtime.close()
+    runtime.close()
+    assert not any(is_alive(pid) for pid in processes)
+    held.release()
+    with pytest.raises(ContractError, match="this runtime is closed: close"):
+        runtime.role("source").where()
+
+
+def test_a_killed_worker_is_named_and_nothing_is_left(ray_of_two_cores) -> None:
+    runtime = RayRuntime(build, num_devices=2, timeout_s=60, start_timeout_s=60)
+    processes = [pid for _, _, pid, _ in runtime.role("source").where()] + runtime.role("source").start_child()
+    begin = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        runtime.role("source").die_in_collective(1, "kill")
+    assert time.monotonic() - begin < 10
+    assert caught.value.worker == f"worker-1 (rank 1 of 2, pid {processes[1]})"
+    assert "the process died" in caught.value.traceback_text
+    assert not any(is_alive(pid) for pid in processes)
+    with pytest.raises(ContractError, match="closed: worker-1 .* failed in source.die_in_collective"):
+        runtime.role("source").where()
+
+
+def test_ranks_that_wait_for_a_failed_one_are_stopped(ray_of_two_cores) -> None:
+    with RayRuntime(build, num_devices=2, timeout_s=60, start_timeout_s=60) as runtime:
+        processes = [pid for _, _, pid, _ in runtime.role("source").where()]
+        with pytest.raises(WorkerError, match="worker-1 .*\n(.*\n)*.*ValueError: rank gave up"):
+            runtime.role("source").die_in_collective(1, "raise")
+        assert not any(is_alive(pid) for pid in processes)
+
+
+def test_a_builder_that_fails_starts_nothing(ray_of_two_cores) -> None:
+    with pytest.raises(ConfigError, match="lacks a model; set model.path"):
+        RayRuntime(build_nothing, num_devices=1)
+
+
+def test_a_call_that_takes_too_long_names_who_is_awaited(ray_of_two_cores) -> None:
+    with RayRuntime(build, num_devices=1, timeout_s=20, start_timeout_s=60) as runtime:
+        runtime._timeout_s = 1.0
+        ((_, _, pid, _),) = runtime.role("source").where()
+        with pytest.raises(WorkerError, match=r"worker-0 .* failed:\nno answer to source.sleep within 1 s"):
+            runtime.role("source").sleep(60.0)
+        assert not is_alive(pid)
+
+
+def test_an_idle_worker_that_was_killed_is_named_at_the_next_call(ray_of_two_cores) -> None:
+    with RayRuntime(build, num_devices=1, timeout_s=20, start_timeout_s=60) as runtime:
+        ((_, _, pid, _),) = runtime.role("source").where()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=f"worker-0 .rank 0 of 1, pid {pid}. failed"):
+            runtime.role("source").where()
