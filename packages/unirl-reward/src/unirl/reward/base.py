@@ -209,8 +209,9 @@ def describe_failures(scorer: str, failed: Mapping[str, str]) -> str:
     """One sentence naming the scorer, the samples that failed (sample id -> reason) and why."""
     shown = [f"{name}: {reason}" for name, reason in list(failed.items())[:_MAX_NAMED]]
     more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
+    what = f"{len(failed)} sample{'s' if len(failed) > 1 else ''}"
     return (
-        f"scorer {scorer} has no finite reward for {len(failed)} samples ({'; '.join(shown)}{more}). "
+        f"scorer {scorer} has no finite reward for {what} ({'; '.join(shown)}{more}). "
         "Fix the scorer or its input, or set on_failure to retry or drop_group."
     )
 
