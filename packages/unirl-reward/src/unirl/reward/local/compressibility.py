@@ -1,0 +1,52 @@
+"""How well a picture compresses as JPEG.
+
+Source: DDPO (arXiv 2305.13301), section 4.1: the size of the picture as JPEG of quality 95, in kB.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+import torch
+from torch import Tensor
+
+from unirl.reward.base import LocalScorer
+from unirl.reward.local.pixels import to_pictures
+from unirl.types.reward import RewardRequest
+
+BYTES_PER_KB = 1000
+"""The paper's kB."""
+
+
+def jpeg_kilobytes(pixels_bCHW: Tensor, quality: int = 95) -> Tensor:
+    """Size of each picture as JPEG, kB of 1000 bytes; float32 [b]. Raises ContractError as `to_pictures` does."""
+    sizes = []
+    for picture in to_pictures(pixels_bCHW):
+        buffer = BytesIO()
+        picture.save(buffer, format="JPEG", quality=quality)
+        sizes.append(buffer.tell() / BYTES_PER_KB)
+    return torch.tensor(sizes, dtype=torch.float32)
+
+
+class JPEGIncompressibilityScorer(LocalScorer):
+    """Size of the JPEG in kB: detail is rewarded. Runs on the CPU."""
+
+    def __init__(self, *, quality: int = 95, name: str = "jpeg_incompressibility", batch_size: int = 64) -> None:
+        super().__init__(name=name, batch_size=batch_size)
+        self.quality = quality
+
+    def score_batch(self, request: RewardRequest) -> Tensor:
+        """kB, float32 [b]."""
+        return jpeg_kilobytes(request.pixels, self.quality)
+
+
+class JPEGCompressibilityScorer(LocalScorer):
+    """Minus the size of the JPEG in kB: smoothness is rewarded. Runs on the CPU."""
+
+    def __init__(self, *, quality: int = 95, name: str = "jpeg_compressibility", batch_size: int = 64) -> None:
+        super().__init__(name=name, batch_size=batch_size)
+        self.quality = quality
+
+    def score_batch(self, request: RewardRequest) -> Tensor:
+        """Minus kB, float32 [b]."""
+        return -jpeg_kilobytes(request.pixels, self.quality)
