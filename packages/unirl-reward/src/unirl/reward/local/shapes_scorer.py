@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from unirl.reward.base import LocalScorer
-from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
 
@@ -30,7 +29,7 @@ class ShapesRewardScorer(LocalScorer):
         try:
             from unirl.reward.local.shapes import score_shapes
         except ModuleNotFoundError as error:
-            raise ConfigError(
+            raise ImportError(
                 f"the shapes scorer needs {error.name}. Install it with: pip install 'unirl-reward[shapes]'"
             ) from error
         strict_b, soft_b = score_shapes(request.pixels, request.prompts)
