@@ -1,0 +1,104 @@
+"""Advantages against hand-worked numbers, against each convention's closed form, and their invariances."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unirl.algorithms.advantages import PRESETS, AdvantageConfig, group_metrics, normalized_advantages
+from unirl.types.errors import ConfigError, ContractError
+
+REWARDS = torch.tensor([1.0, 3.0, 2.0, 6.0])
+GROUPS = ["a", "a", "b", "b"]
+
+
+def test_population_group_convention_by_hand():
+    got = AdvantageConfig(preset="flow_grpo")(REWARDS, GROUPS)
+    expected = torch.tensor([-1 / (1 + 1e-4), 1 / (1 + 1e-4), -2 / (2 + 1e-4), 2 / (2 + 1e-4)])
+    torch.testing.assert_close(got, expected)
+
+
+def test_sample_group_convention_by_hand():
+    got = AdvantageConfig(preset="dance_grpo")(REWARDS, GROUPS)
+    s = math.sqrt(2.0)
+    torch.testing.assert_close(got, torch.tensor([-1 / s, 1 / s, -2 / (2 * s), 2 / (2 * s)]))
+
+
+def test_eps_stands_inside_the_root_in_the_unirl_convention():
+    got = AdvantageConfig(preset="unirl", eps=3.0)(REWARDS, GROUPS)
+    torch.testing.assert_close(got[:2], torch.tensor([-0.5, 0.5]))  # 1 / sqrt(1 + 3)
+
+
+def test_global_std_divides_by_the_spread_of_the_whole_batch():
+    got = AdvantageConfig(preset="flow_grpo_global_std")(REWARDS, GROUPS)
+    std = float(REWARDS.double().std(unbiased=False))
+    torch.testing.assert_close(got, torch.tensor([-1.0, 1.0, -2.0, 2.0]) / (std + 1e-4))
+
+
+def test_ddof_one_against_zero_scales_groups_of_four_by_root_three_quarters():
+    rewards, groups = torch.tensor([1.0, 2.0, 3.0, 4.0]), ["g"] * 4
+    ratio = AdvantageConfig(preset="dance_grpo", eps=0.0)(rewards, groups) / AdvantageConfig(
+        preset="flow_grpo", eps=0.0
+    )(rewards, groups)
+    torch.testing.assert_close(ratio, torch.full((4,), math.sqrt(3 / 4)))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_group_without_spread_gets_exactly_zero(preset):
+    got = AdvantageConfig(preset=preset)(torch.tensor([0.1, 0.1, 0.1, 0.1, 5.0, 1.0]), ["a"] * 4 + ["b"] * 2)
+    assert torch.equal(got[:4], torch.zeros(4))
+    assert torch.isfinite(got).all()
+
+
+@given(
+    st.lists(st.floats(-10, 10, width=32), min_size=6, max_size=6),
+    st.permutations(range(6)),
+    st.floats(0.5, 4.0),
+    st.floats(-3.0, 3.0),
+)
+@settings(max_examples=60, deadline=None)
+def test_advantages_ignore_order_and_affine_changes_of_the_reward(values, order, slope, offset):
+    rewards, groups = torch.tensor(values, dtype=torch.float64), ["a", "a", "a", "b", "b", "b"]
+    options = {"center": "group", "scale": "group", "ddof": 0, "eps": 0.0}
+    base = normalized_advantages(rewards, groups, **options)
+    if not torch.isfinite(base).all() or min(rewards[:3].std(), rewards[3:].std()) < 1e-2:
+        return
+    shuffled = normalized_advantages(rewards[list(order)], [groups[i] for i in order], **options)
+    torch.testing.assert_close(shuffled, base[list(order)], atol=1e-5, rtol=1e-5)
+    affine = normalized_advantages(slope * rewards + offset, groups, **options)
+    torch.testing.assert_close(affine, base, atol=1e-4, rtol=1e-4)
+
+
+def test_normalise_then_sum_gives_each_component_the_same_say():
+    components = {"small": torch.tensor([0.0, 0.01]), "large": torch.tensor([100.0, 0.0])}
+    total = components["small"] + components["large"]
+    config = AdvantageConfig(preset="flow_grpo", eps=0.0, multi_reward="normalize_then_sum")
+    torch.testing.assert_close(config(total, ["g", "g"], components), torch.zeros(2))
+    weighted = AdvantageConfig(
+        preset="flow_grpo", eps=0.0, multi_reward="normalize_then_sum", component_weights={"small": 3.0}
+    )
+    torch.testing.assert_close(weighted(total, ["g", "g"], components), torch.tensor([-2.0, 2.0]))
+
+
+def test_clip_limits_the_advantage():
+    got = AdvantageConfig(preset="flow_grpo", clip=0.5)(REWARDS, GROUPS)
+    assert float(got.abs().max()) == 0.5
+
+
+def test_a_non_finite_reward_is_named():
+    with pytest.raises(ContractError, match=r"samples \[1\] are not finite"):
+        AdvantageConfig()(torch.tensor([1.0, float("nan")]), ["a", "a"])
+
+
+def test_unknown_preset_and_useless_weights_are_refused():
+    with pytest.raises(ConfigError, match="must be one of"):
+        AdvantageConfig(preset="flowgrpo")
+    with pytest.raises(ConfigError, match="does nothing with multi_reward"):
+        AdvantageConfig(component_weights={"a": 1.0})
+
+
+def test_group_metrics_count_groups_that_teach_nothing():
+    metrics = group_metrics(torch.tensor([1.0, 1.0, 0.0, 2.0]), ["a", "a", "b", "b"])
+    assert metrics == {"group/count": 2.0, "group/zero_std_ratio": 0.5, "group/std_mean": 0.5}
