@@ -72,6 +72,7 @@ class DiffusionTrainer:
         config: Mapping[str, Any],
         rollout_policy: str | None,
         stop: threading.Event,
+        clock: PhaseClock | None = None,
     ) -> None:
         self._runtime = runtime
         self._settings = settings
@@ -89,7 +90,7 @@ class DiffusionTrainer:
         self._reward = runtime.role("reward")
         self._stack = runtime.role("stack")
         self._checkpointer = runtime.role("checkpointer")
-        self._clock = PhaseClock()
+        self._clock = clock if clock is not None else PhaseClock()
         self._next_rollout = 0
         self._num_samples = 0
         self._num_dropped_groups = 0
@@ -142,7 +143,7 @@ class DiffusionTrainer:
     def step(self, rollout_id: int) -> dict[str, float]:
         """One rollout and the updates made from it; returns its metrics."""
         with self._clock.phase("other"):
-            req = self._request(rollout_id, self._settings.batch_size)
+            req = self.request(rollout_id, self._settings.batch_size)
         with self._clock.phase("rollout"):
             resp = self._engine.generate(req, policy=self._rollout_policy)
         with self._clock.phase("reward"):
@@ -166,7 +167,8 @@ class DiffusionTrainer:
 
     # Rollout and reward ----------------------------------------------------------------------------------------
 
-    def _request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
+    def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
+        """The next prompts of the data as a request, with everything pinned."""
         params = self._sampling.resolved(rollout_id)
         plan = self._engine.plan(params)
         return build_request(
@@ -215,7 +217,7 @@ class DiffusionTrainer:
         """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""
         while (num_groups * self._sampling.samples_per_prompt) % self._runtime.num_ranks:
             num_groups += 1
-        fresh = self._request(rollout_id, num_groups)
+        fresh = self.request(rollout_id, num_groups)
         return fresh.replace(
             sample_ids=[f"refill{self._num_dropped_groups}:{name}" for name in fresh.sample_ids],
             group_ids=[f"refill{self._num_dropped_groups}:{name}" for name in fresh.group_ids],

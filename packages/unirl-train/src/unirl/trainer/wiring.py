@@ -17,6 +17,7 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, Runtime, WorkerContext
 from unirl.tracking.base import Tracker
 from unirl.train.checkpoint import Checkpointer
+from unirl.trainer.clock import PhaseClock
 from unirl.trainer.diffusion import DiffusionTrainer, TrainerSettings
 from unirl.trainer.evaluation import EvaluationConfig, EvaluationResult, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig
@@ -91,7 +92,12 @@ def make_evaluator(recipe: Recipe) -> Evaluator | None:
 
 
 def make_trainer(
-    recipe: Recipe, runtime: Runtime, run_dir: Path, trackers: Sequence[Tracker], stop: threading.Event
+    recipe: Recipe,
+    runtime: Runtime,
+    run_dir: Path,
+    trackers: Sequence[Tracker],
+    stop: threading.Event,
+    clock: PhaseClock | None = None,
 ) -> DiffusionTrainer:
     """The trainer of a recipe on a runtime."""
     evaluator = make_evaluator(recipe)
@@ -119,6 +125,7 @@ def make_trainer(
         config=recipe,
         rollout_policy=rollout_policy,
         stop=stop,
+        clock=clock,
     )
 
 
