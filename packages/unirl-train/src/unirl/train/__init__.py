@@ -1,1 +1,1 @@
-""""""
+"""Training: slices, the stack that owns backward, the FSDP2 backend, checkpoints."""
