@@ -1,8 +1,46 @@
 """Fixtures: a tiny SD3 saved as a real folder and loaded through the real code."""
 
 import os
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def sd3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A StableDiffusion3Pipeline folder. Read-only: tests that change files copy it."""
+    from .tiny import tiny_sd3
+
+    folder = tmp_path_factory.mktemp("sd3")
+    tiny_sd3().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sd3_without_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without the T5 encoder."""
+    from .tiny import tiny_sd3
+
+    folder = tmp_path_factory.mktemp("sd3_without_t5")
+    tiny_sd3(has_t5=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def reference(sd3_folder: Path) -> Any:  # Any: diffusers types its classes as unions
+    """diffusers' own pipeline on the same files."""
+    from .tiny import load_reference
+
+    return load_reference(sd3_folder)

@@ -1,4 +1,10 @@
-"""A random SD3 of about 60,000 parameters in the folder layout of the real one, built from its real classes."""
+"""A random SD3 of about 60,000 parameters in the folder layout of the real one, built from its real classes.
+
+Any stands for classes of diffusers and transformers, which their libraries type as unions with placeholders.
+"""
+
+from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -8,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def byte_tokenizer(first: dict[str, int], **special: object) -> transformers.PreTrainedTokenizerFast:
+def byte_tokenizer(first: dict[str, int], **special: str) -> Any:
     """A tokenizer of single bytes: `first` are the ids that precede them."""
     vocab = {**first, **{char: len(first) + i for i, char in enumerate(BYTES)}}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -16,19 +22,19 @@ def byte_tokenizer(first: dict[str, int], **special: object) -> transformers.Pre
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=77, **special)
 
 
-def clip_tokenizer() -> transformers.PreTrainedTokenizerFast:
+def clip_tokenizer() -> Any:
     """Bytes first, then begin and end of text, as CLIP's own order has it."""
     end = "<|endoftext|>"
     return byte_tokenizer({}, bos_token="<|startoftext|>", eos_token=end, pad_token=end, unk_token=end)
 
 
-def t5_tokenizer() -> transformers.PreTrainedTokenizerFast:
+def t5_tokenizer() -> Any:
     """T5's special tokens, then bytes."""
     first = {"<pad>": 0, "</s>": 1, "<unk>": 2}
     return byte_tokenizer(first, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
 
 
-def clip_encoder() -> transformers.CLIPTextModelWithProjection:
+def clip_encoder() -> Any:
     """Two layers of width 16."""
     config = transformers.CLIPTextConfig(
         vocab_size=300,
@@ -46,14 +52,14 @@ def clip_encoder() -> transformers.CLIPTextModelWithProjection:
     return transformers.CLIPTextModelWithProjection(config)
 
 
-def t5_encoder() -> transformers.T5EncoderModel:
+def t5_encoder() -> Any:
     """Two layers of width 48: wider than both CLIP encoders together, as in the real model."""
     return transformers.T5EncoderModel(
         transformers.T5Config(vocab_size=300, d_model=48, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
     )
 
 
-def tiny_sd3(*, has_t5: bool = True) -> diffusers.StableDiffusion3Pipeline:
+def tiny_sd3(*, has_t5: bool = True) -> Any:
     """A pipeline of random weights, seed 0: an image of 32 pixels has latents [4, 16, 16] and 64 tokens."""
     torch.manual_seed(0)
     transformer = diffusers.SD3Transformer2DModel(
@@ -84,7 +90,8 @@ def tiny_sd3(*, has_t5: bool = True) -> diffusers.StableDiffusion3Pipeline:
         shift_factor=0.0609,
         scaling_factor=1.5305,
     )
-    pipeline = diffusers.StableDiffusion3Pipeline(
+    pipeline_class: Any = diffusers.StableDiffusion3Pipeline
+    pipeline = pipeline_class(
         transformer=transformer,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae,
@@ -95,6 +102,16 @@ def tiny_sd3(*, has_t5: bool = True) -> diffusers.StableDiffusion3Pipeline:
         tokenizer_2=clip_tokenizer(),
         tokenizer_3=t5_tokenizer() if has_t5 else None,
     )
+    return _quiet(pipeline)
+
+
+def load_reference(folder: Path) -> Any:
+    """diffusers' own pipeline of a folder."""
+    pipeline_class: Any = diffusers.StableDiffusion3Pipeline
+    return _quiet(pipeline_class.from_pretrained(folder))
+
+
+def _quiet(pipeline: Any) -> Any:
     pipeline.set_progress_bar_config(disable=True)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):

@@ -5,7 +5,7 @@ Implements `unirl.types.protocols.DiffusionPipeline`. Shape letters: see `unirl.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -109,7 +109,7 @@ class DiffusionPipeline:
         return self.diffusion.velocity(conditions, params)(x_R, sigma_R, step_R)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Generator[None]:
         """Evaluation mode without gradients; each submodule gets its own mode back afterwards."""
         modes = [
             (module, module.training) for root in self.bundle.trainable_modules().values() for module in root.modules()

@@ -56,14 +56,14 @@ class SD3Adapter(DiffusionAdapter):
         _check_params(params)
         factor, patch = self.bundle.vae_scale_factor, self._patch_size
         check_multiples(params, factor * patch, reason=f"VAE {factor} x patch {patch}")
-        limit = self.bundle.transformer.config.pos_embed_max_size
+        limit = self.bundle.transformer.config["pos_embed_max_size"]
         for name, value in (("height", params.height), ("width", params.width)):
             if value // (factor * patch) > limit:
                 raise ConfigError(
                     f"{name} = {value} is {value // (factor * patch)} patches; the position embedding of this "
                     f"checkpoint has {limit}. Use at most {limit * factor * patch}."
                 )
-        channels = self.bundle.transformer.config.in_channels
+        channels = self.bundle.transformer.config["in_channels"]
         return channels, params.height // factor, params.width // factor
 
     def image_seq_len(self, params: DiffusionSamplingParams) -> int:
@@ -97,13 +97,13 @@ class SD3Adapter(DiffusionAdapter):
         vae = self.bundle.vae
         pixels = []
         for part in latents.split(self.decode_batch_size):
-            part = part.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+            part = part.to(vae.dtype) / vae.config["scaling_factor"] + vae.config["shift_factor"]
             pixels.append((vae.decode(part, return_dict=False)[0].float() * 0.5 + 0.5).clamp(0, 1))
         return Images(pixels=torch.cat(pixels))
 
     @property
     def _patch_size(self) -> int:
-        return self.bundle.transformer.config.patch_size
+        return self.bundle.transformer.config["patch_size"]
 
     def _predict(self, x_R: Tensor, sigma_R: Tensor, text: TextEmbedCondition) -> Tensor:
         transformer = self.bundle.transformer

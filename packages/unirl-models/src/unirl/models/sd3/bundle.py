@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -90,7 +91,7 @@ class SD3Bundle:
             tokenizer=_load_tokenizer(folder, "tokenizer"),
             tokenizer_2=_load_tokenizer(folder, "tokenizer_2"),
             tokenizer_3=_load_tokenizer(folder, "tokenizer_3") if has_t5 else None,
-            width=self.transformer.config.joint_attention_dim,
+            width=self.transformer.config["joint_attention_dim"],
         )
         self.vae.requires_grad_(False)
         for encoder in self.text.modules():
@@ -131,7 +132,7 @@ class SD3Bundle:
     @property
     def vae_scale_factor(self) -> int:
         """Pixels per latent element on a side."""
-        return 2 ** (len(self.vae.config.block_out_channels) - 1)
+        return 2 ** (len(self.vae.config["block_out_channels"]) - 1)
 
     def drop_text_encoders(self) -> None:
         """Frees the text encoders (most of a checkpoint's memory). Prompts in an embedding cache still encode."""
@@ -181,7 +182,7 @@ class SD3Bundle:
         """
         _check_only_transformer(state)
         buffers = dict(self.transformer.named_buffers())
-        write_merged(folder, self.folder, SD3Transformer2DModel, state["transformer"], buffers)
+        write_merged(folder, self.folder, state["transformer"], buffers)
 
 
 def _check_only_transformer(state: Mapping[str, object]) -> None:
@@ -202,8 +203,10 @@ def _check_components(folder: PipelineFolder, *, has_t5: bool) -> None:
             raise CheckpointError(f"{folder.path} has no {name}/. Use a complete {PIPELINE_CLASS} folder.")
 
 
-def _load(model_class, folder: PipelineFolder, component: str, device: torch.device, **dtype: torch.dtype):
-    """A component in evaluation mode on `device`; every weight of the model must come from the file."""
+def _load(
+    model_class: type[Any], folder: PipelineFolder, component: str, device: torch.device, **dtype: torch.dtype
+) -> Any:  # Any: a model of diffusers or of transformers, which share `from_pretrained` but no base class
+    """A component in evaluation mode on `device`. Every weight of the model must come from the file."""
     path = folder.path / component
     try:
         model, info = model_class.from_pretrained(path, output_loading_info=True, **dtype)

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,13 @@ from torch import Tensor
 
 from unirl.models.loading import INDEX_FILE, PipelineFolder
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
+
+try:
+    from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+except ImportError as error:
+    raise ImportError(
+        "unirl.models.sd3 needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
+    ) from error
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 _PEFT_PREFIX = "base_model.model."
@@ -61,7 +69,6 @@ def _plain_key(key: str) -> str:
 def write_merged(
     folder: str,
     source: PipelineFolder,
-    transformer_class: type,
     state: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> None:
@@ -73,9 +80,10 @@ def write_merged(
     target = Path(folder)
     if target.resolve() == source.path.resolve():
         raise ConfigError(f"the export folder {folder} is the checkpoint that was loaded. Export elsewhere.")
-    config = transformer_class.load_config(source.path / "transformer")
+    config = source.config("transformer")
     with torch.device("meta"):
-        transformer = transformer_class.from_config(config)
+        # Any: the library declares a union that depends on its arguments.
+        transformer: Any = SD3Transformer2DModel.from_config(config)
     expected = transformer.state_dict()
     full = {name: tensor for name, tensor in buffers.items() if name in expected} | dict(state)
     wrong = {
@@ -84,7 +92,7 @@ def write_merged(
         "shape": sorted(n for n in set(full) & set(expected) if full[n].shape != expected[n].shape),
     }
     if any(wrong.values()):
-        raise CheckpointError(f"the merged state does not fit {transformer_class.__name__}: {wrong}")
+        raise CheckpointError(f"the merged state does not fit the transformer of {source.path}: {wrong}")
     full = {name: tensor.detach().to("cpu") for name, tensor in full.items()}
     transformer.load_state_dict(full, strict=True, assign=True)
 

@@ -1,0 +1,203 @@
+"""What every adapter must satisfy, as functions of a `Case`. A new model adds its case to `test_contract.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unirl.models.pipeline import DiffusionPipeline
+from unirl.sde.loop import transition_rows
+from unirl.sde.noise import initial_noise
+from unirl.types.batch import same_value
+from unirl.types.conditions import Condition
+from unirl.types.media import Images, Primitive, Texts
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+TEXTS = ["a red cat", "two blue dogs on a hill", "fog"]
+KEYS = ["r0:a", "r0:b", "r0:c"]
+
+
+@dataclass
+class Case:
+    """One adapter under test: three prompts, guidance on, every step stochastic, float32."""
+
+    pipeline: DiffusionPipeline
+    params: DiffusionSamplingParams
+    frozen: list[nn.Module]
+    """Modules that must never receive a gradient."""
+
+    @property
+    def primitives(self) -> dict[str, Primitive]:
+        return {"text": Texts(texts=list(TEXTS))}
+
+    def rollout(self) -> tuple[dict[str, Condition], LatentSegment]:
+        """Conditions and trajectory of the three prompts."""
+        with self.pipeline.evaluating():
+            conditions = self.pipeline.encode(self.primitives, self.params)
+            return conditions, self.sample(conditions, KEYS)
+
+    def sample(self, conditions: dict[str, Condition], keys: list[str]) -> LatentSegment:
+        """Trajectories of given conditions."""
+        noise = initial_noise(keys, self.params.seed, self.pipeline.latent_shape(self.params))
+        sigmas = self.pipeline.sigmas(self.params)
+        with self.pipeline.evaluating():
+            return self.pipeline.diffuse(conditions, noise, sigmas, self.params, noise_keys=keys)
+
+    def without_guidance(self) -> DiffusionSamplingParams:
+        """The same sampling with guidance off."""
+        return dataclasses.replace(self.params, guidance_scale=1.0)
+
+
+def latent_shape_is_what_diffuse_returns(case: Case) -> None:
+    conditions, segment = case.rollout()
+    shape = case.pipeline.latent_shape(case.params)
+    assert segment.clean_latents.shape == (3, *shape)
+    assert segment.modality is case.pipeline.adapter.modality
+    assert all(condition.batch_size == 3 for condition in conditions.values())
+    assert case.pipeline.adapter.image_seq_len(case.params) > 0
+    assert torch.equal(segment.sigmas, case.pipeline.sigmas(case.params))
+
+
+def replay_of_the_rollout_rows_is_bit_equal(case: Case) -> None:
+    conditions, segment = case.rollout()
+    assert segment.sde_logp is not None
+    for slot, step in enumerate(segment.sde_indices):
+        steps = torch.full((3,), step)
+        replayed = case.pipeline.replay(conditions, segment, torch.arange(3), steps, case.params)
+        assert torch.equal(replayed.logp_R.detach(), segment.sde_logp[:, slot])
+        assert replayed.logp_R.requires_grad and replayed.logp_R.dtype == torch.float32
+
+
+def replay_of_all_steps_at_once_agrees(case: Case) -> None:
+    """1e-6 relative: another batch size changes the order of float32 sums, nothing else."""
+    conditions, segment = case.rollout()
+    assert segment.sde_logp is not None
+    samples, steps = transition_rows(3, segment.sde_indices)
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
+    replayed = case.pipeline.replay(conditions, segment, samples[order], steps[order], case.params)
+    expected = segment.sde_logp.flatten()[order]
+    torch.testing.assert_close(replayed.logp_R.detach(), expected, rtol=1e-6, atol=1e-6)
+    assert replayed.mean.shape[0] == replayed.std_R.shape[0] == len(samples)
+
+
+def guidance_one_is_no_guidance(case: Case) -> None:
+    """A negative condition that is there but not asked for has no influence, bit for bit."""
+    conditions, segment = case.rollout()
+    off = case.without_guidance()
+    alone = case.pipeline.encode(case.primitives, off)
+    assert set(alone) == {"text"}
+    x, sigma, step = _mixed_rows(segment)
+    with case.pipeline.evaluating():
+        plain = case.pipeline.velocity(alone, x, sigma, step, off)
+        ignored = case.pipeline.velocity(conditions, x, sigma, step, off)
+        guided = case.pipeline.velocity(conditions, x, sigma, step, case.params)
+    assert torch.equal(plain, ignored)
+    assert not torch.allclose(plain, guided, atol=1e-4)
+
+
+def per_row_sigmas_equal_per_step_calls(case: Case) -> None:
+    conditions, segment = case.rollout()
+    x, sigma, step = _mixed_rows(segment)
+    assert len(set(sigma.tolist())) == 3
+    with case.pipeline.evaluating():
+        mixed = case.pipeline.velocity(conditions, x, sigma, step, case.params)
+        for row in range(3):
+            one = {name: condition.select([row]) for name, condition in conditions.items()}
+            cut = slice(row, row + 1)
+            alone = case.pipeline.velocity(one, x[cut], sigma[cut], step[cut], case.params)
+            torch.testing.assert_close(mixed[cut], alone, rtol=1e-5, atol=1e-6)
+    assert mixed.dtype == torch.float32
+
+
+def a_forward_batch_size_changes_nothing(case: Case) -> None:
+    conditions, segment = case.rollout()
+    x, sigma, step = _mixed_rows(segment)
+    stage = case.pipeline.diffusion
+    with case.pipeline.evaluating():
+        whole = case.pipeline.velocity(conditions, x, sigma, step, case.params)
+        stage.forward_batch_size = 2
+        parts = case.pipeline.velocity(conditions, x, sigma, step, case.params)
+    stage.forward_batch_size = None
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+def a_sample_does_not_depend_on_its_neighbours(case: Case) -> None:
+    """The trajectory of one key alone and in a batch; 1e-4 after five steps that add up rounding."""
+    conditions, segment = case.rollout()
+    one = {name: condition.select([1]) for name, condition in conditions.items()}
+    alone = case.sample(one, KEYS[1:2])
+    torch.testing.assert_close(alone.clean_latents[0], segment.clean_latents[1], rtol=1e-4, atol=1e-4)
+
+
+def gradients_reach_what_trains_and_nothing_else(case: Case) -> None:
+    conditions, segment = case.rollout()
+    samples, steps = transition_rows(3, segment.sde_indices)
+    trainable = case.pipeline.bundle.trainable_modules()
+    case.pipeline.replay(conditions, segment, samples, steps, case.params).logp_R.sum().backward()
+    for name, module in trainable.items():
+        total = sum(float(p.grad.abs().sum()) for p in module.parameters() if p.grad is not None)
+        assert total > 0, f"no gradient reached {name}"
+        module.zero_grad()
+    for module in case.frozen:
+        assert all(p.grad is None and not p.requires_grad for p in module.parameters())
+
+
+def conditions_survive_select_and_concat(case: Case) -> None:
+    conditions, _ = case.rollout()
+    for condition in conditions.values():
+        shards = [condition.select([0]), condition.select([1, 2])]
+        assert same_value(type(condition).concat(shards), condition)
+
+
+def decode_gives_pixels(case: Case) -> None:
+    _, segment = case.rollout()
+    with case.pipeline.evaluating():
+        media = case.pipeline.decode(segment.clean_latents)
+    params = case.params
+    pixels = media.pixels if isinstance(media, Images) else media.frames
+    num_frames = 1 if isinstance(media, Images) else params.num_frames
+    assert media.batch_size == 3
+    assert pixels.shape == (3 * num_frames, 3, params.height, params.width)
+    assert pixels.dtype == torch.float32 and 0 <= float(pixels.min()) and float(pixels.max()) <= 1
+
+
+def evaluating_restores_every_mode(case: Case) -> None:
+    modules = list(case.pipeline.bundle.trainable_modules().values())
+    for module in modules:
+        module.train()
+        next(module.children()).eval()
+    before = [part.training for module in modules for part in module.modules()]
+    with case.pipeline.evaluating():
+        assert not any(part.training for module in modules for part in module.modules())
+        assert not torch.is_grad_enabled()
+    assert [part.training for module in modules for part in module.modules()] == before
+    assert torch.is_grad_enabled()
+    for module in modules:
+        module.eval()
+
+
+def _mixed_rows(segment: LatentSegment) -> tuple[Tensor, Tensor, Tensor]:
+    """Three rows at the first, a middle and the last stochastic step."""
+    chosen = [segment.sde_indices[0], segment.sde_indices[len(segment.sde_indices) // 2], segment.sde_indices[-1]]
+    steps = torch.tensor(chosen)
+    x, _, sigma, _ = segment.transitions(torch.arange(3), steps)
+    return x, sigma, steps
+
+
+CHECKS = [
+    latent_shape_is_what_diffuse_returns,
+    replay_of_the_rollout_rows_is_bit_equal,
+    replay_of_all_steps_at_once_agrees,
+    guidance_one_is_no_guidance,
+    per_row_sigmas_equal_per_step_calls,
+    a_forward_batch_size_changes_nothing,
+    a_sample_does_not_depend_on_its_neighbours,
+    gradients_reach_what_trains_and_nothing_else,
+    conditions_survive_select_and_concat,
+    decode_gives_pixels,
+    evaluating_restores_every_mode,
+]

@@ -1,0 +1,95 @@
+"""The contract suite over every adapter, and what only the fakes can show."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.sd3.bundle import SD3Bundle
+from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.sde.kernels import CPSSDEStrategy, FlowSDEStrategy
+from unirl.sde.loop import transition_rows
+from unirl.sde.schedule import SigmaSchedule
+from unirl.types.sampling import DiffusionSamplingParams
+
+from .contract import CHECKS, Case
+from .fakes import PackedAdapter, TwoExpertAdapter
+
+
+def _params(**changes: Any) -> DiffusionSamplingParams:
+    fields: dict[str, Any] = {
+        "num_inference_steps": 5,
+        "guidance_scale": 3.0,
+        "negative_prompt": "bad",
+        "height": 16,
+        "width": 16,
+        "eta": 0.7,
+        "autocast_precision": "fp32",
+        "max_sequence_length": 16,
+    }
+    return DiffusionSamplingParams(**{**fields, **changes})
+
+
+@pytest.fixture(scope="module")
+def sd3(sd3_folder: Path) -> Case:
+    bundle = SD3Bundle(str(sd3_folder))
+    frozen: list[nn.Module] = [bundle.vae, *bundle.text.modules()]
+    return Case(SD3Pipeline(bundle, FlowSDEStrategy()), _params(), frozen)
+
+
+@pytest.fixture(scope="module")
+def two_experts() -> Case:
+    adapter = TwoExpertAdapter()
+    pipeline = DiffusionPipeline(adapter, FlowSDEStrategy(), SigmaSchedule("linear", shift=3.0))
+    return Case(pipeline, _params(num_frames=5, guidance_scale_2=1.5), [adapter.bundle.modules["text_encoder"]])
+
+
+@pytest.fixture(scope="module")
+def packed() -> Case:
+    adapter = PackedAdapter()
+    pipeline = DiffusionPipeline(adapter, CPSSDEStrategy(), SigmaSchedule("dynamic"))
+    return Case(pipeline, _params(eta=0.5), [adapter.bundle.modules["understanding"]])
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", ["sd3", "two_experts", "packed"])
+def test_adapter_contract(name: str, check: Callable[[Case], None], request: pytest.FixtureRequest) -> None:
+    check(request.getfixturevalue(name))
+
+
+def test_rows_above_the_boundary_train_the_high_noise_expert_alone(two_experts: Case) -> None:
+    conditions, segment = two_experts.rollout()
+    high = [step for step in segment.sde_indices if segment.sigmas[step] >= TwoExpertAdapter.boundary]
+    assert 0 < len(high) < len(segment.sde_indices)
+    samples, steps = transition_rows(3, high)
+    two_experts.pipeline.replay(conditions, segment, samples, steps, two_experts.params).logp_R.sum().backward()
+    experts = two_experts.pipeline.bundle.trainable_modules()
+    assert all(p.grad is None for p in experts["transformer_2"].parameters())
+    assert all(p.grad is not None for p in experts["transformer"].parameters())
+    experts["transformer"].zero_grad()
+
+
+def test_each_expert_has_its_own_guidance_scale(two_experts: Case) -> None:
+    conditions, segment = two_experts.rollout()
+    one_scale = _params(num_frames=5)
+    x, _, sigma, _ = segment.transitions(torch.tensor([0, 0]), torch.tensor([0, 4]))
+    rows = {name: condition.select([0, 0]) for name, condition in conditions.items()}
+    steps = torch.tensor([0, 4])
+    with two_experts.pipeline.evaluating():
+        two = two_experts.pipeline.velocity(rows, x, sigma, steps, two_experts.params)
+        one = two_experts.pipeline.velocity(rows, x, sigma, steps, one_scale)
+    assert torch.equal(two[0], one[0])
+    assert not torch.allclose(two[1], one[1])
+
+
+def test_a_bound_velocity_reads_its_conditions_once(packed: Case) -> None:
+    adapter = packed.pipeline.adapter
+    assert isinstance(adapter, PackedAdapter)
+    conditions, _ = packed.rollout()
+    before = adapter.num_text_passes
+    packed.sample(conditions, ["a", "b", "c"])
+    assert adapter.num_text_passes == before + 2  # the text and the negative text, for all five steps
