@@ -122,7 +122,7 @@ def sample(
     euler = EulerSolver()
     solver = euler if solver is None else solver
     for each in (euler, solver):
-        each.reset(torch.tensor(levels, dtype=torch.float32))
+        each.reset(torch.tensor(levels, dtype=torch.float32, device="cpu"))
     last_sde = sde_steps[-1] if sde_steps else -1
     replayed = {position for index in sde_steps for position in (index, index + 1)}
     kept = {"transitions": replayed, "all": set(range(num_steps + 1)), "last": set()}[keep] | {num_steps}
@@ -200,13 +200,14 @@ def replay(
 
 
 def transition_rows(num_samples: int, sde_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Which sample and which step each row of a batched replay holds, [R] int64 each, R = num_samples len(sde_indices).
+    """Which sample and which step each row of a batched replay holds, [R] int64 each, on the CPU.
 
+    R = num_samples len(sde_indices).
     Sample-major: all steps of sample 0, then those of sample 1; the order of `Trajectory.transitions()` flattened and
     of `sde_logp.flatten()`.
     """
-    sample_R = torch.arange(num_samples).repeat_interleave(len(sde_indices))
-    step_R = torch.tensor(list(sde_indices), dtype=torch.int64).repeat(num_samples)
+    sample_R = torch.arange(num_samples, device="cpu").repeat_interleave(len(sde_indices))
+    step_R = torch.tensor(list(sde_indices), dtype=torch.int64, device="cpu").repeat(num_samples)
     return sample_R, step_R
 
 

@@ -191,7 +191,7 @@ def _finished(grid: Tensor, shift_terminal: float | None, name: str) -> Tensor:
         if len(grid) < 2:
             raise ValueError(f"{name}: shift_terminal = {shift_terminal} needs at least 2 steps, got {len(grid)}.")
         grid = 1 - (1 - grid) * (1 - shift_terminal) / (1 - grid[-1])
-    sigmas = torch.cat([grid, torch.zeros(1, dtype=torch.float64)]).float()
+    sigmas = torch.cat([grid, torch.zeros(1, dtype=torch.float64, device="cpu")]).float()
     if not bool((sigmas.diff() < 0).all()):
         raise ValueError(f"{name} is not strictly decreasing in float32: {sigmas.tolist()}. Use fewer steps.")
     return sigmas
