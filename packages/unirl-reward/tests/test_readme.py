@@ -1,0 +1,22 @@
+"""The README's program runs as it stands."""
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_program_in_the_readme_runs(capsys):
+    programs = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(programs) == 1
+    names = {"__name__": "readme"}
+    exec(compile(programs[0], str(README), "exec"), names)
+    assert "brightness" in capsys.readouterr().out
+
+
+def test_every_target_in_the_readme_exists():
+    from unirl.reward.function import imported
+
+    targets = set(re.findall(r"unirl\.reward\.[\w.]+\.[A-Z]\w+", README.read_text()))
+    assert len(targets) >= 8
+    assert all(callable(imported(target)) for target in targets)
