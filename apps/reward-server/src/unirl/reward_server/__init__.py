@@ -1,1 +1,1 @@
-""""""
+"""The reward service behind HTTP, for reward nodes that run nothing else."""
