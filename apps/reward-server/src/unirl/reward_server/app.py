@@ -59,7 +59,7 @@ class RewardServer:
         return web.json_response({"rewards": found, "aggregation": self._service.aggregation})
 
     async def score(self, request: web.Request) -> web.Response:
-        """POST /score: rewards of a batch. 400 bad body, 413 too large, 500 scorer bug, 503 queue full, 504 too slow."""
+        """POST /score: rewards of a batch. 400 bad body, 413 too large, 500 scorer bug, 503 queue full, 504 slow."""
         if not self._slots.acquire(blocking=False):
             raise web.HTTPServiceUnavailable(
                 text=f"{self._config.max_queued} requests are waiting; try again later",
