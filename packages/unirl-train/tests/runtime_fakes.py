@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
+import threading
 
 import torch
 import torch.distributed
@@ -23,7 +23,7 @@ class Unpicklable(Exception):
 
     def __init__(self) -> None:
         super().__init__("it holds a lock")
-        self.lock = __import__("threading").Lock()
+        self.lock = threading.Lock()
 
 
 class Source:
@@ -106,19 +106,11 @@ class Source:
         return self._context.rank
 
     @distributed(Dispatch.BROADCAST, Collect.ALL)
-    def die_in_collective(self, rank: int, how: str) -> float:
-        """One rank dies or raises, the others wait for it."""
+    def die_in_collective(self, rank: int) -> float:
+        """One rank is killed, the others wait for it in a collective."""
         if self._context.rank == rank:
-            time.sleep(0.2)
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("rank gave up")
-        return self.sum_ranks()[0]
-
-    @distributed(Dispatch.BROADCAST, Collect.ALL)
-    def sleep(self, seconds: float) -> None:
-        """Take a while."""
-        time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.sum_ranks()
 
     @distributed(Dispatch.BROADCAST, Collect.ALL)
     def start_child(self) -> int:

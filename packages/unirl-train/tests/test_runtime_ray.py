@@ -9,7 +9,9 @@ import pytest
 import torch
 from runtime_fakes import Trainee, build, build_nothing
 
+from unirl.distributed.group.device_pool import DevicePool
 from unirl.distributed.group.ray_runtime import RayRuntime
+from unirl.distributed.group.waiting import CallFailed, answers
 from unirl.types.errors import ConfigError, ContractError, WorkerError
 from unirl.types.roles import PerSample
 from unirl.types.rollout import RolloutResp, RolloutTrack
@@ -25,8 +27,8 @@ def is_alive(process_id: int) -> bool:
 
 @pytest.fixture(scope="module")
 def runtime(ray_of_two_cores):
-    """Two workers that the tests without failures share; closed by the first test of failures."""
-    with RayRuntime(build, num_devices=2, env={"COLOUR": "blue"}, timeout_s=60, start_timeout_s=60) as runtime:
+    """Two workers that the tests without failures share; killed by the last test that uses them."""
+    with RayRuntime(build, num_devices=2, env={"COLOUR": "blue"}, timeout_s=120, start_timeout_s=120) as runtime:
         yield runtime
 
 
@@ -108,7 +110,7 @@ def test_two_sharded_ranks_train_as_one(runtime) -> None:
 
 
 def test_an_error_of_ours_keeps_its_class_and_names_the_worker(runtime) -> None:
-    with pytest.raises(ConfigError, match=r"^a is 1; set a=2$") as caught:
+    with pytest.raises(ConfigError, match=r"^a is 1; set a=2") as caught:
         runtime.role("source").refuse(1, "config")
     assert "worker-1 (rank 1 of 2, pid " in caught.value.__notes__[0]
     assert isinstance(caught.value.__cause__, WorkerError)
@@ -139,57 +141,96 @@ def test_devices_that_stay_taken_are_named(runtime) -> None:
         RayRuntime(build, num_devices=1, start_timeout_s=1)
 
 
-def test_closing_ends_workers_and_what_they_started(runtime) -> None:
+def test_a_killed_worker_is_named_and_nothing_is_left(runtime) -> None:
     processes = [pid for _, _, pid, _ in runtime.role("source").where()] + runtime.role("source").start_child()
     held = runtime.role("source").make(PerSample(["1", "2"]), 1.0)
     assert all(is_alive(pid) for pid in processes)
-    runtime.close()
-    runtime.close()
-    assert not any(is_alive(pid) for pid in processes)
-    held.release()
-    with pytest.raises(ContractError, match="this runtime is closed: close"):
-        runtime.role("source").where()
-
-
-def test_a_killed_worker_is_named_and_nothing_is_left(ray_of_two_cores) -> None:
-    runtime = RayRuntime(build, num_devices=2, timeout_s=60, start_timeout_s=60)
-    processes = [pid for _, _, pid, _ in runtime.role("source").where()] + runtime.role("source").start_child()
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        runtime.role("source").die_in_collective(1, "kill")
-    assert time.monotonic() - begin < 10
+        runtime.role("source").die_in_collective(1)
+    assert time.monotonic() - begin < 15
     assert caught.value.worker == f"worker-1 (rank 1 of 2, pid {processes[1]})"
     assert "the process died" in caught.value.traceback_text
     assert not any(is_alive(pid) for pid in processes)
+    held.release()
+    runtime.close()
+    runtime.close()
     with pytest.raises(ContractError, match="closed: worker-1 .* failed in source.die_in_collective"):
         runtime.role("source").where()
 
 
-def test_ranks_that_wait_for_a_failed_one_are_stopped(ray_of_two_cores) -> None:
-    with RayRuntime(build, num_devices=2, timeout_s=60, start_timeout_s=60) as runtime:
-        processes = [pid for _, _, pid, _ in runtime.role("source").where()]
-        with pytest.raises(WorkerError, match="worker-1 .*\n(.*\n)*.*ValueError: rank gave up"):
-            runtime.role("source").die_in_collective(1, "raise")
-        assert not any(is_alive(pid) for pid in processes)
-
-
-def test_a_builder_that_fails_starts_nothing(ray_of_two_cores) -> None:
-    with pytest.raises(ConfigError, match="lacks a model; set model.path"):
-        RayRuntime(build_nothing, num_devices=1)
-
-
-def test_a_call_that_takes_too_long_names_who_is_awaited(ray_of_two_cores) -> None:
-    with RayRuntime(build, num_devices=1, timeout_s=20, start_timeout_s=60) as runtime:
-        runtime._timeout_s = 1.0
-        ((_, _, pid, _),) = runtime.role("source").where()
-        with pytest.raises(WorkerError, match=r"worker-0 .* failed:\nno answer to source.sleep within 1 s"):
-            runtime.role("source").sleep(60.0)
+def test_blocks_of_one_pool_hold_runtimes_of_their_own(ray_of_two_cores) -> None:
+    with DevicePool(2, start_timeout_s=60) as pool:
+        with pytest.raises(ConfigError, match="lacks a model; set model.path"):
+            RayRuntime(build_nothing, num_devices=1, block=pool.block("broken", 0, 1))
+        block = pool.block("reward", 1, 2)
+        with pytest.raises(ConfigError, match=r"block engine = \[0, 2\) overlaps block reward = \[1, 2\)"):
+            pool.block("engine")
+        with pytest.raises(ConfigError, match="lies outside the pool of 2 devices"):
+            pool.block("engine", 1, 3)
+        with pytest.raises(ConfigError, match="block reward has 1 cpu devices; the runtime asks for 2 cpu"):
+            RayRuntime(build, num_devices=2, block=block)
+        with RayRuntime(build, num_devices=1, block=block) as runtime:
+            with pytest.raises(WorkerError) as caught:
+                runtime.role("source").refuse(0, "value")
+            assert caught.value.worker.startswith("reward-0 (rank 0 of 1, pid ")
+            ((_, _, pid, _),) = runtime.role("source").where()
         assert not is_alive(pid)
+        pool.block("everything")
 
 
-def test_an_idle_worker_that_was_killed_is_named_at_the_next_call(ray_of_two_cores) -> None:
-    with RayRuntime(build, num_devices=1, timeout_s=20, start_timeout_s=60) as runtime:
-        ((_, _, pid, _),) = runtime.role("source").where()
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerError, match=f"worker-0 .rank 0 of 1, pid {pid}. failed"):
-            runtime.role("source").where()
+@pytest.fixture(scope="module")
+def bare_actors(ray_of_two_cores):
+    """Two actors without torch: one process each, in a second."""
+
+    class Bare:
+        def sleep(self, seconds: float) -> None:
+            time.sleep(seconds)
+
+        def fail(self, text: str) -> None:
+            raise ValueError(text)
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    actors = [ray_of_two_cores.remote(Bare).options(num_cpus=0).remote() for _ in range(2)]
+    yield actors
+    for actor in actors:
+        ray_of_two_cores.kill(actor)
+
+
+def test_a_broken_collective_is_not_taken_for_the_cause(bare_actors) -> None:
+    first, second = bare_actors
+    pending = {first.fail.remote("[gloo] Connection closed by peer"): "w-0", second.fail.remote("mine"): "w-1"}
+    with pytest.raises(CallFailed) as caught:
+        answers(pending, "role.method", 60)
+    assert caught.value.is_settled
+    with pytest.raises(WorkerError, match="ValueError: mine") as raised:
+        caught.value.raise_cause()
+    assert raised.value.worker == "w-1"
+    assert raised.value.__notes__ == ["worker w-0 failed too: ValueError: [gloo] Connection closed by peer"]
+
+
+def test_ranks_that_wait_for_a_failed_one_are_not_awaited(bare_actors, monkeypatch) -> None:
+    monkeypatch.setattr("unirl.distributed.group.waiting.SETTLE_S", 0.3)
+    first, second = bare_actors
+    begin = time.monotonic()
+    with pytest.raises(CallFailed) as caught:
+        answers({first.sleep.remote(3.0): "w-0", second.fail.remote("mine"): "w-1"}, "role.method", 60)
+    assert time.monotonic() - begin < 2.5
+    assert not caught.value.is_settled
+
+
+def test_a_call_that_takes_too_long_names_who_is_awaited(bare_actors) -> None:
+    first, second = bare_actors
+    with pytest.raises(WorkerError, match="worker w-0 failed:\nno answer to role.method within 0 s"):
+        answers({first.sleep.remote(3.0): "w-0", second.sleep.remote(0.0): "w-1"}, "role.method", 0.4)
+
+
+def test_an_idle_worker_that_was_killed_is_named_at_the_next_call(bare_actors) -> None:
+    _, second = bare_actors
+    (pid,) = answers({second.pid.remote(): "w-1"}, "role.method", 60)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(CallFailed) as caught:
+        answers({second.sleep.remote(60.0): "w-1"}, "role.method", 60)
+    assert caught.value.failures[0].is_death

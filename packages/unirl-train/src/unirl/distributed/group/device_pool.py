@@ -129,7 +129,7 @@ class DevicePool:
         bundle: dict[str, float] = {"CPU": self._cpus_per_device}
         if self.device == "cuda":
             bundle["GPU"] = 1
-        create = self._ray.util.placement_group.placement_group
+        create = self._ray.util.placement_group
         self._groups = [create([bundle] * per_node, strategy="STRICT_PACK") for _ in range(self.num_nodes)]
         deadline = time.monotonic() + timeout_s
         for node, group in enumerate(self._groups):
@@ -169,7 +169,7 @@ class DevicePool:
         if not self._ray.is_initialized():
             return
         for group in self._groups:
-            self._ray.util.placement_group.remove_placement_group(group)
+            self._ray.util.remove_placement_group(group)
         if self._is_ray_ours:
             self._ray.shutdown()
 

@@ -11,7 +11,6 @@ def ray_module() -> ModuleType:
     """The ray module. Raises ConfigError naming the extra to install where it is missing."""
     try:
         import ray
-        import ray.util.placement_group
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise ConfigError(

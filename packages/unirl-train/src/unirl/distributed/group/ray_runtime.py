@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -111,7 +112,7 @@ class RayRuntime(Runtime):
                 scheduling_strategy=strategy(place.group, placement_group_bundle_index=place.bundle),
                 runtime_env={"env_vars": threads | loopback | env},
             )
-            self._actors.append(options.remote(rank, self.num_ranks, "cuda:0" if is_cuda else "cpu"))
+            self._actors.append(options.remote(rank, self.num_ranks, "cuda:0" if is_cuda else "cpu", sys.path))
         self._processes = self._on_all("process_info", (), "starting the processes", timeout_s)
 
     def _form_group(self, num_threads: int, start_timeout_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,7 +28,9 @@ class ProcessInfo:
 class RayWorker:
     """One rank in a process of its own. Every method is called by the driver's `RayRuntime`, one at a time."""
 
-    def __init__(self, rank: int, world_size: int, device: str) -> None:
+    def __init__(self, rank: int, world_size: int, device: str, import_path: list[str]) -> None:
+        # The driver's import path: Ray passes on its script and working directories only.
+        sys.path.extend(entry for entry in import_path if entry not in sys.path)
         self._context = WorkerContext(rank, world_size, device)
         self._store: torch.distributed.Store | None = None
         self._worker: Worker | None = None
