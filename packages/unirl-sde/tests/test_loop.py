@@ -221,6 +221,40 @@ def test_first_step_uses_the_second_sigma_of_its_own_schedule(velocity):
         torch.testing.assert_close(residual, std * noise_of(0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("solver", [None, DPMSolverPP2M()])
+@pytest.mark.parametrize("kernel_class", KERNELS)
+def test_nothing_is_read_back_from_the_device_and_nothing_leaves_it(velocity, kernel_class, solver):
+    """A meta tensor stands for one on an accelerator: it has a device but no values, so any read would raise."""
+    velocity = velocity.to("meta")
+    trajectory = sample(
+        velocity,
+        torch.empty(3, *SHAPE, device="meta"),
+        SIGMAS,
+        strategy=kernel_class(),
+        eta=0.7,
+        sde_indices=[0, 2],
+        step_noise=noise_of,
+        storage_dtype=torch.bfloat16,
+        solver=solver,
+        keep_means=True,
+    )
+    x, following = (rows.flatten(0, 1) for rows in trajectory.transitions())
+    rows = [torch.empty(6, device="meta") for _ in range(2)]
+    again = replay(
+        velocity, x, following, *rows, torch.zeros(6, dtype=torch.int64, device="meta"),
+        strategy=kernel_class(), eta=0.7, sigma_max=0.9,
+    )  # fmt: skip
+    for tensor in (
+        trajectory.latents,
+        trajectory.sde_logp,
+        trajectory.sde_means,
+        again.logp_R,
+        again.mean,
+        again.std_R,
+    ):
+        assert tensor is not None and tensor.device.type == "meta"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

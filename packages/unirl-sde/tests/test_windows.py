@@ -2,7 +2,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unirl.sde.windows import AllSteps, ExplicitSteps, FirstFraction, MixGRPOWindow, RandomSubset
@@ -120,22 +120,26 @@ def schedulers(draw):
     max_step = draw(st.integers(1, num_steps))
     size = draw(st.integers(1, max_step))
     iters = draw(st.integers(1, 30))
+    strategy = draw(st.sampled_from(STRATEGIES))
+    settings: dict[str, Any] = {} if strategy == "random" else {"roll_back": draw(st.booleans())}
+    if strategy in ("decay", "exp_decay"):
+        settings["min_iters"] = draw(st.integers(1, iters))
+    if strategy == "exp_decay":
+        settings |= {"decay_rate": draw(st.floats(0, 3)), "decay_knee": draw(st.integers(0, 20))}
     return num_steps, MixGRPOWindow(
         num_steps,
         window_size=size,
         iters_per_window=iters,
         stride=draw(st.integers(0, 6)),
-        strategy=draw(st.sampled_from(STRATEGIES)),
+        strategy=strategy,
         init=draw(st.integers(0, max_step - size)),
         max_step=draw(st.sampled_from([max_step, None])),
-        roll_back=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
-        min_iters=draw(st.integers(1, iters)),
-        decay_rate=draw(st.floats(0, 3)),
-        decay_knee=draw(st.integers(0, 20)),
+        **settings,
     )
 
 
+@settings(deadline=None)  # a loaded machine is not a failure
 @given(schedulers(), st.integers(0, 10**6))
 def test_indices_are_never_empty_sorted_and_inside(case, rollout_id):
     num_steps, scheduler = case
@@ -150,6 +154,7 @@ def test_indices_are_never_empty_sorted_and_inside(case, rollout_id):
         assert steps[-1] < (scheduler.max_step or num_steps)
 
 
+@settings(deadline=None)  # a loaded machine is not a failure
 @given(schedulers(), st.lists(st.integers(0, 500), max_size=20))
 def test_indices_do_not_depend_on_what_was_asked_before(case, history):
     num_steps, scheduler = case
@@ -157,6 +162,7 @@ def test_indices_do_not_depend_on_what_was_asked_before(case, history):
     assert [scheduler.indices(rollout) for rollout in history] == [expected[rollout] for rollout in history]
 
 
+@settings(deadline=None)  # a loaded machine is not a failure
 @given(schedulers())
 def test_a_moving_window_visits_every_step_from_init_on(case):
     num_steps, scheduler = case
@@ -187,7 +193,10 @@ def test_a_moving_window_visits_every_step_from_init_on(case):
         (lambda: MixGRPOWindow(10, init=7), r"init \+ window_size = 7 \+ 4 = 11 exceeds max_step = 10"),
         (lambda: MixGRPOWindow(10, max_step=11), "max_step = 11"),
         (lambda: MixGRPOWindow(10, max_step=3), "exceeds max_step = 3"),
-        (lambda: MixGRPOWindow(10, min_iters=26), "min_iters = 26 exceeds iters_per_window = 25"),
+        (lambda: MixGRPOWindow(10, strategy="decay", min_iters=26), "min_iters = 26 exceeds iters_per_window = 25"),
+        (lambda: MixGRPOWindow(10, strategy="random", roll_back=True), "roll_back = True has no effect with strategy"),
+        (lambda: MixGRPOWindow(10, min_iters=2), "min_iters = 2 has no effect with strategy = 'progressive'"),
+        (lambda: MixGRPOWindow(10, strategy="decay", decay_knee=3), "decay_knee = 3 has no effect"),
         (lambda: MixGRPOWindow(10, decay_rate=-1.0), "decay_rate = -1.0"),
         (lambda: AllSteps(3).indices(-1), "rollout_id = -1"),
     ],

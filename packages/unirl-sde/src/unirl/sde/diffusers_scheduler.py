@@ -215,8 +215,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         out = self._kernel.step(
             sample,
             model_output,
-            torch.full(rows, self._levels[index], device=sample.device),
-            torch.full(rows, self._levels[index + 1], device=sample.device),
+            torch.full(rows, self._levels[index], dtype=torch.float32, device=sample.device),
+            torch.full(rows, self._levels[index + 1], dtype=torch.float32, device=sample.device),
             eta=self._eta,
             sigma_max=self._levels[1],
             noise=self._noise(sample, index, generator),

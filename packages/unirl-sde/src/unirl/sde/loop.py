@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unirl.sde.kernels import SDEStrategy, StepOut
 from unirl.sde.rows import check_rows, check_same_shape
-from unirl.sde.solvers import EulerSolver, Solver
+from unirl.sde.solvers import Solver, euler_step
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 """velocity(x [R, ...] float32, sigma_R [R] float32, step_R [R] int64) -> [R, ...]. Guidance belongs inside."""
@@ -103,34 +103,28 @@ def sample(
     levels = _checked_sigmas(sigmas)
     num_steps = len(levels) - 1
     sde_steps = _checked_sde_indices(sde_indices, num_steps)
-    if keep not in get_args(Keep):
-        raise ValueError(f"keep = {keep!r} is not one of {get_args(Keep)}.")
-    if sde_steps:
-        if strategy is None or step_noise is None or eta == 0:
-            raise ValueError(
-                f"stochastic steps {sde_steps} need a strategy, step_noise and eta > 0; got strategy = {strategy}, "
-                f"step_noise = {step_noise}, eta = {eta}. Pass sde_indices=[] for a deterministic trajectory."
-            )
-        if solver is not None and sde_steps[-1] == num_steps - 1:
+    kept = _kept_positions(keep, sde_steps, num_steps)
+    last_sde = sde_steps[-1] if sde_steps else -1
+    if sde_steps and (strategy is None or step_noise is None or eta == 0):
+        raise ValueError(
+            f"stochastic steps {sde_steps} need a strategy, step_noise and eta > 0; got strategy = {strategy}, "
+            f"step_noise = {step_noise}, eta = {eta}. Pass sde_indices=[] for a deterministic trajectory."
+        )
+    if keep_means and not sde_steps:
+        raise ValueError("keep_means needs stochastic steps: sde_indices is empty.")
+    if solver is not None:
+        if last_sde == num_steps - 1:
             raise ValueError(
                 f"a solver runs after the last stochastic step, but that is the last step of all (sde_indices = "
                 f"{sde_steps}, {num_steps} steps). End the stochastic steps earlier, or pass no solver."
             )
-    elif keep_means:
-        raise ValueError("keep_means needs stochastic steps: sde_indices is empty.")
-
-    euler = EulerSolver()
-    solver = euler if solver is None else solver
-    for each in (euler, solver):
-        each.reset(torch.tensor(levels, dtype=torch.float32, device="cpu"))
-    last_sde = sde_steps[-1] if sde_steps else -1
-    replayed = {position for index in sde_steps for position in (index, index + 1)}
-    kept = {"transitions": replayed, "all": set(range(num_steps + 1)), "last": set()}[keep] | {num_steps}
+        solver.reset(torch.tensor(levels, dtype=torch.float32, device="cpu"))
 
     x = initial.float()
     latents, logps, means = [], [], []
     for index in range(num_steps):
-        x = x.to(storage_dtype).float() if index in replayed else x
+        if index in sde_steps:
+            x = x.to(storage_dtype).float()
         if index in kept:
             latents.append(x.to(storage_dtype))
         sigma_R, sigma_next_R, step_R = _rows(x, levels, index)
@@ -149,9 +143,10 @@ def sample(
             x = out.next
             logps.append(logp_B)
             means += [out.mean] if keep_means else []
+        elif solver is not None and index > last_sde:
+            x = solver.step(x, velocity(x, sigma_R, step_R), index)
         else:
-            v = velocity(x, sigma_R, step_R)
-            x = (solver if index > last_sde else euler).step(x, v, index)
+            x = euler_step(x, velocity(x, sigma_R, step_R), sigma_R, sigma_next_R)
         if on_step is not None:
             on_step(index, x)
     latents.append(x.to(storage_dtype))
@@ -258,6 +253,16 @@ def _checked_sigmas(sigmas: Tensor) -> list[float]:
             f"values {sigmas.tolist()}."
         )
     return levels
+
+
+def _kept_positions(keep: Keep, sde_steps: list[int], num_steps: int) -> set[int]:
+    """The positions among 0 .. T that `keep` stores; T is always one of them."""
+    if keep not in get_args(Keep):
+        raise ValueError(f"keep = {keep!r} is not one of {get_args(Keep)}.")
+    if keep == "all":
+        return set(range(num_steps + 1))
+    ends = sde_steps if keep == "transitions" else []
+    return {num_steps, *ends, *(step + 1 for step in ends)}
 
 
 def _checked_sde_indices(sde_indices: Sequence[int], num_steps: int) -> list[int]:

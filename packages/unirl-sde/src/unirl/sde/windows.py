@@ -126,19 +126,18 @@ class MixGRPOWindow:
     """A window of consecutive stochastic steps that moves through the schedule as training goes on.
 
     A window starts at init, init + stride, ... and ends at max_step at the latest: the last one is pulled back so that
-    it is whole, every step from init on is visited, and every rollout has window_size stochastic steps. (The published
-    code lets the last windows shrink, down to empty ones.) After the last window the scheduler stays there, or returns
-    to the first if `roll_back`. Source: MixGRPO (arXiv 2507.21802), section on the sliding window.
+    it is whole. So every rollout has window_size stochastic steps, and with stride <= window_size every step from init
+    on is visited. (The published code lets the last windows shrink, down to empty ones.) After the last window the
+    scheduler stays there, or returns to the first if `roll_back`. A setting that the strategy does not use must keep
+    its default. Source: MixGRPO (arXiv 2507.21802), its sliding window.
     """
 
     num_steps: int
     window_size: int = 4
     iters_per_window: int = 25
-    """Rollouts a window stays; for the two decays, those of a window at step 0 (decay) or before the knee
-    (exp_decay)."""
+    """Rollouts a window stays; the two decays shorten it as the window moves on."""
     stride: int = 1
-    """Steps a window moves by; 0 freezes it at `init`. Published: 1. A window overlap o means stride = window_size -
-    o."""
+    """Steps a window moves by; 0 freezes it at `init`. Published: 1. An overlap o means window_size - o."""
     strategy: WindowStrategy = "progressive"
     """progressive: every window stays equally long. random: a new start, uniform over all whole windows, every
     iters_per_window rollouts. decay: the stay falls linearly, from iters_per_window at step 0 to min_iters at max_step.
@@ -148,14 +147,15 @@ class MixGRPOWindow:
     max_step: int | None = None
     """Windows end before this step; None means num_steps. MixGRPO uses num_steps - 2."""
     roll_back: bool = False
+    """Start again at `init` after the last window; all strategies but random."""
     seed: int = 0
-    """Of the random strategy."""
+    """Of the random strategy; has no influence on the others."""
     min_iters: int = 1
-    """Shortest stay of a window, both decays."""
+    """Shortest stay of a window; both decays."""
     decay_rate: float = 0.1
-    """Per step, exp_decay only."""
+    """Per step; exp_decay only."""
     decay_knee: int = 13
-    """Step up to which exp_decay does not shorten the stay."""
+    """Step up to which the stay is not shortened; exp_decay only."""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
@@ -182,6 +182,16 @@ class MixGRPOWindow:
             )
         if self.min_iters > self.iters_per_window:
             raise ValueError(f"min_iters = {self.min_iters} exceeds iters_per_window = {self.iters_per_window}.")
+        for name, value, default, users in (
+            ("roll_back", self.roll_back, False, ("progressive", "decay", "exp_decay")),
+            ("min_iters", self.min_iters, 1, ("decay", "exp_decay")),
+            ("decay_rate", self.decay_rate, 0.1, ("exp_decay",)),
+            ("decay_knee", self.decay_knee, 13, ("exp_decay",)),
+        ):
+            if value != default and self.strategy not in users:
+                raise ValueError(
+                    f"{name} = {value} has no effect with strategy = {self.strategy!r}, only with {users}."
+                )
         last = self._max_step - self.window_size
         starts = (self.init,) if self.stride == 0 else (*range(self.init, last, self.stride), last)
         object.__setattr__(self, "_starts", starts)
