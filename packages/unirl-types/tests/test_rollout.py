@@ -1,0 +1,169 @@
+"""Requests, tracks and responses: lineage, groups, stored transitions, what scorers see."""
+
+import pytest
+import torch
+
+from unirl.types.errors import ContractError
+from unirl.types.media import Images, Modality, Texts, Videos
+from unirl.types.noise import NoiseRecipe, noise_keys
+from unirl.types.reward import RewardRequest
+from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.segments import LatentSegment
+
+
+def roots() -> RolloutTrack:
+    return RolloutTrack(
+        sample_ids=["a0", "b0", "a1"], parent_ids=["a", "b", "a"], rewards=torch.tensor([1.0, 2.0, 3.0])
+    )
+
+
+def test_a_root_track_is_grouped_as_the_request_says():
+    req = RolloutReq(sample_ids=["a0", "a1"], group_ids=["a", "a"])
+    track = req.make_root_track(conditions={}, segment=None, decoded=Texts(texts=["x", "y"]))
+    assert (track.sample_ids, track.group_ids, track.parent_track) == (["a0", "a1"], ["a", "a"], None)
+    alone = RolloutReq(sample_ids=["a0"]).make_root_track(conditions={}, segment=None, decoded=None)
+    assert alone.parent_ids is None
+    assert alone.group_ids == ["a0"]
+
+
+def test_a_request_without_ids_makes_no_track():
+    with pytest.raises(ContractError, match="without sample_ids"):
+        RolloutReq().make_root_track(conditions={}, segment=None, decoded=None)
+
+
+def test_advantages_see_rewards_and_groups():
+    seen = []
+    track = roots().compute_advantages(lambda rewards, groups: seen.append(groups) or rewards - 1)
+    assert seen == [["a", "b", "a"]]
+    assert track.advantages.tolist() == [0, 1, 2]
+    with pytest.raises(ContractError, match="no rewards; score it first"):
+        RolloutTrack(sample_ids=["a"]).compute_advantages(lambda rewards, groups: rewards)
+
+
+def test_a_track_splits_into_its_groups_in_order_of_appearance():
+    assert [part.sample_ids for part in roots().split()] == [["a0", "a1"], ["b0"]]
+
+
+def test_a_fork_names_children_after_their_parents():
+    child = roots().fork("text", "image", 2)
+    assert child.sample_ids[:3] == ["a0/i0", "a0/i1", "b0/i0"]
+    assert child.parent_ids[:3] == ["a0", "a0", "b0"]
+    assert child.parent_track == "text"
+    with pytest.raises(ContractError, match="branch = 0 must be at least 1"):
+        roots().fork("text", "image", 0)
+    with pytest.raises(ContractError, match="needs a name"):
+        roots().fork("text", "", 1)
+
+
+def test_a_response_splits_with_its_whole_lineage_and_joins_again():
+    resp = RolloutResp(tracks={"text": roots(), "image": roots().fork("text", "image", 2)})
+    parts = resp.split()
+    assert [part.tracks["text"].sample_ids for part in parts] == [["a0", "a1"], ["b0"]]
+    assert [part.tracks["image"].batch_size for part in parts] == [4, 2]
+    joined = RolloutResp.concat(parts)
+    assert joined.equals(resp.select([0, 2, 1]))
+    assert joined.batch_size == len(joined) == 3
+
+
+def test_metadata_only_keeps_ids_and_numbers():
+    track = roots().replace(decoded=Texts(texts=["x"] * 3))
+    resp = RolloutResp(tracks={"text": track}, reward_compute_s=2.0)
+    light = resp.metadata_only()
+    assert light.tracks["text"].decoded is None
+    assert light.tracks["text"].rewards.tolist() == [1, 2, 3]
+    assert light.reward_compute_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("tracks", "message"),
+    [
+        ({"x": roots().replace(parent_track="y")}, r"track x grows from y, which is not in \['x'\]"),
+        (
+            {"t": roots(), "x": roots().fork("t", "x", 1).replace(parent_ids=["a0", "zz", "a1"])},
+            r"track x has parents \['zz'\] that t lacks",
+        ),
+        ({"t": RolloutTrack(sample_ids=["a", "a"])}, r"sample_ids of track t repeat \['a'\]"),
+        (
+            {
+                "root": roots(),
+                "x": RolloutTrack(sample_ids=["s"], parent_ids=["s"], parent_track="y"),
+                "y": RolloutTrack(sample_ids=["s"], parent_ids=["s"], parent_track="x"),
+            },
+            "tracks grow from each other: x <- y <- x",
+        ),
+    ],
+)
+def test_a_broken_lineage_is_named(tracks, message):
+    with pytest.raises(ContractError, match=message):
+        RolloutResp(tracks=tracks)
+
+
+def test_a_response_has_one_root_and_repeats_no_sample():
+    two = RolloutResp(tracks={"a": roots(), "b": roots()})
+    with pytest.raises(ContractError, match=r"expected one root track, found \['a', 'b'\]"):
+        two.root_track()
+    with pytest.raises(ContractError, match="repeat"):
+        RolloutResp(tracks={"a": roots()}).select([0, 0])
+    with pytest.raises(ContractError, match="repeat"):
+        RolloutResp(tracks={"a": roots()}).repeat_interleave(2)
+    with pytest.raises(ContractError, match="repeat"):
+        RolloutResp.concat([RolloutResp(tracks={"a": roots()})] * 2)
+    assert RolloutResp().batch_size == 0
+
+
+def segment(**changes) -> LatentSegment:
+    fields = dict(
+        latents=torch.arange(2 * 3 * 4).reshape(2, 3, 4).float(),
+        sigmas=torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]),
+        indices=[1, 2, 4],
+        sde_indices=[1],
+    )
+    return LatentSegment(**{**fields, **changes})
+
+
+def test_transitions_are_read_from_their_slots():
+    x, following, sigma, sigma_next = segment().transitions(torch.tensor([1, 0]), torch.tensor([1, 1]))
+    assert torch.equal(x, segment().latents[[1, 0], 0])
+    assert torch.equal(following, segment().latents[[1, 0], 1])
+    assert sigma.tolist() == [0.75, 0.75]
+    assert sigma_next.tolist() == [0.5, 0.5]
+    assert torch.equal(segment().clean_latents, segment().latents[:, 2])
+    assert segment().num_steps == 4
+
+
+def test_positions_that_were_not_stored_are_named():
+    with pytest.raises(KeyError, match=r"steps \[2, 3\] were not stored; stored positions are \[1, 2, 4\]"):
+        segment().transitions(torch.tensor([0, 0, 0]), torch.tensor([3, 1, 2]))
+    with pytest.raises(KeyError, match="position 0 was not stored"):
+        segment().latents_at(0)
+
+
+def test_only_image_segments_become_conditions():
+    assert torch.equal(segment().as_condition().latents, segment().clean_latents)
+    with pytest.raises(ContractError, match="this one is video"):
+        segment(modality=Modality.VIDEO).as_condition()
+
+
+def test_noise_ids_change_with_the_rollout_and_may_be_shared_by_a_group():
+    assert noise_keys(5, ["a0", "a1"], ["a", "a"], same_noise=False) == ["r5:a0", "r5:a1"]
+    assert noise_keys(5, ["a0", "a1"], ["a", "a"], same_noise=True) == ["r5:a", "r5:a"]
+
+
+def test_given_initial_latents_must_fit_the_recipe():
+    NoiseRecipe(("a",), 0, (2, 2), torch.zeros(1, 2, 2))
+    with pytest.raises(ContractError, match=r"\(2, 2, 2\) must be \(1, 2, 2\)"):
+        NoiseRecipe(("a",), 0, (2, 2), torch.zeros(2, 2, 2))
+
+
+def test_a_reward_request_gives_what_it_has_and_names_what_it_lacks():
+    pixels = torch.zeros(1, 3, 2, 2)
+    request = RewardRequest(primitives={"text": Texts(texts=["x"])}, generated={"image": Images(pixels=pixels)})
+    assert request.prompts == ["x"]
+    assert request.pixels is pixels
+    assert not request.is_video
+    video = RewardRequest(generated={"video": Videos.pack(frames=[pixels])})
+    assert video.is_video
+    with pytest.raises(ContractError, match=r"no generated image; it has \['video'\]"):
+        _ = video.pixels
+    with pytest.raises(ContractError, match=r"no text input; it has \[\]"):
+        _ = video.prompts
