@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import Trainee, build, build_nothing
+from runtime_fakes import Trainee, build, build_nothing, build_source
 
 from unirl.distributed.group.device_pool import DevicePool
 from unirl.distributed.group.ray_runtime import RayRuntime
@@ -170,7 +170,7 @@ def test_blocks_of_one_pool_hold_runtimes_of_their_own(ray_of_two_cores) -> None
             pool.block("engine", 1, 3)
         with pytest.raises(ConfigError, match="block reward has 1 cpu devices; the runtime asks for 2 cpu"):
             RayRuntime(build, num_devices=2, block=block)
-        with RayRuntime(build, num_devices=1, block=block) as runtime:
+        with RayRuntime(build_source, num_devices=1, block=block) as runtime:
             with pytest.raises(WorkerError) as caught:
                 runtime.role("source").refuse(0, "value")
             assert caught.value.worker.startswith("reward-0 (rank 0 of 1, pid ")
