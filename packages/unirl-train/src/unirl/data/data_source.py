@@ -1,0 +1,101 @@
+"""Prompts in a seeded order that can be continued."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from unirl.data.datasets import MediaRef, PromptRow, read_rows
+from unirl.types.errors import DataError
+
+__all__ = ["MediaRef", "MultimodalRLDataSource", "PromptRow", "epoch_order", "fingerprint"]
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of the rows that depends on (seed, epoch) alone: sorted by hash, so on no library's generator."""
+
+    def key(row: int) -> bytes:
+        return hashlib.blake2b(f"{seed}::{epoch}::{row}".encode(), digest_size=16).digest()
+
+    return sorted(range(num_rows), key=key)
+
+
+def fingerprint(rows: list[PromptRow]) -> str:
+    """Hash of the content of all rows, in file order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(json.dumps(asdict(row), sort_keys=True, default=str).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+class MultimodalRLDataSource:
+    """Rows of a prompt file, epoch after epoch, each epoch in an order of its own.
+
+    path: `.txt`, `.jsonl`, `.json` or a Hugging Face dataset folder, see `unirl.data.datasets`.
+    seed: of the order. shuffle: False keeps the file's order. split: of a dataset folder with several.
+    Raises DataError where the file is missing, empty or malformed.
+    """
+
+    def __init__(self, path: str, seed: int = 0, shuffle: bool = True, split: str | None = None) -> None:
+        self.path = Path(path)
+        self.rows = read_rows(path, split)
+        self.seed = seed
+        self.shuffle = shuffle
+        self._fingerprint = fingerprint(self.rows)
+        self._epoch = 0
+        self._position = 0
+        self._order = self._epoch_order()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs finished."""
+        return self._epoch
+
+    def next(self, num_rows: int) -> list[PromptRow]:
+        """The next rows; goes on into the next epoch where this one ends."""
+        taken: list[PromptRow] = []
+        while len(taken) < num_rows:
+            part = self._order[self._position : self._position + num_rows - len(taken)]
+            taken.extend(self.rows[row] for row in part)
+            self._position += len(part)
+            if self._position == len(self.rows):
+                self._epoch += 1
+                self._position = 0
+                self._order = self._epoch_order()
+        return taken
+
+    def state_dict(self) -> dict[str, int | str | bool]:
+        """Where the order stands, and of which content."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "fingerprint": self._fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
+        """Continue where `state` stood. Raises DataError where the content, the seed or the shuffling has changed."""
+        if state["fingerprint"] != self._fingerprint:
+            raise DataError(
+                f"{self.path}: its rows have changed since the checkpoint was written, so the order cannot be "
+                "continued. Restore the file, or start a new run."
+            )
+        for name, value in (("seed", self.seed), ("shuffle", self.shuffle)):
+            if state[name] != value:
+                raise DataError(
+                    f"{self.path}: the checkpoint was written with {name} = {state[name]}, this run has {value}. "
+                    f"Set {name} back to continue, or start a new run."
+                )
+        self._epoch = int(state["epoch"])
+        self._position = int(state["position"])
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> list[int]:
+        return epoch_order(len(self.rows), self.seed, self._epoch) if self.shuffle else list(range(len(self.rows)))

@@ -1,0 +1,32 @@
+"""What the trainer asks of a tracker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image
+
+Summary = Mapping[str, Any]  # Any: JSON values
+Config = Mapping[str, Any]  # Any: JSON values
+
+
+class Tracker(Protocol):
+    """Receives what a run reports, on the driver only. Steps count finished rollouts; step 0 is before training."""
+
+    def start(self, config: Config, run_dir: Path, step: int) -> None:
+        """Called once before anything else. step: rollouts already done, above 0 when a run is resumed."""
+        ...
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics of one step; names and units are listed in docs/metrics.md."""
+        ...
+
+    def image(self, name: str, picture: Image.Image, step: int) -> None:
+        """A finished picture, such as a labelled grid of samples."""
+        ...
+
+    def finish(self, summary: Summary) -> None:
+        """Called once at the end with what `summary.json` holds."""
+        ...

@@ -1,0 +1,65 @@
+"""Metrics as lines of JSON, one object a step, whole after every step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from io import TextIOWrapper
+from pathlib import Path
+
+from PIL import Image
+
+from unirl.tracking.base import Config, Summary
+from unirl.types.errors import ContractError
+
+
+class JsonlTracker:
+    """Writes `<run_dir>/<file_name>`, flushed after every line. A resumed run drops the lines past its checkpoint."""
+
+    def __init__(self, file_name: str = "metrics.jsonl") -> None:
+        self._file_name = file_name
+        self._file: TextIOWrapper | None = None
+
+    def start(self, config: Config, run_dir: Path, step: int) -> None:
+        """Open the file; keep its lines up to `step` when resuming, none for a new run."""
+        path = run_dir / self._file_name
+        kept = _lines_up_to(path, step) if step > 0 and path.exists() else []
+        self._file = path.open("w", encoding="utf-8")
+        self._file.writelines(f"{line}\n" for line in kept)
+        self._file.flush()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append one line: the step and every metric. Numbers that are not finite become strings ("nan", "inf")."""
+        if self._file is None:
+            raise ContractError("JsonlTracker.log was called before start")
+        finite = {name: _jsonable(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def image(self, name: str, picture: Image.Image, step: int) -> None:
+        """Pictures lie beside the metrics; nothing to write here."""
+
+    def finish(self, summary: Summary) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics file. A last line that was cut short by a crash is left out."""
+    return [json.loads(line) for line in _whole_lines(path)]
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    return [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    return [line for line in text[: text.rfind("\n") + 1].split("\n") if line]
+
+
+def _jsonable(value: float) -> float | str:
+    number = float(value)
+    return number if number - number == 0 else str(number)

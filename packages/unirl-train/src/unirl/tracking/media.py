@@ -1,0 +1,109 @@
+"""Labelled grids of samples, for people to look at. Legend: N images."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from unirl.types.errors import ContractError
+
+TARGET_SIDE = 160
+"""Pixels that a cell aims at: small samples are enlarged by a whole factor."""
+MAX_SIDE = 512
+MARGIN = 6
+FONT_SIZE = 12
+MAX_CAPTION_LINES = 3
+BACKGROUND = (255, 255, 255)
+INK = (30, 30, 30)
+
+
+def grid(
+    images: Tensor, labels: Sequence[str] | None = None, columns: int | None = None, scale: int | None = None
+) -> Image.Image:
+    """A grid of images with their captions underneath.
+
+    images: [N, 3, H, W] (or [N, 1, H, W]) in [0, 1]; values outside are clamped. labels: N captions, wrapped and cut to
+    three lines. columns: None takes about sqrt(N). scale: whole factor that images are enlarged by; None brings small
+    ones to about 160 pixels. Raises ContractError for another shape or number of labels.
+    """
+    captions = _checked(images, labels)
+    columns = columns or max(1, math.ceil(math.sqrt(len(images))))
+    cells = [_enlarged(image, scale) for image in images]
+    return _assembled([[cell] for cell in cells], captions, columns, titles=None)
+
+
+def before_after(before: Tensor, after: Tensor, labels: Sequence[str], columns: int | None = None) -> Image.Image:
+    """Pairs of images of the same prompt and noise, side by side: left before training, right after.
+
+    before, after: [N, 3, H, W] in [0, 1]. Other arguments as in `grid`.
+    """
+    if before.shape != after.shape:
+        raise ContractError(f"before {tuple(before.shape)} and after {tuple(after.shape)} must have one shape")
+    captions = _checked(before, labels)
+    columns = columns or max(1, math.ceil(math.sqrt(len(before) / 2)))
+    pairs = [[_enlarged(left, None), _enlarged(right, None)] for left, right in zip(before, after, strict=True)]
+    return _assembled(pairs, captions, columns, titles=("before", "after"))
+
+
+def _checked(images: Tensor, labels: Sequence[str] | None) -> list[str]:
+    if images.ndim != 4 or images.shape[0] == 0 or images.shape[1] not in (1, 3):
+        raise ContractError(f"a grid needs images [N, 3, H, W] with N > 0, got {tuple(images.shape)}")
+    captions = [""] * len(images) if labels is None else list(labels)
+    if len(captions) != len(images):
+        raise ContractError(f"{len(captions)} labels for {len(images)} images")
+    return captions
+
+
+def _enlarged(image: Tensor, scale: int | None) -> Image.Image:
+    array = image.detach().float().clamp(0, 1).mul(255).round().byte().cpu()
+    array = array.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+    picture = Image.fromarray(array, "RGB")
+    longest = max(picture.size)
+    if scale is None and longest > MAX_SIDE:
+        picture.thumbnail((MAX_SIDE, MAX_SIDE))
+        return picture
+    factor = scale if scale is not None else max(1, TARGET_SIDE // longest)
+    return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+
+
+def _assembled(
+    cells: list[list[Image.Image]], captions: list[str], columns: int, titles: tuple[str, str] | None
+) -> Image.Image:
+    font = ImageFont.load_default(FONT_SIZE)
+    gap = MARGIN // 2
+    width = sum(picture.width for picture in cells[0]) + gap * (len(cells[0]) - 1)
+    height = cells[0][0].height
+    line_height = FONT_SIZE + 3
+    wrapped = [_wrapped(caption, width, font) for caption in captions]
+    caption_height = line_height * max(len(lines) for lines in wrapped)
+    title_height = line_height if titles else 0
+    columns = min(columns, len(cells))
+    rows = math.ceil(len(cells) / columns)
+    step_x, step_y = width + 2 * MARGIN, height + caption_height + 2 * MARGIN
+    canvas = Image.new("RGB", (columns * step_x, rows * step_y + title_height), BACKGROUND)
+    draw = ImageDraw.Draw(canvas)
+    for index, (pictures, lines) in enumerate(zip(cells, wrapped, strict=True)):
+        left = (index % columns) * step_x + MARGIN
+        top = (index // columns) * step_y + title_height + MARGIN
+        for number, picture in enumerate(pictures):
+            x = left + number * (picture.width + gap)
+            canvas.paste(picture, (x, top))
+            if titles is not None and index < columns:
+                draw.text((x, MARGIN // 2), titles[number], fill=INK, font=font)
+        for number, line in enumerate(lines):
+            draw.text((left, top + height + 2 + number * line_height), line, fill=INK, font=font)
+    return canvas
+
+
+def _wrapped(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
+    if not caption:
+        return []
+    per_character = max(font.getlength(caption) / len(caption), 1.0)
+    lines = textwrap.wrap(" ".join(caption.split()), max(4, int(width / per_character)))
+    if len(lines) > MAX_CAPTION_LINES:
+        lines = [*lines[: MAX_CAPTION_LINES - 1], lines[MAX_CAPTION_LINES - 1].rstrip() + " ..."]
+    return lines
