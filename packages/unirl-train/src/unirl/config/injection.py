@@ -1,0 +1,17 @@
+"""Which arguments of a component come from wiring, not from the recipe. The checker and the wiring agree on this."""
+
+from __future__ import annotations
+
+INJECTED: dict[str, frozenset[str]] = {
+    "bundle": frozenset({"device"}),
+    "pipeline": frozenset({"bundle"}),
+    "backend": frozenset({"bundle", "device"}),
+    "engine": frozenset({"pipeline", "policies", "device", "rank"}),
+    "algorithm": frozenset({"pipeline", "policies"}),
+    "stack": frozenset({"backend", "algorithm"}),
+    "reward": frozenset({"device"}),
+    "data": frozenset({"seed"}),
+    "sampling": frozenset(),
+    "advantages": frozenset(),
+}
+"""Section of a recipe -> keyword arguments that `unirl.trainer.wiring` adds when it builds the section."""

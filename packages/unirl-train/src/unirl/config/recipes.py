@@ -1,0 +1,176 @@
+"""Recipes found, composed and rendered. Together with the app, the only code that knows Hydra.
+
+A recipe is a YAML file of the recipes package, composed from parts by a defaults list, or any YAML file given by path
+(whose defaults may name packaged recipes too). What `render` writes is itself such a file.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Sequence
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from unirl.config.suggestions import did_you_mean
+from unirl.types.errors import ConfigError
+
+RECIPES_MODULE = "unirl.recipes"
+SUFFIXES = (".yaml", ".yml")
+PARTS = "parts"
+"""Folder of the package whose files are building blocks, not recipes."""
+_HYDRA_VERSION = "1.3"
+
+
+def available(module: str = RECIPES_MODULE) -> dict[str, str]:
+    """Packaged recipes: name -> its description (the comment at the top of the file)."""
+    root = importlib.resources.files(module)
+    found: dict[str, str] = {}
+    for folder in root.iterdir():
+        if folder.is_dir() and folder.name != PARTS:
+            for file in _yaml_files(folder, folder.name):
+                found[file[0]] = _description(file[1].read_text(encoding="utf-8"))
+    return dict(sorted(found.items()))
+
+
+def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES_MODULE) -> DictConfig:
+    """The recipe with `key=value` overrides applied; interpolations still stand in it.
+
+    recipe: a packaged name (the folder may be left out where that is unique) or the path of a YAML file. Overrides
+    follow Hydra's grammar, with one ease: a key that the recipe does not hold yet is added, and the check then says
+    whether anything takes it. Raises ConfigError for an unknown recipe, a broken file or a bad override.
+    """
+    parsed = _parsed(overrides)
+    path = Path(recipe).expanduser()
+    if path.suffix in SUFFIXES and not path.is_file():
+        raise ConfigError(f"{recipe}: no such recipe file.")
+    if path.suffix in SUFFIXES:
+        folder, name = str(path.resolve().parent), path.stem
+        with initialize_config_dir(folder, version_base=_HYDRA_VERSION, job_name="trainer"):
+            return _composed(name, parsed, [f"hydra.searchpath=[pkg://{module}]"], recipe)
+    name = _packaged_name(recipe, module)
+    with initialize_config_module(module, version_base=_HYDRA_VERSION, job_name="trainer"):
+        return _composed(name, parsed, [], recipe)
+
+
+def resolve(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
+    """Plain containers with every interpolation replaced. Raises ConfigError naming the key that cannot be."""
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'recipe'}: {_first_line(error)} Set it on the command line.") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"a recipe is a mapping, this file holds a {type(plain).__name__}")
+    return {str(key): value for key, value in plain.items()}
+
+
+def render(config: DictConfig, *, is_resolved: bool = False) -> str:
+    """The whole recipe as YAML that can be run by path.
+
+    is_resolved: replace interpolations (environment variables, packaged files) by their values of this machine.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(resolve(config)) if is_resolved else config)
+
+
+def _composed(name: str, overrides: list[Override], extra: list[str], recipe: str) -> DictConfig:
+    try:
+        base = hydra_compose(config_name=name, overrides=extra)
+        lines = [_ready(override, base) for override in overrides]
+        config = hydra_compose(config_name=name, overrides=[*extra, *lines]) if lines else base
+    except HydraException as error:
+        raise ConfigError(f"recipe {recipe}: {_message(error)}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"recipe {recipe}: {_first_line(error)}") from error
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+def _ready(override: Override, base: DictConfig) -> str:
+    """The override as Hydra takes it: a plain assignment to an absent key becomes an addition."""
+    line = override.input_line or ""
+    is_plain = override.type is not None and override.type.name == "CHANGE" and override.package is None
+    if not is_plain:
+        return line
+    parts = override.key_or_group.split(".")
+    node: Any = base  # Any: walks through mappings, lists and scalars
+    for place, part in enumerate(parts):
+        if isinstance(node, DictConfig) and part in node:
+            is_last = place == len(parts) - 1
+            node = None if is_last or OmegaConf.is_missing(node, part) else node._get_node(part)
+            if isinstance(node, DictConfig) and node._is_none():
+                return f"++{line}"
+            if is_last:
+                return line
+            continue
+        if isinstance(node, DictConfig) or node is None:
+            return f"++{line}"
+        return line
+    return line
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(
+            f"{_message(error)} Write key=value, with quotes around values that hold , or [ ]."
+        ) from error
+    for override in parsed:
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"{override.input_line}: this command runs one recipe, not a sweep. Put lists in brackets: key=[a,b]."
+            )
+    return parsed
+
+
+def _packaged_name(recipe: str, module: str) -> str:
+    names = list(available(module))
+    if recipe in names:
+        return recipe
+    by_last = [name for name in names if name.rsplit("/", 1)[-1] == recipe]
+    if len(by_last) == 1:
+        return by_last[0]
+    known = [*names, *(name.rsplit("/", 1)[-1] for name in names)] if "/" not in recipe else names
+    raise ConfigError(f"unknown recipe {recipe!r}. {did_you_mean(recipe, known)} See them all with: trainer list")
+
+
+def _yaml_files(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
+    found = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found.extend(_yaml_files(entry, f"{prefix}/{entry.name}"))
+        elif entry.name.endswith(SUFFIXES):
+            found.append((f"{prefix}/{entry.name.rsplit('.', 1)[0]}", entry))
+    return found
+
+
+def _description(text: str) -> str:
+    """The leading comment lines, package directives left out."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @"):
+            lines.append(line.lstrip("# ").strip())
+    return " ".join(lines)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") + "."
+
+
+def _message(error: BaseException) -> str:
+    """Hydra's message in one line, without its hints about prefixes, which are not needed here."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = error.__cause__
+    if cause is not None:
+        lines.append(_first_line(cause))
+    return " ".join(dict.fromkeys(lines)).rstrip(".") + "."

@@ -1,0 +1,331 @@
+"""Signatures of import paths, read from source without importing.
+
+Importing torch or a model library takes seconds; reading source takes milliseconds. So a recipe is checked against
+constructors on any machine, also one without the libraries that the classes need.
+"""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from unirl.config.suggestions import did_you_mean
+from unirl.types.errors import ConfigError
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+MAX_DEPTH = 16
+"""Re-exports and bases followed before giving up: a cycle in somebody's imports must not hang the check."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A parsed module and its top-level names."""
+
+    name: str
+    definitions: dict[str, ast.stmt]
+    """Classes, functions, assignments and import statements by the name they bind."""
+    is_package: bool
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One keyword of a target."""
+
+    name: str
+    annotation: ast.expr | None
+    has_default: bool
+    module: Module
+    """Where the annotation's names are looked up."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What can be known of an import path without importing it."""
+
+    path: str
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    accepts_any: bool = False
+    """Whether keywords cannot be checked: `**kwargs`, or a base outside readable source."""
+    constants: dict[str, object] = field(default_factory=dict)
+    """Literal class attributes, inherited ones included."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    node: Definition | None
+    module: Module
+
+
+@lru_cache(maxsize=512)
+def read_target(path: str) -> Target:
+    """The signature at an import path. Raises ConfigError with the nearest names where there is none."""
+    parts = path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"_target_ = {path!r} must be an import path such as package.module.Class.")
+    if parts[0] in sys.builtin_module_names:
+        return Target(path, accepts_any=True)
+    for length in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:length])
+        if not _exists(module_name):
+            continue
+        module = read_module(module_name)
+        if module is None:
+            return Target(path, accepts_any=True)
+        if length == len(parts) - 1:
+            return _target(_find(module, parts[-1], path), path)
+        name = parts[length]
+        if name in module.definitions:
+            return Target(path, accepts_any=True)  # an attribute of a class or an imported object
+        raise ConfigError(
+            f"_target_ = {path}: {module_name} has no module {name!r}. {did_you_mean(name, _children(module_name))}"
+        )
+    raise ConfigError(f"_target_ = {path}: there is no module {parts[0]!r}. {did_you_mean(parts[0], ['unirl'])}")
+
+
+@lru_cache(maxsize=512)
+def read_module(name: str) -> Module | None:
+    """The parsed module, or None where it has no Python source (a namespace or an extension module)."""
+    spec = _spec(name)
+    origin = None if spec is None else spec.origin
+    if origin is None or not origin.endswith(".py"):
+        return Module(name, {}, True) if spec is not None and spec.submodule_search_locations else None
+    tree = ast.parse(Path(origin).read_text(encoding="utf-8"))
+    definitions: dict[str, ast.stmt] = {}
+    for statement in _statements(tree.body):
+        for bound in _bound_names(statement):
+            definitions.setdefault(bound, statement)
+    return Module(name, definitions, origin.endswith("__init__.py"))
+
+
+def resolve_annotation(name: str, module: Module, depth: int = 0) -> tuple[ast.expr | ast.ClassDef | None, Module]:
+    """What a name in an annotation stands for: an alias' expression, a class, or None where it cannot be known."""
+    statement = module.definitions.get(name)
+    if isinstance(statement, ast.ClassDef):
+        return statement, module
+    if isinstance(statement, ast.Assign):
+        return statement.value, module
+    if isinstance(statement, ast.AnnAssign):
+        return statement.value, module
+    if isinstance(statement, ast.ImportFrom) and depth < MAX_DEPTH:
+        source = _imported_module(statement, module)
+        other = read_module(source) if _exists(source) else None
+        if other is not None:
+            return resolve_annotation(_original_name(statement, name), other, depth + 1)
+    return None, module
+
+
+def _target(found: _Found, path: str) -> Target:
+    if found.node is None:
+        return Target(path, accepts_any=True)
+    if not isinstance(found.node, ast.ClassDef):
+        parameters, accepts_any = _function_parameters(found.node, found.module, skip_first=False)
+        return Target(path, parameters, accepts_any)
+    parameters, accepts_any = _constructor(found.node, found.module, 0)
+    constants: dict[str, object] = {}
+    for node, _ in reversed(list(_lineage(found.node, found.module, 0))):
+        if node is not None:
+            constants.update(_constants(node))
+    return Target(path, parameters, accepts_any, constants)
+
+
+def _find(module: Module, name: str, path: str, depth: int = 0) -> _Found:
+    """The definition of a top-level name, through re-exports."""
+    statement = module.definitions.get(name)
+    if statement is None:
+        if "__getattr__" in module.definitions or _exists(f"{module.name}.{name}"):
+            return _Found(None, module)
+        hint = did_you_mean(name, (n for n in _own_names(module) if not n.startswith("_")))
+        raise ConfigError(f"_target_ = {path}: {module.name} has no {name!r}. {hint}")
+    if isinstance(statement, Definition):
+        return _Found(statement, module)
+    if isinstance(statement, ast.ImportFrom) and depth < MAX_DEPTH:
+        source = _imported_module(statement, module)
+        other = read_module(source) if _exists(source) else None
+        if other is not None:
+            return _find(other, _original_name(statement, name), path, depth + 1)
+    return _Found(None, module)
+
+
+def _constructor(node: ast.ClassDef, module: Module, depth: int) -> tuple[dict[str, Parameter], bool]:
+    """Keywords of the class, from its own `__init__` or dataclass fields or from its bases'."""
+    own = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
+    if own is not None:
+        return _function_parameters(own, module, skip_first=True)
+    if _is_dataclass(node):
+        return _dataclass_parameters(node, module, depth)
+    accepts_any = False
+    for base, base_module in _bases(node, module):
+        if base is None:
+            accepts_any = True
+            continue
+        if depth < MAX_DEPTH:
+            parameters, loose = _constructor(base, base_module, depth + 1)
+            if parameters or loose:
+                return parameters, loose
+    return {}, accepts_any
+
+
+def _dataclass_parameters(node: ast.ClassDef, module: Module, depth: int) -> tuple[dict[str, Parameter], bool]:
+    parameters: dict[str, Parameter] = {}
+    accepts_any = False
+    for base, base_module in reversed(_bases(node, module)):
+        if base is None:
+            accepts_any = True
+        elif _is_dataclass(base) and depth < MAX_DEPTH:
+            inherited, loose = _dataclass_parameters(base, base_module, depth + 1)
+            parameters.update(inherited)
+            accepts_any = accepts_any or loose
+    for item in node.body:
+        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+            continue
+        if "ClassVar" in ast.unparse(item.annotation):
+            continue
+        name = item.target.id
+        options = _field_options(item.value)
+        if options is not None and _literal(options.get("init")) is False:
+            parameters.pop(name, None)
+            continue
+        has_default = item.value is not None if options is None else bool({"default", "default_factory"} & set(options))
+        parameters[name] = Parameter(name, item.annotation, has_default, module)
+    return parameters, accepts_any
+
+
+def _function_parameters(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, module: Module, *, skip_first: bool
+) -> tuple[dict[str, Parameter], bool]:
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    pairs = list(zip(positional, defaults, strict=True))[1 if skip_first else 0 :]
+    pairs += list(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
+    parameters = {
+        item.arg: Parameter(item.arg, item.annotation, default is not None, module)
+        for item, default in pairs
+        if item not in arguments.posonlyargs
+    }
+    return parameters, arguments.kwarg is not None
+
+
+def _lineage(node: ast.ClassDef, module: Module, depth: int) -> Iterator[tuple[ast.ClassDef | None, Module]]:
+    """The class and its bases, nearest first."""
+    yield node, module
+    for base, base_module in _bases(node, module):
+        if base is not None and depth < MAX_DEPTH:
+            yield from _lineage(base, base_module, depth + 1)
+
+
+_PLAIN_BASES = {"object", "ABC", "Protocol", "Generic"}
+
+
+def _bases(node: ast.ClassDef, module: Module) -> list[tuple[ast.ClassDef | None, Module]]:
+    """Bases that matter, None for one whose source cannot be read."""
+    found: list[tuple[ast.ClassDef | None, Module]] = []
+    for base in node.bases:
+        plain = base.value if isinstance(base, ast.Subscript) else base
+        name = ast.unparse(plain).rsplit(".", 1)[-1]
+        if name in _PLAIN_BASES:
+            continue
+        resolved, where = resolve_annotation(name, module) if isinstance(plain, ast.Name) else (None, module)
+        found.append((resolved, where) if isinstance(resolved, ast.ClassDef) else (None, module))
+    return found
+
+
+def _constants(node: ast.ClassDef) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value is not None:
+            names, value = [item.target.id], item.value
+        elif isinstance(item, ast.Assign):
+            names, value = [name.id for name in item.targets if isinstance(name, ast.Name)], item.value
+        else:
+            continue
+        literal = _literal(value)
+        if literal is not None:
+            found.update(dict.fromkeys(names, literal))
+    return found
+
+
+def _literal(node: ast.expr | None) -> object:
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list)
+
+
+def _field_options(value: ast.expr | None) -> dict[str, ast.expr] | None:
+    """Keywords of a `field(...)` call, or None for another default."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func).rsplit(".", 1)[-1] == "field":
+        return {keyword.arg: keyword.value for keyword in value.keywords if keyword.arg is not None}
+    return None
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Top-level statements, those inside `try` and `if` included."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.Try):
+            yield from _statements(statement.body)
+        elif isinstance(statement, ast.If):
+            yield from _statements([*statement.body, *statement.orelse])
+
+
+def _bound_names(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, Definition):
+        return [statement.name]
+    if isinstance(statement, ast.ImportFrom | ast.Import):
+        return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
+    if isinstance(statement, ast.Assign):
+        return [target.id for target in statement.targets if isinstance(target, ast.Name)]
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        return [statement.target.id]
+    return []
+
+
+def _own_names(module: Module) -> list[str]:
+    """Names that a module defines itself; imports only where it is a package that re-exports."""
+    return [
+        name for name, statement in module.definitions.items() if module.is_package or isinstance(statement, Definition)
+    ]
+
+
+def _imported_module(statement: ast.ImportFrom, module: Module) -> str:
+    if statement.level == 0:
+        return statement.module or ""
+    parts = module.name.split(".")
+    keep = len(parts) - statement.level + (1 if module.is_package else 0)
+    return ".".join([*parts[:keep], *([statement.module] if statement.module else [])])
+
+
+def _original_name(statement: ast.ImportFrom, name: str) -> str:
+    return next(alias.name for alias in statement.names if (alias.asname or alias.name) == name)
+
+
+def _exists(name: str) -> bool:
+    return _spec(name) is not None
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """The import system's answer for a module, found folder by folder so that no package is imported."""
+    path: list[str] | None = None
+    spec = None
+    parts = name.split(".")
+    for index in range(len(parts)):
+        full = ".".join(parts[: index + 1])
+        spec = PathFinder.find_spec(full, path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def _children(name: str) -> list[str]:
+    spec = _spec(name)
+    locations = [] if spec is None else list(spec.submodule_search_locations or [])
+    return [info.name for info in pkgutil.iter_modules(locations)]
