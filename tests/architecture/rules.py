@@ -1,0 +1,336 @@
+"""The rules of the workspace as functions of a tree, so that the tests can also run them on planted violations.
+
+Every function takes the root of a workspace and returns the violations that it finds, one line each.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PORTIONS: dict[str, str] = {
+    "types": "types",
+    "sde": "sde",
+    "models": "models",
+    "rollout": "rollout",
+    "reward": "reward",
+    **dict.fromkeys(("train", "algorithms", "data", "distributed", "trainer", "config", "tracking"), "train"),
+    **dict.fromkeys(("app", "recipes", "shapes", "train_diffusion", "train_vlm", "train_pe"), "apps"),
+    **dict.fromkeys(("train_unified_model", "reward_server"), "apps"),
+}
+"""First name below `unirl` -> the package, or "apps", that ships it."""
+
+ARROWS: dict[str, frozenset[str]] = {
+    "types": frozenset(),
+    "sde": frozenset(),
+    "models": frozenset({"types", "sde"}),
+    "rollout": frozenset({"types", "sde"}),
+    "train": frozenset({"types", "sde"}),
+    "reward": frozenset({"types"}),
+    "apps": frozenset({"types", "sde", "models", "rollout", "train", "reward"}),
+}
+"""What each may import besides itself."""
+
+HOMES: dict[str, tuple[str, ...]] = {
+    "ray": ("unirl.distributed",),
+    "hydra": ("unirl.config", "apps"),
+    "omegaconf": ("unirl.config", "apps"),
+}
+"""Third-party package -> the only places that import it; "apps" stands for the portions of the apps."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file of a workspace package."""
+
+    path: Path
+    name: str
+    """Dotted, e.g. unirl.sde.kernels."""
+    tree: ast.Module
+
+    @property
+    def portion(self) -> str:
+        """First name below unirl."""
+        return self.name.split(".")[1]
+
+
+def members(root: Path) -> list[Path]:
+    """Folders of the workspace's packages and apps."""
+    return sorted(path.parent for pattern in ("packages", "apps") for path in root.glob(f"{pattern}/*/pyproject.toml"))
+
+
+def modules(root: Path) -> Iterator[Module]:
+    """Every module below a src/unirl folder."""
+    for member in members(root):
+        for path in sorted((member / "src" / "unirl").rglob("*.py")):
+            parts = path.relative_to(member / "src").with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            if name != "unirl":
+                yield Module(path, name, ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
+
+
+def imported_names(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, those inside functions and literal import_module calls included."""
+    package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield node.lineno, base
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and node.args:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            first = node.args[0]
+            if (
+                name in ("import_module", "__import__")
+                and isinstance(first, ast.Constant)
+                and isinstance(first.value, str)
+            ):
+                yield node.lineno, first.value
+
+
+def stray_namespace_files(root: Path) -> list[str]:
+    """A unirl/__init__.py hides every sibling package."""
+    return [
+        f"{path.relative_to(root)}: delete it; unirl is a namespace shared by several packages"
+        for member in members(root)
+        for path in member.rglob("unirl/__init__.py")
+        if ".venv" not in path.parts
+    ]
+
+
+def wrong_arrows(root: Path) -> list[str]:
+    """Imports of a unirl package that the importing one may not know."""
+    found = []
+    for module in modules(root):
+        own = PORTIONS.get(module.portion)
+        if own is None:
+            found.append(f"{module.path.relative_to(root)}: {module.name} belongs to no known portion of unirl")
+            continue
+        for line, name in imported_names(module):
+            parts = name.split(".")
+            if parts[0] != "unirl" or len(parts) < 2:
+                continue
+            other = PORTIONS.get(parts[1])
+            if other is None:
+                found.append(f"{module.path.relative_to(root)}:{line}: imports {name}, which no package ships")
+            elif other != own and other not in ARROWS[own]:
+                found.append(f"{module.path.relative_to(root)}:{line}: {own} imports {name} of {other}")
+    return sorted(set(found))
+
+
+def stray_frameworks(root: Path) -> list[str]:
+    """Imports of ray, hydra and omegaconf outside their homes."""
+    found = []
+    for module in modules(root):
+        for line, name in imported_names(module):
+            homes = HOMES.get(name.split(".")[0])
+            if homes is None:
+                continue
+            is_app = PORTIONS.get(module.portion) == "apps" and "apps" in homes
+            if not is_app and not any(module.name == home or module.name.startswith(home + ".") for home in homes):
+                found.append(f"{module.path.relative_to(root)}:{line}: imports {name}; only {' and '.join(homes)} may")
+    return sorted(set(found))
+
+
+_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
+
+
+def environment_reads(root: Path) -> list[str]:
+    """Uses of the environment in libraries: os.environ, os.getenv, and the same names imported from os."""
+    found = []
+    for module in modules(root):
+        if PORTIONS.get(module.portion) == "apps":
+            continue
+        aliases = {
+            alias.asname or alias.name
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if alias.name == "os"
+        }
+        for node in ast.walk(module.tree):
+            is_attribute = (
+                isinstance(node, ast.Attribute)
+                and node.attr in _ENVIRONMENT
+                and isinstance(node.value, ast.Name)
+                and node.value.id in aliases
+            )
+            is_import = (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "os"
+                and any(alias.name in _ENVIRONMENT | {"*"} for alias in node.names)
+            )
+            if is_attribute or is_import:
+                where = f"{module.path.relative_to(root)}:{node.lineno}"
+                found.append(f"{where}: reads the environment; take an argument, only apps read environment variables")
+    return found
+
+
+def _definitions(body: Iterable[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            yield from _definitions(ast.iter_child_nodes(node))  # ty: ignore[invalid-argument-type] - filtered above
+
+
+_SETTERS = ("setter", "deleter", "overload", "override")
+
+
+def _inherits_docstring(node: ast.stmt) -> bool:
+    """Setters and overloads document themselves by the definition they belong to; @override by the base's."""
+    decorators = node.decorator_list if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
+    names = [item.attr if isinstance(item, ast.Attribute) else getattr(item, "id", "") for item in decorators]
+    return any(name in _SETTERS for name in names)
+
+
+def missing_docstrings(root: Path) -> list[str]:
+    """Public modules with content, classes, functions and methods of public classes without a docstring."""
+    found = []
+    for module in modules(root):
+        where = module.path.relative_to(root)
+        if module.tree.body and ast.get_docstring(module.tree) is None:
+            found.append(f"{where}:1: module {module.name}")
+        if any(part.startswith("_") for part in module.name.split(".")):
+            continue
+        for node in _definitions(module.tree.body):
+            if node.name.startswith("_"):
+                continue
+            if ast.get_docstring(node) is None and not _inherits_docstring(node):
+                found.append(f"{where}:{node.lineno}: {node.name}")
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for method in _definitions(node.body):
+                is_private = method.name.startswith("_")
+                if not is_private and ast.get_docstring(method) is None and not _inherits_docstring(method):
+                    found.append(f"{where}:{method.lineno}: {node.name}.{method.name}")
+    return found
+
+
+def missing_package_files(root: Path) -> list[str]:
+    """README.md and CHANGELOG.md with text, py.typed in every portion, and a tests folder with a test."""
+    found = []
+    for member in members(root):
+        where = member.relative_to(root)
+        for name in ("README.md", "CHANGELOG.md"):
+            path = member / name
+            if not path.is_file() or len(path.read_text(encoding="utf-8").strip()) < 40:
+                found.append(f"{where}/{name}: missing or empty")
+        portions = [path for path in sorted((member / "src" / "unirl").glob("*")) if (path / "__init__.py").is_file()]
+        found += [
+            f"{path.relative_to(root)}/py.typed: missing" for path in portions if not (path / "py.typed").is_file()
+        ]
+        if not portions:
+            found.append(f"{where}/src/unirl: holds no package")
+        if not list((member / "tests").rglob("test_*.py")):
+            found.append(f"{where}/tests: holds no test")
+    return found
+
+
+_REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.-]+)(?:\[[^\]]*\])?\s*(?P<bounds>[^;]*)")
+_CLAUSE = re.compile(r"(?P<operator>>=|<=|==|!=|~=|<|>)\s*(?P<version>[0-9][0-9.]*)$")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    numbers = [int(part) for part in version.split(".")]
+    return tuple(numbers + [0] * (4 - len(numbers)))
+
+
+def _contains(bounds: str, version: str) -> bool:
+    for clause in filter(None, (part.strip() for part in bounds.split(","))):
+        match = _CLAUSE.match(clause)
+        if match is None:
+            return False
+        left, right = _release(version), _release(match["version"])
+        holds = {">=": left >= right, "<=": left <= right, "==": left == right, "!=": left != right}
+        holds |= {"<": left < right, ">": left > right, "~=": left >= right}
+        if not holds[match["operator"]]:
+            return False
+    return True
+
+
+def wrong_bounds(root: Path) -> list[str]:
+    """Requirements on workspace members without a lower and an upper bound, or that exclude the member's version."""
+    projects = {path: tomllib.loads((path / "pyproject.toml").read_text(encoding="utf-8")) for path in members(root)}
+    versions = {data["project"]["name"]: data["project"]["version"] for data in projects.values()}
+    found = []
+    for path, data in projects.items():
+        project = data["project"]
+        extras = project.get("optional-dependencies", {})
+        required = [(item, True) for item in project.get("dependencies", [])]
+        # an extra that only forwards to a sibling's extra inherits the bounds of the main dependency
+        required += [(item, False) for items in extras.values() for item in items]
+        for requirement, needs_bounds in required:
+            match = _REQUIREMENT.match(requirement)
+            if match is None or match["name"] not in versions:
+                continue
+            name, bounds, version = match["name"], match["bounds"].strip(), versions[match["name"]]
+            where = f"{(path / 'pyproject.toml').relative_to(root)}: {requirement}"
+            if needs_bounds and not (">=" in bounds and "<" in bounds.replace("<=", "")):
+                found.append(f"{where}: needs a lower and an upper bound")
+            if not _contains(bounds, version):
+                found.append(f"{where}: excludes {name} {version}, the version in this workspace")
+    return found
+
+
+def undeclared_imports(root: Path) -> list[str]:
+    """Imports of a unirl package that the importing package does not require."""
+    required: dict[Path, set[str]] = {}
+    for member in members(root):
+        project = tomllib.loads((member / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        matches = [_REQUIREMENT.match(item) for item in project.get("dependencies", [])]
+        required[member] = {match["name"] for match in matches if match}
+    found = []
+    for module in modules(root):
+        (member,) = (path for path in required if path in module.path.parents)
+        for line, name in imported_names(module):
+            parts = name.split(".")
+            other = PORTIONS.get(parts[1]) if parts[0] == "unirl" and len(parts) > 1 else None
+            if other in (None, "apps", PORTIONS.get(module.portion)) or f"unirl-{other}" in required[member]:
+                continue
+            found.append(f"{module.path.relative_to(root)}:{line}: imports {name}; require unirl-{other}")
+    return sorted(set(found))
+
+
+def missing_conflicts(root: Path, extras: frozenset[str]) -> list[str]:
+    """Pairs of extras that [tool.uv] does not declare as conflicting."""
+    data = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = [
+        {item.get("extra") for item in group} for group in data.get("tool", {}).get("uv", {}).get("conflicts", [])
+    ]
+    pairs = sorted((a, b) for a in extras for b in extras if a < b)
+    return [
+        f"extras {a} and {b} are not declared conflicting" for a, b in pairs if not any({a, b} <= g for g in groups)
+    ]
+
+
+# Joined here so that this file does not hold the patterns that it looks for.
+_MACHINE_FOLDERS = ("work", "root", "home", "Users")
+_MACHINE_PATH = re.compile(r"(?:(?<=file://)|(?<![\w.\-/}>]))/(?:" + "|".join(_MACHINE_FOLDERS) + r")/[\w.\-]")
+
+
+def machine_paths(root: Path, files: Iterable[str]) -> list[str]:
+    """Lines with an absolute path into somebody's home or work folder."""
+    found = []
+    for name in files:
+        path = root / name
+        if not path.is_file() or path.is_symlink():
+            continue
+        content = path.read_bytes()
+        if b"\0" in content[:8192]:
+            continue
+        for number, line in enumerate(content.decode("utf-8", errors="replace").splitlines(), start=1):
+            if match := _MACHINE_PATH.search(line):
+                found.append(f"{name}:{number}: {line[match.start() : match.start() + 60]}")
+    return found
