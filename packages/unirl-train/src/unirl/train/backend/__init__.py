@@ -1,0 +1,1 @@
+"""Backends: they own the trainable parameters, their optimizer and how both are spread over devices."""

@@ -1,0 +1,507 @@
+"""The training backend: trainable parameters, optimizer, named policies, on one device or sharded by FSDP2."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from unirl.train.backend.policies import NamedPolicies
+from unirl.train.backend.wrap import (
+    checkpoint_activations,
+    compile_blocks,
+    data_parallel_mesh,
+    ensure_process_group,
+    find_blocks,
+    reshard,
+    shard,
+)
+from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, OptimizerConfig, TrainTopology
+from unirl.train.ema import EMA, float_copies
+from unirl.train.lora import (
+    adapters_disabled,
+    inject_lora,
+    is_adapted,
+    lora_factor_names,
+    merged_weight,
+    plain_base_name,
+    plain_lora_name,
+)
+from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw
+from unirl.train.precision import check_frozen_dtype, dtype_named, keep_in
+from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
+from unirl.types.protocols import ModelBundle
+from unirl.types.roles import Collect, Dispatch, distributed
+
+logger = logging.getLogger(__name__)
+
+CURRENT_POLICY = "default"
+EMA_POLICY = "ema"
+REFERENCE_POLICY = "reference"
+COUNTERS = ("num_optimizer_steps", "num_skipped_steps", "num_skipped_in_a_row", "num_ema_averages")
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Global L2 norm before clipping; not finite where the step was skipped."""
+    lr: float
+    """Learning rate of this step."""
+    is_skipped: bool
+    """The norm was not finite: parameters, optimizer, schedule and EMA are as before."""
+
+
+class FSDPBackend:
+    """Owns what trains: full fine-tuning, or LoRA with `lora`. Implements unirl.types.protocols.PolicyStore.
+
+    On one device with param_dtype "fp32" nothing is wrapped: the model runs as it is. Otherwise every block and then
+    the root of each trainable component is sharded by FSDP2 over the mesh of `topology` (one dimension, or HSDP with
+    dp_replicate > 1); on one device, for mixed precision alone, over a process group of this process, which the backend
+    makes and `close` destroys. Trainable parameters are kept in `fsdp.master_dtype`; ranks start from rank 0's.
+
+    bundle: its trainable_modules() are changed in place. device: where they train. max_skipped_steps: steps in a row
+    with a non-finite gradient norm after which TrainingError is raised. keep_reference: with full fine-tuning, keep a
+    copy of the starting weights for `reference_policy` (LoRA needs none: its base is the reference).
+    The state holds what changes: a frozen base and buffers are not part of it.
+    Raises ConfigError for options that do not fit the model or the number of devices.
+    """
+
+    def __init__(
+        self,
+        bundle: ModelBundle,
+        *,
+        optimizer: OptimizerConfig,
+        scheduler: LrSchedulerConfig | None = None,
+        fsdp: FSDPConfig | None = None,
+        lora: LoraConfig | None = None,
+        ema: EMAConfig | None = None,
+        device: str | torch.device = "cpu",
+        max_skipped_steps: int = 3,
+        topology: TrainTopology | None = None,
+        keep_reference: bool = False,
+    ) -> None:
+        self.device = torch.device(device)
+        self._bundle = bundle
+        self._config = fsdp if fsdp is not None else FSDPConfig()
+        self._lora = lora
+        self._base_lr = optimizer.learning_rate
+        self._schedule = scheduler
+        self._max_skipped_steps = max_skipped_steps
+        if max_skipped_steps < 1:
+            raise ConfigError(f"max_skipped_steps = {max_skipped_steps} must be at least 1")
+        if lora is not None and keep_reference:
+            raise ConfigError(
+                "keep_reference keeps a second copy of the weights, but with lora the base is the reference"
+            )
+        if self._config.cpu_offload and self.device.type != "cuda":
+            raise ConfigError(f"fsdp.cpu_offload does nothing on device {self.device}. Set it to false.")
+        self.dp_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.dp_size = dist.get_world_size() if dist.is_initialized() else 1
+        topology = topology if topology is not None else TrainTopology()
+        topology.resolved(self.dp_size)
+
+        self._modules: dict[str, nn.Module] = bundle.trainable_modules()
+        self._lora_targets = self._prepare_parameters(lora)
+        self._owns_process_group = self._wrap(topology)
+        self._parameters = {
+            f"{component}.{name}": parameter
+            for component, module in self._modules.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        self._optimizer = make_adamw(list(self._parameters.values()), optimizer)
+        self._policies = NamedPolicies(self._parameters, self._reshard)
+        self._ema = None if ema is None else EMA(self._parameters, ema)
+        self._reference = float_copies(self._parameters) if keep_reference else None
+        self._num_optimizer_steps = 0
+        self._num_skipped_steps = 0
+        self._num_skipped_in_a_row = 0
+        self._is_offloaded = False
+
+    # Building ---------------------------------------------------------------------------------------------------
+
+    def _prepare_parameters(self, lora: LoraConfig | None) -> tuple[str, ...]:
+        """Adapters, dtypes, device, and the same starting values on every rank; returns LoRA's targets."""
+        targets: tuple[str, ...] = ()
+        for module in self._modules.values():
+            module.to(self.device)
+        if lora is not None:
+            targets = tuple(self._bundle.lora_target_modules if lora.target_modules is None else lora.target_modules)
+            inject_lora(self._modules, lora, targets)
+        trainable = [p for module in self._modules.values() for p in module.parameters() if p.requires_grad]
+        if not trainable:
+            raise ConfigError(f"no parameter of {', '.join(self._modules) or 'the bundle'} requires a gradient")
+        keep_in(trainable, dtype_named(self._config.master_dtype, "fsdp.master_dtype"))
+        check_frozen_dtype(self._modules.items(), self._config.param_dtype)
+        if self.dp_size > 1:
+            for parameter in trainable:
+                dist.broadcast(parameter.data, src=0)
+        return targets
+
+    def _wrap(self, topology: TrainTopology) -> bool:
+        """Checkpoint, compile and shard the blocks as configured; whether a process group was made for it."""
+        config = self._config
+        names = self._bundle.block_class_names
+        blocks = {component: find_blocks(component, module, names) for component, module in self._modules.items()}
+        for found in blocks.values():
+            if config.activation_checkpointing:
+                checkpoint_activations(found)
+            if config.compile:
+                compile_blocks(found)
+        self._roots: list[FSDPModule] = []
+        if self.dp_size == 1 and config.param_dtype == config.master_dtype == "fp32" and not config.cpu_offload:
+            return False
+        owns_process_group = ensure_process_group(self.device)
+        mesh = data_parallel_mesh(topology, self.device)
+        self._roots = [shard(module, blocks[name], mesh, config) for name, module in self._modules.items()]
+        return owns_process_group
+
+    def close(self) -> None:
+        """Destroy the process group where the backend made one. Safe to call twice."""
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_process_group = False
+
+    # What trains ------------------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Trainable parameters by "component.name"; DTensors where sharded."""
+        return self._parameters
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps taken, skipped ones not counted; also the policy's version."""
+        return self._num_optimizer_steps
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps skipped for a non-finite gradient norm."""
+        return self._num_skipped_steps
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP wraps the model."""
+        return bool(self._roots)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def accumulating(self, is_last: bool) -> Generator[None]:
+        """Around the backward of a micro-batch: gradients are summed over devices after the last one only."""
+        for root in self._roots:
+            root.set_requires_gradient_sync(is_last)
+        try:
+            yield
+        finally:
+            for root in self._roots:
+                root.set_requires_gradient_sync(True)
+
+    def optimizer_step(self, max_grad_norm: float) -> StepStats:
+        """Clip gradients to a global norm, then AdamW, schedule and EMA. Every rank calls it; collectives inside.
+
+        A non-finite norm drops the gradients and changes nothing else. Raises TrainingError at the
+        max_skipped_steps-th such step in a row, and ContractError where there are no gradients.
+        """
+        if not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm = {max_grad_norm} must be positive (inf for no clipping)")
+        self._require_usable("optimizer_step")
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        if not gradients:
+            raise ContractError("there are no gradients: call backward before optimizer_step")
+        norm = float(global_grad_norm(gradients))
+        lr = learning_rate_at(self._num_optimizer_steps, self._base_lr, self._schedule)
+        if not math.isfinite(norm):
+            self._skip(norm)
+            return StepStats(norm, lr, is_skipped=True)
+        clip_gradients(gradients, norm, max_grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._reshard()
+        self._num_optimizer_steps += 1
+        self._num_skipped_in_a_row = 0
+        if self._ema is not None:
+            self._ema.after_step(self._num_optimizer_steps)
+        return StepStats(norm, lr, is_skipped=False)
+
+    def _skip(self, norm: float) -> None:
+        self.zero_grad()
+        self._num_skipped_steps += 1
+        self._num_skipped_in_a_row += 1
+        logger.warning(
+            "gradient norm %s after %d optimizer steps: step skipped (%d in a row)",
+            norm,
+            self._num_optimizer_steps,
+            self._num_skipped_in_a_row,
+        )
+        if self._num_skipped_in_a_row >= self._max_skipped_steps:
+            raise TrainingError(
+                f"{self._num_skipped_in_a_row} optimizer steps in a row had a non-finite gradient norm (last: {norm}), "
+                f"after {self._num_optimizer_steps} good ones. Lower optimizer.learning_rate, or raise "
+                "max_skipped_steps if single spikes are expected."
+            )
+
+    def _reshard(self) -> None:
+        if self._roots:
+            reshard(self._modules)
+
+    def _require_usable(self, action: str) -> None:
+        self._policies.require_current(action)
+        if self._is_offloaded:
+            raise ContractError(f"{action} while the backend is offloaded: call onload() first")
+
+    # Named policies ---------------------------------------------------------------------------------------------
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def keep_policy(self, name: str) -> None:
+        """Keep a float32 copy of the current trainable parameters under `name`."""
+        if name in (CURRENT_POLICY, EMA_POLICY, REFERENCE_POLICY) or "/" in name or not name:
+            raise ContractError(f"policy name {name!r} is reserved or not a plain name")
+        self._policies.keep(name)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def update_policy(self, name: str, decay: float) -> None:
+        """copy <- decay * copy + (1 - decay) * current."""
+        self._policies.update(name, decay)
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """Names of the kept copies."""
+        return self._policies.names
+
+    @contextmanager
+    def using_policy(self, name: str) -> Generator[None]:
+        """Inside, the model computes with the copy's values ("ema" names the moving average).
+
+        Values are swapped in place; requires_grad, adapters and optimizer state never change. One policy at a time.
+        Backward through a graph that was recorded before, on the same parameters, is an error.
+        """
+        with self._policies.swapped_in(name, self.policy_values(name)):
+            yield
+
+    @contextmanager
+    def reference_policy(self) -> Generator[None]:
+        """Inside, the model computes as before training. Raises ConfigError for full fine-tuning without a copy."""
+        with self._reference_context():
+            yield
+
+    def _reference_context(self) -> AbstractContextManager[None]:
+        if self._lora is not None:
+            return adapters_disabled(self._modules)
+        if self._reference is None:
+            raise ConfigError("a reference policy of full fine-tuning needs a copy: set backend.keep_reference: true")
+        return self._policies.swapped_in(REFERENCE_POLICY, self._reference)
+
+    @contextmanager
+    def ema_policy(self) -> Generator[None]:
+        """Inside, the model computes with the moving average. Raises ConfigError where there is none."""
+        with self.using_policy(EMA_POLICY):
+            yield
+
+    def policy_values(self, name: str) -> Mapping[str, Tensor]:
+        """Values of a policy by parameter name, sharded as the parameters are: "default" is the trained one."""
+        if name == CURRENT_POLICY:
+            self._policies.require_current("reading the trained policy")
+            return {key: parameter.detach() for key, parameter in self._parameters.items()}
+        if name == EMA_POLICY:
+            if self._ema is None:
+                raise ConfigError("there is no moving average: set backend.ema")
+            return self._ema.copies
+        return self._policies.values(name)
+
+    # Collectives ------------------------------------------------------------------------------------------------
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the data-parallel ranks; the tensor itself on one device."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over the data-parallel ranks; the tensor itself on one device."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.dp_size == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total, op=operation)
+        return total
+
+    # Memory -----------------------------------------------------------------------------------------------------
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def offload(self) -> None:
+        """Move parameters, gradients, optimizer state and copies to host memory. Changes nothing on a CPU.
+
+        With fsdp.cpu_offload they are there already.
+        """
+        self._policies.require_current("offload")
+        self._is_offloaded = self.device.type != "cpu"
+        self._move(torch.device("cpu"))
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._move(self.device)
+        self._is_offloaded = False
+
+    @torch.no_grad()
+    def _move(self, device: torch.device) -> None:
+        if self._config.cpu_offload:
+            return
+        for module in self._modules.values():
+            module.to(device)
+        for parameter, state in self._optimizer.state.items():
+            # A step count that lives on the host stays there.
+            moved = {key: value.to(device) for key, value in state.items() if key != "step" or self._is_fused}
+            self._optimizer.state[parameter] = {**state, **moved}
+        self._policies.move(device)
+        for copies in (self._reference, None if self._ema is None else self._ema.copies):
+            if copies is not None:
+                copies.update({name: tensor.to(device) for name, tensor in copies.items()})
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def _is_fused(self) -> bool:
+        return bool(self._optimizer.param_groups[0]["fused"])
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The backend's own numbers, by the names of COUNTERS."""
+        averages = 0 if self._ema is None else self._ema.num_averages
+        values = (self._num_optimizer_steps, self._num_skipped_steps, self._num_skipped_in_a_row, averages)
+        return dict(zip(COUNTERS, values, strict=True))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything that training changes, by flat name: parameters, optimizer, policies, EMA, counters.
+
+        Tensors share memory with the backend, so that torch.distributed.checkpoint loads into place; DTensors where
+        sharded, so that each rank saves its own part and any number of ranks can load it.
+        """
+        self._policies.require_current("state_dict")
+        state: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            state[f"parameters/{name}"] = parameter.detach()
+            for key, value in self._optimizer.state[parameter].items():
+                state[f"optimizer/{name}/{key}"] = value
+        for policy in self._policies.names:
+            for name, tensor in self._policies.values(policy).items():
+                state[f"policies/{policy}/{name}"] = tensor
+        if self._ema is not None:
+            for name, tensor in self._ema.copies.items():
+                state[f"ema/{name}"] = tensor
+        state["counters"] = torch.tensor(list(self.counters.values()), dtype=torch.int64)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state: one that was loaded into place, or a copy. Raises CheckpointError where names differ."""
+        own = self.state_dict()
+        missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+        if missing or unexpected:
+            raise CheckpointError(
+                f"the state does not fit the backend: {len(missing)} tensors missing {missing[:3]}, "
+                f"{len(unexpected)} unexpected {unexpected[:3]}. Resume with the options that it was saved with."
+            )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        counters = dict(zip(COUNTERS, (int(value) for value in state["counters"]), strict=True))
+        self._num_optimizer_steps = counters["num_optimizer_steps"]
+        self._num_skipped_steps = counters["num_skipped_steps"]
+        self._num_skipped_in_a_row = counters["num_skipped_in_a_row"]
+        if self._ema is not None:
+            self._ema.num_averages = counters["num_ema_averages"]
+        self.zero_grad()
+        self._reshard()
+
+    def architecture(self) -> dict[str, list[object]]:
+        """Parameter name -> [shape, dtype, whether it trains], of all parameters, frozen ones included."""
+        self._reshard()
+        return {
+            f"{component}.{name}": [list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
+            for component, module in self._modules.items()
+            for name, parameter in module.named_parameters()
+        }
+
+    # Export -----------------------------------------------------------------------------------------------------
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def export_lora(self, folder: str, policy: str = CURRENT_POLICY) -> None:
+        """Write a policy's adapters where the model's usual pipeline loads them. Rank 0 writes; every rank calls it.
+
+        Raises ConfigError without LoRA and ContractError for an unknown policy.
+        """
+        lora = self._lora
+        if lora is None:
+            raise ConfigError("export_lora needs backend.lora; full fine-tuning is exported by export_merged")
+        values = {name: self._whole(tensor) for name, tensor in self.policy_values(policy).items()}
+        state = {
+            component: {
+                plain_lora_name(name.removeprefix(f"{component}.")): tensor
+                for name, tensor in values.items()
+                if name.startswith(f"{component}.")
+            }
+            for component in self._modules
+        }
+        self._on_rank_zero(
+            lambda: self._bundle.export_lora(
+                folder, state, rank=lora.rank, alpha=lora.alpha, target_modules=self._lora_targets
+            )
+        )
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def export_merged(self, folder: str, policy: str = CURRENT_POLICY) -> None:
+        """Write the components with a policy's weights, LoRA merged, by save_pretrained. As `export_lora`."""
+        self._policies.require_current("export_merged")
+        values = self.policy_values(policy)
+        self._reshard()
+        state = {name: self._merged_state(name, module, values) for name, module in self._modules.items()}
+        self._on_rank_zero(lambda: self._bundle.export_merged(folder, state))
+
+    def _merged_state(self, component: str, module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {name: values.get(f"{component}.{name}", tensor) for name, tensor in module.state_dict().items()}
+        merged: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            plain = plain_base_name(name)
+            if plain is None:
+                continue
+            whole = self._whole(tensor)
+            if self._lora is not None and is_adapted(name):
+                a, b = (self._whole(tensors[factor]) for factor in lora_factor_names(name))
+                whole = merged_weight(whole, a, b, rank=self._lora.rank, alpha=self._lora.alpha)
+            merged[plain] = whole
+        return merged
+
+    @torch.no_grad()
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """The unsharded tensor in host memory. Every rank calls it."""
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu")
+
+    def _on_rank_zero(self, write: Callable[[], None]) -> None:
+        """Rank 0 writes, the others wait for it and fail with it."""
+        is_written = torch.zeros(1, device=self.device)
+        try:
+            if self.dp_rank == 0:
+                write()
+            is_written.fill_(1)
+        finally:
+            if self.dp_size > 1:
+                dist.broadcast(is_written, src=0)
+        if not bool(is_written):
+            raise CheckpointError("rank 0 could not write the export; its own error says why")

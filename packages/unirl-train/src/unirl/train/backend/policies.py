@@ -1,0 +1,89 @@
+"""Named copies of the trainable parameters, and running the model with one of them for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from unirl.train.ema import average_into, float_copies
+from unirl.train.optim import local_part
+from unirl.types.errors import ConfigError, ContractError
+
+
+class NamedPolicies:
+    """Float32 copies by policy name and parameter name, sharded as the parameters are.
+
+    after_change: called whenever parameter values changed in place (sharding drops stale gathered copies).
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], after_change: Callable[[], None]) -> None:
+        self._parameters = parameters
+        self._after_change = after_change
+        self._copies: dict[str, dict[str, Tensor]] = {}
+        self._inside: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the copies, sorted."""
+        return tuple(sorted(self._copies))
+
+    def keep(self, name: str) -> None:
+        """Copy the current parameters under `name`, over an earlier copy of that name."""
+        self.require_current(f"keep_policy({name!r})")
+        if name in self._copies:
+            average_into(self._copies[name], self._parameters, 0.0)
+        else:
+            self._copies[name] = float_copies(self._parameters)
+
+    def update(self, name: str, decay: float) -> None:
+        """copy <- decay * copy + (1 - decay) * current. Raises ConfigError outside [0, 1]."""
+        self.require_current(f"update_policy({name!r})")
+        if not 0.0 <= decay <= 1.0:
+            raise ConfigError(f"policy {name!r}: decay = {decay} must be in [0, 1]")
+        average_into(self.values(name), self._parameters, decay)
+
+    def values(self, name: str) -> dict[str, Tensor]:
+        """The copies by parameter name. Raises ContractError for an unknown name."""
+        if name not in self._copies:
+            raise ContractError(
+                f"there is no policy {name!r}; kept: {', '.join(self.names) or 'none'}. Call keep_policy first."
+            )
+        return self._copies[name]
+
+    def require_current(self, action: str) -> None:
+        """Raise ContractError inside `swapped_in`, where the parameters hold another policy's values."""
+        if self._inside is not None:
+            raise ContractError(f"{action} inside the policy {self._inside!r}: leave that context first")
+
+    @contextmanager
+    def swapped_in(self, name: str, copies: Mapping[str, Tensor]) -> Generator[None]:
+        """Inside, the parameters hold the values of `copies`; afterwards their own again, bit for bit.
+
+        Values are copied in place: Parameter objects, requires_grad and optimizer state are untouched. Autograd notices
+        a graph that was recorded outside and is differentiated after a swap: its backward raises RuntimeError. Run the
+        other policies' forwards first.
+        """
+        self.require_current(f"policy {name!r}")
+        self._inside = name
+        try:
+            with torch.no_grad():
+                current = [local_part(parameter) for parameter in self._parameters.values()]
+                own = [tensor.clone() for tensor in current]
+                torch._foreach_copy_(current, [local_part(copies[key]) for key in self._parameters])
+            self._after_change()
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    torch._foreach_copy_(current, own)
+                self._after_change()
+        finally:
+            self._inside = None
+
+    def move(self, device: torch.device) -> None:
+        """Move all copies."""
+        for copies in self._copies.values():
+            copies.update({name: tensor.to(device) for name, tensor in copies.items()})

@@ -1,0 +1,121 @@
+"""Blocks of a model: found by class name, then checkpointed, compiled and sharded one by one, and the root last."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from unirl.train.configs import FSDPConfig, TrainTopology
+from unirl.train.precision import dtype_named
+from unirl.types.errors import ConfigError
+
+ONE_RANK_TIMEOUT = timedelta(seconds=60)
+
+
+def find_blocks(component: str, module: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
+    """Submodules whose class has one of the names, outermost first. Raises ConfigError where there is none."""
+    blocks = [block for block in module.modules() if type(block).__name__ in class_names]
+    if not blocks:
+        existing = sorted({type(child).__name__ for child in module.modules()})
+        raise ConfigError(
+            f"{component} has no block of class {', '.join(class_names) or '(none named)'}, so it would be sharded as "
+            f"one unit. Classes it has: {', '.join(existing)}. Correct the bundle's block_class_names."
+        )
+    return blocks
+
+
+def checkpoint_activations(blocks: Sequence[nn.Module]) -> None:
+    """Recompute each block's forward in the backward. Names in state dicts stay the same.
+
+    The forward of the instance is replaced, not the module: a wrapper module would add its own name to every
+    parameter. Nested blocks are recomputed with the outermost.
+    """
+    inside = {id(child) for block in blocks for child in block.modules() if child is not block}
+    for block in blocks:
+        if id(block) not in inside:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile each block at its first call; modules and parameter names stay the same."""
+    for block in blocks:
+        block.compile()
+
+
+def ensure_process_group(device: torch.device) -> bool:
+    """Form a group of this one process where none exists; whether it did. FSDP needs one even on a single device."""
+    if dist.is_initialized():
+        return False
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=ONE_RANK_TIMEOUT,
+    )
+    return True
+
+
+def data_parallel_mesh(topology: TrainTopology, device: torch.device) -> DeviceMesh:
+    """One dimension that shards, or two (replicate, shard) where the topology has several replicas."""
+    replicate, shard = topology.resolved(dist.get_world_size())
+    if replicate > 1:
+        return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
+
+
+def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, config: FSDPConfig) -> FSDPModule:
+    """Shard each block and then the rest of `module`, in place.
+
+    The model computes as if loaded in `param_dtype`, with one exception to FSDP's habit: inputs of rank 1 (timesteps,
+    noise levels, one a row) keep float32, and blocks get their inputs as they are (rotary tables are float32 by
+    design). bfloat16 would round timestep 963.7 to 964.
+    """
+    is_mixed = config.param_dtype != config.master_dtype
+    param_dtype = dtype_named(config.param_dtype, "fsdp.param_dtype")
+    precision = MixedPrecisionPolicy(
+        param_dtype=param_dtype if is_mixed else None,
+        reduce_dtype=dtype_named(config.reduce_dtype, "fsdp.reduce_dtype"),
+        cast_forward_inputs=False,
+    )
+    offload: OffloadPolicy = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+    for block in reversed(blocks):
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=config.reshard_after_forward,
+        )
+    root = fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    module.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
+    return root
+
+
+def reshard(modules: Mapping[str, nn.Module]) -> None:
+    """Drop gathered copies of parameters, which do not follow a change of the shards."""
+    for module in modules.values():
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                child.reshard()
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: arguments of any model
+    return tuple(_cast(dtype, value) for value in args), {name: _cast(dtype, value) for name, value in kwargs.items()}
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:  # Any: as above
+    if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
+        return value.to(dtype)
+    return value

@@ -1,0 +1,185 @@
+"""Options of the training backend. Values are checked when they are made; what depends on the model, by the backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from unirl.train.precision import dtype_named
+from unirl.types.errors import ConfigError
+
+AdamWImplementation = Literal["auto", "fused", "foreach", "loop"]
+ADAMW_IMPLEMENTATIONS: tuple[AdamWImplementation, ...] = ("auto", "fused", "foreach", "loop")
+
+ScheduleType = Literal["constant", "linear", "cosine"]
+SCHEDULE_TYPES: tuple[ScheduleType, ...] = ("constant", "linear", "cosine")
+
+LoraInit = Literal["gaussian", "default"]
+LORA_INITS: tuple[LoraInit, ...] = ("gaussian", "default")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    learning_rate: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled; applies to every trainable parameter."""
+    implementation: AdamWImplementation = "auto"
+    """One kernel for all parameters ("fused"), one per operation ("foreach"), or one per parameter ("loop").
+    "auto" takes the first of these that the parameters allow."""
+
+    def __post_init__(self) -> None:
+        betas = tuple(self.betas)
+        object.__setattr__(self, "betas", betas)
+        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
+            raise ConfigError(f"optimizer.learning_rate = {self.learning_rate} must be finite and not negative")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"optimizer.betas = {betas} must be two numbers in [0, 1)")
+        if self.epsilon < 0 or self.weight_decay < 0:
+            raise ConfigError(
+                f"optimizer.epsilon = {self.epsilon} and weight_decay = {self.weight_decay} must not be negative"
+            )
+        if self.implementation not in ADAMW_IMPLEMENTATIONS:
+            raise ConfigError(
+                f"optimizer.implementation = {self.implementation!r}. "
+                f"Choose one of: {', '.join(ADAMW_IMPLEMENTATIONS)}."
+            )
+
+
+@dataclass(frozen=True)
+class LrSchedulerConfig:
+    """Learning rate by optimizer step: a linear ramp over `warmup_steps`, then the schedule."""
+
+    type: ScheduleType = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    """Optimizer step at which "linear" and "cosine" reach zero, warm-up included. Not for "constant"."""
+
+    def __post_init__(self) -> None:
+        if self.type not in SCHEDULE_TYPES:
+            raise ConfigError(f"scheduler.type = {self.type!r}. Choose one of: {', '.join(SCHEDULE_TYPES)}.")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"scheduler.warmup_steps = {self.warmup_steps} must not be negative")
+        if self.type == "constant":
+            if self.total_steps is not None:
+                raise ConfigError(
+                    f"scheduler.total_steps = {self.total_steps} means nothing for type 'constant'. "
+                    "Remove it, or choose 'linear' or 'cosine'."
+                )
+        elif self.total_steps is None:
+            raise ConfigError(f"scheduler.type = {self.type!r} needs scheduler.total_steps")
+        elif self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"scheduler.total_steps = {self.total_steps} must be more than warmup_steps = {self.warmup_steps}"
+            )
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """How parameters are kept, computed with, sharded and recomputed."""
+
+    param_dtype: str = "fp32"
+    """Weights and activations of forward and backward: "fp32", "bf16", or "fp16". fp16 gradients are not scaled, so
+    small ones underflow; prefer bf16 for training."""
+    reduce_dtype: str = "fp32"
+    """Gradients while they are summed over devices."""
+    master_dtype: str = "fp32"
+    """Trainable parameters and optimizer state. In bf16, updates below 1/256 of a weight are lost."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights between its forward and its backward. The root keeps its own."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward instead of keeping its activations."""
+    compile: bool = False
+    """torch.compile, block by block."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer state in host memory. CUDA only."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "master_dtype"):
+            dtype_named(getattr(self, name), f"fsdp.{name}")
+        if self.master_dtype == "fp16":
+            raise ConfigError("fsdp.master_dtype = 'fp16' overflows in AdamW. Choose fp32 or bf16.")
+        if self.param_dtype == "fp32" and self.master_dtype != "fp32":
+            raise ConfigError(
+                f"fsdp.master_dtype = {self.master_dtype!r} is less precise than param_dtype = 'fp32'. "
+                "Set master_dtype: fp32, or param_dtype: bf16."
+            )
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on linear layers: W + (alpha / rank) B A."""
+
+    rank: int
+    alpha: float
+    target_modules: Sequence[str] | None = None
+    """Module name suffixes; None takes the bundle's."""
+    dropout: float = 0.0
+    """Must be 0: another mask for the anchor than for the update would make the ratio differ from one."""
+    init: LoraInit = "gaussian"
+    """Of A: normal with standard deviation 1 / rank, or peft's default (Kaiming uniform). B starts at zero."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0:
+            raise ConfigError(f"lora.rank = {self.rank} and lora.alpha = {self.alpha} must be positive")
+        if self.dropout != 0.0:
+            raise ConfigError(
+                f"lora.dropout = {self.dropout}: the anchor and the update would see different masks, so the ratio of "
+                "the first update would not be one. Set lora.dropout: 0."
+            )
+        if self.target_modules is not None and (isinstance(self.target_modules, str) or not self.target_modules):
+            raise ConfigError(f"lora.target_modules = {self.target_modules!r} must be a list of name suffixes, or null")
+        if self.init not in LORA_INITS:
+            raise ConfigError(f"lora.init = {self.init!r}. Choose one of: {', '.join(LORA_INITS)}.")
+
+
+@dataclass(frozen=True)
+class EMAConfig:
+    """Exponential moving average of the trainable parameters, kept in float32."""
+
+    decay: float = 0.9999
+    warmup: bool = True
+    """Use min(decay, (1 + t) / (10 + t)) at the t-th average, so that early weights are forgotten."""
+    every: int = 1
+    """Optimizer steps between averages."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ConfigError(f"ema.decay = {self.decay} must be in [0, 1)")
+        if self.every < 1:
+            raise ConfigError(f"ema.every = {self.every} must be at least 1")
+
+
+@dataclass(frozen=True)
+class TrainTopology:
+    """How the data-parallel devices divide: `dp_replicate` copies of the model, each sharded over `dp_shard`."""
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    """-1: as many as there are devices for each copy."""
+
+    def resolved(self, world_size: int) -> tuple[int, int]:
+        """(dp_replicate, dp_shard) on `world_size` devices. Raises ConfigError where they do not multiply to it."""
+        replicate, shard = self.dp_replicate, self.dp_shard
+        if replicate < 1 or (shard < 1 and shard != -1):
+            raise ConfigError(
+                f"topology.dp_replicate = {replicate} and dp_shard = {shard} must be positive (shard: or -1)"
+            )
+        if world_size % replicate:
+            raise ConfigError(
+                f"topology.dp_replicate = {replicate} does not divide {world_size} devices. "
+                "Change topology.dp_replicate or the number of devices."
+            )
+        if shard == -1:
+            shard = world_size // replicate
+        if replicate * shard != world_size:
+            raise ConfigError(
+                f"topology.dp_replicate * dp_shard = {replicate} * {shard} = {replicate * shard}, but there are "
+                f"{world_size} devices. Set dp_shard: {world_size // replicate}, or -1."
+            )
+        return replicate, shard

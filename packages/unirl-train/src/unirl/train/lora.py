@@ -1,0 +1,136 @@
+"""LoRA adapters: where they go, how they are switched off, how their weights are named and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from unirl.train.configs import LoraConfig
+from unirl.types.errors import ConfigError, ContractError
+
+ADAPTER = "default"
+_A = f".lora_A.{ADAPTER}.weight"
+_B = f".lora_B.{ADAPTER}.weight"
+_BASE = ".base_layer."
+
+
+def _peft() -> ModuleType:
+    try:
+        import peft
+        import peft.tuners.tuners_utils
+    except ImportError as error:
+        raise ConfigError(
+            f"lora needs peft, which cannot be imported ({error}). Install it with `pip install 'unirl-train[peft]'`, "
+            "or remove lora for full fine-tuning."
+        ) from error
+    return peft
+
+
+def inject_lora(modules: Mapping[str, nn.Module], config: LoraConfig, targets: Sequence[str]) -> None:
+    """Freeze the modules and add adapters to their linear layers whose name ends in one of `targets`, in place.
+
+    Raises ConfigError where a component has no such layer, where a target that the recipe names matches nothing, and
+    for a target that is no nn.Linear.
+    """
+    peft = _peft()
+    matched: set[str] = set()
+    for component, module in modules.items():
+        found = {name: target for name, _ in module.named_modules() for target in targets if _ends_in(name, target)}
+        if not found:
+            raise ConfigError(_nothing_matched(component, module, targets))
+        for name in found:
+            layer = module.get_submodule(name)
+            if not isinstance(layer, nn.Linear):
+                raise ConfigError(
+                    f"lora target {component}.{name} is a {type(layer).__name__}, no nn.Linear. "
+                    "Name the linear layers inside it in lora.target_modules."
+                )
+        matched.update(found.values())
+        module.requires_grad_(False)
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(
+                r=config.rank,
+                lora_alpha=config.alpha,
+                target_modules=list(targets),
+                lora_dropout=0.0,
+                bias="none",
+                init_lora_weights="gaussian" if config.init == "gaussian" else True,
+            ),
+            module,
+            adapter_name=ADAPTER,
+        )
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name.endswith((_A, _B)))
+    unmatched = [target for target in targets if target not in matched]
+    if unmatched and config.target_modules is not None:
+        raise ConfigError(_nothing_matched("/".join(modules), next(iter(modules.values())), unmatched))
+
+
+def _ends_in(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def _nothing_matched(component: str, module: nn.Module, targets: Sequence[str]) -> str:
+    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    return (
+        f"lora.target_modules {list(targets)} match no layer of {component}. "
+        f"Linear layers it has: {', '.join(linear[:6]) or 'none'}{', ...' if len(linear) > 6 else ''}."
+    )
+
+
+@contextmanager
+def adapters_disabled(modules: Mapping[str, nn.Module]) -> Generator[None]:
+    """Inside, adapted layers compute as their base layer alone. requires_grad and the active adapter never change.
+
+    peft's own switch (`enable_adapters`) also sets requires_grad of the adapters, which an optimizer must not see.
+    """
+    layer_class = _peft().tuners.tuners_utils.BaseTunerLayer
+    layers = [layer for module in modules.values() for layer in module.modules() if isinstance(layer, layer_class)]
+    _switch(layers, is_disabled=True)
+    try:
+        yield
+    finally:
+        _switch(layers, is_disabled=False)
+
+
+def _switch(layers: Sequence[nn.Module], *, is_disabled: bool) -> None:
+    for layer in layers:
+        # A plain attribute, which peft's forward reads through its property of the public name.
+        vars(layer)["_disable_adapters"] = is_disabled
+        if layer.disable_adapters is not is_disabled:
+            raise ContractError("this version of peft cannot switch adapters off without changing requires_grad")
+
+
+def plain_lora_name(name: str) -> str:
+    """ "x.lora_A.default.weight" as peft saves it: "x.lora_A.weight"."""
+    for marked in (_A, _B):
+        if name.endswith(marked):
+            return name.removesuffix(marked) + marked.replace(f".{ADAPTER}", "")
+    raise ContractError(f"{name} is no LoRA parameter")
+
+
+def plain_base_name(name: str) -> str | None:
+    """Name of a parameter as the model had it before adapters; None for a parameter of an adapter."""
+    return None if name.endswith((_A, _B)) else name.replace(_BASE, ".")
+
+
+def lora_factor_names(base_name: str) -> tuple[str, str]:
+    """Names of A and B beside the base weight "x.base_layer.weight"."""
+    layer = base_name.removesuffix(f"{_BASE}weight")
+    return layer + _A, layer + _B
+
+
+def is_adapted(name: str) -> bool:
+    """Whether a parameter is the base weight of an adapted layer."""
+    return name.endswith(f"{_BASE}weight")
+
+
+@torch.no_grad()
+def merged_weight(base: Tensor, a: Tensor, b: Tensor, *, rank: int, alpha: float) -> Tensor:
+    """W + (alpha / rank) B A, computed in float32 and returned in W's dtype. W [O, I], A [r, I], B [O, r]."""
+    delta = (b.float() @ a.float()) * (alpha / rank)
+    return (base.float() + delta).to(base.dtype)

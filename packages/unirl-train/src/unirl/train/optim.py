@@ -1,0 +1,112 @@
+"""AdamW in the fastest form that the parameters allow, the learning rate of a step, and the gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from unirl.train.configs import AdamWImplementation, LrSchedulerConfig, OptimizerConfig
+from unirl.types.errors import ConfigError
+
+
+def learning_rate_at(step: int, base: float, schedule: LrSchedulerConfig | None) -> float:
+    """Learning rate of optimizer step `step`, counted from 0.
+
+    The ramp is base * (step + 1) / warmup_steps, so that the first step already moves and step warmup_steps - 1 has
+    the whole rate. Then, with x the fraction of the remaining steps done: 1 - x ("linear") or (1 + cos(pi x)) / 2
+    ("cosine"); zero from total_steps on.
+    """
+    if schedule is None:
+        return base
+    if step < schedule.warmup_steps:
+        return base * (step + 1) / schedule.warmup_steps
+    if schedule.total_steps is None:
+        return base
+    done = (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps)
+    if done >= 1.0:
+        return 0.0
+    return base * (1.0 - done if schedule.type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+def adamw_implementation(parameters: Sequence[nn.Parameter], asked: AdamWImplementation) -> AdamWImplementation:
+    """The form of AdamW to use. Raises ConfigError where "fused" is asked for and the parameters do not allow it.
+
+    One fused kernel needs one device type, CPU or CUDA, and floating-point parameters. On a CPU it is about twice as
+    fast as the others, because it reads each value once.
+    """
+    devices = {parameter.device.type for parameter in parameters}
+    is_fusible = devices in ({"cpu"}, {"cuda"}) and all(p.is_floating_point() for p in parameters)
+    if asked == "fused" and not is_fusible:
+        raise ConfigError(
+            f"optimizer.implementation = 'fused' needs parameters on one CPU or CUDA device; they are on "
+            f"{sorted(devices)}. Set it to auto."
+        )
+    if asked != "auto":
+        return asked
+    return "fused" if is_fusible else "foreach"
+
+
+def make_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW with its state already in place (zeros), so that a checkpoint has the same tensors at every step."""
+    implementation = adamw_implementation(parameters, config.implementation)
+    optimizer = torch.optim.AdamW(
+        list(parameters),
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        fused=implementation == "fused",
+        foreach=implementation == "foreach",
+    )
+    for parameter in parameters:
+        # As AdamW makes it at the first step: a fused kernel wants the step count on the parameter's device.
+        on = parameter.device if implementation == "fused" else torch.device("cpu")
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=on),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
+
+
+@torch.no_grad()
+def global_grad_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all gradients together, float32 scalar, the same on every rank.
+
+    Shards are summed over the ranks that share a parameter and counted once for each replica. Squares are summed in
+    float64, where float32 gradients cannot overflow.
+    """
+    norms = torch._foreach_norm([local_part(gradient) for gradient in gradients], 2, dtype=torch.float32)
+    total = torch.stack(list(norms)).double().square().sum()
+    group = _shard_group(gradients)
+    if group is not None:
+        total = total.to(gradients[0].device)
+        dist.all_reduce(total, group=group)
+    return total.sqrt().float()
+
+
+@torch.no_grad()
+def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:
+    """Scale gradients in place so that their global norm, `norm`, becomes at most `max_norm`."""
+    if norm > max_norm:
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], max_norm / norm)
+
+
+@torch.no_grad()
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, sharing its memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_group(gradients: Sequence[Tensor]) -> dist.ProcessGroup | None:
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            for dim, placement in enumerate(gradient.placements):
+                if isinstance(placement, Shard):
+                    return gradient.device_mesh.get_group(dim)
+    return None
