@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 _SPEC = importlib.util.spec_from_file_location("architecture_rules", Path(__file__).with_name("rules.py"))
+assert _SPEC is not None and _SPEC.loader is not None
 rules = importlib.util.module_from_spec(_SPEC)
 sys.modules["architecture_rules"] = rules  # dataclasses look their module up
 _SPEC.loader.exec_module(rules)

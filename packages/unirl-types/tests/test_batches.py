@@ -307,6 +307,7 @@ def test_gradients_flow_through_selection_and_joining():
     weight = values(3, 2).requires_grad_()
     batch = Embeddings(embeds=weight)
     Embeddings.concat([batch.select([2]), batch.select([0])]).embeds.sum().backward()
+    assert weight.grad is not None
     assert weight.grad.tolist() == [[1, 1], [0, 0], [1, 1]]
 
 
@@ -322,7 +323,7 @@ def test_gradients_flow_through_selection_and_joining():
             r"component_rewards\[b\]': 3",
         ),
         (lambda: RolloutTrack(rewards=torch.tensor(1.0)), "rewards is a scalar tensor"),
-        (lambda: RolloutTrack(rewards=1.0), "rewards holds a float"),
+        (lambda: RolloutTrack(**{"rewards": 1.0}), "rewards holds a float"),
         (lambda: RolloutTrack(sample_ids=["a"], parent_ids=[]), "0 parent_ids for 1 sample_ids"),
         (lambda: RolloutTrack(sample_ids=["a"], parent_track="t"), "grows from 't' needs parent_ids"),
         (lambda: RolloutReq(sample_ids=["a", "b", "a"]), r"sample_ids repeat \['a'\]"),
@@ -462,6 +463,7 @@ def test_text_embeddings_pad_to_the_longest_with_masked_zeros():
     long = TextEmbedCondition(embeds=torch.ones(2, 3, 2), attention_mask=torch.ones(2, 3, dtype=torch.bool))
     joined = TextEmbedCondition.concat([short, long])
     assert joined.embeds[0].tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert joined.attention_mask is not None
     assert joined.attention_mask[0].tolist() == [True, False, False]
     assert joined.attention_mask[1:].all()
     assert Condition.concat([short, long]).equals(joined)

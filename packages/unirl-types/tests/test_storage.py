@@ -24,6 +24,7 @@ def latents(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 def rollout() -> tuple[RolloutResp, RolloutReq]:
     generator = torch.Generator().manual_seed(0)
+    sigmas = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
     ids = ["p:0", "p:1", "q:0"]
     req = RolloutReq(
         sample_ids=ids,
@@ -34,8 +35,8 @@ def rollout() -> tuple[RolloutResp, RolloutReq]:
             diffusion=DiffusionSamplingParams(num_inference_steps=4, sde_indices=[0, 2], samples_per_prompt=2),
             ar=ARSamplingParams(temperature=0.7, stop_token_ids=(1, 2)),
         ),
-        stage_config={"task": "t2i", 3: True, "status": SegmentStatus.TRUNCATED},
-        sigmas=torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]),
+        stage_config={"task": "t2i", "by_number": {3: True}, "status": SegmentStatus.TRUNCATED},
+        sigmas=sigmas,
         init_noise_latent_shape=[2, 3, 3],
         rollout_id=2**40,
     )
@@ -75,7 +76,7 @@ def rollout() -> tuple[RolloutResp, RolloutReq]:
         segment=LatentSegment(
             modality=Modality.VIDEO,
             latents=latents(generator, 6, 5, 2, 3, 3).to(torch.bfloat16),
-            sigmas=req.sigmas,
+            sigmas=sigmas,
             indices=[0, 1, 2, 3, 4],
             sde_indices=[0, 2],
             sde_logp=latents(generator, 6, 2),
@@ -83,6 +84,12 @@ def rollout() -> tuple[RolloutResp, RolloutReq]:
         decoded=Images(pixels=latents(generator, 6, 3, 2, 2)),
     )
     return RolloutResp(tracks={"text": text, "image": image}, reward_compute_s=0.1), req
+
+
+def loaded_request(path: Path) -> RolloutReq:
+    req = load_rollout(path)[1]
+    assert req is not None
+    return req
 
 
 def stored(path: Path) -> Path:
@@ -109,7 +116,8 @@ def test_a_response_and_its_request_come_back_bit_for_bit(tmp_path):
     assert again_req is not None
     assert again_req.equals(req)
     assert again_req.sampling_params == req.sampling_params
-    assert type(again_req.metadata[0]["box"]) is tuple
+    row = again_req.metadata[0]
+    assert row is not None and type(row["box"]) is tuple
     assert again_req.stage_config["status"] is SegmentStatus.TRUNCATED
     assert list(again.tracks) == ["text", "image"]
 
@@ -129,24 +137,24 @@ def test_every_dtype_survives_strides_scalars_and_empty_tensors(tmp_path, dtype)
     base = torch.arange(24).reshape(4, 6).to(dtype)
     tensors = {"t": base.t(), "step": base[:, ::2], "one": base[1], "scalar": base[0, 0], "none": base[:0], "all": base}
     save_rollout(tmp_path / "a", RolloutResp(), RolloutReq(stage_config=tensors))
-    again = load_rollout(tmp_path / "a")[1]
+    again = loaded_request(tmp_path / "a")
     assert again.equals(RolloutReq(stage_config=tensors))
 
 
 def test_one_tensor_in_two_places_is_stored_once(tmp_path):
     shared = torch.arange(5)
     save_rollout(tmp_path / "a", RolloutResp(), RolloutReq(stage_config={"a": shared, "b": shared}))
-    again = load_rollout(tmp_path / "a")[1]
+    again = loaded_request(tmp_path / "a")
     assert again.stage_config["a"] is again.stage_config["b"]
     assert len(load_file(tmp_path / "a")) == 1
 
 
 def test_gradients_are_left_behind_and_loaded_tensors_can_be_written(tmp_path):
     save_rollout(tmp_path / "a", RolloutResp(), RolloutReq(stage_config={"w": torch.ones(3, requires_grad=True)}))
-    loaded = load_rollout(tmp_path / "a")[1].stage_config["w"]
+    loaded = loaded_request(tmp_path / "a").stage_config["w"]
     assert not loaded.requires_grad
     loaded.add_(1)
-    assert torch.equal(load_rollout(tmp_path / "a")[1].stage_config["w"], torch.ones(3))
+    assert torch.equal(loaded_request(tmp_path / "a").stage_config["w"], torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +168,7 @@ def test_gradients_are_left_behind_and_loaded_tensors_can_be_written(tmp_path):
 )
 def test_every_kind_of_media_comes_back(tmp_path, media):
     save_rollout(tmp_path / "a", RolloutResp(), RolloutReq(primitives={"slot": media}))
-    assert load_rollout(tmp_path / "a")[1].primitives["slot"].equals(media)
+    assert loaded_request(tmp_path / "a").primitives["slot"].equals(media)
 
 
 def test_selected_shards_come_back_too(tmp_path):
@@ -181,7 +189,7 @@ def test_an_unresolved_scheduler_is_refused_with_the_fix(tmp_path):
     ):
         save_rollout(tmp_path / "a", RolloutResp(), RolloutReq(sampling_params=params))
     save_rollout(tmp_path / "a", RolloutResp(), RolloutReq(sampling_params=params.resolved(3)))
-    assert load_rollout(tmp_path / "a")[1].sampling_params == params.resolved(3)
+    assert loaded_request(tmp_path / "a").sampling_params == params.resolved(3)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -73,8 +74,9 @@ def test_bad_diffusion_values_are_named(changes, message):
     ],
 )
 def test_bad_autoregressive_values_are_named(changes, message):
+    arguments: dict[str, Any] = {"temperature": 1.0, **changes}
     with pytest.raises(ConfigError, match=message):
-        ARSamplingParams(**{"temperature": 1.0, **changes})
+        ARSamplingParams(**arguments)
 
 
 def test_stochastic_steps_are_explicit_then_scheduled_then_all():
@@ -118,7 +120,7 @@ def test_composed_samples_are_the_product_and_cannot_be_set():
     composed = ComposedSamplingParams(diffusion=DiffusionSamplingParams(samples_per_prompt=2), ar=ar)
     assert composed.samples_per_prompt == 6
     assert dataclasses.replace(composed, ar=dataclasses.replace(ar, samples_per_prompt=1)).samples_per_prompt == 2
-    arguments = {"diffusion": composed.diffusion, "ar": ar, "samples_per_prompt": 5}
+    arguments: dict[str, Any] = {"diffusion": composed.diffusion, "ar": ar, "samples_per_prompt": 5}
     with pytest.raises(TypeError, match="samples_per_prompt"):
         ComposedSamplingParams(**arguments)
 
