@@ -38,9 +38,17 @@ def sd3_without_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def sd3_bundle(sd3_folder: Path) -> Any:  # Any: the import below waits until a test needs it
+    """The folder loaded once. Read-only: tests that drop, adapt or change weights load their own."""
+    from unirl.models.sd3.bundle import SD3Bundle
+
+    return SD3Bundle(str(sd3_folder))
+
+
+@pytest.fixture(scope="session")
 def reference(sd3_folder: Path) -> Any:  # Any: diffusers types its classes as unions
-    """diffusers' own pipeline on the same files."""
+    """diffusers' own pipeline on the same files. Tests set its scheduler; its weights are read-only."""
     from .tiny import load_reference
 
     return load_reference(sd3_folder)

@@ -1,7 +1,6 @@
 """The contract suite over every adapter, and what only the fakes can show."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,8 +34,8 @@ def _params(**changes: Any) -> DiffusionSamplingParams:
 
 
 @pytest.fixture(scope="module")
-def sd3(sd3_folder: Path) -> Case:
-    bundle = SD3Bundle(str(sd3_folder))
+def sd3(sd3_bundle: SD3Bundle) -> Case:
+    bundle = sd3_bundle
     frozen: list[nn.Module] = [bundle.vae, *bundle.text.modules()]
     return Case(SD3Pipeline(bundle, FlowSDEStrategy()), _params(), frozen)
 

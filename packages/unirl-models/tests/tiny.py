@@ -105,10 +105,11 @@ def tiny_sd3(*, has_t5: bool = True) -> Any:
     return _quiet(pipeline)
 
 
-def load_reference(folder: Path) -> Any:
+def load_reference(folder: Path, *, has_t5: bool = True) -> Any:
     """diffusers' own pipeline of a folder."""
     pipeline_class: Any = diffusers.StableDiffusion3Pipeline
-    return _quiet(pipeline_class.from_pretrained(folder))
+    without = {} if has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
+    return _quiet(pipeline_class.from_pretrained(folder, **without))
 
 
 def _quiet(pipeline: Any) -> Any:

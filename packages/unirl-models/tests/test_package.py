@@ -1,0 +1,45 @@
+"""The README runs, and the contract imports without diffusers."""
+
+import ast
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def test_the_readme_example_runs_on_a_tiny_checkpoint(sd3_folder: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), flags=re.DOTALL)
+    code = blocks[0]
+    for original, tiny in {
+        '"stabilityai/stable-diffusion-3.5-medium"': repr(str(sd3_folder)),
+        '"cuda"': '"cpu"',
+        '"prompts.cache"': repr(str(tmp_path)),
+        "height=512, width=512": "height=32, width=32",
+    }.items():
+        assert original in code
+        code = code.replace(original, tiny)
+    names: dict[str, Any] = {}  # Any: what the example defines
+    exec(code, names)  # the example is the test
+    assert names["gap"] < 1e-2  # bf16, other rows than the rollout
+
+
+def test_only_the_model_folders_import_a_framework() -> None:
+    source = PACKAGE / "src" / "unirl" / "models"
+    for file in source.glob("*.py"):
+        tree = ast.parse(file.read_text())
+        roots = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        roots += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert not [name for name in roots if name.split(".")[0] in {"diffusers", "transformers"}], file
+
+
+def test_sd3_without_diffusers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("unirl.models.sd3.export")
+    monkeypatch.delitem(sys.modules, "unirl.models.sd3.export")
+    monkeypatch.setitem(sys.modules, "diffusers.models.transformers.transformer_sd3", None)
+    with pytest.raises(ImportError, match=r"pip install 'unirl-models\[diffusers\]'"):
+        importlib.import_module("unirl.models.sd3.export")
