@@ -30,6 +30,11 @@ def instantiate(node: Node, **dependencies: Built) -> Built:
     return _build(node, "", dependencies)
 
 
+def instantiate_at(place: str, node: Node) -> Built:
+    """`instantiate` of a section whose place in the recipe messages shall name."""
+    return _build(node, place, {})
+
+
 def _build(node: Node, place: str, dependencies: Mapping[str, Built]) -> Built:
     if isinstance(node, Mapping):
         values = {str(key): _build(item, _inside(place, str(key)), {}) for key, item in node.items()}

@@ -169,7 +169,7 @@ def _first_line(error: BaseException) -> str:
 
 def _message(error: BaseException) -> str:
     """Hydra's message in one line, without its hints about prefixes, which are not needed here."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://hydra.cc" not in line]
     cause = error.__cause__
     if cause is not None:
         lines.append(_first_line(cause))

@@ -7,12 +7,13 @@ constructors on any machine, also one without the libraries that the classes nee
 from __future__ import annotations
 
 import ast
+import importlib.util
 import pkgutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from unirl.config.suggestions import did_you_mean
@@ -128,9 +129,8 @@ def _target(found: _Found, path: str) -> Target:
         return Target(path, parameters, accepts_any)
     parameters, accepts_any = _constructor(found.node, found.module, 0)
     constants: dict[str, object] = {}
-    for node, _ in reversed(list(_lineage(found.node, found.module, 0))):
-        if node is not None:
-            constants.update(_constants(node))
+    for node, where in reversed(list(_lineage(found.node, found.module, 0))):
+        constants.update(_constants(node, where))
     return Target(path, parameters, accepts_any, constants)
 
 
@@ -212,7 +212,7 @@ def _function_parameters(
     return parameters, arguments.kwarg is not None
 
 
-def _lineage(node: ast.ClassDef, module: Module, depth: int) -> Iterator[tuple[ast.ClassDef | None, Module]]:
+def _lineage(node: ast.ClassDef, module: Module, depth: int) -> Iterator[tuple[ast.ClassDef, Module]]:
     """The class and its bases, nearest first."""
     yield node, module
     for base, base_module in _bases(node, module):
@@ -236,7 +236,8 @@ def _bases(node: ast.ClassDef, module: Module) -> list[tuple[ast.ClassDef | None
     return found
 
 
-def _constants(node: ast.ClassDef) -> dict[str, object]:
+def _constants(node: ast.ClassDef, module: Module) -> dict[str, object]:
+    """Class attributes with a literal value, or the name of a module constant with one."""
     found: dict[str, object] = {}
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value is not None:
@@ -245,6 +246,9 @@ def _constants(node: ast.ClassDef) -> dict[str, object]:
             names, value = [name.id for name in item.targets if isinstance(name, ast.Name)], item.value
         else:
             continue
+        if isinstance(value, ast.Name):
+            constant = module.definitions.get(value.id)
+            value = constant.value if isinstance(constant, ast.Assign) else value
         literal = _literal(value)
         if literal is not None:
             found.update(dict.fromkeys(names, literal))
@@ -313,16 +317,32 @@ def _exists(name: str) -> bool:
 
 def _spec(name: str) -> ModuleSpec | None:
     """The import system's answer for a module, found folder by folder so that no package is imported."""
-    path: list[str] | None = None
-    spec = None
     parts = name.split(".")
-    for index in range(len(parts)):
-        full = ".".join(parts[: index + 1])
-        spec = PathFinder.find_spec(full, path)
-        if spec is None:
+    # The finders of installed packages answer for a top-level name without importing it.
+    spec = importlib.util.find_spec(parts[0])
+    for index in range(1, len(parts)):
+        if spec is None or spec.submodule_search_locations is None:
             return None
-        path = list(spec.submodule_search_locations or [])
+        spec = _spec_in(".".join(parts[: index + 1]), list(spec.submodule_search_locations))
     return spec
+
+
+def _spec_in(name: str, folders: list[str]) -> ModuleSpec | None:
+    """A module of the given folders; a namespace over all that have one where none holds a package."""
+    portions: list[str] = []
+    for folder in folders:
+        finder = pkgutil.get_importer(folder)
+        spec = None if finder is None else finder.find_spec(name)
+        if spec is None:
+            continue
+        if spec.loader is not None:
+            return spec
+        portions.extend(spec.submodule_search_locations or [])
+    if not portions:
+        return None
+    namespace = ModuleSpec(name, None, is_package=True)
+    namespace.submodule_search_locations = portions
+    return namespace
 
 
 def _children(name: str) -> list[str]:

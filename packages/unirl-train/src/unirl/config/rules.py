@@ -1,0 +1,390 @@
+"""Rules between the sections of a recipe, each a function from the resolved recipe to messages.
+
+Signatures have been checked before, so values have the right types. A message says what is wrong, with the values, and
+what to change. RULES hold anywhere; MACHINE_RULES ask whether this machine can run the recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unirl.config.instantiation import TARGET, instantiate_at
+from unirl.config.signatures import read_target
+from unirl.types.errors import UniRLError
+
+Recipe = Mapping[str, Any]  # Any: a recipe's values
+Messages = Iterator[str]
+
+LATENT_DIVISOR = 16
+"""Pixels that a side must divide into where the checkpoint cannot be read yet: a VAE of 8 and patches of 2, or more."""
+MAX_ETA = {"cps": 1.0}
+"""Largest eta by kernel name; the other kernels take any."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine offers."""
+
+    num_cpus: int
+    num_gpus: int
+
+
+# Rules that hold anywhere -------------------------------------------------------------------------------------------
+
+
+def counts_are_positive(recipe: Recipe) -> Messages:
+    """Prompts, rollouts and devices are at least one."""
+    for name in ("batch_size", "num_rollouts", "num_devices"):
+        value = recipe.get(name)
+        if value is not None and value < 1:
+            yield f"{name} = {value} must be at least 1."
+
+
+def geometry_divides(recipe: Recipe) -> Messages:
+    """Samples divide over devices, and each device's over the updates."""
+    prompts, repeats = recipe["batch_size"], _sampling(recipe).get("samples_per_prompt", 1)
+    devices, updates = recipe["num_devices"], recipe["stack"].get("num_updates_per_batch", 1)
+    total = prompts * repeats
+    if min(prompts, repeats, devices, updates) < 1:
+        return
+    product = f"batch_size * sampling.samples_per_prompt = {prompts} * {repeats} = {total}"
+    if total % devices:
+        yield (
+            f"{product} is not divisible by num_devices = {devices}. "
+            "Change one of: batch_size, sampling.samples_per_prompt, num_devices."
+        )
+    elif (total // devices) % updates:
+        yield (
+            f"{product} is {total // devices} samples a device, not divisible by stack.num_updates_per_batch = "
+            f"{updates}. Change one of: batch_size, sampling.samples_per_prompt, stack.num_updates_per_batch."
+        )
+
+
+def local_runtime_has_one_device(recipe: Recipe) -> Messages:
+    """One process drives one device."""
+    if recipe["runtime"] == "local" and recipe["num_devices"] > 1:
+        yield f"runtime: local uses one device, num_devices = {recipe['num_devices']}. Set runtime: ray."
+
+
+def sampling_values(recipe: Recipe) -> Messages:
+    """The sampling parameters accept their own values (they import no heavy library)."""
+    sampling = {key: value for key, value in _sampling(recipe).items() if key != "scheduler"}
+    if not str(sampling.get(TARGET, "")).startswith("unirl.types."):
+        return
+    try:
+        instantiate_at("sampling", sampling)
+    except UniRLError as error:
+        yield f"sampling: {error}"
+
+
+def eta_in_range(recipe: Recipe) -> Messages:
+    """The kernel can use this noise level."""
+    name, eta = _kernel(recipe), _eta(recipe)
+    largest = MAX_ETA.get(name or "")
+    if largest is not None and eta > largest:
+        yield f"sampling.eta = {eta} must lie in [0, {largest:g}] for the {name} kernel. Change sampling.eta."
+
+
+def algorithm_has_its_steps(recipe: Recipe) -> Messages:
+    """A policy gradient on transitions needs stochastic ones."""
+    target = str(recipe["algorithm"].get(TARGET))
+    if not _constant(target, "requires_sde"):
+        return
+    reason = _no_stochastic_steps(recipe)
+    if reason is not None:
+        yield (
+            f"{target.rsplit('.', 1)[-1]} needs stochastic steps, but {reason}. Set sampling.eta above 0 and give "
+            "sampling.scheduler some steps, or choose an algorithm without log-probs (DiffusionNFT)."
+        )
+
+
+def scheduler_fits(recipe: Recipe) -> Messages:
+    """The scheduler counts the steps that are sampled, and something uses it."""
+    sampling, scheduler = _sampling(recipe), _sampling(recipe).get("scheduler")
+    if scheduler is None:
+        return
+    steps, own = _num_steps(recipe), scheduler.get("num_steps")
+    if own is not None and own != steps:
+        yield (
+            f"sampling.scheduler.num_steps = {own} differs from sampling.num_inference_steps = {steps}. "
+            "Write num_steps: ${sampling.num_inference_steps}."
+        )
+    outside = [step for step in scheduler.get("indices") or [] if isinstance(step, int) and not 0 <= step < steps]
+    if outside:
+        yield (
+            f"sampling.scheduler.indices {outside} lie outside 0..{steps - 1} "
+            f"(sampling.num_inference_steps = {steps}). Change one of the two."
+        )
+    if _eta(recipe) == 0:
+        yield "sampling.scheduler does nothing with sampling.eta = 0. Remove it (scheduler: null), or raise eta."
+    if sampling.get("sde_indices") is not None:
+        yield "sampling.sde_indices wins over sampling.scheduler, which then does nothing. Remove one of them."
+
+
+def guidance_has_negative_prompt(recipe: Recipe) -> Messages:
+    """Guidance needs its unconditional side said."""
+    sampling = _sampling(recipe)
+    scale = sampling.get("guidance_scale", _default_guidance(recipe))
+    evaluated = (recipe.get("eval") or {}).get("guidance_scale")
+    for name, value in (("sampling.guidance_scale", scale), ("eval.guidance_scale", evaluated)):
+        if value is not None and value > 1 and sampling.get("negative_prompt") is None:
+            yield (
+                f"{name} = {value} uses guidance, which needs sampling.negative_prompt. "
+                'Set it (the empty string "" is a valid one), or set the scale to 1.'
+            )
+
+
+def groups_can_differ(recipe: Recipe) -> Messages:
+    """Samples of a prompt must be able to get different rewards."""
+    sampling = _sampling(recipe)
+    repeats = sampling.get("samples_per_prompt", 1)
+    if repeats == 1 and (recipe.get("advantages") or {}).get("center", "group") != "none":
+        yield (
+            "sampling.samples_per_prompt = 1: a group of one has no advantage, so nothing would be learnt. "
+            "Set it to 2 or more."
+        )
+    reason = _no_stochastic_steps(recipe)
+    if repeats > 1 and sampling.get("init_same_noise") and reason is not None:
+        yield (
+            f"sampling.init_same_noise: true makes the {repeats} samples of a prompt equal, because {reason}. "
+            "Set init_same_noise: false, or make steps stochastic."
+        )
+
+
+def image_divides(recipe: Recipe) -> Messages:
+    """Height and width divide into latent patches."""
+    divisor = _latent_divisor(_pretrained(recipe))
+    for name in ("height", "width"):
+        value = _sampling(recipe).get(name)
+        if isinstance(value, int) and value % divisor:
+            nearest = max(divisor, round(value / divisor) * divisor)
+            yield f"sampling.{name} = {value} is not divisible by {divisor}. The nearest that is: {nearest}."
+
+
+def levels_exist(recipe: Recipe) -> Messages:
+    """An algorithm that draws noise levels from the rollout finds enough."""
+    algorithm, steps = recipe["algorithm"], _num_steps(recipe)
+    wanted = algorithm.get("num_timesteps")
+    if wanted is not None and algorithm.get("timestep_sampler", "rollout") == "rollout" and wanted > steps:
+        yield (
+            f"algorithm.num_timesteps = {wanted} exceeds sampling.num_inference_steps = {steps}. "
+            "Lower the first or raise the second."
+        )
+
+
+def reference_exists(recipe: Recipe) -> Messages:
+    """A penalty towards a reference has one, and a reference has a use."""
+    backend = recipe["backend"]
+    penalised = bool(recipe["algorithm"].get("kl_coef"))
+    has_lora, kept = backend.get("lora") is not None, bool(backend.get("keep_reference"))
+    if penalised and not has_lora and not kept:
+        yield (
+            f"algorithm.kl_coef = {recipe['algorithm']['kl_coef']} needs a reference policy: set "
+            "backend.keep_reference: true (a second copy of the weights), or train with backend.lora."
+        )
+    if kept and not penalised and (recipe.get("eval") or {}).get("policy") != "reference":
+        yield "backend.keep_reference: true does nothing with algorithm.kl_coef = 0. Remove it."
+
+
+def device_options_fit(recipe: Recipe) -> Messages:
+    """No option of another device."""
+    if recipe["device"] == "cpu" and (recipe["backend"].get("fsdp") or {}).get("cpu_offload"):
+        yield "backend.fsdp.cpu_offload does nothing with device: cpu. Remove it."
+
+
+def evaluated_policy_exists(recipe: Recipe) -> Messages:
+    """The evaluation's policy is one that somebody keeps."""
+    policy = (recipe.get("eval") or {}).get("policy")
+    if policy is None:
+        return
+    kept = {"default"}
+    if recipe["backend"].get("ema") is not None:
+        kept.add("ema")
+    if recipe["backend"].get("lora") is not None or recipe["backend"].get("keep_reference"):
+        kept.add("reference")
+    own = _constant(str(recipe["algorithm"].get(TARGET)), "rollout_policy")
+    kept.update({own} if isinstance(own, str) else set())
+    if policy not in kept:
+        hint = " Set backend.ema to keep an average." if policy == "ema" else ""
+        yield f"eval.policy = {policy!r} is not kept by this recipe; there are {', '.join(sorted(kept))}.{hint}"
+
+
+def weights_name_scorers(recipe: Recipe) -> Messages:
+    """Reward weights and scorers have the same names."""
+    scorers, weights = recipe["reward"].get("scorers"), recipe["reward"].get("weights")
+    if not scorers:
+        yield "reward.scorers is empty. Name at least one scorer."
+    elif isinstance(scorers, Mapping) and isinstance(weights, Mapping) and set(weights) != set(scorers):
+        yield f"reward.weights names {sorted(weights)}, reward.scorers {sorted(scorers)}. Give each scorer one weight."
+
+
+# Rules about this machine -------------------------------------------------------------------------------------------
+
+
+def devices_exist(recipe: Recipe, machine: Machine) -> Messages:
+    """As many devices as the recipe uses (on this machine; a cluster may have more)."""
+    wanted, device = recipe["num_devices"], recipe["device"]
+    if device == "cuda" and wanted > machine.num_gpus:
+        yield (
+            f"num_devices = {wanted} with device: cuda, but this machine has {machine.num_gpus} "
+            f"GPU{'' if machine.num_gpus == 1 else 's'}. Lower num_devices, or set device: cpu."
+        )
+    if device == "cpu" and recipe["runtime"] == "ray" and wanted > machine.num_cpus:
+        yield (
+            f"num_devices = {wanted} with device: cpu, but this machine has {machine.num_cpus} cores. "
+            "Lower num_devices."
+        )
+
+
+def model_exists(recipe: Recipe, machine: Machine) -> Messages:
+    """A local model folder is there and has the right format; a hub id is taken at its word."""
+    model = _pretrained(recipe)
+    if model is None:
+        return
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "model_index.json").is_file():
+            holds = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
+            yield (
+                f"bundle.pretrained_model = {model} is not a diffusers pipeline folder: it has no model_index.json "
+                f"(it holds {holds}). Give the folder that save_pretrained wrote."
+            )
+    elif path.exists():
+        yield f"bundle.pretrained_model = {model} is a file. Give a pipeline folder or a hub id such as owner/name."
+    elif not _HUB_ID.fullmatch(model):
+        yield (
+            f"bundle.pretrained_model = {model}: no such folder, and not a hub id (owner/name). "
+            "Set PRETRAINED_MODEL or bundle.pretrained_model."
+        )
+
+
+def prompts_exist(recipe: Recipe, machine: Machine) -> Messages:
+    """Prompt files are there and not empty."""
+    for name, path in (("data.path", recipe["data"].get("path")), ("eval.prompts", _eval_prompts(recipe))):
+        if path is None:
+            continue
+        place = Path(str(path)).expanduser()
+        if not place.exists():
+            yield f"{name} = {path}: no such prompt file or dataset folder. Set {name}."
+        elif place.is_file() and place.stat().st_size == 0:
+            yield f"{name} = {path} is empty. Write at least one prompt."
+
+
+def run_dir_writable(recipe: Recipe, machine: Machine) -> Messages:
+    """The run directory can be made and written."""
+    run_dir = Path(str(recipe.get("run_dir") or "runs")).expanduser().absolute()
+    if run_dir.exists() and not run_dir.is_dir():
+        yield f"run_dir = {run_dir} is a file. Set run_dir to a folder."
+        return
+    place = run_dir
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        yield f"run_dir = {run_dir} cannot be written: {place} is not a writable folder. Set run_dir elsewhere."
+
+
+RULES: tuple[Callable[[Recipe], Messages], ...] = (
+    counts_are_positive,
+    local_runtime_has_one_device,
+    geometry_divides,
+    sampling_values,
+    eta_in_range,
+    algorithm_has_its_steps,
+    scheduler_fits,
+    guidance_has_negative_prompt,
+    groups_can_differ,
+    image_divides,
+    levels_exist,
+    reference_exists,
+    device_options_fit,
+    evaluated_policy_exists,
+    weights_name_scorers,
+)
+MACHINE_RULES: tuple[Callable[[Recipe, Machine], Messages], ...] = (
+    devices_exist,
+    model_exists,
+    prompts_exist,
+    run_dir_writable,
+)
+
+
+# What the rules read ------------------------------------------------------------------------------------------------
+
+
+def _sampling(recipe: Recipe) -> Mapping[str, Any]:
+    return recipe["sampling"]
+
+
+def _default(recipe: Recipe, name: str) -> Any:  # Any: a literal of the class
+    """Default of a sampling parameter that the recipe leaves out."""
+    return read_target(str(_sampling(recipe).get(TARGET))).constants.get(name)
+
+
+def _default_guidance(recipe: Recipe) -> float | None:
+    return _default(recipe, "guidance_scale")
+
+
+def _num_steps(recipe: Recipe) -> int:
+    return _sampling(recipe).get("num_inference_steps", _default(recipe, "num_inference_steps") or 1)
+
+
+def _eta(recipe: Recipe) -> float:
+    return _sampling(recipe).get("eta", _default(recipe, "eta") or 0.0)
+
+
+def _kernel(recipe: Recipe) -> str | None:
+    strategy = recipe["pipeline"].get("strategy")
+    name = _constant(str(strategy.get(TARGET)), "name") if isinstance(strategy, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _constant(path: str, name: str) -> object:
+    return read_target(path).constants.get(name)
+
+
+def _no_stochastic_steps(recipe: Recipe) -> str | None:
+    """Why no step is stochastic, or None where some are."""
+    sampling = _sampling(recipe)
+    if _eta(recipe) == 0:
+        return "sampling.eta = 0"
+    explicit = sampling.get("sde_indices")
+    if explicit is not None:
+        return "sampling.sde_indices is empty" if len(explicit) == 0 else None
+    scheduler = sampling.get("scheduler")
+    if not isinstance(scheduler, Mapping):
+        return None
+    for name in ("indices", "num_sde_steps", "fraction", "window_size"):
+        value = scheduler.get(name)
+        if value == 0 or value == []:
+            return f"sampling.scheduler.{name} = {value}"
+    return None
+
+
+def _pretrained(recipe: Recipe) -> str | None:
+    value = recipe["bundle"].get("pretrained_model")
+    return None if value is None else str(value)
+
+
+def _latent_divisor(model: str | None) -> int:
+    """Pixels per latent patch, from the checkpoint's own configuration where it lies on this machine."""
+    if model is None:
+        return LATENT_DIVISOR
+    folder = Path(model).expanduser()
+    try:
+        vae = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
+        transformer = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
+        return int(2 ** (len(vae["block_out_channels"]) - 1) * transformer["patch_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return LATENT_DIVISOR  # `model_exists` says what is wrong with the folder
+
+
+def _eval_prompts(recipe: Recipe) -> str | None:
+    return (recipe.get("eval") or {}).get("prompts")
