@@ -1,0 +1,135 @@
+"""Progress on the terminal: one line that stays up to date, or plain lines where the output is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from unirl.tracking.base import Config, Summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from PIL import Image
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
+
+FINE_BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
+SPARKLINE_WIDTH = 32
+PHASES = ("rollout", "reward", "train", "eval", "checkpoint", "other")
+SHOWN = ("reward/mean", "group/zero_std_ratio", "train/loss", "train/grad_norm", "train/lr", "policy/clipfrac_high")
+
+
+def sparkline(values: list[float], width: int = SPARKLINE_WIDTH, *, blocks: str = FINE_BLOCKS) -> str:
+    """The last values as one line of bars, averaged into `width` bins, scaled from their minimum to their maximum."""
+    finite = [value for value in values if value - value == 0]
+    if not finite:
+        return ""
+    num_bins = min(width, len(finite))
+    edges = [len(finite) * i // num_bins for i in range(num_bins + 1)]
+    bins = [sum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(bins), max(bins)
+    if high == low:
+        return blocks[len(blocks) // 2] * num_bins
+    return "".join(blocks[round((value - low) / (high - low) * (len(blocks) - 1))] for value in bins)
+
+
+class ConsoleTracker:
+    """Progress, seconds by phase, and the reward with a sparkline.
+
+    every: steps between lines where the output is no terminal. console: a rich console to write to; None makes one for
+    standard error, which leaves standard output to results.
+    """
+
+    def __init__(self, every: int = 1, console: Console | None = None) -> None:
+        try:
+            from rich.console import Console as RichConsole
+        except ImportError as error:
+            raise ImportError("the console tracker needs rich: pip install 'unirl-train[console]'") from error
+        self._console = console if console is not None else RichConsole(stderr=True, highlight=False)
+        self._every = max(1, every)
+        self._live: Live | None = None
+        self._total = 0
+        self._first_step = 0
+        self._started = time.perf_counter()
+        self._name = ""
+        self._rewards: list[float] = []
+        self._evaluations: dict[int, dict[str, float]] = {}
+        self._seconds: dict[str, float] = {}
+
+    def start(self, config: Config, run_dir: Path, step: int) -> None:
+        """Say what runs and where; begin the live display on a terminal."""
+        self._name, self._total, self._first_step = str(config["recipe"]), int(config["num_rollouts"]), step
+        self._started = time.perf_counter()
+        resumed = f", resumed after {step}" if step else ""
+        self._console.print(f"[bold]{self._name}[/bold]  {self._total} rollouts{resumed}  {run_dir}", soft_wrap=True)
+        if self._console.is_terminal:
+            from rich.live import Live as RichLive
+
+            self._live = RichLive(self._table(step, {}), console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Show a step."""
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
+        for name, value in metrics.items():
+            if name.startswith("timing_s/"):
+                phase = name.removeprefix("timing_s/")
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + value
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if evaluation:
+            self._evaluations[step] = evaluation
+        if self._live is not None:
+            self._live.update(self._table(step, metrics))
+        elif evaluation or step % self._every == 0 or step == self._total:
+            self._console.print(self._line(step, metrics), soft_wrap=True)
+
+    def image(self, name: str, picture: Image.Image, step: int) -> None:
+        """Pictures are written to the run directory; a terminal shows none."""
+
+    def finish(self, summary: Summary) -> None:
+        """End the live display."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
+        parts = [f"{step}/{self._total}"]
+        parts += [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
+        parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.count("/") == 1 and "eval/" in name]
+        parts += [f"{phase} {metrics[f'timing_s/{phase}']:.1f}s" for phase in PHASES if f"timing_s/{phase}" in metrics]
+        return "  ".join(parts)
+
+    def _table(self, step: int, metrics: Mapping[str, float]) -> Table:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table as RichTable
+
+        table = RichTable.grid(padding=(0, 2))
+        done = step - self._first_step
+        elapsed = time.perf_counter() - self._started
+        left = f", {_duration(elapsed / done * (self._total - step))} left" if done > 0 else ""
+        table.add_row("rollout", f"{step} of {self._total}   {_duration(elapsed)}{left}")
+        table.add_row("", ProgressBar(total=max(1, self._total), completed=step, width=40))
+        if self._rewards:
+            table.add_row("reward", f"{self._rewards[-1]:.4f}  {sparkline(self._rewards)}")
+        for name in SHOWN[1:]:
+            if name in metrics:
+                table.add_row(name, f"{metrics[name]:.4g}")
+        if self._evaluations:
+            at, latest = max(self._evaluations.items())
+            scores = "  ".join(f"{n.removeprefix('eval/')} {v:.3f}" for n, v in latest.items() if n.count("/") == 1)
+            table.add_row(f"held out at {at}", scores)
+        total = sum(self._seconds.values())
+        if total > 0:
+            shares = [f"{name} {100 * self._seconds[name] / total:.0f}%" for name in PHASES if name in self._seconds]
+            table.add_row("time", "  ".join(shares))
+        return table
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

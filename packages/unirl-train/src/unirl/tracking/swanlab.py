@@ -1,0 +1,64 @@
+"""Metrics and pictures in SwanLab."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from unirl.tracking.base import Config, Summary
+from unirl.tracking.wandb import run_id
+
+
+class SwanLabTracker:
+    """Logs to a project; a resumed run continues its own curve.
+
+    project, workspace, name: as in swanlab.init; name None takes the recipe and the run directory's name.
+    mode: "cloud", "local", "offline" or "disabled"; None leaves it to SwanLab's own settings.
+    Needs the extra `swanlab`.
+    """
+
+    def __init__(
+        self,
+        project: str = "unirl",
+        workspace: str | None = None,
+        name: str | None = None,
+        mode: str | None = None,
+    ) -> None:
+        try:
+            self._swanlab: Any = importlib.import_module("swanlab")  # Any: an optional module
+        except ImportError as error:
+            raise ImportError("swanlab is not installed: pip install 'unirl-train[swanlab]'") from error
+        self._options = {"project": project, "workspace": workspace, "mode": mode}
+        self._name = name
+        self._run: Any = None  # Any: SwanLab's run
+
+    def start(self, config: Config, run_dir: Path, step: int) -> None:
+        """Open the run, the same one again when resuming."""
+        name = self._name or f"{config['recipe']} {run_dir.name}"
+        options = {key: value for key, value in self._options.items() if value is not None}
+        self._run = self._swanlab.init(
+            experiment_name=name,
+            config=dict(config),
+            logdir=str(run_dir / "swanlab"),
+            id=run_id(run_dir),
+            resume="allow",
+            **options,
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One point a metric."""
+        self._run.log(dict(metrics), step=step)
+
+    def image(self, name: str, picture: Image.Image, step: int) -> None:
+        """One picture."""
+        self._run.log({f"samples/{name}": self._swanlab.Image(picture)}, step=step)
+
+    def finish(self, summary: Summary) -> None:
+        """Close the run."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None

@@ -1,0 +1,65 @@
+"""Metrics and pictures in Weights & Biases."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from unirl.tracking.base import Config, Summary
+
+
+def run_id(run_dir: Path) -> str:
+    """An id that a resumed run of the same directory gets again."""
+    return hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=8).hexdigest()
+
+
+class WandbTracker:
+    """Logs to a project; a resumed run continues its own curve.
+
+    project, entity, name, tags: as in wandb.init; name None takes the recipe and the run directory's name.
+    mode: "online", "offline" or "disabled"; None leaves it to wandb's own settings. Needs the extra `wandb`.
+    """
+
+    def __init__(
+        self,
+        project: str = "unirl",
+        entity: str | None = None,
+        name: str | None = None,
+        tags: list[str] | None = None,
+        mode: str | None = None,
+    ) -> None:
+        try:
+            self._wandb: Any = importlib.import_module("wandb")  # Any: an optional module
+        except ImportError as error:
+            raise ImportError("wandb is not installed: pip install 'unirl-train[wandb]'") from error
+        self._options = {"project": project, "entity": entity, "tags": tags, "mode": mode}
+        self._name = name
+        self._run: Any = None  # Any: wandb's run
+
+    def start(self, config: Config, run_dir: Path, step: int) -> None:
+        """Open the run, the same one again when resuming."""
+        name = self._name or f"{config['recipe']} {run_dir.name}"
+        options = {key: value for key, value in self._options.items() if value is not None}
+        self._run = self._wandb.init(
+            name=name, config=dict(config), dir=str(run_dir), id=run_id(run_dir), resume="allow", **options
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One point a metric."""
+        self._run.log(dict(metrics), step=step)
+
+    def image(self, name: str, picture: Image.Image, step: int) -> None:
+        """One picture, on the axis of its step."""
+        self._run.log({f"samples/{name}": self._wandb.Image(picture)}, step=step)
+
+    def finish(self, summary: Summary) -> None:
+        """Write the run's summary and close it."""
+        if self._run is not None:
+            self._run.summary.update(dict(summary))
+            self._run.finish()
+            self._run = None
