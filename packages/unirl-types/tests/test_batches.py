@@ -323,7 +323,11 @@ def test_gradients_flow_through_selection_and_joining():
             r"component_rewards\[b\]': 3",
         ),
         (lambda: RolloutTrack(rewards=torch.tensor(1.0)), "rewards is a scalar tensor"),
-        (lambda: RolloutTrack(**{"rewards": 1.0}), "rewards holds a float"),
+        (
+            # the mistake under test
+            lambda: RolloutTrack(component_rewards={"a": 1.0}),  # ty: ignore[invalid-argument-type]
+            r"component_rewards\[a\] holds a float",
+        ),
         (lambda: RolloutTrack(sample_ids=["a"], parent_ids=[]), "0 parent_ids for 1 sample_ids"),
         (lambda: RolloutTrack(sample_ids=["a"], parent_track="t"), "grows from 't' needs parent_ids"),
         (lambda: RolloutReq(sample_ids=["a", "b", "a"]), r"sample_ids repeat \['a'\]"),
