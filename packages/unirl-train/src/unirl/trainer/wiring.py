@@ -37,7 +37,7 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
     )
     algorithm = instantiate(recipe["algorithm"], pipeline=pipeline, policies=backend)
     stack = instantiate(recipe["stack"], backend=backend, algorithm=algorithm)
-    reward = instantiate(recipe["reward"])
+    reward = instantiate(recipe["reward"], device=context.device)
     save = recipe.get("save", {})
     checkpointer = Checkpointer(
         backend,
