@@ -1,1 +1,1 @@
-""""""
+"""The `trainer` command: verbs over recipes."""

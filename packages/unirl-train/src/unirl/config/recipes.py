@@ -1,4 +1,4 @@
-"""Recipes found, composed and rendered. Together with the app, the only code that knows Hydra.
+"""Recipes composed and rendered. Together with the app, the only code that knows Hydra.
 
 A recipe is a YAML file of the recipes package, composed from parts by a defaults list, or any YAML file given by path
 (whose defaults may name packaged recipes too). What `render` writes is itself such a file.
@@ -6,9 +6,7 @@ A recipe is a YAML file of the recipes package, composed from parts by a default
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Sequence
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +18,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from unirl.config.suggestions import did_you_mean
+from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, packaged_name
 from unirl.types.errors import ConfigError
 
-RECIPES_MODULE = "unirl.recipes"
-SUFFIXES = (".yaml", ".yml")
-PARTS = "parts"
-"""Folder of the package whose files are building blocks, not recipes."""
 _HYDRA_VERSION = "1.3"
-
-
-def available(module: str = RECIPES_MODULE) -> dict[str, str]:
-    """Packaged recipes: name -> its description (the comment at the top of the file)."""
-    root = importlib.resources.files(module)
-    found: dict[str, str] = {}
-    for folder in root.iterdir():
-        if folder.is_dir() and folder.name != PARTS:
-            for file in _yaml_files(folder, folder.name):
-                found[file[0]] = _description(file[1].read_text(encoding="utf-8"))
-    return dict(sorted(found.items()))
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES_MODULE) -> DictConfig:
@@ -56,7 +39,7 @@ def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES
         folder, name = str(path.resolve().parent), path.stem
         with initialize_config_dir(folder, version_base=_HYDRA_VERSION, job_name="trainer"):
             return _composed(name, parsed, [f"hydra.searchpath=[pkg://{module}]"], recipe)
-    name = _packaged_name(recipe, module)
+    name = packaged_name(recipe, module)
     with initialize_config_module(module, version_base=_HYDRA_VERSION, job_name="trainer"):
         return _composed(name, parsed, [], recipe)
 
@@ -129,38 +112,6 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
                 f"{override.input_line}: this command runs one recipe, not a sweep. Put lists in brackets: key=[a,b]."
             )
     return parsed
-
-
-def _packaged_name(recipe: str, module: str) -> str:
-    names = list(available(module))
-    if recipe in names:
-        return recipe
-    by_last = [name for name in names if name.rsplit("/", 1)[-1] == recipe]
-    if len(by_last) == 1:
-        return by_last[0]
-    known = [*names, *(name.rsplit("/", 1)[-1] for name in names)] if "/" not in recipe else names
-    raise ConfigError(f"unknown recipe {recipe!r}. {did_you_mean(recipe, known)} See them all with: trainer list")
-
-
-def _yaml_files(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
-    found = []
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            found.extend(_yaml_files(entry, f"{prefix}/{entry.name}"))
-        elif entry.name.endswith(SUFFIXES):
-            found.append((f"{prefix}/{entry.name.rsplit('.', 1)[0]}", entry))
-    return found
-
-
-def _description(text: str) -> str:
-    """The leading comment lines, package directives left out."""
-    lines = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith("# @"):
-            lines.append(line.lstrip("# ").strip())
-    return " ".join(lines)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,108 @@
+"""What was typed, as data. Imports nothing heavy, so that --help is quick."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+
+from unirl.types.errors import ConfigError
+
+DEFAULT_RECIPE = "diffusion/sd3_shapes"
+VERBS = {
+    "run": "train (the default verb)",
+    "list": "the recipes that come with the trainer",
+    "show": "the whole recipe as YAML that can be run by path",
+    "check": "find mistakes without weights, GPU or torch",
+    "eval": "held-out evaluation of a recipe's model, or of a run's newest checkpoint",
+    "export": "write a run's newest checkpoint for use outside",
+    "bench": "where the time of a recipe goes",
+}
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "resolve": ("run", "show"),
+    "strict": ("check",),
+    "values": ("check",),
+    "all": ("check",),
+    "to": ("export",),
+    "merged": ("export",),
+    "policy": ("export",),
+    "output": ("eval", "bench"),
+    "warmup": ("bench",),
+    "repeats": ("bench",),
+}
+"""Option -> the verbs that it means something for."""
+EPILOG = """examples:
+  trainer                                     train the default recipe
+  trainer sd3_shapes_flowgrpo num_rollouts=5  a packaged recipe with changes
+  trainer my_recipe.yaml resume=auto          a file of your own, continued
+  trainer check --all                         check every packaged recipe
+  trainer export runs/diffusion/sd3_shapes/20260101-120000 --to exported
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One invocation."""
+
+    verb: str
+    recipe: str
+    """Packaged name, path of a YAML file, or folder of a run."""
+    overrides: tuple[str, ...] = ()
+    options: dict[str, str | int | bool] = field(default_factory=dict)
+    """The options that were given."""
+    is_debug: bool = False
+
+
+def parse(argv: list[str]) -> Command:
+    """The command that `argv` spells. Raises ConfigError for what makes no sense; argparse exits for --help."""
+    given = vars(_parser().parse_intermixed_args(argv))
+    words: list[str] = given.pop("words")
+    is_debug, config_name, cfg = given.pop("debug"), given.pop("config_name"), given.pop("cfg")
+    verb = words.pop(0) if words and words[0] in VERBS else "run"
+    recipes = [word for word in words if not _is_override(word)]
+    overrides = tuple(word for word in words if _is_override(word))
+    if config_name is not None:
+        recipes.append(config_name)
+    if len(recipes) > 1:
+        raise ConfigError(f"more than one recipe: {', '.join(recipes)}. Give one, and changes as key=value.")
+    options = {name: value for name, value in given.items() if value is not None and value is not False}
+    if cfg is not None:
+        if verb != "run":
+            raise ConfigError(f"--cfg shows the recipe instead of running it; it does nothing with {verb!r}.")
+        verb = "show"
+    for name in options:
+        if verb not in OPTIONS[name] or (name == "resolve" and verb == "run"):
+            raise ConfigError(f"--{name} does nothing with {verb!r}; it is for: {', '.join(OPTIONS[name])}.")
+    return Command(verb, recipes[0] if recipes else DEFAULT_RECIPE, overrides, options, is_debug)
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word or word.startswith("~")
+
+
+def _parser() -> argparse.ArgumentParser:
+    verbs = "\n".join(f"  {name:8} {text}" for name, text in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="trainer",
+        usage="trainer [VERB] [RECIPE] [key=value ...] [options]",
+        description=f"Reinforcement learning of multimodal models from recipes.\n\nverbs:\n{verbs}",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", metavar="VERB RECIPE key=value", help=argparse.SUPPRESS)
+    parser.add_argument("--config-name", metavar="RECIPE", help="the recipe, as Hydra programs take it")
+    parser.add_argument("--cfg", choices=["job"], help="show the recipe instead of running it")
+    parser.add_argument("--resolve", action="store_true", help="show: replace interpolations by their values here")
+    parser.add_argument("--strict", action="store_true", help="check: fail where this machine cannot run the recipe")
+    parser.add_argument(
+        "--values", action="store_true", help="check: also build schedules, options, ... (imports torch)"
+    )
+    parser.add_argument("--all", action="store_true", help="check: every packaged recipe")
+    parser.add_argument("--to", metavar="FOLDER", help="export: where to write")
+    parser.add_argument("--merged", action="store_true", help="export: the whole model, LoRA merged")
+    parser.add_argument("--policy", metavar="NAME", help="export: a named copy of the weights, such as ema")
+    parser.add_argument("--output", metavar="FILE", help="eval, bench: write the result as JSON")
+    parser.add_argument("--warmup", type=int, metavar="N", help="bench: steps before timing")
+    parser.add_argument("--repeats", type=int, metavar="N", help="bench: timed steps")
+    parser.add_argument("--debug", action="store_true", help="full traceback of an error")
+    return parser

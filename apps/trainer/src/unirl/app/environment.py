@@ -1,0 +1,74 @@
+"""What the process and this machine are, asked once at the entry: environment variables, devices, packaged files."""
+
+from __future__ import annotations
+
+import importlib.resources
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from unirl.config.rules import Machine
+
+_GPU_DEVICE = re.compile(r"nvidia\d+")
+
+
+def prepare_process() -> None:
+    """Defaults that must stand before torch and ray are imported. What the user has set wins."""
+    # Under `uv run`, Ray would otherwise build an environment for its workers.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def limit_threads(device: str) -> None:
+    """One CPU thread for a run on the CPU: small models are slower on several, and results depend on the number."""
+    if device == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("MKL_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
+
+
+def this_machine() -> Machine:
+    """Cores and GPUs here; without limit where the run joins a cluster, whose devices Ray knows (RAY_ADDRESS)."""
+    if os.environ.get("RAY_ADDRESS"):
+        return Machine(sys.maxsize, sys.maxsize)
+    return Machine(len(os.sched_getaffinity(0)), _num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), Path("/dev")))
+
+
+def _num_gpus(visible: str | None, devices: Path) -> int:
+    present = sum(1 for entry in devices.iterdir() if _GPU_DEVICE.fullmatch(entry.name))
+    if visible is None:
+        return present
+    named = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
+    return min(present, len(named))
+
+
+def register_resolvers() -> None:
+    """`${shapes:PATH}` in recipes: a file that comes with the trainer's shapes world, wherever it is installed."""
+    OmegaConf.register_new_resolver("shapes", packaged_shapes_path, replace=True)
+
+
+def packaged_shapes_path(name: str) -> str:
+    """Absolute path of a file or folder of `unirl.shapes`."""
+    return str(importlib.resources.files("unirl.shapes") / name)
+
+
+class StandardErrorHandler(logging.StreamHandler):
+    """Writes to whatever standard error is at that moment, so that a live display can keep its place below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def start_logging(is_debug: bool) -> None:
+    """Events of our own packages, one line each; of other packages warnings only."""
+    handler = StandardErrorHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("unirl").setLevel(logging.DEBUG if is_debug else logging.INFO)

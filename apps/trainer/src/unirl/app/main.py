@@ -1,0 +1,68 @@
+"""Entry point of the `trainer` command."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from unirl.app.command_line import Command, parse
+from unirl.types.errors import UniRLError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status.
+
+    Mistakes of the user, and failures that the project reports on purpose, are one message on standard error and status
+    2 (with --debug also the traceback). Anything else is a bug and ends with its traceback.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        command = parse(arguments)
+        return _dispatch(command)
+    except (UniRLError, ImportError) as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return 0  # `trainer show | head`
+
+
+def _dispatch(command: Command) -> int:
+    # Everything below stays out of --help: Hydra, rich and, for the verbs that compute, torch.
+    if command.verb == "list":
+        _list()
+        return 0
+    from unirl.app import verbs
+    from unirl.app.environment import prepare_process, start_logging
+
+    prepare_process()
+    start_logging(command.is_debug)
+    actions = {
+        "run": verbs.run,
+        "show": verbs.show,
+        "check": verbs.check,
+        "eval": verbs.evaluate,
+        "export": verbs.export,
+        "bench": verbs.bench,
+    }
+    actions[command.verb](command)
+    return 0
+
+
+def _list() -> None:
+    from unirl.config.catalog import available
+
+    recipes = available()
+    width = max(len(name) for name in recipes)
+    for name, description in recipes.items():
+        sys.stdout.write(f"{name:{width}}  {description}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What a person sees at the end of a run: before and after by category, where things lie, what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+Summary = Mapping[str, Any]  # Any: JSON values, see docs/metrics.md
+MAX_METRICS = 3
+OVERALL = "all"
+
+
+def final_screen(summary: Summary) -> Group:
+    """The end screen of a run, from its summary."""
+    head = "finished" if summary["is_complete"] else "stopped early"
+    line = (
+        f"{summary['recipe']} {head}: {summary['num_rollouts']} rollouts, {summary['num_samples']} samples, "
+        f"{summary['wall_s']:.0f} s"
+    )
+    parts: list[Any] = [Text(line, style="bold")]  # Any: rich renderables have no common base
+    before, after = summary.get("eval_before"), summary.get("eval_after")
+    if before or after:
+        parts.append(evaluation_table(before, after, _preferred(summary)))
+    parts.append(Text(next_steps(summary)))
+    return Group(*parts)
+
+
+def evaluation_table(before: Summary | None, after: Summary | None, preferred: str = "reward") -> Table:
+    """Held-out means by category; a pair of columns (before, after) for each of the first metrics.
+
+    before, after: records with `overall` and `categories`; either may be None. preferred: the metric shown first.
+    """
+    present = [record for record in (before, after) if record]
+    metrics = _distinct_metrics(present[-1], preferred) if present else []
+    table = Table(title="held-out evaluation", title_justify="left")
+    table.add_column("category")
+    for metric in metrics:
+        for record, word in ((before, "before"), (after, "after")):
+            if record:
+                table.add_column(f"{metric}\n{word}", justify="right")
+        if before and after:
+            table.add_column("change", justify="right")
+    names = list(dict.fromkeys(name for record in present for name in record["categories"]))
+    for name in [*(n for n in names if n != OVERALL), OVERALL]:
+        table.add_row(name, *(cell for metric in metrics for cell in _cells(before, after, name, metric)))
+    return table
+
+
+def next_steps(summary: Summary) -> str:
+    """Where the run lies and commands to go on with."""
+    run_dir = summary["run_dir"]
+    lines = [
+        f"run        {run_dir}   (metrics.jsonl, summary.json, samples/, checkpoints/)",
+        f"look       {run_dir}/samples/before_after.png",
+        f"curves     tensorboard --logdir {run_dir}",
+        f"evaluate   trainer eval {run_dir}",
+        f"export     trainer export {run_dir} --to exported --merged",
+    ]
+    if not summary["is_complete"]:
+        lines.append(f"continue   trainer {run_dir}/config.yaml resume={run_dir}")
+    lines.append("more       trainer list")
+    return "\n".join(lines)
+
+
+def _preferred(summary: Summary) -> str:
+    return str((summary.get("settings") or {}).get("best_metric", "reward"))
+
+
+def _distinct_metrics(record: Summary, preferred: str) -> list[str]:
+    """The preferred metric and others, leaving out those that repeat the values of one already there."""
+    overall = record["overall"]
+    ordered = [name for name in (preferred, "reward", *overall) if name in overall]
+    chosen: list[str] = []
+    for name in dict.fromkeys(ordered):
+        if all(overall[name] != overall[other] for other in chosen):
+            chosen.append(name)
+    return chosen[:MAX_METRICS]
+
+
+def _cells(before: Summary | None, after: Summary | None, category: str, metric: str) -> list[str]:
+    values = [_value(record, category, metric) for record in (before, after) if record]
+    cells = [f"{value:.3f}" if value is not None else "-" for value in values]
+    if before and after:
+        first, last = values
+        cells.append(f"{last - first:+.3f}" if first is not None and last is not None else "-")
+    return cells
+
+
+def _value(record: Summary, category: str, metric: str) -> float | None:
+    values = record["overall"] if category == OVERALL else record["categories"].get(category, {})
+    return values.get(metric)

@@ -1,0 +1,76 @@
+"""Where a run lies, and which earlier run it continues."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unirl.types.errors import ConfigError
+
+RUNS = "runs"
+CONFIG_FILE = "config.yaml"
+CHECKPOINTS = "checkpoints"
+SAMPLES = "samples"
+
+Recipe = Mapping[str, Any]  # Any: a recipe's values
+
+
+def choose_run_dir(recipe: Recipe, now: datetime.datetime) -> tuple[Path, bool]:
+    """The run directory, and whether its newest checkpoint is continued.
+
+    `run_dir` names it; else `resume` finds one (`auto`: the newest run of this recipe with a checkpoint, or a new run
+    where there is none; a path: that run); else it is runs/<recipe>/<time>. Raises ConfigError for a run to resume that
+    has no checkpoint, and for a directory that already holds a run which is not to be resumed.
+    """
+    resume, given = recipe.get("resume"), recipe.get("run_dir")
+    family = Path(RUNS) / recipe["recipe"]
+    if resume not in (None, "auto"):
+        folder = Path(resume).expanduser()
+        if given is not None and Path(given).expanduser().absolute() != folder.absolute():
+            raise ConfigError(f"resume = {resume} and run_dir = {given} name two runs. Give one of them.")
+        if not has_checkpoint(folder):
+            raise ConfigError(f"resume = {resume}: no checkpoint in {folder / CHECKPOINTS}. Give the folder of a run.")
+        return folder, True
+    if given is not None:
+        folder = Path(given).expanduser()
+        if resume == "auto":
+            return folder, has_checkpoint(folder)
+        if holds_run(folder):
+            raise ConfigError(
+                f"run_dir = {folder} already holds a run. Set resume=auto to continue it, or choose another run_dir."
+            )
+        return folder, False
+    if resume == "auto":
+        earlier = [folder for folder in sorted(family.glob("*")) if has_checkpoint(folder)]
+        if earlier:
+            return earlier[-1], True
+    return _unused(family / now.strftime("%Y%m%d-%H%M%S")), False
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether anything lies among the run's checkpoints."""
+    place = folder / CHECKPOINTS
+    return place.is_dir() and any(place.iterdir())
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written here."""
+    return (folder / CONFIG_FILE).exists() or has_checkpoint(folder)
+
+
+def make_run_dir(folder: Path) -> None:
+    """Create the directory with its samples folder. Raises ConfigError where that is impossible."""
+    try:
+        (folder / SAMPLES).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir = {folder} cannot be made: {error.strerror}. Set run_dir elsewhere.") from error
+
+
+def _unused(folder: Path) -> Path:
+    candidate, count = folder, 1
+    while candidate.exists():
+        count += 1
+        candidate = folder.with_name(f"{folder.name}-{count}")
+    return candidate

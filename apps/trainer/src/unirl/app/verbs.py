@@ -1,0 +1,188 @@
+"""What each verb does. Heavy libraries are imported only by the verbs that need them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from unirl.app.command_line import Command
+from unirl.app.environment import limit_threads, register_resolvers, this_machine
+from unirl.app.run_directory import CONFIG_FILE, choose_run_dir, has_checkpoint, make_run_dir
+from unirl.app.stopping import stop_on_signals
+from unirl.config.catalog import available
+from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings
+from unirl.config.instantiation import instantiate_at
+from unirl.config.recipes import compose, render, resolve
+from unirl.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from unirl.tracking.base import Tracker
+
+Recipe = Mapping[str, Any]  # Any: a recipe's values
+
+
+def show(command: Command) -> None:
+    """Write the whole recipe to standard output."""
+    sys.stdout.write(render(composed(command), is_resolved="resolve" in command.options))
+
+
+def check(command: Command) -> None:
+    """Check one recipe or all; what this machine lacks is a note, or an error with --strict."""
+    names = list(available()) if "all" in command.options else [command.recipe]
+    machine = this_machine()
+    for name in names:
+        recipe = settled(composed(command, name))
+        try:
+            check_recipe(recipe)
+            if "values" in command.options:
+                build_values(recipe)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
+        notes = machine_findings(recipe, machine)
+        if notes and "strict" in command.options:
+            raise ConfigError("\n".join(notes))
+        sys.stdout.write(
+            f"{recipe['recipe']}: ok\n" + "".join(f"  not on this machine yet: {note}\n" for note in notes)
+        )
+
+
+def run(command: Command) -> None:
+    """Train."""
+    config = composed(command)
+    recipe = checked(config)
+    run_dir, is_resumed = choose_run_dir(recipe, datetime.datetime.now())
+    recipe = {**recipe, "resume": "auto" if is_resumed else None, "run_dir": str(run_dir)}
+    trackers = make_trackers(recipe)
+    make_run_dir(run_dir)
+    if not is_resumed:
+        (run_dir / CONFIG_FILE).write_text(rendered_for_run(config), encoding="utf-8")
+    from unirl.trainer.wiring import run_recipe
+
+    with stop_on_signals() as stop:
+        summary = run_recipe(recipe, run_dir, trackers, stop)
+    from unirl.app.report import final_screen
+
+    Console().print(final_screen(summary))
+
+
+def evaluate(command: Command) -> None:
+    """Held-out evaluation; of the newest checkpoint where a run is given."""
+    recipe = checked(composed(command))
+    from unirl.app.report import evaluation_table
+    from unirl.trainer.wiring import evaluate_recipe
+
+    run_dir = recipe.get("run_dir")
+    if run_dir is not None:
+        _require_checkpoint(Path(run_dir))
+        result = evaluate_recipe(recipe, Path(run_dir), from_checkpoint=True)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            result = evaluate_recipe(recipe, Path(folder), from_checkpoint=False)
+    record = result.record()
+    Console().print(evaluation_table(None, record))
+    if "output" in command.options:
+        output = Path(str(command.options["output"]))
+        output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if result.images is not None and result.images.numel():
+            from unirl.tracking.media import grid
+
+            grid(result.images, result.labels).save(output.with_suffix(".png"))
+
+
+def export(command: Command) -> None:
+    """Write a run's newest checkpoint for use outside."""
+    if "to" not in command.options:
+        raise ConfigError("export needs --to FOLDER.")
+    recipe = checked(composed(command))
+    run_dir = recipe.get("run_dir")
+    if run_dir is None:
+        raise ConfigError("export needs the run to take weights from: trainer export RUN_FOLDER --to FOLDER.")
+    _require_checkpoint(Path(run_dir))
+    is_merged = "merged" in command.options
+    if not is_merged and recipe["backend"].get("lora") is None:
+        raise ConfigError("this run trained all weights, there is no LoRA to write. Add --merged.")
+    from unirl.trainer.wiring import export_recipe
+
+    folder = export_recipe(
+        recipe,
+        Path(run_dir),
+        Path(str(command.options["to"])),
+        merged=is_merged,
+        policy=str(command.options.get("policy", "default")),
+    )
+    sys.stdout.write(f"wrote {folder}\n")
+
+
+def bench(command: Command) -> None:
+    """Measure a recipe; JSON on standard output, or in --output."""
+    recipe = checked(composed(command))
+    from unirl.app.bench import bench_recipe
+
+    counts = {name: int(command.options[name]) for name in ("warmup", "repeats") if name in command.options}
+    report = json.dumps(bench_recipe(recipe, **counts), indent=2) + "\n"
+    if "output" in command.options:
+        Path(str(command.options["output"])).write_text(report, encoding="utf-8")
+    else:
+        sys.stdout.write(report)
+
+
+# What the verbs share -----------------------------------------------------------------------------------------------
+
+
+def composed(command: Command, recipe: str | None = None) -> DictConfig:
+    """The composed recipe; of a run's folder, its own with `run_dir` set."""
+    register_resolvers()
+    name = command.recipe if recipe is None else recipe
+    overrides: Sequence[str] = command.overrides
+    folder = Path(name).expanduser()
+    if folder.is_dir() and (folder / CONFIG_FILE).is_file():
+        name = str(folder / CONFIG_FILE)
+        overrides = [f"run_dir='{folder}'", *overrides]
+    return compose(name, overrides)
+
+
+def settled(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
+    """The resolved recipe, with `device: auto` decided for this machine."""
+    if config.get("device") == "auto":
+        config.device = "cuda" if this_machine().num_gpus > 0 else "cpu"
+    return resolve(config)
+
+
+def checked(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
+    """The resolved recipe, checked for itself and for this machine, its values built once. Imports torch."""
+    recipe = settled(config)
+    check_recipe(recipe, this_machine())
+    limit_threads(recipe["device"])
+    build_values(recipe)
+    return recipe
+
+
+def make_trackers(recipe: Recipe) -> list[Tracker]:
+    """The trackers that the recipe names and has not switched off."""
+    chosen = {name: node for name, node in (recipe.get("trackers") or {}).items() if node and node.get(ENABLED, True)}
+    return [
+        instantiate_at(f"trackers.{name}", {key: value for key, value in node.items() if key != ENABLED})
+        for name, node in chosen.items()
+    ]
+
+
+def rendered_for_run(config: DictConfig) -> str:
+    """The recipe as its run keeps it: whole, and free of where this run lies, so that it starts another one."""
+    plain = config.copy()
+    plain.run_dir = None
+    plain.resume = None
+    return render(plain)
+
+
+def _require_checkpoint(run_dir: Path) -> None:
+    if not has_checkpoint(run_dir):
+        raise ConfigError(f"{run_dir} holds no checkpoint. Give the folder of a run that has saved one.")

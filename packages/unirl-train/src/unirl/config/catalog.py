@@ -1,0 +1,58 @@
+"""Which recipes come with the trainer. Reads file names and comments only."""
+
+from __future__ import annotations
+
+import importlib.resources
+from importlib.resources.abc import Traversable
+
+from unirl.config.suggestions import did_you_mean
+from unirl.types.errors import ConfigError
+
+RECIPES_MODULE = "unirl.recipes"
+SUFFIXES = (".yaml", ".yml")
+PARTS = "parts"
+"""Folder of the package whose files are building blocks, not recipes."""
+
+
+def available(module: str = RECIPES_MODULE) -> dict[str, str]:
+    """Packaged recipes: name -> its description (the comment at the top of the file)."""
+    root = importlib.resources.files(module)
+    found: dict[str, str] = {}
+    for folder in root.iterdir():
+        if folder.is_dir() and folder.name != PARTS:
+            for file in _yaml_files(folder, folder.name):
+                found[file[0]] = _description(file[1].read_text(encoding="utf-8"))
+    return dict(sorted(found.items()))
+
+
+def packaged_name(recipe: str, module: str = RECIPES_MODULE) -> str:
+    """The full name of a packaged recipe; its folder may be left out where that is unique. Raises ConfigError."""
+    names = list(available(module))
+    if recipe in names:
+        return recipe
+    by_last = [name for name in names if name.rsplit("/", 1)[-1] == recipe]
+    if len(by_last) == 1:
+        return by_last[0]
+    known = [*names, *(name.rsplit("/", 1)[-1] for name in names)] if "/" not in recipe else names
+    raise ConfigError(f"unknown recipe {recipe!r}. {did_you_mean(recipe, known)} See them all with: trainer list")
+
+
+def _yaml_files(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
+    found = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found.extend(_yaml_files(entry, f"{prefix}/{entry.name}"))
+        elif entry.name.endswith(SUFFIXES):
+            found.append((f"{prefix}/{entry.name.rsplit('.', 1)[0]}", entry))
+    return found
+
+
+def _description(text: str) -> str:
+    """The leading comment lines, package directives left out."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @"):
+            lines.append(line.lstrip("# ").strip())
+    return " ".join(lines)
