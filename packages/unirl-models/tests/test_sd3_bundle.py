@@ -261,6 +261,23 @@ def test_diffusers_loads_the_exported_lora_with_its_alpha(sd3_folder: Path, tmp_
     assert float((adapted - found).abs().max()) < 1e-5 * scale
 
 
+def test_the_lora_header_holds_what_every_diffusers_reads(sd3_bundle: SD3Bundle, tmp_path: Path) -> None:
+    """0.37 fails on a header without rank_pattern, later versions do not ask for it."""
+    from safetensors import safe_open
+
+    state = {"transformer": {"transformer_blocks.0.attn.to_q.lora_A.weight": torch.ones(2, 32)}}
+    sd3_bundle.export_lora(str(tmp_path), state, rank=2, alpha=6, target_modules=["attn.to_q"])
+    with safe_open(tmp_path / "pytorch_lora_weights.safetensors", framework="pt") as file:
+        header = json.loads(file.metadata()["lora_adapter_metadata"])
+    assert header == {
+        "transformer.r": 2,
+        "transformer.lora_alpha": 6,
+        "transformer.target_modules": ["attn.to_q"],
+        "transformer.rank_pattern": {},
+        "transformer.alpha_pattern": {},
+    }
+
+
 def test_lora_keys_may_carry_the_adapter_name(sd3_bundle: SD3Bundle, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -53,6 +53,9 @@ def write_lora(
         "transformer.r": rank,
         "transformer.lora_alpha": alpha,
         "transformer.target_modules": sorted(target_modules),
+        # diffusers 0.37 reads the patterns without asking whether they are there.
+        "transformer.rank_pattern": {},
+        "transformer.alpha_pattern": {},
     }
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
