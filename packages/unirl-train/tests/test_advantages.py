@@ -1,6 +1,7 @@
 """Advantages against hand-worked numbers, against each convention's closed form, and their invariances."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_a_group_without_spread_gets_exactly_zero(preset):
 @settings(max_examples=60, deadline=None)
 def test_advantages_ignore_order_and_affine_changes_of_the_reward(values, order, slope, offset):
     rewards, groups = torch.tensor(values, dtype=torch.float64), ["a", "a", "a", "b", "b", "b"]
-    options = {"center": "group", "scale": "group", "ddof": 0, "eps": 0.0}
+    options: dict[str, Any] = {"center": "group", "scale": "group", "ddof": 0, "eps": 0.0}
     base = normalized_advantages(rewards, groups, **options)
     if not torch.isfinite(base).all() or min(rewards[:3].std(), rewards[3:].std()) < 1e-2:
         return

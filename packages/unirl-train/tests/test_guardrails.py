@@ -15,23 +15,23 @@ def test_the_gradient_norms_that_preceded_a_collapse_are_noticed():
     guard = Guardrails(GuardrailConfig(action="stop"))
     steady(guard)
     assert guard.observe(0.47, 1.0) is None
-    assert "running median" in guard.observe(0.89, 1.0)
+    assert "running median" in (guard.observe(0.89, 1.0) or "")
     assert not guard.acts
-    assert "12.4 times" in guard.observe(2.6, 1.0)
+    assert "12.4 times" in (guard.observe(2.6, 1.0) or "")
     assert guard.acts
 
 
 def test_a_fall_of_the_reward_is_noticed():
     guard = Guardrails(GuardrailConfig(action="warn"))
     steady(guard)
-    assert "fell" in guard.observe(0.2, 0.2)
+    assert "fell" in (guard.observe(0.2, 0.2) or "")
     guard.observe(0.2, 0.2)
     assert not guard.acts
 
 
 def test_a_non_finite_norm_alarms_at_once_and_values_that_alarm_do_not_move_the_range():
     guard = Guardrails(GuardrailConfig())
-    assert "not finite" in guard.observe(float("nan"), 1.0)
+    assert "not finite" in (guard.observe(float("nan"), 1.0) or "")
     steady(guard)
     for _ in range(5):
         assert guard.observe(9.0, 1.0) is not None

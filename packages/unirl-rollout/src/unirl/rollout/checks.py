@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from unirl.sde.noise import initial_noise
+from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.noise import NoiseRecipe, noise_key
 from unirl.types.rollout import RolloutReq
@@ -50,7 +51,7 @@ def noise_recipe(req: RolloutReq, params: DiffusionSamplingParams) -> NoiseRecip
         keys=tuple(req.init_noise_group_ids),
         base_seed=params.seed,
         latent_shape=tuple(req.init_noise_latent_shape),
-        initial_latents=None if start is None else start.latents,  # ty: ignore[unresolved-attribute]
+        initial_latents=start.latents if isinstance(start, ImageLatentCondition) else None,
     )
 
 

@@ -25,6 +25,7 @@ from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.request import build_request
 from unirl.trainer.versions import versions
 from unirl.types.errors import CheckpointError, RewardError, TrainingError
+from unirl.types.media import Texts
 from unirl.types.reward import RewardResponse
 from unirl.types.roles import PerSample
 from unirl.types.rollout import RolloutReq, RolloutResp
@@ -256,7 +257,8 @@ class DiffusionTrainer:
             return
         images = torch.cat(resp.map(take_images, "image", 16))[:16]
         if images.numel():
-            labels = list(req.primitives["text"].texts[: len(images)])  # ty: ignore[missing-attribute]
+            texts = req.primitives["text"]
+            labels = texts.texts[: len(images)] if isinstance(texts, Texts) else None
             self._show("rollout", grid(images, labels), rollout_id + 1)
 
     def _show(self, name: str, picture: Any, step: int) -> None:

@@ -1,0 +1,213 @@
+"""`trainer bench`: where the time of a recipe goes, against the machine's own matrix-multiplication rate.
+
+The report is a JSON object, documented field by field in docs/performance.md. Ratios within one report are taken in one
+process; compare reports of different machines only through them.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from unirl.distributed.runtime import LocalRuntime
+from unirl.sde.loop import transition_rows
+from unirl.trainer.clock import PhaseClock
+from unirl.trainer.versions import versions
+from unirl.trainer.wiring import make_runtime, make_trainer
+from unirl.types.errors import ConfigError
+from unirl.types.protocols import DiffusionPipeline
+from unirl.types.rollout import RolloutResp
+from unirl.types.segments import LatentSegment
+
+SCHEMA = 1
+GEMM_SHAPES = ((2048, 2048, 2048), (1024, 1024, 1024), (4608, 384, 96), (3648, 512, 128), (8192, 512, 512))
+"""(m, k, n) tried for the machine's rate; the best one counts, so that the fraction is never flattered."""
+COMPUTE_PHASES = ("rollout", "reward", "train")
+
+
+def gemm_rate(repeats: int = 5) -> float:
+    """Best float32 matrix-multiplication rate of this process, in FLOP per CPU second over all its threads."""
+    best = 0.0
+    generator = torch.Generator().manual_seed(0)
+    for m, k, n in GEMM_SHAPES:
+        left, right = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
+        inner = max(1, int(2e9 / (2 * m * k * n)))
+        for _ in range(repeats):
+            started = time.process_time()
+            for _ in range(inner):
+                left @ right
+            seconds = time.process_time() - started
+            if seconds > 0:
+                best = max(best, 2 * m * k * n * inner / seconds)
+    return best
+
+
+def commit() -> str | None:
+    """The commit of the working tree, None outside one."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def bench_recipe(recipe: Mapping[str, Any], *, warmup: int = 1, repeats: int = 3) -> dict[str, Any]:
+    """Run `warmup` + `repeats` training steps of a resolved recipe in this process; returns the report.
+
+    Raises ConfigError for runtime: ray, whose workers are other processes.
+    """
+    if recipe["runtime"] != "local":
+        raise ConfigError("bench measures one process; set runtime=local num_devices=1")
+    if repeats < 1 or warmup < 0:
+        raise ConfigError(f"bench needs repeats >= 1 and warmup >= 0, got {repeats} and {warmup}")
+    clock = PhaseClock()
+    rates = [gemm_rate()]
+    with tempfile.TemporaryDirectory() as folder, make_runtime(recipe, Path(folder)) as runtime:
+        trainer = make_trainer({**recipe, "eval": None}, runtime, Path(folder), [], threading.Event(), clock)
+        runtime.role("stack").prepare()
+        for i in range(warmup):
+            trainer.step(i)
+        steps = []
+        for i in range(repeats):
+            before = clock.state_dict()
+            trainer.step(warmup + i)
+            steps.append(_difference(clock.state_dict(), before))
+        rates.append(gemm_rate())
+        flops: dict[str, int] = {}
+        clock.observer = _flop_observer(flops)
+        trainer.step(warmup + repeats)
+        clock.observer = None
+        variants: dict[str, float] = {}
+        if isinstance(runtime, LocalRuntime):
+            with runtime.role("engine").generate(trainer.request(warmup + repeats + 1, 1)) as resp:
+                variants = resp.map(replay_variants, runtime.component("pipeline"))[0]
+    num_samples = recipe["batch_size"] * recipe["sampling"]["samples_per_prompt"]
+    return _report(recipe, steps, flops, max(rates), num_samples, variants)
+
+
+def replay_variants(
+    resp: RolloutResp, pipeline: DiffusionPipeline, samples: int = 8, repeats: int = 5
+) -> dict[str, float]:
+    """CPU seconds of replaying a micro-batch with gradients: all steps in one forward, and one forward a step."""
+    track = resp.tracks["image"].slice(0, samples)
+    segment = track.segment
+    if not isinstance(segment, LatentSegment) or not segment.sde_indices or segment.params is None:
+        return {}
+    params = segment.params
+    sample_R, step_R = transition_rows(segment.batch_size, segment.sde_indices)
+
+    def batched() -> None:
+        pipeline.replay(track.conditions, segment, sample_R, step_R, params).logp_R.sum().backward()
+
+    def per_step() -> None:
+        for step in segment.sde_indices:
+            rows = step_R == step
+            pipeline.replay(track.conditions, segment, sample_R[rows], step_R[rows], params).logp_R.sum().backward()
+
+    pairs = [(_cpu_seconds(batched), _cpu_seconds(per_step)) for _ in range(repeats + 1)][1:]
+    return {
+        "replay_samples": float(segment.batch_size),
+        "replay_steps": float(len(segment.sde_indices)),
+        "replay_batched_cpu_s": statistics.median(pair[0] for pair in pairs),
+        "replay_per_step_cpu_s": statistics.median(pair[1] for pair in pairs),
+        "replay_speedup": statistics.median(pair[1] / pair[0] for pair in pairs),
+    }
+
+
+def _cpu_seconds(function: Callable[[], None]) -> float:
+    started = time.process_time()
+    function()
+    return time.process_time() - started
+
+
+def _difference(after: dict[str, dict[str, float]], before: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {
+        kind: {name: seconds - before[kind].get(name, 0.0) for name, seconds in phases.items()}
+        for kind, phases in after.items()
+    }
+
+
+def _flop_observer(flops: dict[str, int]) -> Callable[[str], Any]:
+    @contextmanager
+    def observe(name: str) -> Generator[None]:
+        with FlopCounterMode(display=False) as counter:
+            yield
+        flops[name] = flops.get(name, 0) + counter.get_total_flops()
+
+    return observe
+
+
+def _report(
+    recipe: Mapping[str, Any],
+    steps: list[dict[str, dict[str, float]]],
+    flops: dict[str, int],
+    rate: float,
+    num_samples: int,
+    variants: dict[str, float],
+) -> dict[str, Any]:
+    names = sorted(steps[0]["wall_s"])
+    phases = {}
+    for name in names:
+        wall = statistics.median(step["wall_s"][name] for step in steps)
+        cpu = statistics.median(step["cpu_s"][name] for step in steps)
+        phases[name] = {
+            "wall_s": wall,
+            "cpu_s": cpu,
+            "flops": flops.get(name, 0),
+            "gemm_fraction": flops.get(name, 0) / cpu / rate if cpu > 0 else 0.0,
+        }
+    totals = [sum(step["wall_s"].values()) for step in steps]
+    total_cpu = sum(phase["cpu_s"] for phase in phases.values())
+    driver_cpu = sum(phase["cpu_s"] for name, phase in phases.items() if name not in COMPUTE_PHASES)
+    return {
+        "schema": SCHEMA,
+        "recipe": recipe["recipe"],
+        "commit": commit(),
+        "environment": {
+            **versions(),
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "threads": torch.get_num_threads(),
+            "device": recipe["device"],
+        },
+        "geometry": {
+            "prompts": recipe["batch_size"],
+            "samples": num_samples,
+            "steps": recipe["sampling"]["num_inference_steps"],
+            "height": recipe["sampling"]["height"],
+            "width": recipe["sampling"]["width"],
+            "micro_batch_size": recipe["stack"]["micro_batch_size"],
+            "forward_batch_size": recipe["engine"]["forward_batch_size"],
+        },
+        "repeats": len(steps),
+        "step_wall_s": {"min": min(totals), "median": statistics.median(totals), "max": max(totals)},
+        "samples_per_s": num_samples / statistics.median(totals),
+        "samples_per_cpu_s": num_samples / total_cpu,
+        "phases": phases,
+        "driver_share": driver_cpu / total_cpu,
+        "gemm_flops_per_cpu_s": rate,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "variants": variants,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -1,0 +1,208 @@
+"""The trainside engine over a two-parameter velocity field: requests in, verified responses out."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from unirl.rollout import checks
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.sde import loop
+from unirl.sde.kernels import FlowSDEStrategy
+from unirl.sde.noise import step_noise
+from unirl.sde.schedule import linear_sigmas
+from unirl.types.conditions import ImageLatentCondition, TextEmbedCondition
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.media import Images, Texts
+from unirl.types.noise import noise_keys
+from unirl.types.protocols import RolloutEngine
+from unirl.types.rollout import RolloutReq
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+from unirl.types.storage import load_rollout
+
+SHAPE = (2, 3, 3)
+PARAMS = DiffusionSamplingParams(num_inference_steps=4, eta=0.7, guidance_scale=1.0, sde_indices=[0, 2], seed=3)
+
+
+class LinearPipeline:
+    """Stands for a diffusion model: velocity a x + b, conditions that echo the prompt's length."""
+
+    strategy_name = "flow"
+
+    def __init__(self):
+        self.a, self.b = 0.5, 0.1
+        self.batch_sizes = []
+
+    def latent_shape(self, params):
+        return SHAPE
+
+    def sigmas(self, params):
+        return linear_sigmas(params.num_inference_steps)
+
+    def encode(self, primitives, params):
+        lengths = [float(len(text)) for text in primitives["text"].texts]
+        return {"text": TextEmbedCondition(embeds=torch.tensor(lengths).view(-1, 1, 1))}
+
+    def diffuse(self, conditions, initial_latents, sigmas, params, *, noise_keys):
+        self.batch_sizes.append(len(initial_latents))
+        found = loop.sample(
+            lambda x, sigma, step: self.a * x + self.b,
+            initial_latents,
+            sigmas,
+            strategy=FlowSDEStrategy(),
+            eta=params.eta,
+            sde_indices=params.sde_indices or [],
+            step_noise=lambda step: step_noise(noise_keys, step, params.seed, SHAPE),
+        )
+        return LatentSegment(
+            latents=found.latents,
+            sigmas=sigmas,
+            indices=found.indices,
+            sde_indices=found.sde_indices,
+            sde_logp=found.sde_logp,
+        )
+
+    def decode(self, latents):
+        return Images(pixels=latents.sigmoid())
+
+    @contextmanager
+    def evaluating(self):
+        with torch.no_grad():
+            yield
+
+
+class Copies:
+    """Stands for a backend that keeps a second set of weights called "old"."""
+
+    num_optimizer_steps = 7
+
+    def __init__(self, pipeline):
+        self.pipeline = pipeline
+
+    @contextmanager
+    def using_policy(self, name):
+        assert name == "old"
+        kept, self.pipeline.a = self.pipeline.a, -1.0
+        yield
+        self.pipeline.a = kept
+
+
+def request(num=4, params=PARAMS, same_noise=False):
+    groups = [f"g{i // 2}" for i in range(num)]
+    ids = [f"s{i}" for i in range(num)]
+    return RolloutReq(
+        sample_ids=ids,
+        group_ids=groups,
+        primitives={"text": Texts(texts=["cat"] * num)},
+        sampling_params=params,
+        sigmas=linear_sigmas(params.num_inference_steps),
+        init_noise_group_ids=noise_keys(5, ids, groups, same_noise=same_noise),
+        init_noise_latent_shape=list(SHAPE),
+        rollout_id=5,
+    )
+
+
+def engine(**changes):
+    pipeline = changes.pop("pipeline", LinearPipeline())
+    return TrainsideRolloutEngine(pipeline, Copies(pipeline), **{"forward_batch_size": 2, **changes})
+
+
+def test_the_engine_obeys_the_protocol_and_plans():
+    plan = engine().plan(PARAMS)
+    assert isinstance(engine(), RolloutEngine)
+    assert plan.latent_shape == SHAPE and plan.kernel == "flow" and plan.sigmas.shape == (5,)
+
+
+def test_a_response_echoes_the_request_and_carries_versions_and_parameters():
+    req = request()
+    track = engine().generate(req).root_track()
+    assert track.sample_ids == req.sample_ids and track.group_ids == req.group_ids
+    segment = track.segment
+    assert torch.equal(segment.sigmas, req.sigmas) and segment.sde_indices == [0, 2]
+    assert segment.params == PARAMS
+    assert track.policy_versions.tolist() == [7] * 4
+    assert track.decoded.pixels.shape == (4, *SHAPE)
+
+
+def test_samples_do_not_depend_on_how_they_are_batched():
+    whole = engine(forward_batch_size=4).generate(request()).root_track().segment
+    pieces = engine(forward_batch_size=3).generate(request()).root_track().segment
+    assert torch.equal(whole.latents, pieces.latents)
+
+
+def test_batches_are_as_large_as_asked():
+    pipeline = LinearPipeline()
+    engine(pipeline=pipeline, forward_batch_size=3).generate(request(7))
+    assert pipeline.batch_sizes == [3, 3, 1]
+
+
+def test_samples_of_a_group_may_share_their_start_but_not_their_steps():
+    segment = engine().generate(request(same_noise=True)).root_track().segment
+    start = segment.latents_at(0)
+    assert torch.equal(start[0], start[1]) and not torch.equal(start[0], start[2])
+    assert not torch.equal(segment.clean_latents[0], segment.clean_latents[1])
+
+
+def test_given_latents_are_used_verbatim():
+    given = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0))
+    req = request().replace(request_conditions={"initial_latents": ImageLatentCondition(latents=given)})
+    assert torch.equal(engine().generate(req).root_track().segment.latents_at(0), given)
+
+
+def test_a_named_policy_is_used_and_put_back():
+    made = engine()
+    current = made.generate(request()).root_track().segment.clean_latents
+    old = made.generate(request(), policy="old").root_track().segment.clean_latents
+    assert not torch.equal(current, old)
+    assert torch.equal(made.generate(request()).root_track().segment.clean_latents, current)
+
+
+def test_a_policy_without_a_backend_is_refused():
+    alone = TrainsideRolloutEngine(LinearPipeline(), forward_batch_size=2)
+    with pytest.raises(ConfigError, match="needs the engine to be given the backend"):
+        alone.generate(request(), policy="old")
+
+
+def test_a_dump_holds_request_and_response(tmp_path):
+    req = request()
+    resp = engine(dump_dir=str(tmp_path)).generate(req)
+    loaded, asked = load_rollout(tmp_path / "rollout-000005-rank0.safetensors")
+    assert loaded.equals(resp)
+    assert asked.sample_ids == req.sample_ids
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sigmas": None}, "pins no sigmas"),
+        ({"sigmas": torch.linspace(1, 0, 4)}, r"expected float32 \[5\]"),
+        ({"sigmas": torch.tensor([1.0, 0.5, 0.6, 0.1, 0.0])}, "must decrease and end with 0"),
+        ({"init_noise_latent_shape": None}, "the driver sets both"),
+        ({"sampling_params": ARSamplingParams(temperature=1.0)}, "needs DiffusionSamplingParams"),
+        ({"sampling_params": replace(PARAMS, sde_strategy="cps")}, "asks for the 'cps' kernel"),
+    ],
+)
+def test_an_incomplete_request_is_refused_with_what_is_wrong(change, message):
+    with pytest.raises((ContractError, ConfigError), match=message):
+        engine().generate(request().replace(**change))
+
+
+def test_an_engine_that_drifts_from_the_request_is_caught():
+    segment = engine().generate(request()).root_track().segment
+    other = linear_sigmas(4, shift=1.0)
+    with pytest.raises(ContractError, match="the request pinned"):
+        checks.verify_segment(segment, other, PARAMS)
+    with pytest.raises(ContractError, match=r"made steps \[0, 2\] stochastic"):
+        checks.verify_segment(segment, segment.sigmas, replace(PARAMS, sde_indices=[1]))
+    broken = segment.replace(sde_logp=segment.sde_logp * float("nan"))
+    with pytest.raises(ContractError, match=r"log-probs of samples \[0, 1, 2, 3\]"):
+        checks.verify_segment(broken, segment.sigmas, PARAMS)
+
+
+def test_latents_that_are_not_finite_stop_the_rollout():
+    pipeline = LinearPipeline()
+    pipeline.b = float("inf")
+    with pytest.raises(ContractError, match="not finite"):
+        engine(pipeline=pipeline).generate(request())
