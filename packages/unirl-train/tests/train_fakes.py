@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from unirl.train import checkpoint as checkpoint_module
 from unirl.train.backend.fsdp import FSDPBackend, StepStats
-from unirl.train.configs import LoraConfig, OptimizerConfig
+from unirl.train.checkpoint import Checkpointer
+from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, OptimizerConfig, TrainTopology
+from unirl.types.errors import CheckpointError, ConfigError
 
 WIDTH = 8
 NUM_ROWS = 8
@@ -139,3 +149,176 @@ def whole(tensor: Tensor) -> Tensor:
 def snapshot(backend: FSDPBackend) -> dict[str, Tensor]:
     """Copies of the whole state, unsharded."""
     return {name: whole(tensor) for name, tensor in backend.state_dict().items()}
+
+
+# Two processes: scenarios that a spawned rank runs ---------------------------------------------------------------
+
+TOPOLOGIES = {
+    "sharded": TrainTopology(),
+    "replicated": TrainTopology(dp_replicate=2),
+    "one_by_two": TrainTopology(dp_replicate=1, dp_shard=2),
+}
+JOIN_TIMEOUT_S = 240.0
+
+
+def gradients_and_state(**options: Any) -> dict[str, Any]:
+    """First gradients, norms and the state after three steps."""
+    # Ranks start from rank 0's trainable weights; a frozen base is the same on all.
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    bundle = TinyBundle(seed=0 if "lora" in options else rank)
+    torch.manual_seed(rank)
+    backend = make_backend(bundle, ema=EMAConfig(decay=0.5, warmup=False), **options)
+    backend.keep_policy("old")
+    run_backward(backend, bundle.model, 0)
+    gradients = {name: whole(p.grad) for name, p in backend.parameters.items() if p.grad is not None}
+    norms = [train_step(backend, bundle.model, step).grad_norm for step in range(3)]
+    return {"gradients": gradients, "norms": norms, "state": snapshot(backend), "is_sharded": backend.is_sharded}
+
+
+def _steps_of_topologies(folder: Path) -> dict[str, Any]:
+    found = {name: gradients_and_state(topology=topology) for name, topology in TOPOLOGIES.items()}
+    found["lora"] = gradients_and_state(lora=lora_config())
+    found["kept_gathered"] = gradients_and_state(fsdp=FSDPConfig(reshard_after_forward=False))
+    return found
+
+
+def _wrong_topology(folder: Path) -> str:
+    try:
+        make_backend(topology=TrainTopology(dp_replicate=2, dp_shard=2))
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def _policies(folder: Path) -> dict[str, Any]:
+    bundle = TinyBundle()
+    backend = make_backend(bundle)
+    x, _ = rows(0)
+    with torch.no_grad():
+        start = bundle.model(x)
+        backend.keep_policy("old")
+        torch.set_grad_enabled(True)
+        train_step(backend, bundle.model, 0)
+        torch.set_grad_enabled(False)
+        now = bundle.model(x)
+        with backend.using_policy("old"):
+            old = bundle.model(x)
+        again = bundle.model(x)
+    backend.export_merged(str(folder / "merged"))
+    return {
+        "old_is_start": torch.equal(old, start),
+        "comes_back": torch.equal(again, now),
+        "moved": not torch.equal(now, start),
+        "sum": float(backend.all_reduce_sum(torch.tensor(1.0 + backend.dp_rank))),
+        "max": float(backend.all_reduce_max(torch.tensor(1.0 + backend.dp_rank))),
+        "now": now,
+    }
+
+
+def _one_poisoned_rank(folder: Path) -> list[Any]:
+    bundle = TinyBundle()
+    backend = make_backend(bundle)
+    run_backward(backend, bundle.model, 0)
+    gradient = next(iter(backend.parameters.values())).grad
+    if backend.dp_rank == 1 and isinstance(gradient, DTensor):
+        gradient.to_local().fill_(float("inf"))
+    return [backend.optimizer_step(1.0).is_skipped, backend.num_skipped_steps]
+
+
+def _resumed(folder: Path, is_async: bool) -> dict[str, Any]:
+    path = str(folder / f"checkpoints-{is_async}")
+    bundle = TinyBundle()
+    backend = make_backend(bundle, ema=EMAConfig())
+    backend.keep_policy("old")
+    torch.manual_seed(backend.dp_rank)
+    for step in range(2):
+        train_step(backend, bundle.model, step)
+    checkpointer = Checkpointer(backend, path, is_async=is_async)
+    checkpointer.save(2, {"next": 2})
+    drawn = torch.rand(3)
+    for step in range(2, 4):
+        train_step(backend, bundle.model, step)
+    checkpointer.wait()
+    expected = snapshot(backend)
+
+    bundle = TinyBundle(seed=5)
+    resumed = make_backend(bundle, ema=EMAConfig())
+    state = Checkpointer(resumed, path).load()
+    drawn_again = torch.rand(3)
+    for step in range(2, 4):
+        train_step(resumed, bundle.model, step)
+    found = snapshot(resumed)
+    return {
+        "driver_state": state,
+        "same_draws": torch.equal(drawn, drawn_again),
+        "different": [name for name in expected if not torch.equal(expected[name], found[name])],
+        "expected": expected,
+    }
+
+
+def _one_full_disk(folder: Path) -> dict[str, Any]:
+    backend = make_backend()
+    checkpointer = Checkpointer(backend, str(folder / "full"))
+    checkpointer.save(1, {"step": 1})
+
+    def no_space(path: Path, state: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    message = "saved"
+    with pytest.MonkeyPatch.context() as patched:
+        if backend.dp_rank == 1:
+            patched.setattr(checkpoint_module, "write_rng_state", no_space)
+        try:
+            checkpointer.save(2, {"step": 2})
+        except CheckpointError as error:
+            message = str(error)
+    dist.barrier()
+    return {
+        "message": message,
+        "folders": sorted(path.name for path in (folder / "full").iterdir()),
+        "loaded": checkpointer.load(),
+    }
+
+
+SCENARIOS: dict[str, Callable[[Path], Any]] = {
+    "topologies": _steps_of_topologies,
+    "wrong_topology": _wrong_topology,
+    "policies": _policies,
+    "poisoned": _one_poisoned_rank,
+    "resumed": lambda folder: _resumed(folder, False),
+    "resumed_async": lambda folder: _resumed(folder, True),
+    "full_disk": _one_full_disk,
+}
+
+
+def run_scenarios(rank: int, world_size: int, folder: str) -> None:
+    """Run all scenarios as one rank; results, or the traceback of the first that failed, go to a file."""
+    torch.set_num_threads(1)
+    path = Path(folder)
+    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world_size, timeout=timeout
+    )
+    results: dict[str, Any] = {}
+    try:
+        for name, scenario in SCENARIOS.items():
+            results[name] = scenario(path)
+    except Exception:  # noqa: BLE001 - the parent shows it
+        results["error"] = traceback.format_exc()
+    torch.save(results, path / f"results-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def scenario_results(folder: Path, world_size: int = 2) -> list[dict[str, Any]]:
+    """Results of all scenarios by rank, from processes of their own."""
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=run_scenarios, args=(rank, world_size, str(folder))) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(JOIN_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in range(world_size)]

@@ -80,10 +80,9 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, conf
     noise levels, one a row) keep float32, and blocks get their inputs as they are (rotary tables are float32 by
     design). bfloat16 would round timestep 963.7 to 964.
     """
-    is_mixed = config.param_dtype != config.master_dtype
     param_dtype = dtype_named(config.param_dtype, "fsdp.param_dtype")
     precision = MixedPrecisionPolicy(
-        param_dtype=param_dtype if is_mixed else None,
+        param_dtype=param_dtype,
         reduce_dtype=dtype_named(config.reduce_dtype, "fsdp.reduce_dtype"),
         cast_forward_inputs=False,
     )

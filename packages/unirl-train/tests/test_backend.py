@@ -1,0 +1,386 @@
+"""The backend in one process: steps, policies, adapters, precision, offload, export."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_fakes import TinyBundle, lora_config, make_backend, rows, run_backward, snapshot, train_step, whole
+
+from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
+from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
+from unirl.types.protocols import PolicyStore
+from unirl.types.roles import remote_method
+
+MODES: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora": lora_config()}}
+
+
+def outputs(bundle: TinyBundle) -> torch.Tensor:
+    with torch.no_grad():
+        return bundle.model(rows(0)[0])
+
+
+def trained(mode: str, **options: Any):
+    bundle = TinyBundle()
+    backend = make_backend(bundle, **MODES[mode], **options)
+    backend.keep_policy("old")
+    for step in range(3):
+        train_step(backend, bundle.model, step)
+    return backend, bundle
+
+
+# Optimizer steps --------------------------------------------------------------------------------------------------
+
+
+def test_a_backend_is_a_policy_store_with_markers():
+    store: PolicyStore = make_backend()
+    for name in ("keep_policy", "update_policy", "offload", "onload", "export_lora", "export_merged", "zero_grad"):
+        assert remote_method(type(store), name).dispatch.value == "broadcast"
+
+
+def test_micro_batches_accumulate_to_the_gradient_of_the_whole_batch():
+    gradients = []
+    for num_micros in (1, 4):
+        bundle = TinyBundle()
+        backend = make_backend(bundle)
+        run_backward(backend, bundle.model, 0, num_micros=num_micros)
+        gradients.append({name: parameter.grad for name, parameter in backend.parameters.items()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_follows_the_schedule_and_clips():
+    bundle = TinyBundle()
+    backend = make_backend(bundle, scheduler=LrSchedulerConfig("linear", warmup_steps=2, total_steps=4))
+    stats = [train_step(backend, bundle.model, step) for step in range(4)]
+    assert [s.lr for s in stats] == pytest.approx([0.005, 0.01, 0.01, 0.005])
+    run_backward(backend, bundle.model, 0)
+    norm = backend.optimizer_step(1e-3).grad_norm
+    clipped = torch.stack([p.grad.norm() for p in backend.parameters.values() if p.grad is not None]).norm()
+    assert norm > 1e-3
+    assert float(clipped) == pytest.approx(1e-3, rel=1e-5)
+
+
+def test_a_step_without_gradients_is_refused():
+    with pytest.raises(ContractError, match="call backward"):
+        make_backend().optimizer_step(1.0)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_gradient_that_is_not_finite_changes_nothing_is_counted_and_stops_in_a_row(mode: str):
+    backend, bundle = trained(mode, ema=EMAConfig(), max_skipped_steps=3)
+
+    def poisoned() -> Any:
+        run_backward(backend, bundle.model, 0)
+        next(iter(backend.parameters.values())).grad[0] = float("nan")
+        return backend.optimizer_step(1.0)
+
+    before = snapshot(backend)
+    assert poisoned().is_skipped and poisoned().is_skipped
+    after = snapshot(backend)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["counters"]
+    assert all(parameter.grad is None for parameter in backend.parameters.values())
+    assert (backend.num_optimizer_steps, backend.num_skipped_steps) == (3, 2)
+    assert not train_step(backend, bundle.model, 1).is_skipped  # the row is broken
+    poisoned()
+    poisoned()
+    with pytest.raises(TrainingError, match="3 optimizer steps in a row"):
+        poisoned()
+    assert backend.num_skipped_steps == 5
+
+
+# Policies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_policy_computes_as_it_did_when_kept_and_the_trained_one_comes_back_bit_for_bit(mode: str):
+    bundle = TinyBundle()
+    backend = make_backend(bundle, **MODES[mode])
+    start = outputs(bundle)
+    backend.keep_policy("old")
+    for step in range(3):
+        train_step(backend, bundle.model, step)
+    before, now = snapshot(backend), outputs(bundle)
+    flags = {name: p.requires_grad for name, p in bundle.model.named_parameters()}
+    ids = {name: id(p) for name, p in bundle.model.named_parameters()}
+    with backend.using_policy("old"):
+        assert torch.equal(outputs(bundle), start)
+        assert {name: p.requires_grad for name, p in bundle.model.named_parameters()} == flags
+    assert torch.equal(outputs(bundle), now) and not torch.equal(now, start)
+    assert {name: p.requires_grad for name, p in bundle.model.named_parameters()} == flags
+    assert {name: id(p) for name, p in bundle.model.named_parameters()} == ids
+    after = snapshot(backend)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_trained_values_come_back_after_an_exception():
+    backend, bundle = trained("full")
+    now = outputs(bundle)
+    with pytest.raises(KeyError), backend.using_policy("old"):
+        raise KeyError("inside")
+    assert torch.equal(outputs(bundle), now)
+
+
+def test_a_policy_moves_towards_the_trained_one_by_its_decay():
+    backend, _ = trained("full")
+    old = {name: tensor.clone() for name, tensor in backend.policy_values("old").items()}
+    backend.update_policy("old", 0.75)
+    for name, tensor in backend.policy_values("old").items():
+        current = backend.parameters[name].detach()
+        torch.testing.assert_close(tensor, 0.75 * old[name] + 0.25 * current, rtol=1e-6, atol=1e-7)
+    backend.update_policy("old", 0.0)
+    assert all(torch.equal(t, backend.parameters[name]) for name, t in backend.policy_values("old").items())
+
+
+def test_nesting_policies_or_training_inside_one_is_refused():
+    backend, bundle = trained("full")
+    run_backward(backend, bundle.model, 0)
+    with backend.using_policy("old"):
+        for action in (
+            lambda: backend.using_policy("old").__enter__(),
+            lambda: backend.keep_policy("new"),
+            lambda: backend.update_policy("old", 0.5),
+            lambda: backend.optimizer_step(1.0),
+            lambda: backend.state_dict(),
+            lambda: backend.export_merged("nowhere"),
+        ):
+            with pytest.raises(ContractError, match="inside the policy 'old'"):
+                action()
+
+
+def test_unknown_and_reserved_names_are_refused():
+    backend = make_backend()
+    with pytest.raises(ContractError, match="no policy 'old'; kept: none"), backend.using_policy("old"):
+        pass
+    for name in ("default", "ema", "reference", "a/b", ""):
+        with pytest.raises(ContractError, match="reserved"):
+            backend.keep_policy(name)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_backward_through_a_graph_from_before_a_swap_is_noticed(mode: str):
+    backend, bundle = trained(mode)
+    loss = bundle.model(rows(0)[0]).square().mean()
+    with backend.using_policy("old"):
+        pass
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_reference_of_lora_is_the_base_bit_for_bit_and_touches_no_flag():
+    bundle = TinyBundle()
+    base = outputs(bundle)
+    backend = make_backend(bundle, lora=lora_config())
+    assert torch.equal(outputs(bundle), base)  # B starts at zero
+    for step in range(3):
+        train_step(backend, bundle.model, step)
+    flags = {name: p.requires_grad for name, p in bundle.model.named_parameters()}
+    assert sum(flags.values()) == len(backend.parameters) == 8
+    assert not torch.equal(outputs(bundle), base)
+    with backend.reference_policy():
+        assert torch.equal(outputs(bundle), base)
+        assert {name: p.requires_grad for name, p in bundle.model.named_parameters()} == flags
+    assert not torch.equal(outputs(bundle), base)
+    assert {name: p.requires_grad for name, p in bundle.model.named_parameters()} == flags
+
+
+def test_the_reference_of_full_fine_tuning_must_be_asked_for():
+    bundle = TinyBundle()
+    start = outputs(bundle)
+    backend = make_backend(bundle, keep_reference=True)
+    train_step(backend, bundle.model, 0)
+    with backend.reference_policy():
+        assert torch.equal(outputs(bundle), start)
+    with pytest.raises(ConfigError, match="keep_reference"), make_backend().reference_policy():
+        pass
+    with pytest.raises(ConfigError, match="base is the reference"):
+        make_backend(lora=lora_config(), keep_reference=True)
+
+
+def test_the_moving_average_runs_as_a_policy():
+    bundle = TinyBundle()
+    backend = make_backend(bundle, ema=EMAConfig(decay=0.5, warmup=False))
+    start = {name: p.detach().clone() for name, p in backend.parameters.items()}
+    train_step(backend, bundle.model, 0)
+    with backend.ema_policy():
+        for name, parameter in backend.parameters.items():
+            assert not torch.equal(parameter, start[name])
+    for name, tensor in backend.policy_values("ema").items():
+        torch.testing.assert_close(tensor, (start[name] + backend.parameters[name].detach()) / 2)
+    with pytest.raises(ConfigError, match="backend.ema"), make_backend().ema_policy():
+        pass
+
+
+# Precision and wrapping -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_float32_masters_add_up_small_updates_that_bf16_masters_lose(mode: str, master: str):
+    bundle = TinyBundle()
+    backend = make_backend(bundle, lr=1e-5, fsdp=FSDPConfig(param_dtype="bf16", master_dtype=master), **MODES[mode])
+    try:
+        assert outputs(bundle).dtype == torch.bfloat16
+        start = {name: whole(p) for name, p in backend.parameters.items()}
+        for _ in range(20):
+            train_step(backend, bundle.model, 0)
+        changes = []
+        for name, parameter in backend.parameters.items():
+            # AdamW moves by about 1e-5 a step; half a unit in the last place of a bf16 weight above 1/16 is 2.4e-4.
+            changes.append((whole(parameter) - start[name])[start[name].abs() > 1 / 16].abs())
+        largest = float(torch.cat(changes).max())
+        assert largest == 0.0 if master == "bf16" else 1e-4 < largest < 2.5e-4
+    finally:
+        backend.close()
+
+
+def test_inputs_are_cast_but_a_scalar_a_row_keeps_float32():
+    bundle = TinyBundle()
+    backend = make_backend(bundle, fsdp=FSDPConfig(param_dtype="bf16"))
+    try:
+        with torch.no_grad():
+            bundle.model(rows(0)[0], timestep_B=torch.full((8,), 963.7))
+        assert bundle.model.seen_timestep_dtype == torch.float32
+    finally:
+        backend.close()
+
+
+def test_swapped_values_reach_the_gathered_weights_of_a_sharded_model():
+    bundle = TinyBundle()
+    backend = make_backend(bundle, fsdp=FSDPConfig(param_dtype="bf16"))
+    try:
+        start = outputs(bundle)
+        backend.keep_policy("old")
+        train_step(backend, bundle.model, 0)
+        now = outputs(bundle)  # the root keeps its gathered weights after a forward
+        with backend.using_policy("old"):
+            assert torch.equal(outputs(bundle), start)
+        assert torch.equal(outputs(bundle), now) and not torch.equal(now, start)
+    finally:
+        backend.close()
+
+
+def test_the_group_of_one_process_ends_with_the_backend():
+    backend = make_backend(fsdp=FSDPConfig(param_dtype="bf16"))
+    assert torch.distributed.is_initialized()
+    backend.close()
+    backend.close()
+    assert not torch.distributed.is_initialized()
+
+
+def gradients_with(**options: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+    bundle = TinyBundle()
+    backend = make_backend(bundle, fsdp=FSDPConfig(**options))
+    run_backward(backend, bundle.model, 0)
+    gradients = {name: p.grad.clone() for name, p in backend.parameters.items() if p.grad is not None}
+    return gradients, list(bundle.model.state_dict())
+
+
+def test_recomputing_activations_changes_neither_gradients_nor_names():
+    expected, names = gradients_with()
+    found, found_names = gradients_with(activation_checkpointing=True)
+    assert found_names == names and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_compiling_blocks_changes_neither_gradients_nor_names():
+    expected, names = gradients_with()
+    found, found_names = gradients_with(compile=True)
+    assert found_names == names and found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_class_that_is_not_there_names_those_that_are():
+    bundle = TinyBundle()
+    bundle.block_class_names = ("OtherBlock",)
+    with pytest.raises(ConfigError, match="no block of class OtherBlock.*TinyBlock, TinyModel"):
+        make_backend(bundle)
+
+
+def test_options_that_would_do_nothing_are_refused():
+    with pytest.raises(ConfigError, match="cpu_offload does nothing on device cpu"):
+        make_backend(fsdp=FSDPConfig(cpu_offload=True))
+    with pytest.raises(ConfigError, match="dp_replicate = 2 does not divide 1 devices"):
+        make_backend(topology=TrainTopology(dp_replicate=2))
+
+
+def test_frozen_half_precision_weights_cannot_compute_in_float32():
+    bundle = TinyBundle()
+    bundle.model.to(torch.bfloat16)
+    with pytest.raises(ConfigError, match="frozen in torch.bfloat16"):
+        make_backend(bundle, lora=lora_config())
+    bundle = TinyBundle()
+    bundle.model.to(torch.bfloat16)
+    full = make_backend(bundle)
+    assert {p.dtype for p in full.parameters.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_offloading_and_onloading_keep_every_value(mode: str):
+    backend, bundle = trained(mode, ema=EMAConfig())
+    run_backward(backend, bundle.model, 5)
+    before = snapshot(backend)
+    gradients = [p.grad.clone() for p in backend.parameters.values() if p.grad is not None]
+    backend.offload()
+    backend.onload()
+    after = snapshot(backend)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    kept = [p.grad for p in backend.parameters.values() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(kept, gradients, strict=True))
+    assert not backend.optimizer_step(1.0).is_skipped
+
+
+# LoRA -------------------------------------------------------------------------------------------------------------
+
+
+def test_targets_that_match_nothing_name_the_layers_that_exist():
+    with pytest.raises(ConfigError, match=r"\['nothing'\] match no layer of transformer.*blocks.0.to_q"):
+        make_backend(lora=LoraConfig(rank=2, alpha=2.0, target_modules=["nothing"]))
+    with pytest.raises(ConfigError, match=r"\['to_k'\] match no layer"):
+        make_backend(lora=LoraConfig(rank=2, alpha=2.0, target_modules=["to_q", "to_k"]))
+    with pytest.raises(ConfigError, match="is a TinyBlock, no nn.Linear"):
+        make_backend(lora=LoraConfig(rank=2, alpha=2.0, target_modules=["blocks.0"]))
+
+
+def test_every_component_gets_adapters_of_its_own():
+    backend = make_backend(TinyBundle(num_components=2), lora=lora_config())
+    assert {name.split(".")[0] for name in backend.parameters} == {"transformer", "transformer_2"}
+    assert len(backend.parameters) == 16
+
+
+def test_exported_adapters_have_pefts_names_and_the_policys_values(tmp_path: Path):
+    backend, _ = trained("lora")
+    for policy in ("default", "old"):
+        backend.export_lora(str(tmp_path / policy), policy)
+        weights = load_file(tmp_path / policy / "transformer.safetensors")
+        assert len(weights) == 8
+        key = "blocks.0.to_q.lora_B.weight"
+        expected = backend.policy_values(policy)["transformer.blocks.0.to_q.lora_B.default.weight"]
+        assert torch.equal(weights[key], expected)
+    with pytest.raises(ConfigError, match="export_merged"):
+        make_backend().export_lora(str(tmp_path))
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("policy", ["default", "old"])
+def test_the_exported_model_computes_what_the_policy_computes(mode: str, policy: str, tmp_path: Path):
+    backend, bundle = trained(mode)
+    expected = outputs(bundle)
+    if policy == "old":
+        with backend.using_policy("old"):
+            expected = outputs(bundle)
+    backend.export_merged(str(tmp_path), policy)
+    plain = TinyBundle(seed=3)
+    plain.model.load_state_dict(load_file(tmp_path / "transformer.safetensors"))
+    # LoRA: W + s B A in one product instead of two, in float32.
+    torch.testing.assert_close(outputs(plain), expected, rtol=1e-5, atol=1e-6 if mode == "lora" else 0.0)
+
+
+def test_a_state_of_other_options_is_refused_by_name():
+    backend, _ = trained("full")
+    state = {name: tensor.clone() for name, tensor in backend.state_dict().items()}
+    with pytest.raises(CheckpointError, match="unexpected .*policies/old"):
+        make_backend().load_state_dict(state)

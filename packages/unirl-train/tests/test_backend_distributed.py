@@ -1,0 +1,92 @@
+"""Two ranks against one: gradients, HSDP, policies, skipped steps, checkpoints. Both ranks run once, for all tests."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_fakes import TinyBundle, gradients_and_state, lora_config, make_backend, rows, scenario_results, snapshot
+
+from unirl.train.checkpoint import Checkpointer
+from unirl.train.configs import EMAConfig
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two-ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    results = scenario_results(folder)
+    for rank, result in enumerate(results):
+        assert "error" not in result, f"rank {rank}:\n{result['error']}"
+    return results
+
+
+@pytest.mark.parametrize("name", ["sharded", "replicated", "one_by_two", "lora", "kept_gathered"])
+def test_two_ranks_take_the_steps_that_one_takes(name: str, ranks: list[dict[str, Any]]):
+    one = gradients_and_state(**({"lora": lora_config()} if name == "lora" else {}))
+    for rank in ranks:
+        two = rank["topologies"][name]
+        assert two["is_sharded"] and not one["is_sharded"]
+        # float32 sums of the same rows in another order.
+        for key, gradient in one["gradients"].items():
+            torch.testing.assert_close(two["gradients"][key], gradient, rtol=1e-5, atol=1e-6)
+        assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+        assert two["state"].keys() == one["state"].keys()
+        for key, value in one["state"].items():
+            # AdamW divides by the root of tiny second moments: differences grow to a fraction of lr = 0.01.
+            torch.testing.assert_close(two["state"][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_both_ranks_hold_the_same_whole_state(ranks: list[dict[str, Any]]):
+    for name, first in ranks[0]["topologies"].items():
+        second = ranks[1]["topologies"][name]
+        assert all(torch.equal(value, second["state"][key]) for key, value in first["state"].items())
+
+
+def test_a_topology_that_does_not_multiply_to_the_ranks_is_refused(ranks: list[dict[str, Any]]):
+    assert "2 * 2 = 4, but there are 2 devices" in ranks[0]["wrong_topology"]
+
+
+def test_policies_swap_under_sharding_and_reductions_reach_all(ranks: list[dict[str, Any]], folder: Path):
+    for rank in ranks:
+        found = rank["policies"]
+        assert found["old_is_start"] and found["comes_back"] and found["moved"]
+        assert (found["sum"], found["max"]) == (3.0, 2.0)
+    bundle = TinyBundle(seed=9)
+    bundle.model.load_state_dict(load_file(folder / "merged" / "transformer.safetensors"))
+    with torch.no_grad():
+        torch.testing.assert_close(bundle.model(rows(0)[0]), ranks[0]["policies"]["now"])
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks: list[dict[str, Any]]):
+    assert [rank["poisoned"] for rank in ranks] == [[True, 1], [True, 1]]
+
+
+@pytest.mark.parametrize("name", ["resumed", "resumed_async"])
+def test_a_sharded_resume_is_bit_identical_on_every_rank(name: str, ranks: list[dict[str, Any]]):
+    for rank in ranks:
+        assert rank[name]["different"] == []
+        assert rank[name]["same_draws"]
+        assert rank[name]["driver_state"] == {"next": 2}
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one(ranks: list[dict[str, Any]], folder: Path):
+    backend = make_backend(TinyBundle(seed=4), ema=EMAConfig())
+    Checkpointer(backend, str(folder / "checkpoints-False")).load()
+    state = snapshot(backend)
+    assert state.keys() == ranks[0]["resumed"]["expected"].keys()
+    assert backend.num_optimizer_steps == 2
+
+
+def test_a_rank_that_cannot_write_fails_all_and_the_last_checkpoint_stays(ranks: list[dict[str, Any]]):
+    for rank in ranks:
+        found = rank["full_disk"]
+        assert "rank 1: OSError" in found["message"] and "No space left" in found["message"]
+        assert found["folders"] == ["step-000001"]
+        assert found["loaded"] == {"step": 1}
