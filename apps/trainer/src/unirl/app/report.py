@@ -25,7 +25,7 @@ def final_screen(summary: Summary) -> Group:
     before, after = summary.get("eval_before"), summary.get("eval_after")
     if before or after:
         parts.append(evaluation_table(before, after, _preferred(summary)))
-    parts.append(Text(next_steps(summary)))
+    parts.append(Text(next_steps(summary), no_wrap=True, overflow="ignore"))
     return Group(*parts)
 
 

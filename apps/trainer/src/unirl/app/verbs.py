@@ -71,7 +71,7 @@ def run(command: Command) -> None:
         summary = run_recipe(recipe, run_dir, trackers, stop)
     from unirl.app.report import final_screen
 
-    Console().print(final_screen(summary))
+    Console().print(final_screen(summary), crop=False)
 
 
 def evaluate(command: Command) -> None:

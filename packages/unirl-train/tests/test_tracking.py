@@ -1,0 +1,182 @@
+"""Trackers and picture grids."""
+
+import io
+import json
+import sys
+import types
+
+import pytest
+import torch
+from PIL import Image
+
+from unirl.tracking.console import ConsoleTracker, sparkline
+from unirl.tracking.jsonl import JsonlTracker, read_metrics
+from unirl.tracking.media import before_after, grid
+from unirl.types.errors import ContractError
+
+CONFIG = {"recipe": "diffusion/test", "num_rollouts": 3}
+
+
+def test_jsonl_writes_one_whole_line_a_step(tmp_path):
+    tracker = JsonlTracker()
+    tracker.start(CONFIG, tmp_path, 0)
+    tracker.log({"reward/mean": 0.5, "train/loss": float("nan")}, 1)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "train/loss": "nan"}]
+    tracker.finish({})
+
+
+def test_jsonl_of_a_resumed_run_drops_what_the_checkpoint_does_not_know(tmp_path):
+    tracker = JsonlTracker()
+    tracker.start(CONFIG, tmp_path, 0)
+    for step in range(4):
+        tracker.log({"x": step}, step)
+    tracker.finish({})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "x"')  # cut short by a crash
+    again = JsonlTracker()
+    again.start(CONFIG, tmp_path, 2)
+    again.log({"x": 30}, 3)
+    again.finish({})
+    assert [(line["step"], line["x"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 30),
+    ]
+
+
+def test_jsonl_before_start_is_an_error():
+    with pytest.raises(ContractError, match="before start"):
+        JsonlTracker().log({}, 0)
+
+
+def test_sparkline_scales_to_its_range_and_averages_into_bins():
+    assert sparkline([0, 1, 2, 3], blocks="0123") == "0123"
+    assert sparkline([0, 0, 3, 3], width=2, blocks="0123") == "03"
+    assert sparkline([1, 1], blocks="0123") == "22"
+    assert sparkline([float("nan")]) == ""
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_console_shows_reward_evaluation_and_phases(tmp_path, is_terminal):
+    rich_console = pytest.importorskip("rich.console")
+    out = io.StringIO()
+    tracker = ConsoleTracker(
+        console=rich_console.Console(file=out, force_terminal=is_terminal, width=100, highlight=False)
+    )
+    tracker.start(CONFIG, tmp_path, 0)
+    tracker.log({"eval/reward": 0.25}, 0)
+    for step in range(1, 4):
+        tracker.log({"reward/mean": step / 4, "train/loss": 1.0, "timing_s/rollout": 1.5}, step)
+    tracker.image("eval", Image.new("RGB", (4, 4)), 3)
+    tracker.finish({})
+    text = out.getvalue()
+    assert "diffusion/test" in text and "0.75" in text and "0.25" in text and "rollout" in text
+    assert ("\x1b[" in text) == is_terminal
+
+
+def test_tensorboard_writes_scalars_and_pictures_and_purges_on_resume(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from unirl.tracking.tensorboard import FOLDER, TensorBoardTracker
+
+    for start in (0, 2):
+        tracker = TensorBoardTracker()
+        tracker.start(CONFIG, tmp_path, start)
+        for step in range(start + 1, 4):
+            tracker.log({"x": step + 10 * start}, step)
+        tracker.image("eval", Image.new("RGB", (4, 4)), 3)
+        tracker.finish({})
+    events = EventAccumulator(str(tmp_path / FOLDER))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [(1, 1), (2, 2), (3, 23)]
+    assert "eval" in events.Tags()["images"]
+
+
+@pytest.mark.parametrize(
+    ("module", "class_name", "fix"),
+    [
+        ("wandb", "WandbTracker", r"unirl-train\[wandb\]"),
+        ("swanlab", "SwanLabTracker", r"unirl-train\[swanlab\]"),
+    ],
+)
+def test_optional_trackers_name_their_extra_and_log_through_their_library(
+    tmp_path, monkeypatch, module, class_name, fix
+):
+    import importlib
+
+    tracker_class = getattr(importlib.import_module(f"unirl.tracking.{module}"), class_name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=fix):
+        tracker_class()
+    calls = []
+
+    class FakeRun:
+        """Records what a run of either library is told."""
+
+        def __init__(self):
+            self.summary = {}
+
+        def log(self, values, step):
+            calls.append((sorted(values), step))
+
+        def finish(self):
+            calls.append("finished")
+
+    def init(**options):
+        calls.append((options["project"], options["resume"]))
+        return FakeRun()
+
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(init=init, Image=lambda picture: picture))
+    tracker = tracker_class(project="p")
+    tracker.start(CONFIG, tmp_path, 1)
+    tracker.log({"x": 1.0}, 2)
+    tracker.image("eval", Image.new("RGB", (4, 4)), 2)
+    tracker.finish({"wall_s": 1.0})
+    assert calls == [("p", "allow"), (["x"], 2), (["samples/eval"], 2), "finished"]
+
+
+def test_grid_enlarges_small_images_and_leaves_room_for_captions():
+    images = torch.rand(5, 3, 32, 32)
+    plain, captioned = grid(images, columns=3), grid(images, ["a long caption " * 5] * 5, columns=3)
+    assert plain.width == captioned.width == 3 * (160 + 12)
+    assert captioned.height > plain.height
+
+
+def test_grid_keeps_colours_and_order():
+    images = torch.zeros(2, 3, 8, 8)
+    images[0, 0] = 1.0
+    images[1, 2] = 2.0  # clamped to 1
+    picture = grid(images, columns=2, scale=1)
+    assert picture.getpixel((10, 10)) == (255, 0, 0)
+    assert picture.getpixel((8 + 12 + 10, 10)) == (0, 0, 255)
+
+
+def test_before_and_after_stand_side_by_side():
+    before, after = torch.zeros(1, 3, 160, 160), torch.ones(1, 3, 160, 160)
+    picture = before_after(before, after, ["a cat"])
+    assert picture.getpixel((80, 90)) == (0, 0, 0)
+    assert picture.getpixel((160 + 80, 90)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (torch.zeros(0, 3, 4, 4), None, "needs images"),
+        (torch.zeros(2, 4, 4), None, "needs images"),
+        (torch.zeros(2, 3, 4, 4), ["a"], "1 labels for 2 images"),
+    ],
+)
+def test_grid_refuses_other_shapes(images, labels, message):
+    with pytest.raises(ContractError, match=message):
+        grid(images, labels)
+    with pytest.raises(ContractError, match="one shape"):
+        before_after(torch.zeros(1, 3, 4, 4), torch.zeros(2, 3, 4, 4), ["a"])
+
+
+def test_metrics_lines_are_plain_json(tmp_path):
+    tracker = JsonlTracker("m.jsonl")
+    tracker.start(CONFIG, tmp_path, 0)
+    tracker.log({"x": torch.tensor(1.5)}, 1)
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "x": 1.5}
