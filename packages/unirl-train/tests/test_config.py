@@ -1,0 +1,216 @@
+"""Signatures read from source, objects built from sections, and the messages of both."""
+
+import ast
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+from unirl.config import instantiate
+from unirl.config.annotations import mismatch
+from unirl.config.injection import INJECTED
+from unirl.config.instantiation import instantiate_at
+from unirl.config.signatures import read_target
+from unirl.config.suggestions import did_you_mean
+from unirl.types.errors import ConfigError
+
+SHAPES = '''
+from __future__ import annotations
+import argparse
+import abc
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+from some_models.kinds import Kind, Mode
+
+raise_if_imported = 1 / 0
+
+@dataclass(frozen=True)
+class Options:
+    rate: float
+    betas: tuple[float, float] = (0.9, 0.99)
+    names: list[str] = field(default_factory=list)
+    hidden: int = field(init=False, default=0)
+    limit: ClassVar[int] = 3
+
+@dataclass(frozen=True)
+class MoreOptions(Options):
+    mode: Mode = "fast"
+
+class Base(abc.ABC):
+    flag = True
+    def __init__(self, model, *, size: int, kind: Kind | None = None, options: Options | None = None) -> None: ...
+
+class Model(Base):
+    name: ClassVar[str] = "model"
+
+class Loose(argparse.Namespace):
+    pass
+
+def build(path: str, count: int = 1): ...
+'''
+KINDS = 'from typing import Literal\nMode = Literal["fast", "slow"]\nclass Kind: ...\n'
+
+
+@pytest.fixture
+def some_models(tmp_path, monkeypatch):
+    """A package whose modules cannot be imported, only read."""
+    for name, text in (("__init__", "from some_models.shapes import Model"), ("shapes", SHAPES), ("kinds", KINDS)):
+        (tmp_path / "some_models").mkdir(exist_ok=True)
+        (tmp_path / "some_models" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    read_target.cache_clear()
+    return "some_models.shapes"
+
+
+def test_signature_of_a_class_comes_from_its_base_without_importing(some_models):
+    target = read_target(f"{some_models}.Model")
+    assert {name: item.has_default for name, item in target.parameters.items()} == {
+        "model": False,
+        "size": False,
+        "kind": True,
+        "options": True,
+    }
+    assert target.constants == {"flag": True, "name": "model"}
+    assert "some_models" not in sys.modules
+
+
+def test_signature_of_a_dataclass_leaves_out_what_init_does_not_take(some_models):
+    target = read_target(f"{some_models}.MoreOptions")
+    assert {name: item.has_default for name, item in target.parameters.items()} == {
+        "rate": False,
+        "betas": True,
+        "names": True,
+        "mode": True,
+    }
+
+
+def test_functions_re_exports_and_unreadable_bases_have_signatures_too(some_models):
+    assert list(read_target(f"{some_models}.build").parameters) == ["path", "count"]
+    assert "size" in read_target("some_models.Model").parameters
+    assert read_target("builtins.dict").accepts_any
+    assert "prog" in read_target("argparse.ArgumentParser").parameters
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("some_models.shapes.Modle", "some_models.shapes has no 'Modle'. Did you mean Model?"),
+        ("some_models.shape.Model", "some_models has no module 'shape'. Did you mean shapes?"),
+        ("some_model.shapes.Model", "there is no module 'some_model'"),
+        ("Model", "must be an import path such as package.module.Class"),
+    ],
+)
+def test_unknown_targets_suggest_the_nearest_names(some_models, path, message):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        read_target(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("size", 3, None),
+        ("size", "3", "an integer"),
+        ("size", True, "an integer"),
+        ("size", None, "an integer"),
+        ("kind", None, None),
+        ("kind", 3, "a Kind (a mapping with _target_) or null"),
+        ("kind", {"_target_": "x.Y"}, None),
+        ("rate", 1, None),
+        ("rate", "fast", "a number"),
+        ("betas", [1, 2], None),
+        ("betas", 0.9, "a list"),
+        ("names", "a", "a list"),
+        ("mode", "fast", None),
+        ("mode", "quick", "one of 'fast', 'slow'"),
+        ("model", object(), None),
+    ],
+)
+def test_values_are_judged_by_annotations_as_far_as_source_tells(some_models, name, value, expected):
+    owner = "Model" if name in ("model", "size", "kind") else "MoreOptions"
+    parameter = read_target(f"{some_models}.{owner}").parameters[name]
+    assert mismatch(value, parameter.annotation, parameter.module) == expected
+
+
+def test_static_signatures_agree_with_the_interpreter():
+    from unirl.data.data_source import MultimodalRLDataSource
+    from unirl.tracking.console import ConsoleTracker
+    from unirl.train.configs import LoraConfig, OptimizerConfig
+    from unirl.train.stack import TrainStack
+
+    for owner in (MultimodalRLDataSource, ConsoleTracker, LoraConfig, OptimizerConfig, TrainStack):
+        real = inspect.signature(owner).parameters
+        found = read_target(f"{owner.__module__}.{owner.__qualname__}").parameters
+        assert list(found) == list(real)
+        for name, item in real.items():
+            assert found[name].has_default == (item.default is not inspect.Parameter.empty), (owner, name)
+
+
+def test_instantiate_builds_nested_sections_lists_and_plain_mappings():
+    built = instantiate(
+        {
+            "_target_": "types.SimpleNamespace",
+            "when": {"_target_": "datetime.timedelta", "days": 2},
+            "many": [{"_target_": "datetime.timedelta", "days": 1}, 3],
+            "plain": {"a": {"_target_": "datetime.timedelta", "days": 0}},
+        },
+        extra=[1],
+    )
+    assert built.when.days == 2 and built.many[0].days == 1 and built.many[1] == 3
+    assert built.plain["a"].days == 0 and built.extra == [1]
+
+
+def test_instantiate_passes_dependencies_on_untouched():
+    given = object()
+    assert instantiate({"_target_": "types.SimpleNamespace"}, bundle=given).bundle is given
+
+
+def test_partial_targets_wait_for_their_call():
+    assert instantiate({"_target_": "datetime.timedelta", "_partial_": True, "days": 2})(hours=1).seconds == 3600
+
+
+OPTIMIZER = "unirl.train.configs.OptimizerConfig"
+
+
+@pytest.mark.parametrize(
+    ("node", "dependencies", "message"),
+    [
+        ({"_target_": OPTIMIZER, "learning_rat": 1}, {}, "no argument 'learning_rat'. Did you mean learning_rate?"),
+        ({"_target_": OPTIMIZER}, {}, "missing 1 required positional argument: 'learning_rate'"),
+        ({"_target_": OPTIMIZER, "learning_rate": -1.0}, {}, "must be finite and not negative"),
+        ({"_target_": f"{OPTIMIZER}x"}, {}, "unirl.train.configs has no 'OptimizerConfigx'. Did you mean Optimizer"),
+        ({"_target_": "unirl.train.config.X"}, {}, "unirl.train has no 'config'"),
+        ({"_target_": "nowhere.X"}, {}, "there is no module 'nowhere'"),
+        ({"_target_": "unirl.train.configs.ADAMW_IMPLEMENTATIONS"}, {}, "is a tuple, not a class"),
+        ({"_target_": 3}, {}, "must be an import path"),
+        ({"a": 1}, {"x": 1}, "has no _target_"),
+        ({"_target_": OPTIMIZER, "learning_rate": 1.0}, {"learning_rate": 2.0}, "is set by the trainer. Remove it"),
+    ],
+)
+def test_instantiate_says_what_is_wrong_and_the_nearest_name(node, dependencies, message):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        instantiate(node, **dependencies)
+
+
+def test_a_refusal_names_the_place_in_the_recipe():
+    with pytest.raises(ConfigError, match=r"^pipeline\.schedule: unirl\.sde\.schedule\.SigmaSchedule refuses"):
+        instantiate_at("pipeline", {"schedule": {"_target_": "unirl.sde.schedule.SigmaSchedule", "shift": -1.0}})
+
+
+def test_suggestions_are_empty_where_nothing_is_known():
+    assert did_you_mean("x", []) == ""
+    assert did_you_mean("eta", ["beta", "eta0"]) == "Did you mean eta0 or beta?"
+    assert did_you_mean("zzz", ["a", "b"]) == "Known: a, b."
+
+
+def test_wiring_adds_exactly_the_arguments_that_the_checker_expects():
+    from unirl.trainer import wiring
+
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(Path(wiring.__file__).read_text())):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "instantiate"):
+            continue
+        section = node.args[0]
+        if isinstance(section, ast.Subscript) and isinstance(section.slice, ast.Constant):
+            found.setdefault(section.slice.value, set()).update(str(keyword.arg) for keyword in node.keywords)
+    assert found == {section: set(names) for section, names in INJECTED.items()}
