@@ -1,0 +1,52 @@
+"""Small recipes on the shipped shapes world, and one Ray for the session."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from unirl.app.environment import register_resolvers
+from unirl.config.recipes import compose, resolve
+
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)
+
+SMALL = [
+    "batch_size=4",
+    "sampling.samples_per_prompt=4",
+    "stack.micro_batch_size=4",
+    "engine.forward_batch_size=4",
+    "num_rollouts=2",
+    "eval.num_samples=8",
+    "eval.batch_size=8",
+    "eval.num_images=4",
+    "guardrails.action=off",
+    "save.interval=1",
+]
+
+
+@pytest.fixture(scope="session")
+def ray_of_two_cores():
+    """A local Ray with two cores, shared by the session."""
+    ray = pytest.importorskip("ray")
+    if ray.is_initialized():
+        yield ray
+        return
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture
+def recipe():
+    """recipe(name, *overrides) -> a small resolved recipe."""
+    register_resolvers()
+
+    def make(name, *overrides):
+        return resolve(compose(f"diffusion/{name}", [*SMALL, *overrides]))
+
+    return make
