@@ -1,0 +1,356 @@
+"""Every packaged recipe passes the check, and every kind of mistake has its message."""
+
+import copy
+import json
+import re
+
+import pytest
+
+from unirl.app.environment import register_resolvers
+from unirl.config.catalog import available, packaged_name
+from unirl.config.check import build_values, check_recipe
+from unirl.config.recipes import compose, resolve
+from unirl.config.rules import Machine
+from unirl.types.errors import ConfigError
+
+RECIPES = list(available())
+PLENTY = Machine(num_cpus=1024, num_gpus=1024)
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    """Every packaged recipe, resolved once."""
+    register_resolvers()
+    return {name: resolve(compose(name)) for name in RECIPES}
+
+
+def changed(recipe, changes):
+    """A copy with dotted keys set; a value of ... deletes the key."""
+    recipe = copy.deepcopy(recipe)
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        node = recipe
+        for part in path:
+            node = node[part]
+        if value is ...:
+            del node[last]
+        else:
+            node[last] = value
+    return recipe
+
+
+def test_the_recipes_that_the_readme_promises_are_there():
+    promised = ["", "_flowgrpo", "_dancegrpo", "_mixgrpo"]
+    assert set(RECIPES) >= {f"diffusion/sd3_shapes{suffix}" for suffix in promised}
+    assert set(RECIPES) >= {f"diffusion/sd3_{name}" for name in ("trainside", "dancegrpo", "mixgrpo", "nft")}
+    assert all(available().values()), "every recipe says in a comment what it is"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_passes_the_check_and_names_itself(recipes, name):
+    check_recipe(recipes[name])
+    assert recipes[name]["recipe"] == name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_values_of_a_recipe_build(recipes, name):
+    build_values(recipes[name])
+
+
+PUBLISHED = {
+    "num_inference_steps": ("sampling", "num_inference_steps", 10),
+    "guidance": ("sampling", "guidance_scale", 1.0),
+    "height": ("sampling", "height", 512),
+    "samples": ("sampling", "samples_per_prompt", 16),
+    "clip": ("algorithm", "clip_range", 1e-4),
+    "anchor": ("algorithm", "old_logp_source", "replay"),
+    "updates": ("stack", "num_updates_per_batch", 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("sd3_trainside", {"num_devices": 8, "eta": 0.7, "micro": 1, "decay": 0.0, "kernel": "Flow", "same": False}),
+        ("sd3_dancegrpo", {"num_devices": 16, "eta": 0.7, "micro": 8, "decay": 0.0, "kernel": "Dance", "same": False}),
+        ("sd3_mixgrpo", {"num_devices": 16, "eta": 0.7, "micro": 8, "decay": 1e-4, "kernel": "Flow", "same": True}),
+        ("sd3_nft", {"num_devices": 8, "eta": 0.0, "micro": 8, "decay": 1e-4, "kernel": "Flow", "same": False}),
+    ],
+)
+def test_real_size_recipes_hold_the_published_numbers(recipes, name, own):
+    recipe = recipes[f"diffusion/{name}"]
+    for key, (section, field, value) in PUBLISHED.items():
+        if name != "sd3_nft" or key not in ("clip", "anchor", "updates"):
+            assert recipe[section][field] == value, key
+    assert recipe["batch_size"] == 48 and recipe["num_devices"] == own["num_devices"]
+    assert recipe["sampling"]["eta"] == own["eta"] and recipe["stack"]["micro_batch_size"] == own["micro"]
+    assert recipe["sampling"].get("init_same_noise", False) == own["same"]
+    optimizer = recipe["backend"]["optimizer"]
+    assert (optimizer["learning_rate"], optimizer["betas"], optimizer["epsilon"]) == (3e-4, [0.9, 0.999], 1e-8)
+    assert optimizer["weight_decay"] == own["decay"]
+    assert (recipe["backend"]["lora"]["rank"], recipe["backend"]["lora"]["alpha"]) == (32, 64)
+    assert recipe["pipeline"]["strategy"]["_target_"] == f"unirl.sde.kernels.{own['kernel']}SDEStrategy"
+    assert recipe["advantages"]["preset"] == "unirl_global_std"
+    assert recipe["pipeline"]["schedule"] == {
+        "_target_": "unirl.sde.schedule.SigmaSchedule",
+        "convention": "linear",
+        "shift": 3.0,
+    }
+
+
+@pytest.mark.parametrize("name", ["sd3_trainside", "sd3_dancegrpo"])
+def test_three_stochastic_steps_come_from_the_first_half(recipes, name):
+    scheduler = recipes[f"diffusion/{name}"]["sampling"]["scheduler"]
+    assert scheduler["_target_"] == "unirl.sde.windows.RandomSubset"
+    assert (scheduler["num_sde_steps"], scheduler["fraction"], scheduler["num_steps"]) == (3, [0.0, 0.5], 10)
+
+
+def test_nft_follows_the_published_old_policy(recipes):
+    recipe = recipes["diffusion/sd3_nft"]
+    decay = recipe["algorithm"]["decay"]
+    assert (decay["flat"], decay["rate"], decay["cap"]) == (0, 0.001, 0.5)
+    assert recipe["engine"]["forward_batch_size"] == 32 and recipe["stack"]["num_updates_per_batch"] == 1
+    assert (recipe["algorithm"]["beta"], recipe["algorithm"]["advantage_max"]) == (1.0, 5.0)
+
+
+def test_mixgrpo_window_has_the_published_overlap(recipes):
+    window = recipes["diffusion/sd3_mixgrpo"]["sampling"]["scheduler"]
+    assert (window["window_size"], window["iters_per_window"], window["stride"]) == (4, 25, 4 - 1)
+    assert window["strategy"] == "progressive" and window["roll_back"] is True
+
+
+GRPO, NFT = "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes"
+WINDOWS = "unirl.sde.windows"
+MISTAKES = [
+    ({"num_rollout": 3}, "unknown key 'num_rollout' in the recipe. Did you mean num_rollouts?"),
+    ({"seed": ...}, "seed is missing from the recipe"),
+    ({"data": ...}, "data is missing from the recipe"),
+    ({"num_rollouts": "many"}, "num_rollouts = 'many' must be an integer"),
+    ({"num_devices": True}, "num_devices = True must be an integer"),
+    ({"runtime": "rya"}, "runtime = 'rya' must be one of local, ray"),
+    ({"device": "gpu"}, "device = 'gpu' must be one of auto, cpu, cuda"),
+    ({"stack": 3}, "stack = 3 must be a mapping"),
+    ({"save.intervall": 3}, "save.intervall: unknown key. Did you mean interval?"),
+    ({"save.interval": "x"}, "save.interval = 'x' must be an integer"),
+    ({"algorithm.clip_rang": 1}, "has no argument 'clip_rang'. Did you mean clip_range"),
+    ({"algorithm.pipeline": 1}, "algorithm.pipeline is set by the trainer. Remove it here."),
+    ({"bundle.device": "cpu"}, "bundle.device is set by the trainer. Remove it here and use the top-level device."),
+    ({"algorithm._target_": "unirl.algorithms.diffusion_grp.X"}, "has no module 'diffusion_grp'. Did you mean diff"),
+    ({"algorithm._target_": "unirl.algorithms.diffusion_grpo.DifusionGRPO"}, "Did you mean DiffusionGRPO?"),
+    ({"algorithm._target_": ...}, "algorithm: has no _target_"),
+    ({"stack.micro_batch_size": ...}, "needs micro_batch_size. Set stack.micro_batch_size."),
+    ({"stack.micro_batch_size": None}, "stack.micro_batch_size = null must be an integer"),
+    ({"backend.optimizer.learning_rate": "high"}, "backend.optimizer.learning_rate = 'high' must be a number"),
+    ({"backend.optimizer": 3e-4}, "backend.optimizer = 0.0003 must be a OptimizerConfig (a mapping with _target_)"),
+    ({"algorithm.old_logp_source": "x"}, "algorithm.old_logp_source = 'x' must be one of 'rollout', 'replay'"),
+    ({"reward.scorers.shapes.strict_wight": 1}, "Did you mean strict_weight"),
+    ({"eval.intervall": 3}, "eval.intervall: unirl.trainer.evaluation.EvaluationConfig has no argument 'intervall'"),
+    ({"guardrails.action": "panic"}, "guardrails.action = 'panic' must be one of 'off', 'warn', 'stop', 'rollback'"),
+    ({"trackers.console": True}, "trackers.console: must be a mapping with _target_"),
+    ({"trackers.jsonl.enabled": "no"}, "trackers.jsonl.enabled = 'no' must be true or false"),
+    ({"batch_size": 0}, "batch_size = 0 must be at least 1"),
+    ({"num_devices": 2}, "runtime: local uses one device, num_devices = 2. Set runtime: ray."),
+    (
+        {"runtime": "ray", "num_devices": 5},
+        "batch_size * sampling.samples_per_prompt = 16 * 24 = 384 is not divisible by num_devices = 5. Change one of: "
+        "batch_size, sampling.samples_per_prompt, num_devices.",
+    ),
+    (
+        {"stack.num_updates_per_batch": 5},
+        "is 384 samples a device, not divisible by stack.num_updates_per_batch = 5. Change one of",
+    ),
+    ({"sampling.eta": -0.5}, "eta = -0.5 must be finite and at least 0"),
+    (
+        {"sampling.eta": 1.5, "pipeline.strategy._target_": "unirl.sde.kernels.CPSSDEStrategy"},
+        "sampling.eta = 1.5 must lie in [0, 1] for the cps kernel",
+    ),
+    ({"sampling.eta": 0.0}, "DiffusionGRPO needs stochastic steps, but sampling.eta = 0. Set sampling.eta above 0"),
+    ({"sampling.sde_indices": []}, "needs stochastic steps, but sampling.sde_indices is empty"),
+    (
+        {"sampling.scheduler": {"_target_": f"{WINDOWS}.ExplicitSteps", "indices": []}},
+        "needs stochastic steps, but sampling.scheduler.indices = []",
+    ),
+    (
+        {"sampling.scheduler": {"_target_": f"{WINDOWS}.ExplicitSteps", "indices": [2, 9]}},
+        "sampling.scheduler.indices [9] lie outside 0..5",
+    ),
+    (
+        {"sampling.scheduler": {"_target_": f"{WINDOWS}.AllSteps", "num_steps": 4}},
+        "sampling.scheduler.num_steps = 4 differs from sampling.num_inference_steps = 6",
+    ),
+    (
+        {
+            "sampling.scheduler": {"_target_": f"{WINDOWS}.AllSteps", "num_steps": 6},
+            "sampling.sde_indices": [1],
+        },
+        "sampling.sde_indices wins over sampling.scheduler, which then does nothing",
+    ),
+    ({"sampling.guidance_scale": 4.5}, "sampling.guidance_scale = 4.5 uses guidance, which needs sampling.negative"),
+    ({"eval.guidance_scale": 4.5}, "eval.guidance_scale = 4.5 uses guidance"),
+    ({"sampling.samples_per_prompt": 1}, "a group of one has no advantage"),
+    ({"sampling.height": 30}, "sampling.height = 30 is not divisible by"),
+    ({"algorithm.kl_coef": 0.1}, "algorithm.kl_coef = 0.1 needs a reference policy: set backend.keep_reference: true"),
+    ({"backend.keep_reference": True}, "backend.keep_reference: true does nothing with algorithm.kl_coef = 0"),
+    (
+        {"backend.fsdp": {"_target_": "unirl.train.configs.FSDPConfig", "cpu_offload": True}},
+        "backend.fsdp.cpu_offload does nothing with device: cpu",
+    ),
+    ({"eval.policy": "ema"}, "eval.policy = 'ema' is not kept by this recipe; there are default. Set backend.ema"),
+    ({"reward.scorers": {}}, "reward.scorers is empty"),
+    ({"reward.weights": {"shape": 1.0}}, "reward.weights names ['shape'], reward.scorers ['shapes']"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=[next(iter(m[0])) for m in MISTAKES])
+def test_a_mistake_is_named_with_its_values_and_the_fix(recipes, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(changed(recipes[GRPO], changes))
+
+
+NFT_MISTAKES = [
+    ({"algorithm.num_timesteps": 9}, "algorithm.num_timesteps = 9 exceeds sampling.num_inference_steps = 6"),
+    ({"sampling.init_same_noise": True}, "makes the 16 samples of a prompt equal, because sampling.eta = 0"),
+    (
+        {"sampling.scheduler": {"_target_": f"{WINDOWS}.AllSteps", "num_steps": 6}},
+        "sampling.scheduler does nothing with sampling.eta = 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), NFT_MISTAKES)
+def test_a_mistake_of_deterministic_rollouts_is_named(recipes, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(changed(recipes[NFT], changes))
+
+
+def test_nft_may_evaluate_its_old_policy(recipes):
+    check_recipe(changed(recipes[NFT], {"eval.policy": "old"}))
+
+
+def test_several_mistakes_are_reported_together(recipes):
+    with pytest.raises(ConfigError) as raised:
+        check_recipe(changed(recipes[GRPO], {"algorithm.clip_rang": 1, "stack.micro_batch": 2}))
+    assert "clip_rang" in str(raised.value) and "micro_batch" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (
+            "sampling.scheduler",
+            {"_target_": f"{WINDOWS}.RandomSubset", "num_steps": 6, "num_sde_steps": 9},
+            r"sampling\.scheduler: unirl\.sde\.windows\.RandomSubset refuses its arguments: num_sde_steps = 9",
+        ),
+        ("eval.num_samples", 0, r"eval\.num_samples = 0 must be at least 1"),
+        ("backend.optimizer.learning_rate", -1.0, r"optimizer\.learning_rate = -1\.0 must be finite"),
+        ("advantages.preset", "flow", r"advantages\.preset = 'flow' must be one of"),
+    ],
+)
+def test_values_that_a_constructor_refuses_are_found_before_a_model_loads(recipes, section, values, message):
+    with pytest.raises(ConfigError, match=message):
+        build_values(changed(recipes[GRPO], {section: values}))
+
+
+def on_machine(recipe, changes, machine=PLENTY):
+    check_recipe(changed(recipe, changes), machine)
+
+
+@pytest.fixture
+def runnable(recipes, tmp_path):
+    """A recipe whose model and prompts lie in a folder of this test."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusion3Pipeline"}))
+    (tmp_path / "p.txt").write_text("a red circle\n")
+    own = {
+        "bundle.pretrained_model": str(tmp_path / "model"),
+        "data.path": str(tmp_path / "p.txt"),
+        "eval.prompts": str(tmp_path / "p.txt"),
+        "run_dir": str(tmp_path / "run"),
+    }
+    recipe = changed(recipes[GRPO], own)
+    check_recipe(recipe, PLENTY)
+    return recipe
+
+
+def test_more_devices_than_this_machine_has_is_an_error(runnable):
+    with pytest.raises(ConfigError, match="num_devices = 8 with device: cuda, but this machine has 1 GPU. Lower"):
+        on_machine(runnable, {"runtime": "ray", "num_devices": 8, "device": "cuda"}, Machine(2, 1))
+    with pytest.raises(ConfigError, match="num_devices = 8 with device: cpu, but this machine has 2 cores"):
+        on_machine(runnable, {"runtime": "ray", "num_devices": 8}, Machine(2, 1))
+
+
+def test_model_that_is_missing_or_of_the_wrong_format_is_an_error(runnable, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "weights.bin").write_text("")
+    for value, message in (
+        (str(tmp_path / "nowhere"), "no such folder, and not a hub id"),
+        (str(tmp_path / "p.txt"), "is a file. Give a pipeline folder"),
+        (str(tmp_path / "empty"), "it has no model_index.json (it holds weights.bin)"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            on_machine(runnable, {"bundle.pretrained_model": value})
+    on_machine(runnable, {"bundle.pretrained_model": "owner/name"})
+
+
+def test_image_size_is_judged_by_the_checkpoint_where_it_lies_here(runnable, tmp_path):
+    for part, config in (("vae", {"block_out_channels": [1, 2, 3]}), ("transformer", {"patch_size": 2})):
+        (tmp_path / "model" / part).mkdir()
+        (tmp_path / "model" / part / "config.json").write_text(json.dumps(config))
+    on_machine(runnable, {"sampling.height": 24})
+    with pytest.raises(ConfigError, match="sampling.height = 28 is not divisible by 8. The nearest that is: "):
+        on_machine(runnable, {"sampling.height": 28})
+
+
+def test_prompts_that_are_missing_or_empty_are_an_error(runnable, tmp_path):
+    (tmp_path / "none.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.path = .*nowhere\.txt: no such prompt file or dataset folder"):
+        on_machine(runnable, {"data.path": str(tmp_path / "nowhere.txt")})
+    with pytest.raises(ConfigError, match=r"eval\.prompts = .*none\.txt is empty"):
+        on_machine(runnable, {"eval.prompts": str(tmp_path / "none.txt")})
+
+
+def test_run_directory_that_cannot_be_written_is_an_error(runnable, tmp_path):
+    with pytest.raises(ConfigError, match="is a file. Set run_dir to a folder"):
+        on_machine(runnable, {"run_dir": str(tmp_path / "p.txt")})
+    with pytest.raises(ConfigError, match="is not a writable folder. Set run_dir elsewhere"):
+        on_machine(runnable, {"run_dir": str(tmp_path / "p.txt" / "below")})
+
+
+def test_unknown_recipe_suggests_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown recipe 'sd3_shape'. Did you mean sd3_shapes or"):
+        packaged_name("sd3_shape")
+    assert packaged_name("sd3_nft") == "diffusion/sd3_nft"
+
+
+def test_environment_variables_enter_through_the_recipe_only(monkeypatch):
+    register_resolvers()
+    monkeypatch.setenv("PRETRAINED_MODEL", "owner/model")
+    monkeypatch.setenv("DATA_PATH", "prompts.txt")
+    recipe = resolve(compose("diffusion/sd3_nft"))
+    assert recipe["bundle"]["pretrained_model"] == "owner/model" and recipe["data"]["path"] == "prompts.txt"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["batch_size"], "Write key=value"),
+        (["batch_size=1,2"], "runs one recipe, not a sweep"),
+        (["data.path=[1"], "with quotes around values that hold"),
+        (["data.path=${nowhere}"], "data.path: "),
+        (["recipe=???"], "recipe: "),
+    ],
+)
+def test_overrides_that_hydra_cannot_take_are_one_message(overrides, message):
+    register_resolvers()
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(compose("diffusion/sd3_shapes", overrides))
+
+
+def test_a_file_of_your_own_composes_from_packaged_recipes(tmp_path):
+    register_resolvers()
+    path = tmp_path / "mine.yaml"
+    path.write_text("defaults:\n  - /diffusion/sd3_shapes\n  - _self_\n\nrecipe: mine\nseed: 7\n")
+    recipe = resolve(compose(str(path), ["algorithm.kl_coef=0.5"]))
+    assert (recipe["recipe"], recipe["seed"], recipe["algorithm"]["kl_coef"]) == ("mine", 7, 0.5)
+    with pytest.raises(ConfigError, match="no such recipe file"):
+        compose(str(tmp_path / "none.yaml"))
