@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -167,14 +168,16 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_no_rest(
     assert checkpointer.load() == {"step": 1}
 
 
-def test_a_write_that_the_system_cuts_short_leaves_the_last_good_checkpoint(tmp_path: Path):
+# Bytes a file may have: less than the generators take, and enough for them but not for the tensors.
+@pytest.mark.parametrize("limit_bytes", [7_000, 30_000])
+def test_a_write_that_the_system_cuts_short_leaves_the_last_good_checkpoint(limit_bytes: int, tmp_path: Path):
     resource = pytest.importorskip("resource")
     signal = pytest.importorskip("signal")
     backend, bundle, checkpointer = saved_run(tmp_path, num_saves=1)
     old_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (7000, old_limit[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, old_limit[1]))
         with pytest.raises(CheckpointError, match=r"step-000002.*Free bytes"):
             checkpointer.save(2, {"step": 2})
     finally:
@@ -204,6 +207,26 @@ def test_a_changed_architecture_names_the_parameters_with_both_shapes(tmp_path: 
     adapted = make_backend(lora=LoraConfig(rank=2, alpha=2.0))
     with pytest.raises(CheckpointError, match="another model"):
         Checkpointer(adapted, str(tmp_path)).load()
+
+
+def test_another_lora_scale_is_refused_although_the_tensors_fit(tmp_path: Path):
+    Checkpointer(make_backend(lora=LoraConfig(rank=2, alpha=2.0)), str(tmp_path)).save(1, {})
+    with pytest.raises(CheckpointError, match=r"= 1.0, here it is 2.0"):
+        Checkpointer(make_backend(lora=LoraConfig(rank=2, alpha=4.0)), str(tmp_path)).load()
+
+
+def test_a_thread_that_dies_of_a_fault_of_ours_is_not_taken_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    backend, _ = start({})
+    checkpointer = Checkpointer(backend, str(tmp_path), is_async=True)
+
+    def fault(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(checkpoint_module, "write_rng_state", fault)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    checkpointer.save(1, {})
+    with pytest.raises(CheckpointError, match="checkpoint-1 ended without being written"):
+        checkpointer.wait()
 
 
 def test_resuming_without_the_moving_average_that_was_saved_is_refused(tmp_path: Path):

@@ -87,6 +87,7 @@ class Checkpointer:
         self._group = _own_group() if backend.dp_size > 1 else None
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        self._is_written = True
         self._is_clean = False
 
     # Saving -----------------------------------------------------------------------------------------------------
@@ -105,6 +106,7 @@ class Checkpointer:
             self._write(snapshot)
             return
         # Not a daemon: a process that ends in peace finishes its last checkpoint.
+        self._is_written = False
         self._thread = threading.Thread(target=self._write_aside, args=(snapshot,), name=f"checkpoint-{step}")
         self._thread.start()
 
@@ -115,7 +117,11 @@ class Checkpointer:
             self._thread.join(WRITE_TIMEOUT_S)
             if self._thread.is_alive():
                 raise CheckpointError(f"{self._thread.name} is still being written after {WRITE_TIMEOUT_S:.0f} s")
-            self._thread = None
+            name, self._thread = self._thread.name, None
+            if self._failure is None and not self._is_written:
+                raise CheckpointError(
+                    f"{name} ended without being written; its traceback is in the log of this process"
+                )
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -144,6 +150,7 @@ class Checkpointer:
                 "score": score,
                 "num_ranks": backend.dp_size,
                 "policies": list(backend.policy_names),
+                "lora_scale": backend.lora_scale,
                 "torch": torch.__version__,
                 **backend.counters,
             },
@@ -152,6 +159,7 @@ class Checkpointer:
     def _write_aside(self, snapshot: _Snapshot) -> None:
         try:
             self._write(snapshot)
+            self._is_written = True
         except CheckpointError as error:
             self._failure = error
 
@@ -264,6 +272,11 @@ class Checkpointer:
         folder = self._folder / name
         self._check_architecture(folder)
         facts, _ = read_manifest(folder)
+        if facts["lora_scale"] != self._backend.lora_scale:
+            raise CheckpointError(
+                f"{folder} was saved with lora.alpha / lora.rank = {facts['lora_scale']}, here it is "
+                f"{self._backend.lora_scale}. Resume with the LoRA options that it was saved with."
+            )
         for policy in facts["policies"]:
             if policy not in self._backend.policy_names:
                 self._backend.keep_policy(policy)

@@ -190,6 +190,11 @@ class FSDPBackend:
         return self._num_skipped_steps
 
     @property
+    def lora_scale(self) -> float | None:
+        """alpha / rank of the adapters, which no tensor records; None for full fine-tuning."""
+        return None if self._lora is None else self._lora.alpha / self._lora.rank
+
+    @property
     def is_sharded(self) -> bool:
         """Whether FSDP wraps the model."""
         return bool(self._roots)
