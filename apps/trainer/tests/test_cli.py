@@ -1,0 +1,358 @@
+"""The command itself: verbs, run directories, signals, the end screen, and the wheel."""
+
+import datetime
+import io
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from unirl.app import environment
+from unirl.app.command_line import Command, parse
+from unirl.app.main import USER_ERROR, main
+from unirl.app.report import final_screen
+from unirl.app.run_directory import choose_run_dir, make_run_dir
+from unirl.app.stopping import stop_on_signals
+from unirl.config.catalog import available
+from unirl.config.recipes import compose, resolve
+from unirl.trainer import wiring
+from unirl.trainer.evaluation import EvaluationResult
+from unirl.types.errors import ConfigError, TrainingError
+
+SHAPES = "diffusion/sd3_shapes"
+NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
+SUMMARY = {
+    "recipe": SHAPES,
+    "is_complete": True,
+    "num_rollouts": 3,
+    "num_samples": 12,
+    "wall_s": 4.2,
+    "settings": {"best_metric": "strict"},
+    "eval_before": {"overall": {"reward": 0.5, "strict": 0.25}, "categories": {"one": {"reward": 0.5, "strict": 0.25}}},
+    "eval_after": {"overall": {"reward": 0.9, "strict": 0.75}, "categories": {"one": {"reward": 0.9, "strict": 0.75}}},
+    "run_dir": "runs/x",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_logging():
+    """The command sets up logging for its process; here it is one test of many."""
+    root, ours = logging.getLogger(), logging.getLogger("unirl")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    root.handlers = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with a model folder and prompts, chosen by the environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TQDM_DISABLE", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    (tmp_path / "prompts.txt").write_text("a red circle\n")
+    monkeypatch.setenv("PRETRAINED_MODEL", str(tmp_path / "model"))
+    monkeypatch.setenv("DATA_PATH", str(tmp_path / "prompts.txt"))
+    monkeypatch.setenv("EVAL_DATA_PATH", str(tmp_path / "prompts.txt"))
+    return tmp_path
+
+
+@pytest.fixture
+def fake_run(monkeypatch):
+    """Stands for training: records what it was given."""
+    calls = []
+
+    def run_recipe(recipe, run_dir, trackers, stop):
+        calls.append((recipe, run_dir, trackers, stop))
+        return {**SUMMARY, "run_dir": str(run_dir)}
+
+    monkeypatch.setattr(wiring, "run_recipe", run_recipe)
+    return calls
+
+
+def test_words_become_a_verb_a_recipe_and_changes():
+    assert parse([]) == Command("run", SHAPES)
+    assert parse(["seed=1", "sd3_nft", "~eval"]) == Command("run", "sd3_nft", ("seed=1", "~eval"))
+    assert parse(["show", "--resolve"]) == Command("show", SHAPES, (), {"resolve": True})
+    assert parse(["--config-name=a/b", "--cfg", "job", "--resolve"]) == Command("show", "a/b", (), {"resolve": True})
+    assert parse(["bench", "--warmup", "0", "--debug"]) == Command("bench", SHAPES, (), {"warmup": 0}, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["a", "b"], "more than one recipe: a, b"),
+        (["check", "--to", "x"], "--to does nothing with 'check'; it is for: export"),
+        (["--resolve"], "--resolve does nothing with 'run'"),
+        (["check", "--cfg", "job"], "--cfg shows the recipe instead of running it"),
+        (["export", "sd3_shapes"], "export needs --to FOLDER"),
+        (["sd3_shape"], "unknown recipe 'sd3_shape'. Did you mean sd3_shapes"),
+        (["check", "num_rollout=3"], "unknown key 'num_rollout'"),
+    ],
+)
+def test_a_user_error_is_one_message_without_traceback(argv, message, capsys):
+    assert main(argv) == USER_ERROR
+    err = capsys.readouterr().err
+    assert err.startswith("ConfigError: ") and message in err and "Traceback" not in err
+
+
+def test_debug_adds_the_traceback(capsys):
+    assert main(["sd3_shape", "--debug"]) == USER_ERROR
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_list_names_every_recipe_with_what_it_is(capsys):
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{name} " in out for name in available())
+
+
+@pytest.mark.parametrize("name", list(available()))
+def test_what_show_writes_runs_by_path_and_shows_itself(name, tmp_path, capsys):
+    assert main(["show", name, "seed=5"]) == 0
+    shown = capsys.readouterr().out
+    path = tmp_path / "shown.yaml"
+    path.write_text(shown)
+    assert main(["show", str(path)]) == 0
+    assert capsys.readouterr().out == shown
+    assert resolve(compose(str(path))) == resolve(compose(name, ["seed=5"]))
+
+
+def test_show_keeps_files_of_the_package_portable_and_resolves_on_demand(capsys):
+    main(["show"])
+    assert "${shapes:checkpoint}" in capsys.readouterr().out
+    main(["show", "--resolve"])
+    resolved = capsys.readouterr().out
+    assert "${" not in resolved and str(Path(environment.packaged_shapes_path("checkpoint"))) in resolved
+
+
+def test_check_notes_what_this_machine_lacks_and_strict_makes_it_an_error(capsys, monkeypatch):
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    assert main(["check", "sd3_nft", "data.path=nowhere.txt"]) == 0
+    out = capsys.readouterr().out
+    assert "diffusion/sd3_nft: ok" in out and "not on this machine yet: data.path = nowhere.txt" in out
+    assert main(["check", "sd3_nft", "data.path=nowhere.txt", "--strict"]) == USER_ERROR
+
+
+def test_check_all_with_values(capsys):
+    assert main(["check", "--all", "--values"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{name}: ok" in out for name in available())
+
+
+def test_run_writes_its_recipe_and_hands_over_trackers(here, fake_run, capsys):
+    assert main(["num_rollouts=3", "trackers.tensorboard.enabled=false"]) == 0
+    recipe, run_dir, trackers, stop = fake_run[0]
+    assert run_dir.parent == Path("runs") / SHAPES and (run_dir / "samples").is_dir()
+    assert [type(tracker).__name__ for tracker in trackers] == ["ConsoleTracker", "JsonlTracker"]
+    assert recipe["num_rollouts"] == 3 and recipe["resume"] is None and recipe["device"] == "cpu"
+    assert not stop.is_set()
+    kept = resolve(compose(str(run_dir / "config.yaml")))
+    assert kept["run_dir"] is None and kept["num_rollouts"] == 3
+    assert "finished" in capsys.readouterr().out
+
+
+def test_run_by_its_module_name(here, fake_run):
+    from unirl import train_diffusion
+
+    assert train_diffusion.main(["--config-name=diffusion/sd3_shapes_mixgrpo"]) == 0
+    assert fake_run[0][0]["recipe"] == "diffusion/sd3_shapes_mixgrpo"
+
+
+def test_a_failure_on_purpose_is_one_message(here, monkeypatch, capsys):
+    def fails(*args):
+        raise TrainingError("stopped after rollout 3")
+
+    monkeypatch.setattr(wiring, "run_recipe", fails)
+    assert main([]) == USER_ERROR
+    assert capsys.readouterr().err.strip().endswith("TrainingError: stopped after rollout 3")
+
+
+def with_checkpoint(folder):
+    (folder / "checkpoints" / "step-000001").mkdir(parents=True)
+    return folder
+
+
+def test_a_new_run_gets_a_directory_by_recipe_and_time(here):
+    recipe = {"recipe": SHAPES, "run_dir": None, "resume": None}
+    first, is_resumed = choose_run_dir(recipe, NOW)
+    assert (first, is_resumed) == (Path("runs") / SHAPES / "20260102-030405", False)
+    make_run_dir(first)
+    assert choose_run_dir(recipe, NOW)[0].name == "20260102-030405-2"
+
+
+def test_resume_finds_the_newest_run_with_a_checkpoint_or_starts_anew(here):
+    recipe = {"recipe": SHAPES, "run_dir": None, "resume": "auto"}
+    assert choose_run_dir(recipe, NOW) == (Path("runs") / SHAPES / "20260102-030405", False)
+    with_checkpoint(Path("runs") / SHAPES / "20250101-000000")
+    newest = with_checkpoint(Path("runs") / SHAPES / "20250601-000000")
+    make_run_dir(Path("runs") / SHAPES / "20250701-000000")
+    assert choose_run_dir(recipe, NOW) == (newest, True)
+    assert choose_run_dir({**recipe, "run_dir": "other"}, NOW) == (Path("other"), False)
+    assert choose_run_dir({**recipe, "resume": str(newest)}, NOW) == (newest, True)
+
+
+def test_run_directories_that_contradict_are_errors(here):
+    recipe = {"recipe": SHAPES, "run_dir": "taken", "resume": None}
+    with_checkpoint(Path("taken"))
+    with pytest.raises(ConfigError, match="taken already holds a run. Set resume=auto to continue it"):
+        choose_run_dir(recipe, NOW)
+    with pytest.raises(ConfigError, match="resume = none: no checkpoint in none/checkpoints"):
+        choose_run_dir({**recipe, "run_dir": None, "resume": "none"}, NOW)
+    with pytest.raises(ConfigError, match="name two runs"):
+        choose_run_dir({**recipe, "run_dir": "a", "resume": "taken"}, NOW)
+    Path("file").write_text("")
+    with pytest.raises(ConfigError, match="run_dir = file/x cannot be made"):
+        make_run_dir(Path("file") / "x")
+
+
+def test_resumed_run_keeps_its_first_recipe(here, fake_run):
+    folder = with_checkpoint(here / "old")
+    (folder / "config.yaml").write_text("recipe: kept\n")
+    assert main([f"run_dir={folder}", "resume=auto"]) == 0
+    assert (folder / "config.yaml").read_text() == "recipe: kept\n"
+    assert fake_run[0][0]["resume"] == "auto"
+
+
+def test_eval_scores_the_recipe_or_a_run(here, monkeypatch, capsys, fake_run):
+    calls = []
+
+    def evaluate_recipe(recipe, run_dir, *, from_checkpoint):
+        calls.append((str(run_dir), from_checkpoint))
+        return EvaluationResult({"strict": 0.5}, {"one": {"strict": 0.5}}, 4, torch.zeros(2, 3, 8, 8), ["a", "b"])
+
+    monkeypatch.setattr(wiring, "evaluate_recipe", evaluate_recipe)
+    assert main(["eval", "--output", "result.json"]) == 0
+    assert calls[0][1] is False and '"num_samples": 4' in Path("result.json").read_text()
+    assert Path("result.png").is_file() and "0.500" in capsys.readouterr().out
+    main(["run_dir=run"])
+    assert main(["eval", "run"]) == USER_ERROR
+    with_checkpoint(Path("run"))
+    assert main(["eval", "run"]) == 0
+    assert calls[1] == ("run", True)
+
+
+def test_export_writes_a_runs_weights(here, monkeypatch, capsys, fake_run):
+    calls = []
+
+    def export_recipe(recipe, run_dir, folder, *, merged, policy):
+        calls.append((str(run_dir), str(folder), merged, policy))
+        return folder
+
+    monkeypatch.setattr(wiring, "export_recipe", export_recipe)
+    assert main(["export", "sd3_shapes", "--to", "out"]) == USER_ERROR
+    assert "export needs the run to take weights from" in capsys.readouterr().err
+    main(["run_dir=run"])
+    with_checkpoint(Path("run"))
+    assert main(["export", "run", "--to", "out"]) == USER_ERROR
+    assert "there is no LoRA to write. Add --merged" in capsys.readouterr().err
+    assert main(["export", "run", "--to", "out", "--merged", "--policy", "old"]) == 0
+    assert calls == [("run", "out", True, "old")]
+
+
+def test_first_signal_asks_to_stop_and_handlers_come_back(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(5)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "SIGTERM: stopping after this step" in capsys.readouterr().err
+
+
+def rendered(summary):
+    out = io.StringIO()
+    Console(file=out, width=100).print(final_screen(summary), crop=False)
+    return out.getvalue()
+
+
+def test_final_screen_compares_before_and_after_by_category():
+    text = rendered(SUMMARY)
+    assert re.search(r"one .*0\.250.*0\.750.*\+0\.500.*0\.500.*0\.900", text)
+    assert "trainer export runs/x" in text and "resume=" not in text
+
+
+def test_final_screen_of_a_stopped_run_says_how_to_go_on():
+    text = rendered({**SUMMARY, "is_complete": False, "eval_after": None})
+    assert "stopped early" in text and "trainer runs/x/config.yaml resume=runs/x" in text
+
+
+def test_gpus_are_counted_without_torch(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "null"):
+        (tmp_path / name).touch()
+    assert environment._num_gpus(None, tmp_path) == 2
+    assert environment._num_gpus("1", tmp_path) == 1
+    assert environment._num_gpus("", tmp_path) == environment._num_gpus("-1", tmp_path) == 0
+
+
+def test_a_cluster_is_not_judged_by_this_machine(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert environment.this_machine().num_gpus > 1000
+
+
+QUICK_VERBS = """
+import sys
+from unirl.app.main import main
+for argv in (["list"], ["show"], ["check"]):
+    assert main(argv) == 0, argv
+heavy = sorted({"torch", "ray", "diffusers", "transformers", "numpy"} & set(sys.modules))
+assert not heavy, heavy
+"""
+
+
+def test_list_show_and_check_import_no_heavy_library():
+    subprocess.run([sys.executable, "-c", QUICK_VERBS], check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize("module", ["unirl.app.main", "unirl.train_diffusion"])
+def test_help_is_a_process_of_its_own(module):
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "trainer [VERB] [RECIPE]" in done.stdout
+
+
+SHOW_FROM_WHEEL = """
+import sys
+import unirl.recipes
+from unirl.app.main import main
+sys.stdout.write(unirl.recipes.__file__ + chr(10))
+sys.exit(main(["show", "sd3_nft"]))
+"""
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_recipes_and_shows_them(tmp_path):
+    root = Path(__file__).parents[3]
+    subprocess.run(
+        ["uv", "build", "--package", "unirl-trainer", "--wheel", "--offline", "--out-dir", str(tmp_path)],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    names = wheel.namelist()
+    source = root / "apps" / "trainer" / "src"
+    wanted = [str(path.relative_to(source)) for path in (source / "unirl" / "recipes").rglob("*.yaml")]
+    wanted += [str(path.relative_to(source)) for path in (source / "unirl" / "shapes" / "data").glob("*.jsonl")]
+    assert len(wanted) > 10 and set(wanted) <= set(names)
+    assert "unirl/__init__.py" not in names
+    wheel.extractall(tmp_path / "site")
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_FROM_WHEEL],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path / "site")) and "recipe: diffusion/sd3_nft" in done.stdout
