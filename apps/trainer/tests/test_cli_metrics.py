@@ -1,0 +1,23 @@
+"""docs/metrics.md lists every metric that the code reports."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+FAMILIES = "reward|group|advantage|policy|mismatch|nft|train|eval|timing_s|perf"
+
+
+def test_every_metric_in_the_code_is_documented():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    source = ROOT / "packages" / "unirl-train" / "src" / "unirl"
+    found = set()
+    for folder in ("trainer", "algorithms", "train"):
+        for path in (source / folder).rglob("*.py"):
+            found.update(re.findall(rf'"((?:{FAMILIES})/[\w/{{}}]+)"', path.read_text()))
+    assert len(found) > 20
+    placeholders = {"eval/{category}/{name}": "eval/<category>/", "eval/{name}": "eval/<scorer>"}
+    placeholders |= {"reward/{name}/mean": "reward/<scorer>/mean", "reward/{name}/std": "reward/<scorer>/std"}
+    placeholders |= {"timing_s/{name}": "timing_s/rollout"}
+    for name in found:
+        documented = placeholders.get(name, name.replace("{step}", "<step>"))
+        assert f"`{documented}" in text, f"{name} is not in docs/metrics.md"
