@@ -15,7 +15,7 @@ from unirl.config.signatures import read_target
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
 
-SHAPES = '''
+SHAPES = """
 from __future__ import annotations
 import argparse
 import abc
@@ -48,7 +48,7 @@ class Loose(argparse.Namespace):
     pass
 
 def build(path: str, count: int = 1): ...
-'''
+"""
 KINDS = 'from typing import Literal\nMode = Literal["fast", "slow"]\nclass Kind: ...\n'
 
 
