@@ -212,5 +212,5 @@ def test_wiring_adds_exactly_the_arguments_that_the_checker_expects():
             continue
         section = node.args[0]
         if isinstance(section, ast.Subscript) and isinstance(section.slice, ast.Constant):
-            found.setdefault(section.slice.value, set()).update(str(keyword.arg) for keyword in node.keywords)
+            found.setdefault(str(section.slice.value), set()).update(str(keyword.arg) for keyword in node.keywords)
     assert found == {section: set(names) for section, names in INJECTED.items()}

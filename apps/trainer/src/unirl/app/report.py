@@ -41,7 +41,7 @@ def evaluation_table(before: Summary | None, after: Summary | None, preferred: s
     for metric in metrics:
         for record, word in ((before, "before"), (after, "after")):
             if record:
-                table.add_column(f"{metric}\n{word}", justify="right")
+                table.add_column(f"{metric}\n{word}" if before and after else metric, justify="right")
         if before and after:
             table.add_column("change", justify="right")
     names = list(dict.fromkeys(name for record in present for name in record["categories"]))

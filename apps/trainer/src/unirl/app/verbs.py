@@ -88,7 +88,8 @@ def evaluate(command: Command) -> None:
         with tempfile.TemporaryDirectory() as folder:
             result = evaluate_recipe(recipe, Path(folder), from_checkpoint=False)
     record = result.record()
-    Console().print(evaluation_table(None, record))
+    preferred = (recipe.get("save") or {}).get("best_metric", "reward")
+    Console().print(evaluation_table(None, record, preferred))
     if "output" in command.options:
         output = Path(str(command.options["output"]))
         output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
