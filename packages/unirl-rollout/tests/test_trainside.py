@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,8 @@ class LinearPipeline:
     def __init__(self):
         self.a, self.b = 0.5, 0.1
         self.batch_sizes = []
+        self.encoded = []
+        self.has_encoders = True
 
     def latent_shape(self, params):
         return SHAPE
@@ -42,6 +45,7 @@ class LinearPipeline:
         return linear_sigmas(params.num_inference_steps)
 
     def encode(self, primitives, params):
+        self.encoded.append(primitives["text"].texts)
         lengths = [float(len(text)) for text in primitives["text"].texts]
         return {"text": TextEmbedCondition(embeds=torch.tensor(lengths).view(-1, 1, 1))}
 
@@ -66,6 +70,9 @@ class LinearPipeline:
 
     def decode(self, latents):
         return Images(pixels=latents.sigmoid())
+
+    def drop_text_encoders(self):
+        self.has_encoders = False
 
     @contextmanager
     def evaluating(self):
@@ -105,8 +112,10 @@ def request(num=4, params=PARAMS, same_noise=False):
 
 
 def engine(**changes):
-    pipeline = changes.pop("pipeline", LinearPipeline())
-    return TrainsideRolloutEngine(pipeline, Copies(pipeline), **{"forward_batch_size": 2, **changes})
+    pipeline: Any = changes.pop("pipeline", None) or LinearPipeline()
+    policies: Any = Copies(pipeline)
+    options: dict[str, Any] = {"forward_batch_size": 2, **changes}
+    return TrainsideRolloutEngine(pipeline, policies, **options)
 
 
 def test_the_engine_obeys_the_protocol_and_plans():
@@ -159,8 +168,17 @@ def test_a_named_policy_is_used_and_put_back():
     assert torch.equal(made.generate(request()).root_track().segment.clean_latents, current)
 
 
+def test_prompts_are_encoded_before_the_encoders_are_dropped():
+    pipeline = LinearPipeline()
+    engine(pipeline=pipeline).prepare_prompts(["a", "b"], [PARAMS])
+    assert pipeline.encoded == [] and pipeline.has_encoders
+    engine(pipeline=pipeline, drop_text_encoders=True).prepare_prompts(["a", "b", "a", "c"], [PARAMS])
+    assert pipeline.encoded == [["a", "b"], ["c"]] and not pipeline.has_encoders
+
+
 def test_a_policy_without_a_backend_is_refused():
-    alone = TrainsideRolloutEngine(LinearPipeline(), forward_batch_size=2)
+    pipeline: Any = LinearPipeline()
+    alone = TrainsideRolloutEngine(pipeline, forward_batch_size=2)
     with pytest.raises(ConfigError, match="needs the engine to be given the backend"):
         alone.generate(request(), policy="old")
 
@@ -170,7 +188,7 @@ def test_a_dump_holds_request_and_response(tmp_path):
     resp = engine(dump_dir=str(tmp_path)).generate(req)
     loaded, asked = load_rollout(tmp_path / "rollout-000005-rank0.safetensors")
     assert loaded.equals(resp)
-    assert asked.sample_ids == req.sample_ids
+    assert asked is not None and asked.sample_ids == req.sample_ids
 
 
 @pytest.mark.parametrize(

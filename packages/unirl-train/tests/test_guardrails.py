@@ -1,5 +1,7 @@
 """The running range: silent in a steady run, loud before a collapse."""
 
+from typing import Any
+
 import pytest
 
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
@@ -42,12 +44,12 @@ def test_state_survives_a_round_trip():
     guard = Guardrails(GuardrailConfig())
     steady(guard)
     again = Guardrails(GuardrailConfig())
-    again.load_state_dict(guard.state_dict())
+    again.load_state_dict(dict(guard.state_dict()))
     assert again.observe(5.0, 1.0) == guard.observe(5.0, 1.0)
 
 
 def test_wrong_settings_are_refused():
     with pytest.raises(ConfigError, match="off, warn, stop, rollback"):
-        GuardrailConfig(action="halt")
+        GuardrailConfig(**dict[str, Any](action="halt"))
     with pytest.raises(ConfigError, match="warmup <= window"):
         GuardrailConfig(warmup=30)

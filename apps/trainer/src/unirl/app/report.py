@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 Summary = Mapping[str, Any]  # Any: JSON values, see docs/metrics.md
-MAX_METRICS = 3
+MAX_METRICS = 2
 OVERALL = "all"
 
 

@@ -65,6 +65,10 @@ class DiffusionAdapter(ABC):
         Gradients flow to the modules that train when gradients are on.
         """
 
+    def drop_text_encoders(self) -> None:
+        """Free the text encoders. Raises ConfigError where the model has none of its own to free."""
+        raise ConfigError(f"{type(self).__name__} has no text encoders to drop. Set engine.drop_text_encoders: false.")
+
     @abstractmethod
     def decode(self, latents: Tensor) -> Images | Videos:
         """Media of clean latents [B, ...]: float32 in [0, 1]. Differentiable when gradients are on."""

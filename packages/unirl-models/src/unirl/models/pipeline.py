@@ -108,6 +108,10 @@ class DiffusionPipeline:
         """Velocity [R, ...] float32 at R rows; `conditions` has one row a row. Guidance as in `params`."""
         return self.diffusion.velocity(conditions, params)(x_R, sigma_R, step_R)
 
+    def drop_text_encoders(self) -> None:
+        """Free the text encoders; prompts that were encoded before still encode. See `DiffusionAdapter`."""
+        self.adapter.drop_text_encoders()
+
     @contextmanager
     def evaluating(self) -> Generator[None]:
         """Evaluation mode without gradients; each submodule gets its own mode back afterwards."""

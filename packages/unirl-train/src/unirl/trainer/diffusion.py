@@ -113,6 +113,7 @@ class DiffusionTrainer:
         """
         started = time.perf_counter()
         self._stack.prepare()
+        self._prepare_prompts()
         if resume is not None:
             self._resume()
         for tracker in self._trackers:
@@ -165,6 +166,14 @@ class DiffusionTrainer:
         busy_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in ("rollout", "reward", "train", "other"))
         metrics["perf/samples_per_s"] = req.batch_size / busy_s if busy_s > 0 else 0.0
         return metrics
+
+    def _prepare_prompts(self) -> None:
+        prompts = [row.prompt for row in self._data.rows]
+        params = [self._sampling.resolved(0)]
+        if self._evaluator is not None:
+            prompts += self._evaluator.prompts
+            params.append(self._evaluator.params)
+        self._engine.prepare_prompts(prompts, params)
 
     # Rollout and reward ----------------------------------------------------------------------------------------
 

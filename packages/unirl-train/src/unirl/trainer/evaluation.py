@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from unirl.data.data_source import PromptRow
+from unirl.data.data_source import PromptRow, epoch_order
 from unirl.distributed.runtime import Role
 from unirl.trainer.request import build_request
 from unirl.types.errors import ConfigError
@@ -87,7 +87,7 @@ class EvaluationResult:
 def spread_rows(rows: Sequence[PromptRow], num_samples: int) -> list[PromptRow]:
     """`num_samples` rows that go through the prompts in turn; every repetition gets noise of its own.
 
-    Categories take turns too, so a prefix of the list shows all of them.
+    Categories take turns too and prompts come in a fixed shuffled order, so a prefix of the list shows variety.
     """
     by_category: dict[str, list[PromptRow]] = {}
     for row in rows:
@@ -98,7 +98,8 @@ def spread_rows(rows: Sequence[PromptRow], num_samples: int) -> list[PromptRow]:
     while len(ordered) < num_samples:
         queue = queues[position % len(queues)]
         turn, index = divmod(position // len(queues), len(queue))
-        ordered.append(dataclasses.replace(queue[index], prompt_id=f"{queue[index].prompt_id}@{turn}"))
+        row = queue[epoch_order(len(queue), 0, turn)[index]]
+        ordered.append(dataclasses.replace(row, prompt_id=f"{row.prompt_id}@{turn}"))
         position += 1
     return ordered
 
@@ -131,6 +132,16 @@ class Evaluator:
         self._rows = spread_rows(rows, config.num_samples)
         self._params = config.params(training)
         self._track = track
+
+    @property
+    def prompts(self) -> list[str]:
+        """Every prompt that an evaluation uses."""
+        return [row.prompt for row in self._rows]
+
+    @property
+    def params(self) -> DiffusionSamplingParams:
+        """How evaluation samples."""
+        return self._params
 
     def run(self, engine: Role, reward: Role, num_ranks: int) -> EvaluationResult:
         """Generate and score every evaluation sample. Raises what the engine or a scorer raises."""

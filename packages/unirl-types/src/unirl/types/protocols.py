@@ -98,6 +98,10 @@ class DiffusionPipeline(Protocol):
         """Velocity at R rows; `conditions` has one row a row. Guidance as in `params`."""
         ...
 
+    def drop_text_encoders(self) -> None:
+        """Free the text encoders; prompts that were encoded before still encode."""
+        ...
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients."""
         ...

@@ -101,6 +101,10 @@ class SD3Adapter(DiffusionAdapter):
             pixels.append((vae.decode(part, return_dict=False)[0].float() * 0.5 + 0.5).clamp(0, 1))
         return Images(pixels=torch.cat(pixels))
 
+    def drop_text_encoders(self) -> None:
+        """Free the three text encoders; prompts in the embedding cache still encode."""
+        self.bundle.drop_text_encoders()
+
     @property
     def _patch_size(self) -> int:
         return self.bundle.transformer.config["patch_size"]

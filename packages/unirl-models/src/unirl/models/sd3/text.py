@@ -124,7 +124,8 @@ class SD3TextEncoders:
         digest = hashlib.blake2b(digest_size=16)
         for tokenizer in (self.tokenizer, self.tokenizer_2, self.tokenizer_3):
             if tokenizer is not None:
-                facts = (len(tokenizer), tokenizer.model_max_length, tokenizer(_PROBE).input_ids)
+                probe = tokenizer(_PROBE, truncation=True).input_ids
+                facts = (len(tokenizer), tokenizer.model_max_length, probe)
                 digest.update(repr(facts).encode())
         for encoder in (self.clip, self.clip_2, self.t5):
             digest.update(b"none" if encoder is None else _weights_digest(encoder))

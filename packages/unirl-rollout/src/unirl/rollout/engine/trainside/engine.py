@@ -18,6 +18,7 @@ from unirl.rollout.checks import (
 )
 from unirl.rollout.engine.base import BaseRolloutEngine, DiffusionPlan
 from unirl.types.errors import ConfigError
+from unirl.types.media import Texts
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
@@ -31,6 +32,7 @@ class TrainsideRolloutEngine(BaseRolloutEngine):
     forward_batch_size: samples denoised together; the memory knob of the rollout. Where it equals the training
         micro-batch, replay one step at a time is bit-exact.
     policies: the backend, when rollouts may be asked for under a named copy of the weights.
+    drop_text_encoders: encode every prompt of the run before it starts, then free the encoders.
     dump_dir: where requests and responses are written as safetensors, one file a rollout and rank; None writes none.
     """
 
@@ -42,6 +44,7 @@ class TrainsideRolloutEngine(BaseRolloutEngine):
         forward_batch_size: int,
         device: str = "cpu",
         rank: int = 0,
+        drop_text_encoders: bool = False,
         dump_dir: str | None = None,
         track: str = "image",
     ) -> None:
@@ -52,6 +55,7 @@ class TrainsideRolloutEngine(BaseRolloutEngine):
         self._forward_batch_size = forward_batch_size
         self._device = torch.device(device)
         self._rank = rank
+        self._drops_text_encoders = drop_text_encoders
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._track = track
 
@@ -61,6 +65,19 @@ class TrainsideRolloutEngine(BaseRolloutEngine):
         return DiffusionPlan(
             self._pipeline.sigmas(params), self._pipeline.latent_shape(params), self._pipeline.strategy_name
         )
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def prepare_prompts(self, prompts: list[str], params: list[DiffusionSamplingParams]) -> None:
+        """Encode every prompt of the run under each of `params` and free the text encoders, where the recipe asks for
+        it; nothing otherwise."""
+        if not self._drops_text_encoders:
+            return
+        distinct = list(dict.fromkeys(prompts))
+        for each in params:
+            for start in range(0, len(distinct), self._forward_batch_size):
+                part = distinct[start : start + self._forward_batch_size]
+                self._pipeline.encode({"text": Texts(texts=part)}, each)
+        self._pipeline.drop_text_encoders()
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
