@@ -243,8 +243,9 @@ def _relation_holds(objects: _Objects, class_K: np.ndarray, requests: Sequence[_
     sign_B = np.array([request.sign for request in requests])
     coordinate_K = objects.center_K2[np.arange(len(class_K)), axis_B[objects.image_K]]
     offset_B = np.zeros(len(requests))
-    for role, weight in (("first", 1.0), ("second", -1.0)):
-        wanted_B = np.array([getattr(request, role) for request in requests])
+    first_B = np.array([request.first for request in requests])
+    second_B = np.array([request.second for request in requests])
+    for wanted_B, weight in ((first_B, 1.0), (second_B, -1.0)):
         is_wanted_K = class_K == wanted_B[objects.image_K]
         place_B = np.full(len(requests), np.nan)
         place_B[objects.image_K[is_wanted_K]] = coordinate_K[is_wanted_K]
