@@ -107,6 +107,7 @@ def evaluate(
 
 
 def main() -> None:
+    """Read the command line and print the held-out accuracy of a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=10)

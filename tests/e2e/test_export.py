@@ -1,0 +1,82 @@
+"""What is exported is what was evaluated: stock diffusers pipelines reproduce the trainer's own images."""
+
+import functools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from unirl.app.environment import packaged_shapes_path
+from unirl.sde.noise import initial_noise
+from unirl.trainer.evaluation import EVAL_ROLLOUT_ID
+from unirl.trainer.request import build_request
+from unirl.trainer.wiring import evaluate_recipe, export_recipe, make_evaluator, run_recipe
+
+pytestmark = pytest.mark.slow
+LORA = [
+    "+backend.lora._target_=unirl.train.configs.LoraConfig",
+    "+backend.lora.rank=4",
+    "+backend.lora.alpha=8",
+    "backend.optimizer.learning_rate=0.01",
+    "num_rollouts=1",
+    "eval.before=false",
+]
+
+
+def stock_images(pipeline, recipe, labels):
+    """The images that a stock pipeline draws from the evaluation's prompts, noise and noise levels."""
+    evaluator = make_evaluator(recipe)
+    assert evaluator is not None
+    params = evaluator.params
+    steps = params.num_inference_steps
+    req = build_request(
+        evaluator._rows,
+        params,
+        sigmas=torch.zeros(steps + 1),
+        latent_shape=(4, 8, 8),
+        rollout_id=EVAL_ROLLOUT_ID,
+    )
+    noise = initial_noise(req.init_noise_group_ids, params.seed, (4, 8, 8))[: len(labels)]
+    assert evaluator.prompts[: len(labels)] == labels
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(
+        prompt=labels,
+        latents=noise,
+        num_inference_steps=steps,
+        sigmas=np.linspace(1.0, 1.0 / steps, steps).tolist(),
+        guidance_scale=1.0,
+        max_sequence_length=params.max_sequence_length,
+        height=params.height,
+        width=params.width,
+        output_type="pt",
+    ).images
+
+
+def trained(recipe, run_dir):
+    run_recipe(recipe, run_dir, [], threading.Event())
+    return evaluate_recipe(recipe, run_dir, from_checkpoint=True)
+
+
+def test_a_stock_pipeline_with_the_exported_lora_reproduces_the_evaluation(recipe, tmp_path):
+    small = recipe("sd3_shapes", *LORA)
+    result = trained(small, tmp_path)
+    export_recipe(small, tmp_path, tmp_path / "lora", merged=False)
+    load = functools.partial(StableDiffusion3Pipeline.from_pretrained, packaged_shapes_path("checkpoint"))
+    plain = load(torch_dtype=torch.float32)
+    before = stock_images(plain, small, result.labels)
+    plain.load_lora_weights(str(tmp_path / "lora"))
+    after = stock_images(plain, small, result.labels)
+    assert result.images is not None
+    assert float((before - result.images).abs().max()) > 0.05, "training changed nothing"
+    torch.testing.assert_close(after, result.images, rtol=0, atol=1e-4)
+
+
+def test_a_stock_pipeline_loads_the_merged_export(recipe, tmp_path):
+    small = recipe("sd3_shapes", "num_rollouts=1", "eval.before=false", "backend.optimizer.learning_rate=0.001")
+    result = trained(small, tmp_path)
+    export_recipe(small, tmp_path, tmp_path / "merged", merged=True)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path / "merged", torch_dtype=torch.float32)
+    assert result.images is not None
+    torch.testing.assert_close(stock_images(pipeline, small, result.labels), result.images, rtol=0, atol=1e-4)
