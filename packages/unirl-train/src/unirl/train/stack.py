@@ -155,8 +155,9 @@ class TrainStack:
         names = sorted(record.sums)
         metrics: dict[str, float] = {}
         if names:
-            packed = torch.tensor([[float(record.sums[n][0]), float(record.sums[n][1])] for n in names])
-            totals = backend.all_reduce_sum(packed.double().to(backend.device)).cpu()
+            pairs = [[float(total), float(count)] for total, count in (record.sums[n] for n in names)]
+            packed = torch.tensor(pairs, dtype=torch.float64, device=backend.device)
+            totals = backend.all_reduce_sum(packed).cpu()
             metrics.update({name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names)})
         names = sorted(record.maxima)
         if names:

@@ -1,0 +1,507 @@
+"""A diffusion model of a few numbers, its pipeline, engine and scorer: what algorithms and trainer are tested on.
+
+Legend: B samples, R rows, S stochastic steps.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from train_fakes import whole
+
+from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.diffusion_nft import DiffusionNFT
+from unirl.data.data_source import PromptRow
+from unirl.sde import loop
+from unirl.sde.kernels import FlowSDEStrategy, SDEStrategy
+from unirl.sde.noise import initial_noise, keyed_normal, step_noise
+from unirl.sde.schedule import SigmaSchedule
+from unirl.train.backend.fsdp import FSDPBackend, StepStats
+from unirl.train.configs import LoraConfig, OptimizerConfig
+from unirl.train.stack import TrainStack
+from unirl.trainer.request import build_request
+from unirl.types.conditions import Condition, TextEmbedCondition
+from unirl.types.media import Images, Primitive, Texts
+from unirl.types.noise import noise_key
+from unirl.types.protocols import Conditions, PolicyStore
+from unirl.types.reward import RewardResponse
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+SHAPE = (3, 2, 2)
+JOIN_TIMEOUT_S = 240.0
+
+
+# Velocity fields --------------------------------------------------------------------------------------------------
+
+
+class AffineField(nn.Module):
+    """v = scale x + shift: two parameters, every derivative by hand."""
+
+    def __init__(self, scale: float = 0.7, shift: float = 0.1) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([scale]))
+        self.shift = nn.Parameter(torch.tensor([shift]))
+
+    def forward(self, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, text_R: Tensor) -> Tensor:
+        """[R, ...] to the same shape."""
+        return self.scale * x_R + self.shift
+
+
+class StepField(nn.Module):
+    """v = x + shift[step]: a parameter a step, so a gradient says which steps were trained."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(num_steps))
+
+    def forward(self, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, text_R: Tensor) -> Tensor:
+        """[R, ...] to the same shape."""
+        return x_R + self.shift[step_R].reshape(-1, *(1,) * (x_R.ndim - 1))
+
+
+class FieldBlock(nn.Module):
+    """Stands for a transformer block: two linear layers on the features of one latent element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+        self.outer = nn.Linear(6, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[..., 4] to [..., 1]."""
+        return self.outer(torch.tanh(self.inner(features)))
+
+
+class TinyField(nn.Module):
+    """A network of 38 parameters on (x, sigma, text, x text), element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+        self.block = FieldBlock()
+
+    def forward(self, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, text_R: Tensor) -> Tensor:
+        """[R, ...] to the same shape."""
+        tail = (1,) * (x_R.ndim - 1)
+        sigma, text = (value.reshape(-1, *tail).expand_as(x_R) for value in (sigma_R, text_R))
+        features = torch.stack([x_R, sigma, text, x_R * text], dim=-1)
+        return self.gain * x_R + self.block(features).squeeze(-1)
+
+
+class FieldBundle:
+    """A velocity field as the only component of a model bundle."""
+
+    def __init__(self, model: nn.Module | None = None, *, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = model if model is not None else TinyField()
+        self.block_class_names: tuple[str, ...] = ("FieldBlock",)
+        self.lora_target_modules: tuple[str, ...] = ("inner", "outer")
+
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        """The field."""
+        return {"transformer": self.model}
+
+    def export_lora(
+        self,
+        folder: str,
+        lora_state: Mapping[str, Mapping[str, Tensor]],
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: Sequence[str],
+    ) -> None:
+        """Nothing here exports."""
+
+    def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Nothing here exports."""
+
+
+# Pipeline ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Transitions under the present weights."""
+
+    logp_R: Tensor
+    mean: Tensor
+    std_R: Tensor
+    q_R: Tensor | None
+
+
+class FieldPipeline:
+    """Implements unirl.types.protocols.DiffusionPipeline over unirl.sde. A prompt becomes one number.
+
+    seen_x: latents that `velocity` was asked at, in order of the calls.
+    """
+
+    def __init__(
+        self, model: nn.Module, strategy: SDEStrategy | None = None, shape: tuple[int, ...] = SHAPE, shift: float = 3.0
+    ) -> None:
+        self.model = model
+        self.strategy = strategy if strategy is not None else FlowSDEStrategy()
+        self.shape = shape
+        self.shift = shift
+        self.seen_x: list[Tensor] = []
+
+    @property
+    def strategy_name(self) -> str:
+        """Name of the kernel."""
+        return self.strategy.name
+
+    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
+        """Always the same."""
+        return self.shape
+
+    def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
+        """The shifted linear schedule."""
+        return SigmaSchedule(convention="linear", shift=self.shift).sigmas(params.num_inference_steps)
+
+    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
+        """One number a prompt."""
+        texts = primitives["text"]
+        assert isinstance(texts, Texts)
+        return {"text": TextEmbedCondition(embeds=keyed_normal(texts.texts, 0, (1, 1)))}
+
+    def diffuse(
+        self,
+        conditions: Conditions,
+        initial_latents: Tensor,
+        sigmas: Tensor,
+        params: DiffusionSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+    ) -> LatentSegment:
+        """Trajectories with everything that replay needs."""
+        trajectory = loop.sample(
+            self._bound(conditions),
+            initial_latents,
+            sigmas,
+            strategy=self.strategy,
+            eta=params.eta,
+            sde_indices=params.resolve_sde_indices(0),
+            step_noise=lambda step: step_noise(noise_keys, step, params.seed, self.shape),
+        )
+        return LatentSegment(
+            latents=trajectory.latents,
+            sigmas=sigmas,
+            indices=trajectory.indices,
+            sde_indices=trajectory.sde_indices,
+            sde_logp=trajectory.sde_logp,
+            params=params,
+        )
+
+    def decode(self, latents: Tensor) -> Images:
+        """Latents squashed to pixels."""
+        return Images(pixels=latents.sigmoid())
+
+    def replay(
+        self,
+        conditions: Conditions,
+        segment: LatentSegment,
+        sample_R: Tensor,
+        step_R: Tensor,
+        params: DiffusionSamplingParams,
+    ) -> Stats:
+        """Stored transitions in one forward."""
+        x_R, next_R, sigma_R, sigma_next_R = segment.transitions(sample_R, step_R)
+        sigma_max = float(segment.sigmas[1])
+        own = {name: item.select(sample_R) for name, item in conditions.items()}
+        options: dict[str, Any] = {"eta": params.eta, "sigma_max": sigma_max}
+        out = loop.replay(
+            self._bound(own), x_R, next_R, sigma_R, sigma_next_R, step_R, strategy=self.strategy, **options
+        )
+        nothing = torch.zeros(len(sigma_R), 1)
+        q_R = self.strategy.transition(nothing, nothing, sigma_R, sigma_next_R, **options).q_R
+        return Stats(out.logp_R, out.mean, out.std_R, q_R)
+
+    def velocity(
+        self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
+    ) -> Tensor:
+        """The field at R rows."""
+        self.seen_x.append(x_R.detach().clone())
+        return self._bound(conditions)(x_R, sigma_R, step_R)
+
+    def drop_text_encoders(self) -> None:
+        """There are none."""
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Without gradients."""
+        with torch.no_grad():
+            yield
+
+    def _bound(self, conditions: Conditions) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        text = conditions["text"]
+        assert isinstance(text, TextEmbedCondition)
+        return lambda x, sigma, step: self.model(x, sigma, step, text.embeds[:, 0, 0])
+
+
+# Roles ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the driver pins."""
+
+    sigmas: Tensor
+    latent_shape: tuple[int, ...]
+
+
+class FieldEngine:
+    """Samples with the pipeline that trains. `events` is shared with the other fakes: what was called, in order."""
+
+    def __init__(
+        self, pipeline: FieldPipeline, policies: PolicyStore | None = None, events: list[Any] | None = None
+    ) -> None:
+        self.pipeline = pipeline
+        self.policies = policies
+        self.events = events if events is not None else []
+        self.requests: list[RolloutReq] = []
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def plan(self, params: DiffusionSamplingParams) -> Plan:
+        """Sigmas and latent shape."""
+        return Plan(self.pipeline.sigmas(params), self.pipeline.shape)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def prepare_prompts(self, prompts: list[str], params: list[DiffusionSamplingParams]) -> None:
+        """Only noted."""
+        self.events.append("prepare_prompts")
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """Sample every row under a policy."""
+        self.events.append("evaluate" if req.rollout_id < 0 else f"generate:{policy}")
+        self.requests.append(req)
+        params = req.sampling_params
+        assert isinstance(params, DiffusionSamplingParams) and req.sigmas is not None
+        assert req.init_noise_latent_shape is not None
+        start = initial_noise(req.init_noise_group_ids, params.seed, req.init_noise_latent_shape)
+        keys = [noise_key(req.rollout_id, name) for name in req.sample_ids]
+        inside = nullcontext() if policy is None or self.policies is None else self.policies.using_policy(policy)
+        with self.pipeline.evaluating(), inside:
+            conditions = self.pipeline.encode(req.primitives, params)
+            segment = self.pipeline.diffuse(conditions, start, req.sigmas, params, noise_keys=keys)
+        decoded = self.pipeline.decode(segment.clean_latents)
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
+        return RolloutResp(tracks={"image": track})
+
+
+def no_failure(group: str) -> bool:
+    """Every group can be scored."""
+    return False
+
+
+class BrightnessReward:
+    """Minus the squared distance of the mean pixel from 0.8, and the mean pixel itself as a component.
+
+    fails: groups that cannot be scored.
+    """
+
+    def __init__(self, fails: Callable[[str], bool] = no_failure, events: list[Any] | None = None) -> None:
+        self.fails = fails
+        self.events = events if events is not None else []
+
+    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
+    def score_media(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
+        """Scores without a trace."""
+        decoded = resp.tracks["image"].decoded
+        assert isinstance(decoded, Images)
+        bright = decoded.pixels.mean(dim=(1, 2, 3))
+        failed = [self.fails(group) for group in req.group_ids]
+        return RewardResponse(
+            sample_ids=list(req.sample_ids),
+            rewards=torch.where(torch.tensor(failed), torch.nan, -(bright - 0.8).square()),
+            component_rewards={"bright": bright},
+            successes=[not each for each in failed],
+            errors=["the scorer said no" if each else None for each in failed],
+            counters={"failed_samples": sum(failed)},
+        )
+
+    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
+    def score_and_attach(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
+        """Scores, and writes the rewards into the response."""
+        self.events.append("score")
+        scored = self.score_media(resp, req)
+        resp.tracks["image"].rewards = scored.rewards
+        resp.tracks["image"].component_rewards = dict(scored.component_rewards)
+        return scored
+
+
+# Assembly ---------------------------------------------------------------------------------------------------------
+
+
+class RecordingBackend(FSDPBackend):
+    """The real backend, which also remembers the whole gradients that every step was given."""
+
+    gradients: list[dict[str, Tensor]]
+
+    def optimizer_step(self, max_grad_norm: float) -> StepStats:
+        """Copy the gradients, then step."""
+        found = {name: whole(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        self.gradients = [*vars(self).get("gradients", []), found]
+        return super().optimizer_step(max_grad_norm)
+
+
+def sampling(**changes: Any) -> DiffusionSamplingParams:
+    """Three samples a prompt, four steps, the first three stochastic."""
+    options: dict[str, Any] = {
+        "samples_per_prompt": 3,
+        "num_inference_steps": 4,
+        "guidance_scale": 1.0,
+        "eta": 0.7,
+        "sde_indices": [0, 1, 2],
+        "autocast_precision": "fp32",
+    }
+    return DiffusionSamplingParams(**{**options, **changes})
+
+
+def prompt_rows(count: int) -> list[PromptRow]:
+    """Rows with a category in turn."""
+    return [PromptRow(f"prompt {i}", f"p{i}", {"category": ["even", "odd"][i % 2]}) for i in range(count)]
+
+
+def rollout(
+    pipeline: FieldPipeline, params: DiffusionSamplingParams | None = None, *, num_prompts: int = 2, rollout_id: int = 0
+) -> RolloutResp:
+    """A response of `num_prompts` groups."""
+    params = params if params is not None else sampling()
+    req = build_request(
+        prompt_rows(num_prompts),
+        params,
+        sigmas=pipeline.sigmas(params),
+        latent_shape=pipeline.shape,
+        rollout_id=rollout_id,
+    )
+    return FieldEngine(pipeline).generate(req)
+
+
+def some_advantages(count: int, seed: int = 3) -> Tensor:
+    """Advantages [count] of both signs."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Setup:
+    """A field under training."""
+
+    backend: RecordingBackend
+    pipeline: FieldPipeline
+    algorithm: Any  # Any: DiffusionGRPO or DiffusionNFT, as the test asked for
+    stack: TrainStack
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Trainable parameters by name, live."""
+        return {name: parameter.detach() for name, parameter in self.backend.parameters.items()}
+
+
+def setup(
+    kind: type[StageAlgorithm],
+    *,
+    model: nn.Module | None = None,
+    strategy: SDEStrategy | None = None,
+    shape: tuple[int, ...] = SHAPE,
+    lora: LoraConfig | None = None,
+    lr: float = 1e-2,
+    micro: int = 100,
+    updates: int = 1,
+    max_grad_norm: float = 1e9,
+    keep_reference: bool = False,
+    backend_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Setup:
+    """Backend, pipeline, algorithm and stack on a fresh field, prepared."""
+    bundle = FieldBundle(model)
+    torch.manual_seed(7)
+    optimizer = OptimizerConfig(learning_rate=lr)
+    backend = RecordingBackend(
+        bundle, optimizer=optimizer, lora=lora, keep_reference=keep_reference, **(backend_options or {})
+    )
+    pipeline = FieldPipeline(bundle.model, strategy, shape)
+    algorithm = kind(pipeline, backend, **options)  # ty: ignore[too-many-positional-arguments]
+    stack = TrainStack(
+        backend, algorithm, micro_batch_size=micro, num_updates_per_batch=updates, max_grad_norm=max_grad_norm
+    )
+    stack.prepare()
+    return Setup(backend, pipeline, algorithm, stack)
+
+
+@torch.no_grad()
+def displace(backend: FSDPBackend, amount: float, seed: int = 11) -> None:
+    """Move every trainable parameter away from where it started."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in backend.parameters.values():
+        parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
+
+
+# Two processes ----------------------------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"kind": DiffusionGRPO, "clip_range": 0.2, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 4},
+    "nft": {"kind": DiffusionNFT, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
+}
+
+
+def trained(case: str) -> dict[str, Any]:
+    """Gradients and metrics of two updates on this rank's shard of twelve samples; micro-batches are ragged."""
+    resp = rollout(FieldPipeline(FieldBundle().model), num_prompts=4)
+    advantages = some_advantages(12)
+    made = setup(**CASES[case], micro=2, updates=2)
+    shard = 12 // made.backend.dp_size
+    start = shard * made.backend.dp_rank
+    # Two rollouts: after the first, the old policy and the reference are other weights than the trained ones.
+    for _ in range(2):
+        result = made.stack.train(
+            resp.slice(start, start + shard), advantages[start : start + shard].clone(), progress=0.0
+        )
+    return {"gradients": made.backend.gradients, "metrics": result.metrics}
+
+
+def run_ranks(rank: int, world_size: int, folder: str) -> None:
+    """All cases as one rank of a gloo group; results, or the traceback of the first that failed, go to a file."""
+    torch.set_num_threads(1)
+    path = Path(folder)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+    )
+    results: dict[str, Any] = {}
+    try:
+        for case in CASES:
+            results[case] = trained(case)
+    except Exception:  # noqa: BLE001 - the parent shows it
+        results["error"] = traceback.format_exc()
+    torch.save(results, path / f"results-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def ranks_results(folder: Path, world_size: int = 2) -> list[dict[str, Any]]:
+    """Results of all cases by rank, from processes of their own."""
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=run_ranks, args=(rank, world_size, str(folder))) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(JOIN_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in range(world_size)]
