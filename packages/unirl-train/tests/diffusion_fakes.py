@@ -108,7 +108,7 @@ class FieldBundle:
     def __init__(self, model: nn.Module | None = None, *, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.model = model if model is not None else TinyField()
-        self.block_class_names: tuple[str, ...] = ("FieldBlock",)
+        self.block_class_names: tuple[str, ...] = ("FieldBlock", "AffineField", "StepField")
         self.lora_target_modules: tuple[str, ...] = ("inner", "outer")
 
     def trainable_modules(self) -> dict[str, nn.Module]:

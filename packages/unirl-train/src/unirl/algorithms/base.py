@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from unirl.types.errors import ContractError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutTrack
 from unirl.types.segments import LatentSegment
 
@@ -113,6 +113,12 @@ class StageAlgorithm(ABC):
 
     def load_state_dict(self, state: dict[str, float]) -> None:  # noqa: B027 (an optional hook)
         """Restore `state_dict`."""
+
+
+def check_rows_per_forward(rows_per_forward: int | None) -> None:
+    """Raises ConfigError for a number of rows below 1; None sets no limit."""
+    if rows_per_forward is not None and rows_per_forward < 1:
+        raise ConfigError(f"algorithm.rows_per_forward = {rows_per_forward} must be at least 1, or null for no limit")
 
 
 def row_chunks(num_rows: int, rows_per_forward: int | None) -> list[slice]:

@@ -13,7 +13,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm, row_chunks
+from unirl.algorithms.base import (
+    LossPart,
+    MicroBatch,
+    RowMetrics,
+    StageAlgorithm,
+    check_rows_per_forward,
+    row_chunks,
+)
 from unirl.algorithms.kl import AdaptiveKL, adapted_coefficient
 from unirl.algorithms.losses import clipped_surrogate
 from unirl.algorithms.schedules import CLIP_SCHEDULES, clip_factor
@@ -74,6 +81,9 @@ class DiffusionGRPO(StageAlgorithm):
             raise ConfigError(f"algorithm.kl_coef = {kl_coef} must be at least 0")
         if adaptive_kl is not None and kl_coef == 0:
             raise ConfigError("algorithm.adaptive_kl needs a starting algorithm.kl_coef above 0")
+        if advantage_clip is not None and advantage_clip <= 0:
+            raise ConfigError(f"algorithm.advantage_clip = {advantage_clip} must be above 0, or null for no clipping")
+        check_rows_per_forward(rows_per_forward)
         self._pipeline = pipeline
         self._policies = policies
         self.clip_low = clip_range
@@ -96,6 +106,7 @@ class DiffusionGRPO(StageAlgorithm):
 
     def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
         """Replayed log-probs [B, S] under the policy before the first update, and their gap to the rollout's."""
+        self.num_terms(micro.track)  # refuses a track without stochastic steps
         segment = micro.segment
         sample_R, step_R = transition_rows(segment.batch_size, segment.sde_indices)
         metrics = RowMetrics()

@@ -13,7 +13,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm, row_chunks
+from unirl.algorithms.base import (
+    LossPart,
+    MicroBatch,
+    RowMetrics,
+    StageAlgorithm,
+    check_rows_per_forward,
+    row_chunks,
+)
 from unirl.algorithms.diffusion_grpo import sampled_with
 from unirl.algorithms.losses import nft_loss, optimality, velocity_distance
 from unirl.algorithms.schedules import OldPolicyDecay
@@ -93,6 +100,11 @@ class DiffusionNFT(StageAlgorithm):
             raise ConfigError(f"algorithm.timestep_fraction = {timestep_fraction} must lie in (0, 1]")
         if num_timesteps is None and timestep_sampler != "rollout":
             raise ConfigError(f"algorithm.num_timesteps is needed with timestep_sampler: {timestep_sampler}")
+        if num_timesteps is not None and num_timesteps < 1:
+            raise ConfigError(f"algorithm.num_timesteps = {num_timesteps} must be at least 1, or null")
+        if kl_coef < 0:
+            raise ConfigError(f"algorithm.kl_coef = {kl_coef} must be at least 0")
+        check_rows_per_forward(rows_per_forward)
         self._pipeline = pipeline
         self._policies = policies
         self.beta = beta
