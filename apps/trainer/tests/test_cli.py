@@ -25,7 +25,7 @@ from unirl.config.catalog import available
 from unirl.config.recipes import compose, resolve
 from unirl.trainer import wiring
 from unirl.trainer.evaluation import EvaluationResult
-from unirl.types.errors import ConfigError, TrainingError
+from unirl.types.errors import ConfigError, ContractError, TrainingError
 
 SHAPES = "diffusion/sd3_shapes"
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
@@ -170,12 +170,18 @@ def test_run_by_its_module_name(here, fake_run):
     assert fake_run[0][0]["recipe"] == "diffusion/sd3_shapes_mixgrpo"
 
 
-def test_a_failure_on_purpose_is_one_message(here, monkeypatch, capsys):
-    def fails(*args):
+def test_a_failure_on_purpose_is_one_message_and_trackers_are_closed(here, monkeypatch, capsys):
+    given = []
+
+    def fails(recipe, run_dir, trackers, stop):
+        given.extend(trackers)
+        trackers[1].start(recipe, run_dir, 0)
         raise TrainingError("stopped after rollout 3")
 
     monkeypatch.setattr(wiring, "run_recipe", fails)
     assert main([]) == USER_ERROR
+    with pytest.raises(ContractError, match="before start"):
+        given[1].log({}, 1)
     assert capsys.readouterr().err.strip().endswith("TrainingError: stopped after rollout 3")
 
 

@@ -4,11 +4,13 @@ import io
 import json
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from unirl.tracking.console import ConsoleTracker, sparkline
 from unirl.tracking.jsonl import JsonlTracker, read_metrics
@@ -44,6 +46,21 @@ def test_jsonl_of_a_resumed_run_drops_what_the_checkpoint_does_not_know(tmp_path
         (2, 2),
         (3, 30),
     ]
+
+
+def test_a_run_that_fails_gives_the_terminal_back():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    tracker = ConsoleTracker(console=Console(file=stream, force_terminal=True, width=80))
+    tracker.start(CONFIG, Path("run"), 0)
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert hidden in stream.getvalue() and shown not in stream.getvalue()
+    tracker.close()
+    tracker.close()
+    assert shown in stream.getvalue()
 
 
 def test_jsonl_before_start_is_an_error():

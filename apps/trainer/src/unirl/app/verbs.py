@@ -67,8 +67,12 @@ def run(command: Command) -> None:
         (run_dir / CONFIG_FILE).write_text(rendered_for_run(config), encoding="utf-8")
     from unirl.trainer.wiring import run_recipe
 
-    with stop_on_signals() as stop:
-        summary = run_recipe(recipe, run_dir, trackers, stop)
+    try:
+        with stop_on_signals() as stop:
+            summary = run_recipe(recipe, run_dir, trackers, stop)
+    finally:
+        for tracker in trackers:
+            tracker.close()
     from unirl.app.report import final_screen
 
     Console().print(final_screen(summary), crop=False)

@@ -30,3 +30,7 @@ class Tracker(Protocol):
     def finish(self, summary: Summary) -> None:
         """Called once at the end with what `summary.json` holds."""
         ...
+
+    def close(self) -> None:
+        """Called last, however the run ended: give back the terminal, files and connections. Harmless twice."""
+        ...

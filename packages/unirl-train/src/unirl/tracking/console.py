@@ -92,6 +92,10 @@ class ConsoleTracker:
 
     def finish(self, summary: Summary) -> None:
         """End the live display."""
+        self.close()
+
+    def close(self) -> None:
+        """End the live display, which gives the cursor back."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -41,6 +41,10 @@ class JsonlTracker:
 
     def finish(self, summary: Summary) -> None:
         """Close the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -59,6 +59,10 @@ class SwanLabTracker:
 
     def finish(self, summary: Summary) -> None:
         """Close the run."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the run."""
         if self._run is not None:
             self._run.finish()
             self._run = None

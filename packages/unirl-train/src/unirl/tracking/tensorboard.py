@@ -46,6 +46,10 @@ class TensorBoardTracker:
 
     def finish(self, summary: Summary) -> None:
         """Flush and close."""
+        self.close()
+
+    def close(self) -> None:
+        """Flush and close."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -63,3 +63,9 @@ class WandbTracker:
             self._run.summary.update(dict(summary))
             self._run.finish()
             self._run = None
+
+    def close(self) -> None:
+        """Close a run that did not finish, marked as failed."""
+        if self._run is not None:
+            self._run.finish(exit_code=1)
+            self._run = None
