@@ -209,6 +209,20 @@ def test_resume_finds_the_newest_run_with_a_checkpoint_or_starts_anew(here):
     assert choose_run_dir({**recipe, "resume": str(newest)}, NOW) == (newest, True)
 
 
+def test_what_a_killed_run_left_unfinished_is_no_checkpoint(here):
+    (Path("cut") / "checkpoints" / "step-000001.tmp-0a1b2c3d").mkdir(parents=True)
+    assert choose_run_dir({"recipe": SHAPES, "run_dir": "cut", "resume": "auto"}, NOW) == (Path("cut"), False)
+
+
+def test_a_scorer_beside_the_recipe_is_found(here, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("my_scorers_here.py").write_text("class Brightness:\n    def __init__(self, *, power: float = 1.0): ...\n")
+    change = "+reward.scorers.mine={_target_:my_scorers_here.Brightness,power:2.0}"
+    assert main(["check", change]) == 0
+    assert main(["check", change.replace("power", "powr")]) == USER_ERROR
+    assert "has no argument 'powr'. Did you mean power" in capsys.readouterr().err
+
+
 def test_run_directories_that_contradict_are_errors(here):
     recipe = {"recipe": SHAPES, "run_dir": "taken", "resume": None}
     with_checkpoint(Path("taken"))

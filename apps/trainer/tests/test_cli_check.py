@@ -309,6 +309,15 @@ def test_prompts_that_are_missing_or_empty_are_an_error(runnable, tmp_path):
         on_machine(runnable, {"eval.prompts": str(tmp_path / "none.txt")})
 
 
+def test_a_malformed_prompt_row_is_named_with_file_and_line_before_a_model_loads(runnable, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a red circle"}\n{"promt": "a red square"}\n')
+    with pytest.raises(ConfigError, match=r"data\.path: .*rows\.jsonl:2: the row has neither `prompt` nor `caption`"):
+        on_machine(runnable, {"data.path": str(tmp_path / "rows.jsonl")})
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a red circle"}\n{broken\n')
+    with pytest.raises(ConfigError, match=r"eval\.prompts: .*rows\.jsonl:2: not JSON"):
+        on_machine(runnable, {"eval.prompts": str(tmp_path / "rows.jsonl")})
+
+
 def test_run_directory_that_cannot_be_written_is_an_error(runnable, tmp_path):
     with pytest.raises(ConfigError, match="is a file. Set run_dir to a folder"):
         on_machine(runnable, {"run_dir": str(tmp_path / "p.txt")})

@@ -21,6 +21,9 @@ def prepare_process() -> None:
     # Under `uv run`, Ray would otherwise build an environment for its workers.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A user's own scorer or reward function beside the recipe, as `python -m` finds it; installed packages come first.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries, in a log file
 

@@ -50,9 +50,8 @@ def choose_run_dir(recipe: Recipe, now: datetime.datetime) -> tuple[Path, bool]:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether anything lies among the run's checkpoints."""
-    place = folder / CHECKPOINTS
-    return place.is_dir() and any(place.iterdir())
+    """Whether a finished checkpoint lies there; what a killed run was still writing (`.tmp-`) is none."""
+    return any(".tmp-" not in path.name for path in (folder / CHECKPOINTS).glob("step-*"))
 
 
 def holds_run(folder: Path) -> bool:

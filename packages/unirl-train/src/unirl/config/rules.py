@@ -16,7 +16,8 @@ from typing import Any
 
 from unirl.config.instantiation import TARGET, instantiate_at
 from unirl.config.signatures import read_target
-from unirl.types.errors import UniRLError
+from unirl.data.datasets import read_rows
+from unirl.types.errors import DataError, UniRLError
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 Messages = Iterator[str]
@@ -267,7 +268,8 @@ def model_exists(recipe: Recipe, machine: Machine) -> Messages:
 
 
 def prompts_exist(recipe: Recipe, machine: Machine) -> Messages:
-    """Prompt files are there and not empty."""
+    """Prompt files are there, not empty, and every row is right (a source of the user's own reads its own format)."""
+    own_format = not str(recipe["data"].get(TARGET)).startswith("unirl.data.")
     for name, path in (("data.path", recipe["data"].get("path")), ("eval.prompts", _eval_prompts(recipe))):
         if path is None:
             continue
@@ -276,6 +278,11 @@ def prompts_exist(recipe: Recipe, machine: Machine) -> Messages:
             yield f"{name} = {path}: no such prompt file or dataset folder. Set {name}."
         elif place.is_file() and place.stat().st_size == 0:
             yield f"{name} = {path} is empty. Write at least one prompt."
+        elif place.is_file() and not (name == "data.path" and own_format):
+            try:
+                read_rows(place)
+            except DataError as error:
+                yield f"{name}: {error}"
 
 
 def run_dir_writable(recipe: Recipe, machine: Machine) -> Messages:
