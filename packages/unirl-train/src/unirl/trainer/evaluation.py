@@ -12,7 +12,7 @@ from torch import Tensor
 from unirl.data.data_source import PromptRow, epoch_order
 from unirl.distributed.runtime import Role
 from unirl.trainer.request import build_request
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, RewardError
 from unirl.types.media import Images
 from unirl.types.rollout import RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
@@ -68,13 +68,18 @@ class EvaluationResult:
     overall: dict[str, float]
     categories: dict[str, dict[str, float]]
     num_samples: int
+    """Scored ones."""
     images: Tensor | None = None
     """[K, 3, H, W] in [0, 1]."""
     labels: list[str] = field(default_factory=list)
+    num_failed: int = 0
+    """Samples without a score (reward.on_failure: drop_group), left out of the means."""
 
     def metrics(self) -> dict[str, float]:
-        """Flat names: eval/<component>, eval/<category>/<component>."""
+        """Flat names: eval/<component>, eval/<category>/<component>, and eval/failed_samples where there are any."""
         flat = {f"eval/{name}": value for name, value in self.overall.items()}
+        if self.num_failed:
+            flat["eval/failed_samples"] = float(self.num_failed)
         for category, values in self.categories.items():
             flat.update({f"eval/{category}/{name}": value for name, value in values.items()})
         return flat
@@ -144,11 +149,13 @@ class Evaluator:
         return self._params
 
     def run(self, engine: Role, reward: Role, num_ranks: int) -> EvaluationResult:
-        """Generate and score every evaluation sample. Raises what the engine or a scorer raises."""
+        """Generate and score every evaluation sample. Raises what the engine or a scorer raises, and RewardError where
+        no sample could be scored."""
         plan = engine.plan(self._params)
         totals: dict[str, dict[str, list[float]]] = {}
         images: list[Tensor] = []
         labels: list[str] = []
+        errors: list[str | None] = []
         for start in range(0, len(self._rows), self.config.batch_size):
             rows = self._rows[start : start + self.config.batch_size]
             padding = -len(rows) % num_ranks
@@ -167,10 +174,14 @@ class Evaluator:
                     parts = torch.cat(resp.map(take_images, self._track, wanted))[: min(wanted, len(rows))]
                     images.append(parts)
                     labels.extend(row.prompt for row in rows[: len(parts)])
+            scored = [i for i, is_scored in enumerate(reply.successes[: len(rows)]) if is_scored]
+            errors.extend(reply.errors[i] for i in range(len(rows)) if i not in scored)
             columns = {"reward": reply.rewards, **reply.component_rewards}
             for name, values in columns.items():
-                for row, value in zip(rows, values.tolist()[: len(rows)], strict=True):
-                    totals.setdefault(category_of(row), {}).setdefault(name, []).append(value)
+                for i in scored:
+                    totals.setdefault(category_of(rows[i]), {}).setdefault(name, []).append(float(values[i]))
+        if not totals:
+            raise RewardError(f"none of {len(self._rows)} evaluation samples could be scored; first error: {errors[0]}")
         categories = {
             category: {name: sum(values) / len(values) for name, values in columns.items()}
             for category, columns in sorted(totals.items())
@@ -180,4 +191,11 @@ class Evaluator:
         for name in names:
             values = [value for columns in totals.values() for value in columns[name]]
             overall[name] = sum(values) / len(values)
-        return EvaluationResult(overall, categories, len(self._rows), torch.cat(images) if images else None, labels)
+        return EvaluationResult(
+            overall,
+            categories,
+            len(self._rows) - len(errors),
+            torch.cat(images) if images else None,
+            labels,
+            num_failed=len(errors),
+        )

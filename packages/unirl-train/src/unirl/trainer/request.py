@@ -14,13 +14,20 @@ from unirl.types.sampling import DiffusionSamplingParams
 
 
 def unique_ids(ids: Sequence[str]) -> list[str]:
-    """The ids, with `#k` behind the k-th repetition of one."""
+    """The ids, with `#k` behind the k-th repetition of one (the next k that is free, where ids look like that)."""
+    taken = set(ids)
     seen: dict[str, int] = {}
     unique = []
     for name in ids:
-        count = seen.get(name, 0)
-        seen[name] = count + 1
-        unique.append(name if count == 0 else f"{name}#{count}")
+        if name not in seen:
+            seen[name] = 0
+            unique.append(name)
+            continue
+        seen[name] += 1
+        while f"{name}#{seen[name]}" in taken:
+            seen[name] += 1
+        unique.append(f"{name}#{seen[name]}")
+        taken.add(unique[-1])
     return unique
 
 

@@ -1,0 +1,68 @@
+"""From prompt rows to a request: ids, repetition, noise ids, pinned sigmas."""
+
+import torch
+from diffusion_fakes import SHAPE, prompt_rows, sampling
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirl.data.data_source import PromptRow
+from unirl.trainer.request import build_request, unique_ids
+from unirl.types.media import Texts
+from unirl.types.rollout import RolloutReq
+
+SIGMAS = torch.tensor([1.0, 0.9, 0.75, 0.5, 0.0])
+
+
+def request(rows: list[PromptRow], *, rollout_id: int = 7, same_noise: bool = False, per_prompt: int = 2) -> RolloutReq:
+    params = sampling(samples_per_prompt=per_prompt, init_same_noise=same_noise)
+    return build_request(rows, params, sigmas=SIGMAS, latent_shape=SHAPE, rollout_id=rollout_id)
+
+
+def test_every_prompt_is_repeated_next_to_itself():
+    req = request(prompt_rows(2))
+    assert req.group_ids == ["prompt:p0", "prompt:p0", "prompt:p1", "prompt:p1"]
+    assert req.sample_ids == [
+        "prompt:p0:sample:0",
+        "prompt:p0:sample:1",
+        "prompt:p1:sample:0",
+        "prompt:p1:sample:1",
+    ]
+    texts = req.primitives["text"]
+    assert isinstance(texts, Texts) and texts.texts == ["prompt 0", "prompt 0", "prompt 1", "prompt 1"]
+    assert [row and row["category"] for row in req.metadata] == ["even", "even", "odd", "odd"]
+
+
+def test_everything_an_engine_could_choose_is_pinned():
+    req = request(prompt_rows(1))
+    assert req.sigmas is not None and torch.equal(req.sigmas, SIGMAS)
+    assert req.init_noise_latent_shape == list(SHAPE)
+    assert req.rollout_id == 7
+    assert req.sampling_params == sampling(samples_per_prompt=2)
+
+
+def test_a_prompt_that_occurs_twice_gets_groups_of_its_own():
+    rows = prompt_rows(1) * 3
+    req = request(rows, per_prompt=1)
+    assert req.group_ids == ["prompt:p0", "prompt:p0#1", "prompt:p0#2"]
+    assert len(set(req.init_noise_group_ids)) == 3
+    assert len(set(request(rows, per_prompt=1, same_noise=True).init_noise_group_ids)) == 3
+
+
+@given(st.lists(st.sampled_from(["a", "a#1", "a#2", "a#1#1", "b"]), max_size=12))
+def test_ids_are_unique_whatever_the_file_calls_its_prompts(ids: list[str]):
+    unique = unique_ids(ids)
+    assert len(set(unique)) == len(ids)
+    assert all(new.startswith(old) for new, old in zip(unique, ids, strict=True))
+    assert unique_ids(list(dict.fromkeys(ids))) == list(dict.fromkeys(ids))
+
+
+def test_samples_of_a_group_share_their_start_only_where_asked():
+    own = request(prompt_rows(2))
+    assert len(set(own.init_noise_group_ids)) == 4
+    shared = request(prompt_rows(2), same_noise=True).init_noise_group_ids
+    assert shared[0] == shared[1] and shared[2] == shared[3] and shared[0] != shared[2]
+
+
+def test_noise_changes_from_rollout_to_rollout_and_is_the_same_when_asked_again():
+    first, again, later = (request(prompt_rows(2), rollout_id=number).init_noise_group_ids for number in (0, 0, 1))
+    assert first == again and set(first).isdisjoint(later)
