@@ -56,13 +56,13 @@ def next_steps(summary: Summary) -> str:
     lines = [
         f"run        {run_dir}   (metrics.jsonl, summary.json, samples/, checkpoints/)",
         f"look       {run_dir}/samples/before_after.png",
-        f"curves     tensorboard --logdir {run_dir}",
-        f"evaluate   trainer eval {run_dir}",
-        f"export     trainer export {run_dir} --to exported --merged",
+        f"curves     uv run tensorboard --logdir {run_dir}",
+        f"evaluate   uv run trainer eval {run_dir}",
+        f"export     uv run trainer export {run_dir} --to exported --merged",
     ]
     if not summary["is_complete"]:
-        lines.append(f"continue   trainer {run_dir}/config.yaml resume={run_dir}")
-    lines.append("more       trainer list")
+        lines.append(f"continue   uv run trainer {run_dir}/config.yaml resume={run_dir}")
+    lines.append("more       uv run trainer list")
     return "\n".join(lines)
 
 

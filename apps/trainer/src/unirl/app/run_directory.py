@@ -67,6 +67,14 @@ def make_run_dir(folder: Path) -> None:
         raise ConfigError(f"run_dir = {folder} cannot be made: {error.strerror}. Set run_dir elsewhere.") from error
 
 
+def make_folder(option: str, folder: Path) -> None:
+    """Create a folder that results go to, before the work. Raises ConfigError where that is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {folder} cannot be made: {error.strerror}. Give another folder.") from error
+
+
 def _unused(folder: Path) -> Path:
     candidate, count = folder, 1
     while candidate.exists():

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from unirl.app.command_line import Command
 from unirl.app.environment import limit_threads, register_resolvers, this_machine
-from unirl.app.run_directory import CONFIG_FILE, choose_run_dir, has_checkpoint, make_run_dir
+from unirl.app.run_directory import CONFIG_FILE, choose_run_dir, has_checkpoint, make_folder, make_run_dir
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
 from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings
@@ -81,6 +81,7 @@ def run(command: Command) -> None:
 def evaluate(command: Command) -> None:
     """Held-out evaluation; of the newest checkpoint where a run is given."""
     recipe = checked(composed(command))
+    _make_output_folder(command)
     from unirl.app.report import evaluation_table
     from unirl.trainer.wiring import evaluate_recipe
 
@@ -115,6 +116,7 @@ def export(command: Command) -> None:
     is_merged = "merged" in command.options
     if not is_merged and recipe["backend"].get("lora") is None:
         raise ConfigError("this run trained all weights, there is no LoRA to write. Add --merged.")
+    make_folder("--to", Path(str(command.options["to"])))
     from unirl.trainer.wiring import export_recipe
 
     folder = export_recipe(
@@ -130,6 +132,7 @@ def export(command: Command) -> None:
 def bench(command: Command) -> None:
     """Measure a recipe; JSON on standard output, or in --output."""
     recipe = checked(composed(command))
+    _make_output_folder(command)
     from unirl.app.bench import bench_recipe
 
     counts = {name: int(command.options[name]) for name in ("warmup", "repeats") if name in command.options}
@@ -186,6 +189,11 @@ def rendered_for_run(config: DictConfig) -> str:
     plain.run_dir = None
     plain.resume = None
     return render(plain)
+
+
+def _make_output_folder(command: Command) -> None:
+    if "output" in command.options:
+        make_folder("the folder of --output,", Path(str(command.options["output"])).parent)
 
 
 def _require_checkpoint(run_dir: Path) -> None:

@@ -55,6 +55,7 @@ class ConsoleTracker:
         self._first_step = 0
         self._started = time.perf_counter()
         self._name = ""
+        self._best_metric = "reward"
         self._rewards: list[float] = []
         self._evaluations: dict[int, dict[str, float]] = {}
         self._seconds: dict[str, float] = {}
@@ -62,6 +63,7 @@ class ConsoleTracker:
     def start(self, config: Config, run_dir: Path, step: int) -> None:
         """Say what runs and where; begin the live display on a terminal."""
         self._name, self._total, self._first_step = str(config["recipe"]), int(config["num_rollouts"]), step
+        self._best_metric = str((config.get("save") or {}).get("best_metric", "reward"))
         self._started = time.perf_counter()
         resumed = f", resumed after {step}" if step else ""
         self._console.print(f"[bold]{self._name}[/bold]  {self._total} rollouts{resumed}  {run_dir}", soft_wrap=True)
@@ -103,9 +105,14 @@ class ConsoleTracker:
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         parts = [f"{step}/{self._total}"]
         parts += [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
-        parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.count("/") == 1 and "eval/" in name]
+        parts += [f"eval/{name} {value:.3f}" for name, value in self._scores(metrics)]
         parts += [f"{phase} {metrics[f'timing_s/{phase}']:.1f}s" for phase in PHASES if f"timing_s/{phase}" in metrics]
         return "  ".join(parts)
+
+    def _scores(self, metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+        """The held-out means worth a line: the one that the best checkpoint is chosen by, and the reward."""
+        names = dict.fromkeys((self._best_metric, "reward"))
+        return [(name, metrics[f"eval/{name}"]) for name in names if f"eval/{name}" in metrics]
 
     def _table(self, step: int, metrics: Mapping[str, float]) -> Table:
         from rich.progress_bar import ProgressBar
@@ -124,7 +131,7 @@ class ConsoleTracker:
                 table.add_row(name, f"{metrics[name]:.4g}")
         if self._evaluations:
             at, latest = max(self._evaluations.items())
-            scores = "  ".join(f"{n.removeprefix('eval/')} {v:.3f}" for n, v in latest.items() if n.count("/") == 1)
+            scores = "  ".join(f"{name} {value:.3f}" for name, value in self._scores(latest))
             table.add_row(f"held out at {at}", scores)
         total = sum(self._seconds.values())
         if total > 0:
