@@ -279,6 +279,11 @@ def test_export_writes_a_runs_weights(here, monkeypatch, capsys, fake_run):
     assert "there is no LoRA to write. Add --merged" in capsys.readouterr().err
     assert main(["export", "run", "--to", "out", "--merged", "--policy", "old"]) == 0
     assert calls == [("run", "out", True, "old")]
+    Path("file").write_text("")
+    assert main(["export", "run", "--to", "file/out", "--merged"]) == USER_ERROR
+    assert "--to file/out cannot be made: Not a directory" in capsys.readouterr().err
+    assert main(["eval", "run", "--output", "file/x.json"]) == USER_ERROR
+    assert "the folder of --output, file cannot be made" in capsys.readouterr().err
 
 
 def test_first_signal_asks_to_stop_and_handlers_come_back(capsys):

@@ -127,11 +127,13 @@ class DiffusionTrainer:
             is_last = done == self._settings.num_rollouts
             if self._evaluator is not None and (is_last or _due(done, self._settings.eval_interval)):
                 metrics.update(self._evaluate(done))
-            if is_last or self._stop.is_set() or _due(done, self._settings.save_interval):
+            reason = self._guardrails.observe(metrics["train/grad_norm"], metrics["reward/mean"])
+            # What a rollback returns to must be sound: no regular checkpoint while the run is off its range.
+            is_regular = _due(done, self._settings.save_interval) and not (reason and self._guardrails.rolls_back)
+            if is_last or self._stop.is_set() or is_regular:
                 self._save(started)
             self._log(metrics, done)
-            if self._watch(metrics, started):
-                break
+            self._act(reason, started)
         if self._saved_at != self._next_rollout:
             self._save(started)
         with self._clock.phase("checkpoint"):
@@ -302,13 +304,12 @@ class DiffusionTrainer:
 
     # Guardrails, checkpoints, summary --------------------------------------------------------------------------
 
-    def _watch(self, metrics: dict[str, float], started: float) -> bool:
-        """Warn about a run that leaves its own range; True where the run must end here."""
-        reason = self._guardrails.observe(metrics["train/grad_norm"], metrics["reward/mean"])
+    def _act(self, reason: str | None, started: float) -> None:
+        """Warn about a run that leaves its own range; stop it or roll it back where the patience is used up."""
         if reason is not None:
             logger.warning("rollout %d: %s", self._next_rollout, reason)
         if not self._guardrails.acts:
-            return False
+            return
         if self._guardrails.config.action == "stop":
             self._save(started)
             raise TrainingError(
@@ -325,7 +326,6 @@ class DiffusionTrainer:
         self._stack.load_state_dict(state["stack"])
         logger.warning("rolled the weights back to rollout %d and go on", state["next_rollout"])
         self._guardrails.reset()
-        return False
 
     def _save(self, started: float) -> None:
         latest = self._evaluations.get(self._next_rollout)
@@ -353,6 +353,7 @@ class DiffusionTrainer:
 
     def _resume(self) -> None:
         state = self._checkpointer.load(None)
+        check_same_algorithm(state["config"], self._config)
         self._next_rollout = state["next_rollout"]
         self._num_samples = state["num_samples"]
         self._num_dropped_groups = state["num_dropped_groups"]
@@ -394,6 +395,16 @@ class DiffusionTrainer:
             "first_ratio_max_abs_dev": self._first_ratio_deviation if self._gap_mean else None,
             "run_dir": str(self._run_dir),
         }
+
+
+def check_same_algorithm(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a run would be continued by another algorithm; both are resolved recipes."""
+    before, now = ((recipe.get("algorithm") or {}).get("_target_") for recipe in (saved, own))
+    if before != now:
+        raise CheckpointError(
+            f"the checkpoint was saved by algorithm {before}, this recipe has {now}. Resume with the algorithm that it "
+            "was saved with, or start a new run."
+        )
 
 
 def _due(count: int, interval: int) -> bool:

@@ -71,6 +71,11 @@ class Guardrails:
         """Whether the alarms in a row have used up the patience."""
         return self.config.action in ("stop", "rollback") and self._alarms_in_a_row >= self.config.patience
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the run returns to its last checkpoint when the patience is used up."""
+        return self.config.action == "rollback"
+
     def reset(self) -> None:
         """Forget the alarms in a row (after a rollback)."""
         self._alarms_in_a_row = 0
