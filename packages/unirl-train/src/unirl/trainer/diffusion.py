@@ -99,7 +99,7 @@ class DiffusionTrainer:
         self._evaluations: dict[int, dict[str, Any]] = {}
         self._gap_mean: list[float] = []
         self._gap_max = 0.0
-        self._first_ratio_deviation = 0.0
+        self._first_ratio_deviation: float | None = None
         self._saved_at = -1
         self._first_images: EvaluationResult | None = None
 
@@ -125,15 +125,16 @@ class DiffusionTrainer:
             self._next_rollout += 1
             done = self._next_rollout
             is_last = done == self._settings.num_rollouts
+            reason = self._guardrails.observe(metrics["train/grad_norm"], metrics["reward/mean"])
+            # Before evaluation and checkpoint, which are then of the weights that the run goes on with.
+            self._act(reason, metrics, started)
             if self._evaluator is not None and (is_last or _due(done, self._settings.eval_interval)):
                 metrics.update(self._evaluate(done))
-            reason = self._guardrails.observe(metrics["train/grad_norm"], metrics["reward/mean"])
             # What a rollback returns to must be sound: no regular checkpoint while the run is off its range.
             is_regular = _due(done, self._settings.save_interval) and not (reason and self._guardrails.rolls_back)
             if is_last or self._stop.is_set() or is_regular:
                 self._save(started)
             self._log(metrics, done)
-            self._act(reason, started)
         if self._saved_at != self._next_rollout:
             self._save(started)
         with self._clock.phase("checkpoint"):
@@ -260,7 +261,8 @@ class DiffusionTrainer:
             self._gap_mean.append(metrics["mismatch/logp_absdiff/mean"])
             self._gap_max = max(self._gap_max, metrics["mismatch/logp_absdiff/max"])
         if "policy/first_ratio_max_abs_dev" in metrics:
-            self._first_ratio_deviation = max(self._first_ratio_deviation, metrics["policy/first_ratio_max_abs_dev"])
+            largest = self._first_ratio_deviation or 0.0
+            self._first_ratio_deviation = max(largest, metrics["policy/first_ratio_max_abs_dev"])
         return metrics
 
     def _picture(self, resp: Held, req: RolloutReq, rollout_id: int) -> None:
@@ -304,13 +306,14 @@ class DiffusionTrainer:
 
     # Guardrails, checkpoints, summary --------------------------------------------------------------------------
 
-    def _act(self, reason: str | None, started: float) -> None:
+    def _act(self, reason: str | None, metrics: dict[str, float], started: float) -> None:
         """Warn about a run that leaves its own range; stop it or roll it back where the patience is used up."""
         if reason is not None:
             logger.warning("rollout %d: %s", self._next_rollout, reason)
         if not self._guardrails.acts:
             return
         if self._guardrails.config.action == "stop":
+            self._log(metrics, self._next_rollout)
             self._save(started)
             raise TrainingError(
                 f"stopped after rollout {self._next_rollout}: {reason}. A checkpoint was saved; resume with a lower "
@@ -392,7 +395,7 @@ class DiffusionTrainer:
                 "mean": sum(self._gap_mean) / len(self._gap_mean) if self._gap_mean else None,
                 "max": self._gap_max if self._gap_mean else None,
             },
-            "first_ratio_max_abs_dev": self._first_ratio_deviation if self._gap_mean else None,
+            "first_ratio_max_abs_dev": self._first_ratio_deviation,
             "run_dir": str(self._run_dir),
         }
 

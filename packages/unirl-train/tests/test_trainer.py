@@ -1,0 +1,466 @@
+"""The loop over roles, in one process on a field of a few numbers: order, refills, guardrails, stops, checkpoints."""
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPipeline, no_failure, sampling
+from PIL import Image
+from torch import Tensor
+
+from unirl.algorithms.advantages import AdvantageConfig
+from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.diffusion_nft import DiffusionNFT
+from unirl.algorithms.kl import AdaptiveKL
+from unirl.data.data_source import MultimodalRLDataSource
+from unirl.distributed.runtime import LocalRuntime, WorkerContext
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.checkpoint import Checkpointer
+from unirl.train.configs import OptimizerConfig
+from unirl.train.stack import TrainStack, TrainStepResult
+from unirl.trainer.clock import PhaseClock
+from unirl.trainer.diffusion import DiffusionTrainer, TrainerSettings
+from unirl.trainer.evaluation import EvaluationConfig, Evaluator
+from unirl.trainer.guardrails import GuardrailConfig
+from unirl.types.errors import CheckpointError, RewardError, TrainingError
+from unirl.types.rollout import RolloutReq, RolloutResp
+
+DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
+NO_ALARMS = GuardrailConfig(action="off")
+
+
+class SpikyStack(TrainStack):
+    """Reports a gradient norm a million times too large at some rollouts; remembers what it was given."""
+
+    spikes: tuple[int, ...] = ()
+
+    def train(self, resp: RolloutResp, advantages: Tensor, *, progress: float) -> TrainStepResult:
+        """Train, then exaggerate."""
+        seen = vars(self).setdefault("seen", [])
+        seen.append((list(resp.tracks["image"].sample_ids), advantages.clone(), progress))
+        result = super().train(resp, advantages, progress=progress)
+        if len(seen) in self.spikes:
+            result.metrics["train/grad_norm"] *= 1e6
+        return result
+
+
+class WatchingEngine(FieldEngine):
+    """Remembers the weights at the start of every rollout."""
+
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """Copy, call what the test wants, sample."""
+        vars(self).setdefault("weights", {})[req.rollout_id] = {
+            name: value.detach().clone() for name, value in self.pipeline.model.named_parameters()
+        }
+        vars(self).get("then", lambda rollout_id: None)(req.rollout_id)
+        return super().generate(req, policy)
+
+
+class Notes:
+    """A tracker that writes down what it is told."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+        self.logged: dict[int, dict[str, float]] = {}
+        self.pictures: list[tuple[str, int]] = []
+        self.started_at: int | None = None
+        self.summary: Mapping[str, Any] | None = None
+
+    def start(self, config: Mapping[str, Any], run_dir: Path, step: int) -> None:
+        """The step of the start."""
+        self.started_at = step
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics by step, each step once."""
+        assert step not in self.logged
+        self.logged[step] = dict(metrics)
+        self.events.append(f"log:{step}")
+
+    def image(self, name: str, picture: Image.Image, step: int) -> None:
+        """Names of the pictures."""
+        self.pictures.append((name, step))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The summary."""
+        self.summary = summary
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Run:
+    """A trainer on fakes in `folder`, and everything that a test looks at."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        kind: Any = DiffusionGRPO,
+        algorithm: dict[str, Any] | None = None,
+        guardrails: GuardrailConfig = NO_ALARMS,
+        fails: Callable[[str], bool] = no_failure,
+        spikes: tuple[int, ...] = (),
+        evaluation: dict[str, Any] | None = None,
+        num_prompts: int = 12,
+        **settings: Any,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        prompts = folder / "prompts.jsonl"
+        rows = [{"prompt": f"prompt {i}", "prompt_id": f"p{i}", "category": f"c{i % 2}"} for i in range(num_prompts)]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.folder = folder
+        self.events: list[Any] = []
+        self.stop = threading.Event()
+        self.notes = Notes(self.events)
+
+        def build(context: WorkerContext) -> dict[str, Any]:
+            torch.manual_seed(0)
+            bundle = FieldBundle()
+            backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=1e-2), keep_reference=True)
+            pipeline = FieldPipeline(bundle.model)
+            stack = SpikyStack(backend, kind(pipeline, backend, **(algorithm or {})), micro_batch_size=4)
+            stack.spikes = spikes
+            return {
+                "backend": backend,
+                "engine": WatchingEngine(pipeline, backend, self.events),
+                "stack": stack,
+                "reward": BrightnessReward(fails, self.events),
+                "checkpointer": Checkpointer(backend, str(folder / "checkpoints"), keep_last=3),
+            }
+
+        self.runtime = LocalRuntime(build)
+        self.clock = PhaseClock(self._phase)
+        self.phases: list[str] = []
+        defaults: dict[str, Any] = {"recipe": "fake", "seed": 3, "batch_size": 4, "num_rollouts": 2}
+        options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 6, "batch_size": 4, "num_images": 4}
+        data = MultimodalRLDataSource(str(prompts), shuffle=False)
+        config = EvaluationConfig(**{**options, **(evaluation or {})})
+        self.trainer = DiffusionTrainer(
+            self.runtime,
+            TrainerSettings(**{**defaults, **settings}),
+            data=data,
+            sampling=sampling(eta=0.0 if kind is DiffusionNFT else 0.7),
+            advantages=AdvantageConfig(),
+            evaluator=None if evaluation is None else Evaluator(config, data.rows, sampling()),
+            guardrails=guardrails,
+            trackers=[self.notes],
+            run_dir=folder,
+            config={"recipe": "fake"},
+            rollout_policy=self.runtime.role("stack").rollout_policy(),
+            stop=self.stop,
+            clock=self.clock,
+        )
+
+    def _phase(self, name: str) -> Any:
+        self.phases.append(name)
+        return nullcontext()
+
+    @property
+    def engine(self) -> Any:
+        """The engine itself."""
+        return self.runtime.component("engine")
+
+    @property
+    def seen(self) -> list[tuple[list[str], Tensor, float]]:
+        """What the stack was given, rollout by rollout."""
+        return vars(self.runtime.component("stack"))["seen"]
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Folders of checkpoints, sorted."""
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("step-*"))
+
+    def weights_at(self, rollout_id: int) -> dict[str, Tensor]:
+        """Weights when a rollout began."""
+        return self.engine.weights[rollout_id]
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in right)
+
+
+# Order --------------------------------------------------------------------------------------------------------------
+
+
+def test_phases_come_in_order_and_every_second_has_a_place(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=1, evaluation={})
+    summary = run.trainer.run()
+    step = ["other", "rollout", "reward", "other", "train", "other"]
+    assert run.phases == ["eval", *step, "eval", "checkpoint", "checkpoint"]
+    assert run.events == [
+        "prepare_prompts",
+        "evaluate",
+        "evaluate",
+        "log:0",
+        "generate:None",
+        "score",
+        "evaluate",
+        "evaluate",
+        "log:1",
+    ]
+    assert set(summary["phases"]) == set(summary["phases_cpu_s"]) == {*step, "eval", "checkpoint"}
+    assert sum(summary["phases"].values()) <= summary["wall_s"]
+    metrics = run.notes.logged[1]
+    assert {f"timing_s/{name}" for name in (*step, "eval", "anchor")} <= set(metrics)
+    assert metrics["perf/samples_per_s"] > 0
+    assert run.runtime.num_held() == 0
+
+
+def test_rollouts_are_sampled_from_the_policy_that_the_algorithm_names(tmp_path: Path):
+    run = Run(tmp_path, kind=DiffusionNFT)
+    run.trainer.run()
+    assert [event for event in run.events if str(event).startswith("generate")] == ["generate:old"] * 2
+
+
+def test_advantages_are_those_of_the_rewards_and_progress_runs_from_zero_to_one(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=3)
+    run.trainer.run()
+    assert [progress for _, _, progress in run.seen] == [0.0, 0.5, 1.0]
+    for _, advantages, _ in run.seen:
+        assert advantages.shape == (12,)
+        torch.testing.assert_close(advantages.view(4, 3).mean(1), torch.zeros(4), rtol=0, atol=1e-5)
+    assert run.seen[0][0][:4] == [*(f"prompt:p0:sample:{j}" for j in range(3)), "prompt:p1:sample:0"]
+    assert run.seen[1][0][0] == "prompt:p4:sample:0"
+
+
+def test_a_clock_adds_up_also_where_a_phase_fails_and_goes_on_after_a_resume():
+    clock = PhaseClock()
+    with pytest.raises(ValueError), clock.phase("train"):
+        raise ValueError
+    first = clock.step_metrics()
+    assert set(first) == {"timing_s/train"} and clock.step_metrics() == {}
+    again = PhaseClock()
+    again.load_state_dict(clock.state_dict())
+    with again.phase("train"):
+        pass
+    assert again.wall_s["train"] > clock.wall_s["train"] == first["timing_s/train"]
+
+
+# Evaluation and checkpoints -----------------------------------------------------------------------------------------
+
+
+def test_evaluation_comes_before_at_the_interval_and_at_the_end(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=5, eval_interval=2, evaluation={})
+    summary = run.trainer.run()
+    assert list(summary["evaluations"]) == ["0", "2", "4", "5"]
+    assert summary["eval_before"] == summary["evaluations"]["0"]
+    assert summary["eval_after"] == summary["evaluations"]["5"]
+    assert [step for step, metrics in run.notes.logged.items() if "eval/reward" in metrics] == [0, 2, 4, 5]
+    assert {"eval/c0/bright", "eval/c1/reward"} <= set(run.notes.logged[5])
+    assert run.notes.logged[5]["eval/reward"] > run.notes.logged[0]["eval/reward"]
+    names = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert names == ["before_after.png", *(f"eval-{step:06d}.png" for step in (0, 2, 4, 5))]
+    assert [picture for picture in run.notes.pictures if picture[0] == "eval"] == [("eval", n) for n in (0, 2, 4, 5)]
+
+
+def test_evaluation_can_leave_out_the_start_or_everything(tmp_path: Path):
+    run = Run(tmp_path / "late", num_rollouts=1, evaluation={"before": False})
+    summary = run.trainer.run()
+    assert summary["eval_before"] is None and list(summary["evaluations"]) == ["1"]
+    summary = Run(tmp_path / "never", num_rollouts=1).trainer.run()
+    assert summary["eval_before"] is None and summary["eval_after"] is None and summary["evaluations"] == {}
+
+
+@pytest.mark.parametrize("metric", ["reward", "bright"])
+def test_the_best_checkpoint_is_the_one_of_the_best_metric(tmp_path: Path, metric: str):
+    run = Run(tmp_path, num_rollouts=6, eval_interval=1, save_interval=1, best_metric=metric, evaluation={})
+    summary = run.trainer.run()
+    scores = {int(step): record["overall"][metric] for step, record in summary["evaluations"].items() if step != "0"}
+    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert best["step"] == max(scores, key=lambda step: scores[step])
+    assert best["score"] == pytest.approx(scores[best["step"]])
+
+
+def test_pictures_of_training_samples_come_at_their_interval(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=4, media_interval=2)
+    run.trainer.run()
+    assert run.notes.pictures == [("rollout", 2), ("rollout", 4)]
+
+
+# Dropped groups -----------------------------------------------------------------------------------------------------
+
+
+def test_exactly_the_groups_that_failed_are_replaced_by_fresh_prompts(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=2, fails=lambda group: group in ("prompt:p1", "prompt:p3"))
+    summary = run.trainer.run()
+    ids, advantages, _ = run.seen[0]
+    kept = [f"prompt:p{i}:sample:{j}" for i in (0, 2) for j in range(3)]
+    fresh = [f"refill2:prompt:p{i}:sample:{j}" for i in (4, 5) for j in range(3)]
+    assert ids == kept + fresh
+    assert bool(torch.isfinite(advantages).all())
+    # The next rollout goes on behind the prompts that were used up.
+    assert run.seen[1][0][0] == "prompt:p6:sample:0"
+    assert summary["num_dropped_groups"] == 2 and summary["num_samples"] == 24
+    assert run.notes.logged[1]["reward/dropped_groups"] == 2.0
+    assert run.runtime.num_held() == 0
+    starts = [key for req in run.engine.requests for key in req.init_noise_group_ids]
+    assert len(set(starts)) == len(starts)
+
+
+def test_a_refill_that_fails_in_part_is_refilled_again(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=1, fails=lambda group: group in ("prompt:p1", "prompt:p3", "refill2:prompt:p4"))
+    summary = run.trainer.run()
+    groups = list(dict.fromkeys(name.split(":sample")[0] for name in run.seen[0][0]))
+    assert groups == ["prompt:p0", "prompt:p2", "refill2:prompt:p5", "refill3:prompt:p6"]
+    assert summary["num_dropped_groups"] == 3
+
+
+def test_a_batch_of_which_nothing_is_left_is_replaced_as_a_whole(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=1, fails=lambda group: not group.startswith("refill"))
+    assert run.trainer.run()["num_dropped_groups"] == 4
+    assert len(run.seen[0][0]) == 12 and all(name.startswith("refill4:") for name in run.seen[0][0])
+
+
+def test_refills_end_with_an_error_and_the_last_checkpoint_stands(tmp_path: Path):
+    run = Run(
+        tmp_path, num_rollouts=3, save_interval=1, max_refills=2, fails=lambda group: "p5" in group or "ll" in group
+    )
+    with pytest.raises(RewardError, match="1 groups still could not be scored after 2 refills: .*the scorer said no"):
+        run.trainer.run()
+    assert [event for event in run.events if event == "score"] == ["score"] * 4
+    assert run.checkpoints == ["step-000001"]
+
+
+# Guardrails ---------------------------------------------------------------------------------------------------------
+
+
+def watching(action: Any, patience: int) -> GuardrailConfig:
+    return GuardrailConfig(action=action, warmup=2, window=4, patience=patience, grad_norm_factor=1e3, reward_drop=1e9)
+
+
+def test_a_warning_changes_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    plain = Run(tmp_path / "plain", num_rollouts=4, save_interval=1)
+    plain.trainer.run()
+    run = Run(tmp_path / "warned", num_rollouts=4, save_interval=1, guardrails=watching("warn", 1), spikes=(3,))
+    with caplog.at_level(logging.WARNING, logger="unirl"):
+        summary = run.trainer.run()
+    assert "rollout 3: gradient norm" in caplog.text
+    assert summary["is_complete"] and run.checkpoints == [f"step-{step:06d}" for step in (2, 3, 4)]
+    assert same(run.weights_at(3), plain.weights_at(3))
+
+
+def test_a_stop_saves_first_and_then_raises(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=8, guardrails=watching("stop", 2), spikes=(4, 5))
+    with pytest.raises(TrainingError, match="stopped after rollout 5: gradient norm .*A checkpoint was saved"):
+        run.trainer.run()
+    assert run.checkpoints == ["step-000005"]
+    assert sorted(run.notes.logged) == [1, 2, 3, 4, 5]
+
+
+def test_a_rollback_restores_the_weights_from_before_the_alarms(tmp_path: Path):
+    # A checkpoint is due after every rollout, but one taken during alarms is nothing to go back to.
+    run = Run(tmp_path, num_rollouts=7, save_interval=1, guardrails=watching("rollback", 2), spikes=(4, 5))
+    summary = run.trainer.run()
+    assert summary["is_complete"] and summary["num_rollouts"] == 7
+    assert not same(run.weights_at(4), run.weights_at(3))
+    assert same(run.weights_at(5), run.weights_at(3))
+    assert not same(run.weights_at(6), run.weights_at(5))
+    assert run.checkpoints[-1] == "step-000007"
+    assert sorted(run.notes.logged) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_rollback_at_the_last_rollout_saves_and_evaluates_what_was_restored(tmp_path: Path):
+    options: dict[str, Any] = {"num_rollouts": 4, "save_interval": 1, "guardrails": watching("rollback", 1)}
+    run = Run(tmp_path / "spiky", **options, eval_interval=1, evaluation={}, spikes=(4,))
+    summary = run.trainer.run()
+    assert summary["evaluations"]["4"] == summary["evaluations"]["3"]
+    # The evaluation (rollout -1) came last and saw the weights with which rollout 3 began.
+    assert same(run.weights_at(-1), run.weights_at(3))
+    assert run.checkpoints[-1] == "step-000004"
+    again = Run(tmp_path / "spiky", **options)
+    again.trainer.run("auto")
+    parameters = {name: value.detach() for name, value in again.engine.pipeline.model.named_parameters()}
+    assert same(parameters, run.weights_at(3))
+
+
+def test_a_rollback_without_a_checkpoint_says_what_to_set(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=6, guardrails=watching("rollback", 1), spikes=(3,))
+    with pytest.raises(TrainingError, match="there is no checkpoint to roll back to. Set save.interval") as caught:
+        run.trainer.run()
+    assert isinstance(caught.value.__cause__, CheckpointError)
+
+
+# Stop and resume ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_event_saves_and_returns_an_incomplete_summary(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=5, evaluation={})
+    run.engine.then = lambda rollout_id: run.stop.set() if rollout_id == 1 else None
+    summary = run.trainer.run()
+    assert summary["is_complete"] is False and summary["num_rollouts"] == 2 and summary["eval_after"] is None
+    assert run.checkpoints == ["step-000002"]
+    assert run.notes.summary == summary
+
+    again = Run(tmp_path, num_rollouts=5, evaluation={})
+    resumed = again.trainer.run("auto")
+    assert again.notes.started_at == 2 and sorted(again.notes.logged) == [3, 4, 5]
+    assert resumed["is_complete"] and resumed["num_rollouts"] == 5 and resumed["num_samples"] == 60
+    assert resumed["eval_before"] == summary["eval_before"]
+    assert resumed["wall_s"] > summary["wall_s"] and resumed["phases"]["train"] > summary["phases"]["train"]
+    straight = Run(tmp_path / "straight", num_rollouts=5, evaluation={})
+    assert straight.trainer.run()["eval_after"] == resumed["eval_after"]
+    assert same(again.weights_at(4), straight.weights_at(4))
+
+
+def test_a_stop_before_the_first_rollout_still_leaves_a_checkpoint(tmp_path: Path):
+    run = Run(tmp_path)
+    run.stop.set()
+    summary = run.trainer.run()
+    assert summary["num_rollouts"] == 0 and not summary["is_complete"] and run.checkpoints == ["step-000000"]
+
+
+# What is reported ---------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_has_every_promised_key_and_is_what_the_file_holds(tmp_path: Path):
+    run = Run(tmp_path, evaluation={})
+    summary = run.trainer.run()
+    promised = "recipe seed versions num_rollouts num_samples wall_s cpu_s peak_rss_bytes phases eval_before eval_after"
+    assert {*promised.split(), "logp_gap", "first_ratio_max_abs_dev"} <= set(summary)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary == run.notes.summary
+    assert summary["recipe"] == "fake" and summary["seed"] == 3
+    assert summary["num_rollouts"] == 2 and summary["num_samples"] == 24 and summary["is_complete"]
+    assert {"python", "torch"} <= set(summary["versions"])
+    assert summary["cpu_s"] > 0 and summary["peak_rss_bytes"] > 2**20
+    for record in (summary["eval_before"], summary["eval_after"]):
+        assert set(record["overall"]) == {"reward", "bright"} and set(record["categories"]) == {"c0", "c1"}
+    assert 0 <= summary["logp_gap"]["mean"] <= summary["logp_gap"]["max"] < 1e-5
+    assert summary["first_ratio_max_abs_dev"] == 0.0
+
+
+def test_the_first_ratio_is_reported_wherever_there_is_one(tmp_path: Path):
+    trusted = Run(tmp_path / "rollout", algorithm={"old_logp_source": "rollout"}).trainer.run()
+    assert trusted["first_ratio_max_abs_dev"] is not None and trusted["first_ratio_max_abs_dev"] < 1e-5
+    assert trusted["logp_gap"] == {"mean": None, "max": None}
+    forward = Run(tmp_path / "nft", kind=DiffusionNFT).trainer.run()
+    assert forward["first_ratio_max_abs_dev"] is None
+    assert forward["logp_gap"] == {"mean": None, "max": None}
+
+
+def documented() -> list[re.Pattern[str]]:
+    names = re.findall(r"`([a-z_]+/[^`]+)`", DOCS.read_text())
+    patterns = [re.escape(name).replace(r"\.\.\.", "(/.+)?") for name in names]
+    return [re.compile(re.sub(r"<[a-z]+>", "[^/]+", pattern)) for pattern in patterns]
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [
+        (DiffusionGRPO, {"kl_coef": 0.1, "adaptive_kl": AdaptiveKL(target=0.1, horizon=100.0)}),
+        (DiffusionNFT, {"kl_coef": 0.1}),
+    ],
+)
+def test_every_metric_is_listed_in_the_documentation(tmp_path: Path, kind: Any, algorithm: dict[str, Any]):
+    run = Run(tmp_path, kind=kind, algorithm=algorithm, eval_interval=1, save_interval=1, evaluation={})
+    run.trainer.run()
+    names = {name for metrics in run.notes.logged.values() for name in metrics}
+    assert {"policy/reference_kl", "train/grad_norm", "eval/c1/bright", "timing_s/checkpoint"} <= names
+    patterns = documented()
+    assert [name for name in sorted(names) if not any(pattern.fullmatch(name) for pattern in patterns)] == []
