@@ -131,6 +131,12 @@ MISTAKES = [
     ({"device": "gpu"}, "device = 'gpu' must be one of auto, cpu, cuda"),
     ({"stack": 3}, "stack = 3 must be a mapping"),
     ({"save.intervall": 3}, "save.intervall: unknown key. Did you mean interval?"),
+    ({"save.interval": -1}, "save.interval = -1 must be at least 0 (0: never)"),
+    ({"save.keep_last": 0}, "save.keep_last = 0 must be at least 1"),
+    ({"stack.micro_batch_size": 0}, "stack.micro_batch_size = 0 must be at least 1"),
+    ({"stack.max_grad_norm": -1.0}, "stack.max_grad_norm = -1.0 must be above 0"),
+    ({"engine.forward_batch_size": -4}, "engine.forward_batch_size = -4 must be at least 1"),
+    ({"reward.scorers.shapes": None}, "reward.scorers.shapes is null, which is no scorer"),
     ({"save.interval": "x"}, "save.interval = 'x' must be an integer"),
     ({"algorithm.clip_rang": 1}, "has no argument 'clip_rang'. Did you mean clip_range"),
     ({"algorithm.pipeline": 1}, "algorithm.pipeline is set by the trainer. Remove it here."),
@@ -353,6 +359,12 @@ def test_overrides_that_hydra_cannot_take_are_one_message(overrides, message):
     register_resolvers()
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve(compose("diffusion/sd3_shapes", overrides))
+
+
+def test_a_file_that_is_not_yaml_says_where(tmp_path):
+    (tmp_path / "broken.yaml").write_text("seed: [")
+    with pytest.raises(ConfigError, match=r"broken\.yaml is not YAML: .*line 1, column 8"):
+        compose(str(tmp_path / "broken.yaml"))
 
 
 def test_a_file_of_your_own_composes_from_packaged_recipes(tmp_path):

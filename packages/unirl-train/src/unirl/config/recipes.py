@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, packaged_name
 from unirl.types.errors import ConfigError
@@ -72,6 +73,8 @@ def _composed(name: str, overrides: list[Override], extra: list[str], recipe: st
         raise ConfigError(f"recipe {recipe}: {_message(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"recipe {recipe}: {_first_line(error)}") from error
+    except YAMLError as error:
+        raise ConfigError(f"recipe {recipe} is not YAML: {' '.join(str(error).split())}. Fix the file.") from error
     OmegaConf.set_struct(config, False)
     return config
 

@@ -27,6 +27,19 @@ LATENT_DIVISOR = 16
 MAX_ETA = {"cps": 1.0}
 """Largest eta by kernel name; the other kernels take any."""
 
+POSITIVE = (
+    "batch_size",
+    "num_rollouts",
+    "num_devices",
+    "engine.forward_batch_size",
+    "stack.micro_batch_size",
+    "stack.num_updates_per_batch",
+    "eval.num_samples",
+    "eval.batch_size",
+    "save.keep_last",
+)
+INTERVALS = ("eval.interval", "save.interval", "media_interval")
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -42,11 +55,18 @@ class Machine:
 
 
 def counts_are_positive(recipe: Recipe) -> Messages:
-    """Prompts, rollouts and devices are at least one."""
-    for name in ("batch_size", "num_rollouts", "num_devices"):
-        value = recipe.get(name)
+    """What is counted is at least one; intervals may be 0, which means never."""
+    for name in POSITIVE:
+        value = _at(recipe, name)
         if value is not None and value < 1:
             yield f"{name} = {value} must be at least 1."
+    for name in INTERVALS:
+        value = _at(recipe, name)
+        if value is not None and value < 0:
+            yield f"{name} = {value} must be at least 0 (0: never)."
+    max_grad_norm = _at(recipe, "stack.max_grad_norm")
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        yield f"stack.max_grad_norm = {max_grad_norm} must be above 0 (.inf does not clip)."
 
 
 def geometry_divides(recipe: Recipe) -> Messages:
@@ -223,6 +243,11 @@ def weights_name_scorers(recipe: Recipe) -> Messages:
     scorers, weights = recipe["reward"].get("scorers"), recipe["reward"].get("weights")
     if not scorers:
         yield "reward.scorers is empty. Name at least one scorer."
+    elif isinstance(scorers, Mapping) and (absent := sorted(str(key) for key in scorers if scorers[key] is None)):
+        yield (
+            f"reward.scorers.{absent[0]} is null, which is no scorer. Give it a _target_, or take it out: "
+            f"~reward.scorers.{absent[0]} on the command line, other parts than parts/reward in a recipe of your own."
+        )
     elif isinstance(scorers, Mapping) and isinstance(weights, Mapping) and set(weights) != set(scorers):
         yield f"reward.weights names {sorted(weights)}, reward.scorers {sorted(scorers)}. Give each scorer one weight."
 
@@ -328,6 +353,14 @@ MACHINE_RULES: tuple[Callable[[Recipe, Machine], Messages], ...] = (
 
 def _sampling(recipe: Recipe) -> Mapping[str, Any]:
     return recipe["sampling"]
+
+
+def _at(recipe: Recipe, name: str) -> int | float | None:
+    """The number at a dotted place; None where the recipe leaves it out, or something of its own takes other types."""
+    node: Any = recipe  # Any: walks through mappings to a scalar
+    for part in name.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node if isinstance(node, (int, float)) else None
 
 
 def _default(recipe: Recipe, name: str) -> Any:  # Any: a literal of the class
