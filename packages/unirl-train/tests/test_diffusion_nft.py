@@ -22,6 +22,7 @@ from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.base import MicroBatch
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import OLD, DiffusionNFT
+from unirl.algorithms.losses import nft_loss, optimality
 from unirl.algorithms.schedules import OldPolicyDecay
 from unirl.train.configs import LoraConfig
 from unirl.trainer.request import build_request
@@ -182,6 +183,36 @@ def test_zero_advantages_at_the_old_policy_give_no_gradient():
     assert all(float(gradient.abs().max()) < 1e-6 for gradient in gradients.values())
     assert metrics["nft/policy_distance"] == 0.0
     assert metrics["nft/positive_loss"] == metrics["nft/negative_loss"] > 0
+
+
+def test_the_branches_lie_around_the_old_policy():
+    made, resp = made_with(model=AffineField(), num_timesteps=2, beta=0.5)
+    displace(made.backend, 0.3)  # away from the old policy, v = 0.7 x + 0.1
+    advantages = some_advantages(6)
+    metrics = made.stack.train(resp, advantages, progress=0.0).metrics
+    x_t = made.pipeline.seen_x[0]
+    segment = segment_of(resp)
+    levels = made.algorithm.levels([f"v0:{name}" for name in resp.tracks["image"].sample_ids], segment)
+    fresh = setup(DiffusionNFT, model=AffineField())
+    displace(fresh.backend, 0.3)
+    scale, shift = fresh.backend.parameters.values()
+    v_new = scale * x_t + shift
+    rows = nft_loss(
+        v_new,
+        0.7 * x_t + 0.1,
+        x_t,
+        segment.clean_latents.repeat_interleave(2, dim=0),
+        levels.flatten(),
+        optimality(advantages, advantage_max=5.0).repeat_interleave(2),
+        beta=0.5,
+        advantage_max=5.0,
+    )
+    rows.loss_R.mean().backward()
+    assert metrics["policy/loss"] == pytest.approx(float(rows.loss_R.detach().mean()), rel=1e-5)
+    distance = (v_new - 0.7 * x_t - 0.1).square().mean()
+    assert metrics["nft/policy_distance"] == pytest.approx(float(distance.detach()), rel=1e-5)
+    for name, parameter in fresh.backend.parameters.items():
+        torch.testing.assert_close(made.backend.gradients[0][name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_modes_change_what_an_advantage_does():
