@@ -31,6 +31,9 @@ class StopAfter:
     def finish(self, summary):
         pass
 
+    def close(self):
+        pass
+
 
 def run(recipe, run_dir, after=10**9):
     event = threading.Event()
