@@ -255,7 +255,7 @@ def test_evaluation_comes_before_at_the_interval_and_at_the_end(tmp_path: Path):
     assert [step for step, metrics in run.notes.logged.items() if "eval/reward" in metrics] == [0, 2, 4, 5]
     assert {"eval/c0/bright", "eval/c1/reward"} <= set(run.notes.logged[5])
     assert run.notes.logged[5]["eval/reward"] > run.notes.logged[0]["eval/reward"]
-    names = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    names = sorted(path.name for path in (tmp_path / "samples").glob("*.png"))
     assert names == ["before_after.png", *(f"eval-{step:06d}.png" for step in (0, 2, 4, 5))]
     assert [picture for picture in run.notes.pictures if picture[0] == "eval"] == [("eval", n) for n in (0, 2, 4, 5)]
 
