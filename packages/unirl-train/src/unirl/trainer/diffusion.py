@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from unirl.algorithms.advantages import AdvantageConfig, group_metrics
 from unirl.data.data_source import MultimodalRLDataSource
@@ -20,7 +21,7 @@ from unirl.tracking.base import Tracker
 from unirl.tracking.media import before_after, grid
 from unirl.train.stack import TrainStepResult
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.evaluation import EvaluationResult, Evaluator, take_images
+from unirl.trainer.evaluation import Evaluator, take_images
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.request import build_request
 from unirl.trainer.versions import versions
@@ -32,6 +33,9 @@ from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 
 logger = logging.getLogger(__name__)
+
+FIRST_IMAGES = "eval-000000.safetensors"
+"""The images from before training, kept so that a resumed run can still show them side by side."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,6 @@ class DiffusionTrainer:
         self._gap_max = 0.0
         self._first_ratio_deviation: float | None = None
         self._saved_at = -1
-        self._first_images: EvaluationResult | None = None
 
     # The run ----------------------------------------------------------------------------------------------------
 
@@ -290,11 +293,11 @@ class DiffusionTrainer:
             picture = grid(result.images, result.labels)
             picture.save(folder / f"eval-{done:06d}.png")
             self._show("eval", picture, done)
-            if self._first_images is None and done == 0:
-                self._first_images = result
-            first = self._first_images
-            if first is not None and first.images is not None and done > 0:
-                before_after(first.images, result.images, result.labels).save(folder / "before_after.png")
+            first = folder / FIRST_IMAGES
+            if done == 0:
+                save_file({"images": result.images}, first)
+            elif first.is_file():
+                before_after(load_file(first)["images"], result.images, result.labels).save(folder / "before_after.png")
         metrics = result.metrics()
         if done == 0:
             self._log(metrics, 0)

@@ -26,6 +26,9 @@ from unirl.types.errors import ConfigError, ContractError, WorkerError
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_TIMEOUT_S = 5.0
+"""How long `close` lets workers end by themselves before they are killed."""
+
 _GONE_TIMEOUT_S = 10.0
 """How long `close` waits for killed processes to disappear."""
 
@@ -176,6 +179,10 @@ class RayRuntime(Runtime):
         self.is_closed = True
         atexit.unregister(self.close)
         if self._ray.is_initialized():
+            if self._failure is None:
+                # A worker that ends by itself is no event; one that is killed makes Ray print a warning.
+                leaving = [actor.__ray_terminate__.remote() for actor in self._actors]
+                self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_TIMEOUT_S)
             here = self._ray.util.get_node_ip_address()
             for actor in self._actors:
                 self._ray.kill(actor, no_restart=True)
