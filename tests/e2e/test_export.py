@@ -56,7 +56,7 @@ def stock_images(pipeline, recipe, labels):
 
 def trained(recipe, run_dir):
     run_recipe(recipe, run_dir, [], threading.Event())
-    return evaluate_recipe(recipe, run_dir, from_checkpoint=True)
+    return evaluate_recipe(recipe, run_dir, checkpoint="newest")
 
 
 def test_a_stock_pipeline_with_the_exported_lora_reproduces_the_evaluation(recipe, tmp_path):

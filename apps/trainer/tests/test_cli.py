@@ -248,26 +248,28 @@ def test_resumed_run_keeps_its_first_recipe(here, fake_run):
 def test_eval_scores_the_recipe_or_a_run(here, monkeypatch, capsys, fake_run):
     calls = []
 
-    def evaluate_recipe(recipe, run_dir, *, from_checkpoint):
-        calls.append((str(run_dir), from_checkpoint))
+    def evaluate_recipe(recipe, run_dir, *, checkpoint):
+        calls.append((str(run_dir), checkpoint))
         return EvaluationResult({"strict": 0.5}, {"one": {"strict": 0.5}}, 4, torch.zeros(2, 3, 8, 8), ["a", "b"])
 
     monkeypatch.setattr(wiring, "evaluate_recipe", evaluate_recipe)
     assert main(["eval", "--output", "result.json"]) == 0
-    assert calls[0][1] is False and '"num_samples": 4' in Path("result.json").read_text()
+    assert calls[0][1] is None and '"num_samples": 4' in Path("result.json").read_text()
     assert Path("result.png").is_file() and "0.500" in capsys.readouterr().out
     main(["run_dir=run"])
     assert main(["eval", "run"]) == USER_ERROR
     with_checkpoint(Path("run"))
     assert main(["eval", "run"]) == 0
-    assert calls[1] == ("run", True)
+    assert calls[1] == ("run", "newest")
+    assert main(["eval", "run", "--checkpoint", "best"]) == 0
+    assert calls[2] == ("run", "best")
 
 
 def test_export_writes_a_runs_weights(here, monkeypatch, capsys, fake_run):
     calls = []
 
-    def export_recipe(recipe, run_dir, folder, *, merged, policy):
-        calls.append((str(run_dir), str(folder), merged, policy))
+    def export_recipe(recipe, run_dir, folder, *, merged, policy, checkpoint):
+        calls.append((str(run_dir), str(folder), merged, policy, checkpoint))
         return folder
 
     monkeypatch.setattr(wiring, "export_recipe", export_recipe)
@@ -277,8 +279,8 @@ def test_export_writes_a_runs_weights(here, monkeypatch, capsys, fake_run):
     with_checkpoint(Path("run"))
     assert main(["export", "run", "--to", "out"]) == USER_ERROR
     assert "there is no LoRA to write. Add --merged" in capsys.readouterr().err
-    assert main(["export", "run", "--to", "out", "--merged", "--policy", "old"]) == 0
-    assert calls == [("run", "out", True, "old")]
+    assert main(["export", "run", "--to", "out", "--merged", "--policy", "old", "--checkpoint", "3"]) == 0
+    assert calls == [("run", "out", True, "old", "3")]
     Path("file").write_text("")
     assert main(["export", "run", "--to", "file/out", "--merged"]) == USER_ERROR
     assert "--to file/out cannot be made: Not a directory" in capsys.readouterr().err

@@ -252,6 +252,15 @@ def test_the_newest_and_the_best_stay(tmp_path: Path):
     assert checkpointer.best_step == 1
     assert json.loads((tmp_path / "best.json").read_text())["step"] == 1
     assert checkpointer.load(1) == {"step": 1}
+    assert checkpointer.load_best() == {"step": 1}
+
+
+def test_without_a_score_there_is_no_best(tmp_path: Path):
+    backend, _ = start({})
+    checkpointer = Checkpointer(backend, str(tmp_path))
+    checkpointer.save(1, {"step": 1})
+    with pytest.raises(CheckpointError, match="has a held-out score"):
+        checkpointer.load_best()
 
 
 def test_without_keep_best_only_the_newest_stay(tmp_path: Path):

@@ -29,7 +29,7 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.diffusion import DiffusionTrainer, TrainerSettings
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig
-from unirl.types.errors import CheckpointError, RewardError, TrainingError
+from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from unirl.types.rollout import RolloutReq, RolloutResp
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -276,6 +276,13 @@ def test_the_best_checkpoint_is_the_one_of_the_best_metric(tmp_path: Path, metri
     best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
     assert best["step"] == max(scores, key=lambda step: scores[step])
     assert best["score"] == pytest.approx(scores[best["step"]])
+
+
+def test_a_best_metric_that_no_scorer_reports_is_named_before_training(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=1, best_metric="beauty", evaluation={})
+    with pytest.raises(ConfigError, match="best_metric = beauty is not among the held-out means reward"):
+        run.trainer.run()
+    assert run.notes.logged == {}
 
 
 def test_pictures_of_training_samples_come_at_their_interval(tmp_path: Path):

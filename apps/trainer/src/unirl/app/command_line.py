@@ -13,8 +13,8 @@ VERBS = {
     "list": "the recipes that come with the trainer",
     "show": "the whole recipe as YAML that can be run by path",
     "check": "find mistakes without weights, GPU or torch",
-    "eval": "held-out evaluation of a recipe's model, or of a run's newest checkpoint",
-    "export": "write a run's newest checkpoint for use outside",
+    "eval": "held-out evaluation of a recipe's model, or of a run's checkpoint",
+    "export": "write a run's checkpoint for use outside",
     "bench": "where the time of a recipe goes",
 }
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -25,6 +25,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "to": ("export",),
     "merged": ("export",),
     "policy": ("export",),
+    "checkpoint": ("eval", "export"),
     "output": ("eval", "bench"),
     "warmup": ("bench",),
     "repeats": ("bench",),
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", metavar="FOLDER", help="export: where to write")
     parser.add_argument("--merged", action="store_true", help="export: the whole model, LoRA merged")
     parser.add_argument("--policy", metavar="NAME", help="export: a named copy of the weights, such as ema")
+    parser.add_argument("--checkpoint", metavar="WHICH", help="eval, export: newest (the default), best or a step")
     parser.add_argument("--output", metavar="FILE", help="eval, bench: write the result as JSON")
     parser.add_argument("--warmup", type=int, metavar="N", help="bench: steps before timing")
     parser.add_argument("--repeats", type=int, metavar="N", help="bench: timed steps")

@@ -88,10 +88,10 @@ def evaluate(command: Command) -> None:
     run_dir = recipe.get("run_dir")
     if run_dir is not None:
         _require_checkpoint(Path(run_dir))
-        result = evaluate_recipe(recipe, Path(run_dir), from_checkpoint=True)
+        result = evaluate_recipe(recipe, Path(run_dir), checkpoint=_checkpoint(command))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            result = evaluate_recipe(recipe, Path(folder), from_checkpoint=False)
+            result = evaluate_recipe(recipe, Path(folder), checkpoint=None)
     record = result.record()
     preferred = (recipe.get("save") or {}).get("best_metric", "reward")
     Console().print(evaluation_table(None, record, preferred))
@@ -125,6 +125,7 @@ def export(command: Command) -> None:
         Path(str(command.options["to"])),
         merged=is_merged,
         policy=str(command.options.get("policy", "default")),
+        checkpoint=_checkpoint(command),
     )
     sys.stdout.write(f"wrote {folder}\n")
 
@@ -194,6 +195,10 @@ def rendered_for_run(config: DictConfig) -> str:
 def _make_output_folder(command: Command) -> None:
     if "output" in command.options:
         make_folder("the folder of --output,", Path(str(command.options["output"])).parent)
+
+
+def _checkpoint(command: Command) -> str:
+    return str(command.options.get("checkpoint", "newest"))
 
 
 def _require_checkpoint(run_dir: Path) -> None:

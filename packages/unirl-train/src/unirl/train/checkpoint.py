@@ -257,6 +257,16 @@ class Checkpointer:
     # Resuming ---------------------------------------------------------------------------------------------------
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def load_best(self) -> dict[str, Any]:
+        """Restore the checkpoint with the best held-out score. Raises CheckpointError where none was scored."""
+        step = self.best_step
+        if step is None:
+            raise CheckpointError(
+                f"no checkpoint in {self._folder} has a held-out score. Add an eval section, or take the newest."
+            )
+        return self.load(step)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load(self, step: int | None = None) -> dict[str, Any]:
         """Restore the newest sound checkpoint, or that of `step`, and the generators; returns the driver state.
 

@@ -25,7 +25,7 @@ from unirl.trainer.evaluation import Evaluator, take_images
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.request import build_request
 from unirl.trainer.versions import versions
-from unirl.types.errors import CheckpointError, RewardError, TrainingError
+from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from unirl.types.media import Texts
 from unirl.types.reward import RewardResponse
 from unirl.types.roles import PerSample
@@ -100,6 +100,7 @@ class DiffusionTrainer:
         self._num_samples = 0
         self._num_dropped_groups = 0
         self._wall_before_s = 0.0
+        self._cpu_before_s = 0.0
         self._evaluations: dict[int, dict[str, Any]] = {}
         self._gap_mean: list[float] = []
         self._gap_max = 0.0
@@ -286,6 +287,11 @@ class DiffusionTrainer:
             return {}
         with self._clock.phase("eval"):
             result = self._evaluator.run(self._engine, self._reward, self._runtime.num_ranks)
+        if self._settings.best_metric not in result.overall:
+            raise ConfigError(
+                f"save.best_metric = {self._settings.best_metric} is not among the held-out means "
+                f"{', '.join(result.overall)}. Name one of those, so that a best checkpoint can be kept."
+            )
         self._evaluations[done] = result.record()
         folder = self._run_dir / "samples"
         folder.mkdir(parents=True, exist_ok=True)
@@ -297,7 +303,9 @@ class DiffusionTrainer:
             if done == 0:
                 save_file({"images": result.images}, first)
             elif first.is_file():
-                before_after(load_file(first)["images"], result.images, result.labels).save(folder / "before_after.png")
+                before = load_file(first)["images"]
+                if before.shape == result.images.shape:
+                    before_after(before, result.images, result.labels).save(folder / "before_after.png")
         metrics = result.metrics()
         if done == 0:
             self._log(metrics, 0)
@@ -350,6 +358,7 @@ class DiffusionTrainer:
             "guardrails": self._guardrails.state_dict(),
             "clock": self._clock.state_dict(),
             "wall_s": self._wall_before_s + time.perf_counter() - started,
+            "cpu_s": self._cpu_before_s + self._runtime.usage().cpu_s,
             "evaluations": {str(step): record for step, record in self._evaluations.items()},
             "gap_mean": self._gap_mean,
             "gap_max": self._gap_max,
@@ -368,6 +377,7 @@ class DiffusionTrainer:
         self._guardrails.load_state_dict(state["guardrails"])
         self._clock.load_state_dict(state["clock"])
         self._wall_before_s = state["wall_s"]
+        self._cpu_before_s = state["cpu_s"]
         self._evaluations = {int(step): record for step, record in state["evaluations"].items()}
         self._gap_mean = list(state["gap_mean"])
         self._gap_max = state["gap_max"]
@@ -387,7 +397,7 @@ class DiffusionTrainer:
             "num_dropped_groups": self._num_dropped_groups,
             "is_complete": self._next_rollout >= self._settings.num_rollouts,
             "wall_s": wall_s,
-            "cpu_s": usage.cpu_s,
+            "cpu_s": self._cpu_before_s + usage.cpu_s,
             "peak_rss_bytes": usage.peak_rss_bytes,
             "phases": self._clock.wall_s,
             "phases_cpu_s": self._clock.cpu_s,

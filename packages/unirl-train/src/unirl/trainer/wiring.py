@@ -139,23 +139,38 @@ def run_recipe(
     return summary
 
 
-def evaluate_recipe(recipe: Recipe, run_dir: Path, *, from_checkpoint: bool) -> EvaluationResult:
-    """Held-out evaluation of a recipe's model, or of the newest checkpoint of its run directory."""
+def load_checkpoint(runtime: Runtime, which: str) -> None:
+    """Restore "newest", "best" (by held-out score) or a step of the run directory on every worker."""
+    checkpointer = runtime.role("checkpointer")
+    if which == "best":
+        checkpointer.load_best()
+    elif which == "newest":
+        checkpointer.load(None)
+    elif which.isdecimal():
+        checkpointer.load(int(which))
+    else:
+        raise ConfigError(f"--checkpoint {which!r} must be newest, best or the number of a step")
+
+
+def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) -> EvaluationResult:
+    """Held-out evaluation of a recipe's model, or of a checkpoint of its run directory (see `load_checkpoint`)."""
     evaluator = make_evaluator(recipe)
     if evaluator is None:
         raise ConfigError("this recipe has no eval section; add eval.prompts")
     with make_runtime(recipe, run_dir) as runtime:
         runtime.role("stack").prepare()
-        if from_checkpoint:
-            runtime.role("checkpointer").load(None)
+        if checkpoint is not None:
+            load_checkpoint(runtime, checkpoint)
         return evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_ranks)
 
 
-def export_recipe(recipe: Recipe, run_dir: Path, folder: Path, *, merged: bool, policy: str = "default") -> Path:
-    """Write the newest checkpoint of a run for use outside: LoRA weights, or the model with weights merged."""
+def export_recipe(
+    recipe: Recipe, run_dir: Path, folder: Path, *, merged: bool, policy: str = "default", checkpoint: str = "newest"
+) -> Path:
+    """Write a checkpoint of a run for use outside: LoRA weights, or the model with weights merged."""
     with make_runtime(recipe, run_dir) as runtime:
         runtime.role("stack").prepare()
-        runtime.role("checkpointer").load(None)
+        load_checkpoint(runtime, checkpoint)
         backend = runtime.role("backend")
         if merged:
             backend.export_merged(str(folder), policy)
