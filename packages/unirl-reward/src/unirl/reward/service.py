@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -26,20 +25,6 @@ FailurePolicy = Literal["raise", "retry", "drop_group"]
 
 _ISOLATION: dict[FailurePolicy, Isolation] = {"raise": "none", "retry": "batch", "drop_group": "sample"}
 _SLOTS: dict[type, str] = {Images: "image", Videos: "video", Texts: "text", Audios: "audio"}
-
-
-@dataclass(kw_only=True, eq=False)
-class ScoredBatch(RewardResponse):
-    """A response whose counters add up when the shards of several ranks join.
-
-    counters: failed_samples (a scorer had no finite value), dropped_groups, retried_samples.
-    """
-
-    @classmethod
-    def _align(cls, parts: list[Self]) -> list[Self]:
-        names = sorted({name for part in parts for name in part.counters or {}})
-        total = {name: sum((part.counters or {}).get(name, 0) for part in parts) for name in names}
-        return [dataclasses.replace(part, counters=total) for part in parts]
 
 
 class RewardService:
@@ -95,7 +80,7 @@ class RewardService:
         counters["failed_samples"] = sum(error is not None for error in errors)
         counters["dropped_groups"] = _drop_groups(request, errors)
         failed = torch.tensor([error is not None for error in errors])
-        return ScoredBatch(
+        return RewardResponse(
             sample_ids=list(request.sample_ids),
             rewards=torch.where(failed, torch.nan, rewards_B),
             component_rewards=_component_rewards(answers),
