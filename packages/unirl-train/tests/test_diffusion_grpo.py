@@ -208,6 +208,14 @@ def test_a_kernel_without_diffusion_coefficient_has_no_published_estimator():
         run(made, anchored(made, track))
 
 
+def test_a_transition_without_noise_has_no_kl():
+    made = penalised(strategy=CPSSDEStrategy())
+    last = sampling().num_inference_steps - 1
+    track = rollout(made.pipeline, sampling(sde_indices=[last])).tracks["image"]
+    with pytest.raises(ConfigError, match="a transition without noise has no KL"):
+        run(made, anchored(made, track))
+
+
 # Anchor -------------------------------------------------------------------------------------------------------------
 
 

@@ -201,6 +201,11 @@ class DiffusionGRPO(StageAlgorithm):
 
     def _kl(self, replay: TransitionStats, reference: TransitionStats) -> Tensor:
         if self.kl_estimator == "exact":
+            if not bool((replay.std_R > 0).all()):
+                raise ConfigError(
+                    "a transition without noise has no KL to a reference (CPS adds none at the last step). "
+                    "Leave the last step out of sampling.scheduler, or set algorithm.kl_coef: 0."
+                )
             return transition_kl(replay.mean, reference.mean, replay.std_R)
         if replay.q_R is None:
             raise ConfigError("kl_estimator = 'flow_grpo' needs a Flow or Dance kernel; use kl_estimator: exact")
