@@ -47,8 +47,7 @@ def comparable(metrics):
     return {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))}
 
 
-@pytest.mark.parametrize("name", ["sd3_shapes", "sd3_shapes_flowgrpo"])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("name", "is_async"), [("sd3_shapes", False), ("sd3_shapes_flowgrpo", True)])
 def test_two_plus_two_rollouts_equal_four(name, is_async, recipe, tmp_path):
     small = recipe(name, "num_rollouts=4", f"save.is_async={str(is_async).lower()}")
     whole_dir, parts_dir = tmp_path / "whole", tmp_path / "parts"
