@@ -18,8 +18,8 @@ from diffusion_fakes import (
 )
 from torch import Tensor
 
-from unirl.algorithms.base import MicroBatch
-from unirl.algorithms.diffusion_grpo import DiffusionGRPO, sampled_with
+from unirl.algorithms.base import MicroBatch, sampled_with
+from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, SDEStrategy
 from unirl.sde.windows import MixGRPOWindow

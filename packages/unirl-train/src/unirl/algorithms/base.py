@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
 
@@ -125,3 +126,19 @@ def row_chunks(num_rows: int, rows_per_forward: int | None) -> list[slice]:
     """Consecutive slices of at most `rows_per_forward` rows (None: all at once)."""
     step = rows_per_forward or num_rows
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def sampled_with(segment: LatentSegment, expected: DiffusionSamplingParams | None) -> DiffusionSamplingParams:
+    """The parameters a segment was sampled with. Raises ContractError where they are absent or differ from `expected`
+    in anything but the stochastic steps, which change from rollout to rollout."""
+    if segment.params is None:
+        raise ContractError("the segment does not say how it was sampled; the engine must set LatentSegment.params")
+    if expected is not None:
+        changes = [
+            f"{name}: rollout {getattr(segment.params, name)!r}, replay {getattr(expected, name)!r}"
+            for name in vars(expected)
+            if name not in ("scheduler", "sde_indices") and getattr(segment.params, name) != getattr(expected, name)
+        ]
+        if changes:
+            raise ContractError("rollout and replay were sampled differently: " + "; ".join(changes))
+    return segment.params

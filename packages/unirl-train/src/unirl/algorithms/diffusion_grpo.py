@@ -20,6 +20,7 @@ from unirl.algorithms.base import (
     StageAlgorithm,
     check_rows_per_forward,
     row_chunks,
+    sampled_with,
 )
 from unirl.algorithms.kl import AdaptiveKL, adapted_coefficient
 from unirl.algorithms.losses import clipped_surrogate
@@ -188,11 +189,8 @@ class DiffusionGRPO(StageAlgorithm):
             )
         return logp_BS
 
-    def _sampled_with(self, segment: LatentSegment) -> DiffusionSamplingParams:
-        return sampled_with(segment, self._params)
-
     def _replay(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> TransitionStats:
-        params = self._sampled_with(micro.segment)
+        params = sampled_with(micro.segment, self._params)
         return self._pipeline.replay(micro.track.conditions, micro.segment, sample_R, step_R, params)
 
     def _reference(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> TransitionStats:
@@ -210,19 +208,3 @@ class DiffusionGRPO(StageAlgorithm):
         if replay.q_R is None:
             raise ConfigError("kl_estimator = 'flow_grpo' needs a Flow or Dance kernel; use kl_estimator: exact")
         return transition_kl(replay.mean, reference.mean, replay.q_R)
-
-
-def sampled_with(segment: LatentSegment, expected: DiffusionSamplingParams | None) -> DiffusionSamplingParams:
-    """The parameters a segment was sampled with. Raises ContractError where they are absent or differ from `expected`
-    in anything but the stochastic steps, which change from rollout to rollout."""
-    if segment.params is None:
-        raise ContractError("the segment does not say how it was sampled; the engine must set LatentSegment.params")
-    if expected is not None:
-        changes = [
-            f"{name}: rollout {getattr(segment.params, name)!r}, replay {getattr(expected, name)!r}"
-            for name in vars(expected)
-            if name not in ("scheduler", "sde_indices") and getattr(segment.params, name) != getattr(expected, name)
-        ]
-        if changes:
-            raise ContractError("rollout and replay were sampled differently: " + "; ".join(changes))
-    return segment.params

@@ -20,8 +20,8 @@ from unirl.algorithms.base import (
     StageAlgorithm,
     check_rows_per_forward,
     row_chunks,
+    sampled_with,
 )
-from unirl.algorithms.diffusion_grpo import sampled_with
 from unirl.algorithms.losses import nft_loss, optimality, velocity_distance
 from unirl.algorithms.schedules import OldPolicyDecay
 from unirl.sde.forward import interpolate

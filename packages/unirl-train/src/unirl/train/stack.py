@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class TrainStack:
         started = time.perf_counter()
         micros, gap = self._anchored(track, slices, progress)
         anchor_s = time.perf_counter() - started
-        updates = [self._update(track, micro_list) for micro_list in micros]
+        updates = [self._update(micro_list) for micro_list in micros]
         after = self._algorithm.after_rollout()
         metrics = {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
         metrics.update(gap)
@@ -116,13 +116,11 @@ class TrainStack:
                 if self._algorithm.uses_anchor:
                     anchor, metrics = self._algorithm.anchor(micro)
                     record.merge(metrics)
-                    micro = MicroBatch(
-                        track=part, advantages=part.advantages, anchor=anchor, update=update, progress=progress
-                    )
+                    micro = replace(micro, anchor=anchor)
                 micros[-1].append(micro)
         return micros, self._reduced(record)
 
-    def _update(self, track: RolloutTrack, micros: list[MicroBatch]) -> dict[str, float]:
+    def _update(self, micros: list[MicroBatch]) -> dict[str, float]:
         backend = self._backend
         backend.zero_grad()
         own_terms = sum(self._algorithm.num_terms(micro.track) for micro in micros)

@@ -214,7 +214,7 @@ class DiffusionTrainer:
             fresh = self._engine.generate(fresh_req, policy=self._rollout_policy)
             fresh_reply = self._reward.score_and_attach(fresh, fresh_req)
             wanted = list(range(req.batch_size - len(keep)))
-            joined = _joined(_whole(resp), keep, _whole(fresh), wanted)
+            joined = _joined(resp.fetch(), keep, fresh.fetch(), wanted)
             req = RolloutReq.concat([req.select(keep), fresh_req.select(wanted)])
             reply = RewardResponse.concat(
                 [reply.select(keep).replace(counters=None), fresh_reply.select(wanted).replace(counters=None)]
@@ -429,14 +429,6 @@ def _due(count: int, interval: int) -> bool:
 
 def _failed_groups(req: RolloutReq, reply: RewardResponse) -> set[str]:
     return {group for group, ok in zip(req.group_ids, reply.successes, strict=True) if not ok}
-
-
-def _same(resp: RolloutResp) -> RolloutResp:
-    return resp
-
-
-def _whole(held: Held) -> RolloutResp:
-    return RolloutResp.concat(held.map(_same))
 
 
 def _joined(first: RolloutResp, first_rows: list[int], second: RolloutResp, second_rows: list[int]) -> RolloutResp:
