@@ -155,6 +155,13 @@ MISTAKES = [
     ({"trackers.console": True}, "trackers.console: must be a mapping with _target_"),
     ({"trackers.jsonl.enabled": "no"}, "trackers.jsonl.enabled = 'no' must be true or false"),
     ({"batch_size": 0}, "batch_size = 0 must be at least 1"),
+    ({"max_cpu_s": "long"}, "max_cpu_s = 'long' must be a number"),
+    ({"max_cpu_s": 0}, "max_cpu_s = 0 must be above 0, or null"),
+    (
+        {"max_cpu_s": 60, "runtime": "ray"},
+        "max_cpu_s = 60 counts CPU seconds of one process. Set runtime: local, or max_cpu_s: null.",
+    ),
+    ({"eval.interval_cpu_s": 9.5, "runtime": "ray"}, "eval.interval_cpu_s = 9.5 counts CPU seconds of one process"),
     ({"num_devices": 2}, "runtime: local uses one device, num_devices = 2. Set runtime: ray."),
     (
         {"runtime": "ray", "num_devices": 5},

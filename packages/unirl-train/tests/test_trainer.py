@@ -1,5 +1,6 @@
 """The loop over roles, in one process on a field of a few numbers: order, refills, guardrails, stops, checkpoints."""
 
+import itertools
 import json
 import logging
 import re
@@ -250,8 +251,9 @@ def test_evaluation_comes_before_at_the_interval_and_at_the_end(tmp_path: Path):
     run = Run(tmp_path, num_rollouts=5, eval_interval=2, evaluation={})
     summary = run.trainer.run()
     assert list(summary["evaluations"]) == ["0", "2", "4", "5"]
-    assert summary["eval_before"] == summary["evaluations"]["0"]
-    assert summary["eval_after"] == summary["evaluations"]["5"]
+    for key, step, samples in (("eval_before", "0", 0), ("eval_after", "5", 60)):
+        record = summary["evaluations"][step]
+        assert record == {**summary[key], "num_samples_trained": samples, "train_cpu_s": record["train_cpu_s"]}
     assert [step for step, metrics in run.notes.logged.items() if "eval/reward" in metrics] == [0, 2, 4, 5]
     assert {"eval/c0/bright", "eval/c1/reward"} <= set(run.notes.logged[5])
     assert run.notes.logged[5]["eval/reward"] > run.notes.logged[0]["eval/reward"]
@@ -266,6 +268,45 @@ def test_evaluation_can_leave_out_the_start_or_everything(tmp_path: Path):
     assert summary["eval_before"] is None and list(summary["evaluations"]) == ["1"]
     summary = Run(tmp_path / "never", num_rollouts=1).trainer.run()
     assert summary["eval_before"] is None and summary["eval_after"] is None and summary["evaluations"] == {}
+
+
+@pytest.fixture
+def quarter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every phase takes a quarter of a CPU second, so the six of a step take 1.5."""
+    readings = itertools.count()
+    monkeypatch.setattr("unirl.trainer.clock.time.process_time", lambda: next(readings) / 4)
+
+
+def test_a_cpu_budget_ends_the_run_with_the_rollout_that_exceeds_it(tmp_path: Path, quarter_seconds: None):
+    run = Run(tmp_path, num_rollouts=100, max_cpu_s=6.0, eval_interval_cpu_s=2.0, evaluation={})
+    summary = run.trainer.run()
+    assert summary["is_complete"] and summary["num_rollouts"] == 5 and run.checkpoints == ["step-000005"]
+    # 3.0, 4.5 and 6.0 seconds each pass a multiple of two; 7.5 is the end.
+    taken = {step: (r["num_samples_trained"], r["train_cpu_s"]) for step, r in summary["evaluations"].items()}
+    assert taken == {"0": (0, 0.0), "2": (24, 3.0), "3": (36, 4.5), "4": (48, 6.0), "5": (60, 7.5)}
+    assert [progress for _, _, progress in run.seen] == pytest.approx([0, 1 / 99, 2 / 99, 3 / 99, 4 / 99])
+    again = Run(tmp_path, num_rollouts=100, max_cpu_s=6.0, eval_interval_cpu_s=2.0, evaluation={})
+    assert again.trainer.run("auto")["is_complete"] and again.engine.requests == []
+
+
+def test_a_resumed_run_has_used_up_the_seconds_from_before(tmp_path: Path, quarter_seconds: None):
+    options: dict[str, Any] = {"num_rollouts": 100, "max_cpu_s": 6.0, "eval_interval_cpu_s": 2.0, "evaluation": {}}
+    whole = Run(tmp_path / "whole", **options).trainer.run()
+    first = Run(tmp_path / "parts", **options)
+    first.engine.then = lambda rollout_id: first.stop.set() if rollout_id == 2 else None
+    assert not first.trainer.run()["is_complete"]
+    parts = Run(tmp_path / "parts", **options).trainer.run("auto")
+    assert parts["is_complete"] and parts["evaluations"] == whole["evaluations"]
+
+
+@pytest.mark.parametrize("kind", [DiffusionGRPO, DiffusionNFT])
+def test_evaluations_leave_training_as_it_is(tmp_path: Path, kind: Any):
+    plain = Run(tmp_path / "plain", kind=kind, num_rollouts=4)
+    plain.trainer.run()
+    watched = Run(tmp_path / "watched", kind=kind, num_rollouts=4, eval_interval=1, evaluation={})
+    watched.trainer.run()
+    assert not same(plain.weights_at(3), plain.weights_at(0))
+    assert same(plain.weights_at(3), watched.weights_at(3))
 
 
 @pytest.mark.parametrize("metric", ["reward", "bright"])
@@ -377,7 +418,7 @@ def test_a_rollback_at_the_last_rollout_saves_and_evaluates_what_was_restored(tm
     options: dict[str, Any] = {"num_rollouts": 4, "save_interval": 1, "guardrails": watching("rollback", 1)}
     run = Run(tmp_path / "spiky", **options, eval_interval=1, evaluation={}, spikes=(4,))
     summary = run.trainer.run()
-    assert summary["evaluations"]["4"] == summary["evaluations"]["3"]
+    assert summary["eval_after"]["overall"] == summary["evaluations"]["3"]["overall"]
     # The evaluation (rollout -1) came last and saw the weights with which rollout 3 began.
     assert same(run.weights_at(-1), run.weights_at(3))
     assert run.checkpoints[-1] == "step-000004"

@@ -36,7 +36,12 @@ SCALARS: dict[str, tuple[type, ...]] = {
 }
 """Required top-level values."""
 CHOICES = {"runtime": ("local", "ray"), "device": ("auto", "cpu", "cuda")}
-OPTIONAL_SCALARS: dict[str, tuple[type, ...]] = {"media_interval": (int,), "run_dir": (str,), "resume": (str,)}
+OPTIONAL_SCALARS: dict[str, tuple[type, ...]] = {
+    "media_interval": (int,),
+    "max_cpu_s": (float, int),
+    "run_dir": (str,),
+    "resume": (str,),
+}
 SAVE_KEYS: dict[str, tuple[type, ...]] = {
     "interval": (int,),
     "keep_last": (int,),
@@ -57,7 +62,7 @@ TOP_LEVEL = (
 ENABLED = "enabled"
 """Key of a tracker that switches it on or off without removing it."""
 
-_WORDS: dict[type, str] = {int: "an integer", str: "a string", bool: "true or false"}
+_WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
 def check_recipe(recipe: Recipe, machine: Machine | None = None) -> None:

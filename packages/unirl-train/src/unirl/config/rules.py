@@ -95,6 +95,17 @@ def local_runtime_has_one_device(recipe: Recipe) -> Messages:
         yield f"runtime: local uses one device, num_devices = {recipe['num_devices']}. Set runtime: ray."
 
 
+def cpu_seconds_are_of_one_process(recipe: Recipe) -> Messages:
+    """What counts CPU seconds of training counts those of its own process."""
+    budget_s = _at(recipe, "max_cpu_s")
+    if budget_s is not None and not budget_s > 0:
+        yield f"max_cpu_s = {budget_s} must be above 0, or null for no limit."
+    for name in ("max_cpu_s", "eval.interval_cpu_s"):
+        value = _at(recipe, name)
+        if value is not None and recipe["runtime"] != "local":
+            yield f"{name} = {value} counts CPU seconds of one process. Set runtime: local, or {name}: null."
+
+
 def sampling_values(recipe: Recipe) -> Messages:
     """The sampling parameters accept their own values (they import no heavy library)."""
     sampling = {key: value for key, value in _sampling(recipe).items() if key != "scheduler"}
@@ -326,6 +337,7 @@ def run_dir_writable(recipe: Recipe, machine: Machine) -> Messages:
 RULES: tuple[Callable[[Recipe], Messages], ...] = (
     counts_are_positive,
     local_runtime_has_one_device,
+    cpu_seconds_are_of_one_process,
     geometry_divides,
     sampling_values,
     eta_in_range,

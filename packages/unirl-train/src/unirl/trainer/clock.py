@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+TRAINING = ("rollout", "reward", "train", "other")
+"""The phases of a training step; evaluations and checkpoints are none."""
+
 
 class PhaseClock:
     """Adds up the seconds of named phases. Phases do not nest.
@@ -31,6 +34,11 @@ class PhaseClock:
             self.wall_s[name] = self.wall_s.get(name, 0.0) + wall
             self.cpu_s[name] = self.cpu_s.get(name, 0.0) + cpu
             self._step[name] = self._step.get(name, 0.0) + wall
+
+    @property
+    def training_cpu_s(self) -> float:
+        """CPU seconds of this process in the phases of training so far."""
+        return sum(self.cpu_s.get(name, 0.0) for name in TRAINING)
 
     def step_metrics(self) -> dict[str, float]:
         """Wall seconds by phase since the last call, as `timing_s/<phase>`."""

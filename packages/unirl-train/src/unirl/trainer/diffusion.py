@@ -49,6 +49,11 @@ class TrainerSettings:
     num_rollouts: int
     eval_interval: int = 0
     """Rollouts between evaluations; 0 evaluates only before and after."""
+    eval_interval_cpu_s: float | None = None
+    """Training CPU seconds between evaluations, in place of `eval_interval`."""
+    max_cpu_s: float | None = None
+    """Training ends with the rollout in which its CPU seconds (rollout, reward, train, other) exceed this. `progress`
+    stays the fraction of `num_rollouts`, so that what a rollout learns never depends on the speed of the machine."""
     save_interval: int = 0
     """Rollouts between checkpoints; 0 saves only at the end."""
     media_interval: int = 0
@@ -124,15 +129,15 @@ class DiffusionTrainer:
             tracker.start(self._config, self._run_dir, self._next_rollout)
         if self._evaluator is not None and self._evaluator.config.before and 0 not in self._evaluations:
             self._evaluate(0)
-        while self._next_rollout < self._settings.num_rollouts and not self._stop.is_set():
+        while not self._is_done() and not self._stop.is_set():
             metrics = self.step(self._next_rollout)
             self._next_rollout += 1
             done = self._next_rollout
-            is_last = done == self._settings.num_rollouts
+            is_last = self._is_done()
             reason = self._guardrails.observe(metrics["train/grad_norm"], metrics["reward/mean"])
             # Before evaluation and checkpoint, which are then of the weights that the run goes on with.
             self._act(reason, metrics, started)
-            if self._evaluator is not None and (is_last or _due(done, self._settings.eval_interval)):
+            if self._evaluator is not None and (is_last or self._is_evaluation_due()):
                 metrics.update(self._evaluate(done))
             # What a rollback returns to must be sound: no regular checkpoint while the run is off its range.
             is_regular = _due(done, self._settings.save_interval) and not (reason and self._guardrails.rolls_back)
@@ -148,6 +153,19 @@ class DiffusionTrainer:
         for tracker in self._trackers:
             tracker.finish(summary)
         return summary
+
+    def _is_done(self) -> bool:
+        budget_s = self._settings.max_cpu_s
+        is_spent = budget_s is not None and self._clock.training_cpu_s > budget_s
+        return is_spent or self._next_rollout >= self._settings.num_rollouts
+
+    def _is_evaluation_due(self) -> bool:
+        """After every so many rollouts, or where training has passed another multiple of so many CPU seconds."""
+        every_s = self._settings.eval_interval_cpu_s
+        if every_s is None:
+            return _due(self._next_rollout, self._settings.eval_interval)
+        last_s = max((record["train_cpu_s"] for record in self._evaluations.values()), default=0.0)
+        return self._clock.training_cpu_s // every_s > last_s // every_s
 
     def step(self, rollout_id: int) -> dict[str, float]:
         """One rollout and the updates made from it; returns its metrics."""
@@ -292,7 +310,11 @@ class DiffusionTrainer:
                 f"save.best_metric = {self._settings.best_metric} is not among the held-out means "
                 f"{', '.join(result.overall)}. Name one of those, so that a best checkpoint can be kept."
             )
-        self._evaluations[done] = result.record()
+        self._evaluations[done] = {
+            **result.record(),
+            "num_samples_trained": self._num_samples,
+            "train_cpu_s": self._clock.training_cpu_s,
+        }
         folder = self._run_dir / "samples"
         folder.mkdir(parents=True, exist_ok=True)
         if result.images is not None and result.images.numel():
@@ -395,14 +417,14 @@ class DiffusionTrainer:
             "num_rollouts": self._next_rollout,
             "num_samples": self._num_samples,
             "num_dropped_groups": self._num_dropped_groups,
-            "is_complete": self._next_rollout >= self._settings.num_rollouts,
+            "is_complete": self._is_done(),
             "wall_s": wall_s,
             "cpu_s": self._cpu_before_s + usage.cpu_s,
             "peak_rss_bytes": usage.peak_rss_bytes,
             "phases": self._clock.wall_s,
             "phases_cpu_s": self._clock.cpu_s,
-            "eval_before": self._evaluations.get(0),
-            "eval_after": self._evaluations[steps[-1]] if steps and steps[-1] > 0 else None,
+            "eval_before": _held_out(self._evaluations[0]) if 0 in self._evaluations else None,
+            "eval_after": _held_out(self._evaluations[steps[-1]]) if steps and steps[-1] > 0 else None,
             "evaluations": {str(step): self._evaluations[step] for step in steps},
             "logp_gap": {
                 "mean": sum(self._gap_mean) / len(self._gap_mean) if self._gap_mean else None,
@@ -425,6 +447,11 @@ def check_same_algorithm(saved: Mapping[str, Any], own: Mapping[str, Any]) -> No
 
 def _due(count: int, interval: int) -> bool:
     return interval > 0 and count % interval == 0
+
+
+def _held_out(record: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation without when it was taken, so that two runs of one recipe compare equal."""
+    return {name: value for name, value in record.items() if name not in ("num_samples_trained", "train_cpu_s")}
 
 
 def _failed_groups(req: RolloutReq, reply: RewardResponse) -> set[str]:

@@ -23,13 +23,15 @@ EVAL_ROLLOUT_ID = -1
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """interval: rollouts between evaluations; 0 evaluates only before and after. num_samples: images in all, spread
-    evenly over the prompts. batch_size: images a request. policy: named copy of the weights to evaluate, None the
-    policy being trained. num_images: images kept for the grid."""
+    """interval: rollouts between evaluations; 0 evaluates only before and after. interval_cpu_s: in its place, CPU
+    seconds of training between evaluations. num_samples: images in all, spread evenly over the prompts. batch_size:
+    images a request. policy: named copy of the weights to evaluate, None the policy being trained. num_images: images
+    kept for the grid."""
 
     prompts: str
     num_samples: int = 512
     interval: int = 0
+    interval_cpu_s: float | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     batch_size: int = 128
@@ -44,6 +46,13 @@ class EvaluationConfig:
                 raise ConfigError(f"eval.{name} = {getattr(self, name)} must be at least 1")
         if self.interval < 0 or self.num_images < 0:
             raise ConfigError("eval.interval and eval.num_images must be at least 0")
+        if self.interval_cpu_s is not None and not self.interval_cpu_s > 0:
+            raise ConfigError(f"eval.interval_cpu_s = {self.interval_cpu_s} must be above 0, or null")
+        if self.interval_cpu_s is not None and self.interval > 0:
+            raise ConfigError(
+                f"eval.interval = {self.interval} rollouts and eval.interval_cpu_s = {self.interval_cpu_s} both say "
+                "when to evaluate. Set interval: 0 or interval_cpu_s: null."
+            )
 
     def params(self, training: DiffusionSamplingParams) -> DiffusionSamplingParams:
         """Deterministic sampling parameters for evaluation: training's geometry, own seed, no noise."""

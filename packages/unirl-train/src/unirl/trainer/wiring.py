@@ -107,6 +107,8 @@ def make_trainer(
         batch_size=recipe["batch_size"],
         num_rollouts=recipe["num_rollouts"],
         eval_interval=0 if evaluator is None else evaluator.config.interval,
+        eval_interval_cpu_s=None if evaluator is None else evaluator.config.interval_cpu_s,
+        max_cpu_s=recipe.get("max_cpu_s"),
         save_interval=recipe.get("save", {}).get("interval", 0),
         best_metric=recipe.get("save", {}).get("best_metric", "reward"),
         media_interval=recipe.get("media_interval", 0),
