@@ -316,6 +316,8 @@ class BrightnessReward:
     def __init__(self, fails: Callable[[str], bool] = no_failure, events: list[Any] | None = None) -> None:
         self.fails = fails
         self.events = events if events is not None else []
+        self.same: set[str] = set()
+        """Groups whose samples all get one reward."""
 
     @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
     def score_media(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
@@ -323,6 +325,7 @@ class BrightnessReward:
         decoded = resp.tracks["image"].decoded
         assert isinstance(decoded, Images)
         bright = decoded.pixels.mean(dim=(1, 2, 3))
+        bright = torch.where(torch.tensor([group in self.same for group in req.group_ids]), 0.5, bright)
         failed = [self.fails(group) for group in req.group_ids]
         return RewardResponse(
             sample_ids=list(req.sample_ids),

@@ -32,7 +32,7 @@ from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.segments import LatentSegment, TextSegment
 
 DETERMINISTIC = sampling(eta=0.0)
-KEYS = ["v0:a", "v0:b", "v0:c"]
+KEYS = ["r0:a", "r0:b", "r0:c"]
 
 
 def segment_of(resp: RolloutResp) -> LatentSegment:
@@ -132,7 +132,7 @@ def flow_matching_gradients(
     made = setup(DiffusionNFT, num_timesteps=num_timesteps, **options)
     track = resp.tracks["image"]
     segment = segment_of(resp)
-    keys = [f"v0:{name}" for name in track.sample_ids]
+    keys = [f"r0:{name}" for name in track.sample_ids]
     levels = made.algorithm.levels(keys, segment)
     list(made.algorithm.losses(micro_of(track)))
     x_t = made.pipeline.seen_x[0].view(6, num_timesteps, *made.pipeline.shape)
@@ -192,7 +192,7 @@ def test_the_branches_lie_around_the_old_policy():
     metrics = made.stack.train(resp, advantages, progress=0.0).metrics
     x_t = made.pipeline.seen_x[0]
     segment = segment_of(resp)
-    levels = made.algorithm.levels([f"v0:{name}" for name in resp.tracks["image"].sample_ids], segment)
+    levels = made.algorithm.levels([f"r0:{name}" for name in resp.tracks["image"].sample_ids], segment)
     fresh = setup(DiffusionNFT, model=AffineField())
     displace(fresh.backend, 0.3)
     scale, shift = fresh.backend.parameters.values()
@@ -299,7 +299,7 @@ def test_rollouts_under_the_old_policy_leave_requires_grad_alone(lora: LoraConfi
         ({"beta": 0.0}, "beta = 0.0 must be above 0"),
         ({"advantage_max": -1.0}, "advantage_max = -1.0 must be above 0"),
         ({"advantage_mode": "raw"}, "advantage_mode = 'raw' must be one of all, positive_only"),
-        ({"timestep_sampler": "sobol"}, "timestep_sampler = 'sobol' must be rollout, uniform or logit_normal"),
+        ({"timestep_sampler": "sobol"}, "timestep_sampler = 'sobol' must be one of rollout, uniform, logit_normal"),
         ({"timestep_fraction": 0.0}, r"timestep_fraction = 0.0 must lie in \(0, 1\]"),
         ({"timestep_sampler": "uniform"}, "num_timesteps is needed with timestep_sampler: uniform"),
         ({"num_timesteps": 0}, "num_timesteps = 0 must be at least 1"),

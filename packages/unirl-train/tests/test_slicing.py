@@ -26,5 +26,17 @@ def test_mini_batches_do_not_depend_on_the_number_of_devices(num_updates, num_de
 
 
 def test_sizes_that_do_not_divide_are_named():
-    with pytest.raises(ConfigError, match="10 samples a device do not divide into 3 updates"):
+    with pytest.raises(ConfigError, match="10 samples a device, 1 to a unit, do not divide into 3 updates"):
         mini_batches(10, 3)
+
+
+def test_samples_of_a_unit_stay_together_in_mini_and_micro_batches():
+    assert training_slices(8, 2, 2, samples_per_unit=2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    with pytest.raises(ConfigError, match="must be a positive multiple of 2"):
+        training_slices(8, 2, 3, samples_per_unit=2)
+
+
+def test_units_of_shards_are_the_same_at_any_number_of_devices():
+    whole = mini_batches(16, 2, samples_per_unit=2)
+    shards = [[[8 * rank + i for i in mini] for mini in mini_batches(8, 2, samples_per_unit=2)] for rank in range(2)]
+    assert [sorted(shards[0][u] + shards[1][u]) for u in range(2)] == whole

@@ -189,8 +189,8 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_and_reported():
 
 def test_state_of_the_algorithm_goes_through_the_stack():
     made = setup(DiffusionNFT)
-    made.stack.load_state_dict({"num_rollouts": 5})
-    assert made.stack.state_dict() == {"num_rollouts": 5}
+    made.stack.load_state_dict({"num_rollouts": 5, "kl_coef": 0.5})
+    assert made.stack.state_dict() == {"num_rollouts": 5, "kl_coef": 0.5}
     assert made.stack.rollout_policy() == "old"
     assert setup(DiffusionGRPO).stack.rollout_policy() is None
 

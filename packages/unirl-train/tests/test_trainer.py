@@ -20,6 +20,7 @@ from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.kl import AdaptiveKL
+from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, WorkerContext
 from unirl.train.backend.fsdp import FSDPBackend
@@ -110,6 +111,7 @@ class Run:
         spikes: tuple[int, ...] = (),
         evaluation: dict[str, Any] | None = None,
         num_prompts: int = 12,
+        selection: SampleSelection | None = None,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,6 +158,7 @@ class Run:
             config={"recipe": "fake"},
             rollout_policy=self.runtime.role("stack").rollout_policy(),
             stop=self.stop,
+            selection=selection,
             clock=self.clock,
         )
 
@@ -229,6 +232,35 @@ def test_advantages_are_those_of_the_rewards_and_progress_runs_from_zero_to_one(
         torch.testing.assert_close(advantages.view(4, 3).mean(1), torch.zeros(4), rtol=0, atol=1e-5)
     assert run.seen[0][0][:4] == [*(f"prompt:p0:sample:{j}" for j in range(3)), "prompt:p1:sample:0"]
     assert run.seen[1][0][0] == "prompt:p4:sample:0"
+
+
+def test_best_and_worst_of_every_group_are_trained_on(tmp_path: Path):
+    whole = Run(tmp_path / "whole", num_rollouts=1)
+    whole.trainer.run()
+    run = Run(tmp_path / "pairs", num_rollouts=1, selection=SampleSelection(best_of=2))
+    run.trainer.run()
+    (ids, advantages, _), (pair_ids, pairs, _) = whole.seen[0], run.seen[0]
+    by_group = advantages.view(4, 3)
+    torch.testing.assert_close(pairs.view(4, 2), torch.stack([by_group.amax(1), by_group.amin(1)], dim=1))
+    assert [advantages[ids.index(name)] for name in pair_ids] == pairs.tolist()
+    assert run.notes.logged[1]["group/trained_samples"] == 8 and run.runtime.num_held() == 0
+
+
+def test_dynamic_sampling_replaces_groups_that_teach_nothing(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=1, selection=SampleSelection(dynamic_sampling=True))
+    vars(run.runtime.component("reward"))["same"] = {"prompt:p1", "prompt:p2", "refill2:prompt:p4"}
+    run.trainer.run()
+    groups = [name.rsplit(":sample", 1)[0] for name in run.seen[0][0]]
+    assert list(dict.fromkeys(groups)) == ["prompt:p0", "prompt:p3", "refill2:prompt:p5", "refill3:prompt:p6"]
+    assert run.notes.logged[1]["reward/dropped_groups"] == 3
+
+
+def test_dynamic_sampling_trains_on_what_there_is_when_refills_are_used_up(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=1, max_refills=1, selection=SampleSelection(dynamic_sampling=True))
+    vars(run.runtime.component("reward"))["same"] = {"prompt:p1", "refill1:prompt:p4"}
+    run.trainer.run()
+    assert run.seen[0][0][-1] == "refill1:prompt:p4:sample:2"
+    assert run.seen[0][1][-3:].tolist() == [0, 0, 0]
 
 
 def test_a_clock_adds_up_also_where_a_phase_fails_and_goes_on_after_a_resume():

@@ -17,7 +17,7 @@ from torch import Tensor
 from unirl.models.adapter import DiffusionAdapter, num_rows, select_rows
 from unirl.sde import loop
 from unirl.sde.kernels import SDEStrategy
-from unirl.sde.loop import Keep, Velocity
+from unirl.sde.loop import Velocity
 from unirl.sde.noise import step_noise
 from unirl.sde.solvers import DPMSolverPP2M, Solver
 from unirl.types.errors import ConfigError, ContractError
@@ -66,13 +66,12 @@ class DiffusionStage:
         params: DiffusionSamplingParams,
         *,
         noise_keys: Sequence[str],
-        keep: Keep = "transitions",
         keep_means: bool = False,
     ) -> LatentSegment:
         """Trajectories of B samples from `initial_latents` [B, ...] at sigmas[0].
 
         sigmas: [T + 1], used verbatim. noise_keys: B ids that seed the noise of each step with params.seed.
-        keep, keep_means: what is stored, see `unirl.sde.loop.sample`.
+        params.keep_latents, keep_means: what is stored, see `unirl.sde.loop.sample`.
         The stochastic steps are params.sde_indices, or every step where that is None; none at eta = 0.
         Raises ContractError where sizes disagree, ConfigError for parameters that this stage cannot honour.
         """
@@ -103,7 +102,7 @@ class DiffusionStage:
             step_noise=lambda step: step_noise(noise_keys, step, params.seed, shape),
             storage_dtype=DTYPES[params.trajectory_precision],
             solver=_solver(params),
-            keep=keep,
+            keep=params.keep_latents,
             keep_means=keep_means,
         )
         return LatentSegment(

@@ -14,7 +14,6 @@ from torch import Tensor
 from unirl.models.adapter import DiffusionAdapter
 from unirl.models.diffusion import DiffusionStage, ReplayedTransitions
 from unirl.sde.kernels import SDEStrategy
-from unirl.sde.loop import Keep
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Videos
@@ -79,12 +78,11 @@ class DiffusionPipeline:
         params: DiffusionSamplingParams,
         *,
         noise_keys: Sequence[str],
-        keep: Keep = "transitions",
         keep_means: bool = False,
     ) -> LatentSegment:
         """Trajectories of B samples, see `DiffusionStage.diffuse`. Call inside `evaluating()`."""
         return self.diffusion.diffuse(
-            conditions, initial_latents, sigmas, params, noise_keys=noise_keys, keep=keep, keep_means=keep_means
+            conditions, initial_latents, sigmas, params, noise_keys=noise_keys, keep_means=keep_means
         )
 
     def decode(self, latents: Tensor) -> Images | Videos:

@@ -83,8 +83,17 @@ class StageAlgorithm(ABC):
     """Whether stochastic steps with log-probs are needed."""
     rollout_policy: ClassVar[str | None] = None
     """Named policy that rollouts are sampled from; None is the policy being trained."""
+    requires_trajectory: ClassVar[bool] = False
+    """Whether every latent of the trajectory is needed (sampling.keep_latents: all)."""
+    requires_reward_gradient: ClassVar[bool] = False
+    """Whether the scorers must be differentiable; they come through `use_reward`."""
+    samples_per_unit: ClassVar[int] = 1
+    """Consecutive samples that must stay in one micro-batch (2 for preference pairs)."""
     uses_anchor: bool = False
     """Whether `anchor` is taken before the first update."""
+
+    def use_reward(self, reward: object) -> None:  # noqa: B027 (an optional hook)
+        """Called once, before `prepare`, with the reward service of this worker."""
 
     def prepare(self) -> None:  # noqa: B027 (an optional hook)
         """Called once before training: make the named policies that the algorithm needs."""

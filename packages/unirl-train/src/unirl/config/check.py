@@ -23,6 +23,7 @@ REQUIRED_SECTIONS = ("data", "sampling", "bundle", "pipeline", "backend", "engin
 OPTION_SECTIONS = {
     "eval": "unirl.trainer.evaluation.EvaluationConfig",
     "guardrails": "unirl.trainer.guardrails.GuardrailConfig",
+    "selection": "unirl.algorithms.selection.SampleSelection",
 }
 """Sections without `_target_`: the trainer builds exactly this class from them."""
 SCALARS: dict[str, tuple[type, ...]] = {

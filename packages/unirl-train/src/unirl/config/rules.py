@@ -72,7 +72,13 @@ def counts_are_positive(recipe: Recipe) -> Messages:
 def geometry_divides(recipe: Recipe) -> Messages:
     """Samples divide over devices, and each device's over the updates."""
     prompts, repeats = recipe["batch_size"], _sampling(recipe).get("samples_per_prompt", 1)
+    best_of = (recipe.get("selection") or {}).get("best_of")
+    if best_of is not None and best_of > repeats:
+        yield f"selection.best_of = {best_of} exceeds sampling.samples_per_prompt = {repeats}. Lower it."
+        return
     devices, updates = recipe["num_devices"], recipe["stack"].get("num_updates_per_batch", 1)
+    if best_of is not None:
+        yield from _selection_divides(prompts, best_of, devices * updates)
     total = prompts * repeats
     if min(prompts, repeats, devices, updates) < 1:
         return
@@ -82,10 +88,18 @@ def geometry_divides(recipe: Recipe) -> Messages:
             f"{product} is not divisible by num_devices = {devices}. "
             "Change one of: batch_size, sampling.samples_per_prompt, num_devices."
         )
-    elif (total // devices) % updates:
+    elif best_of is None and (total // devices) % updates:
         yield (
             f"{product} is {total // devices} samples a device, not divisible by stack.num_updates_per_batch = "
             f"{updates}. Change one of: batch_size, sampling.samples_per_prompt, stack.num_updates_per_batch."
+        )
+
+
+def _selection_divides(prompts: int, best_of: int, divisor: int) -> Messages:
+    if (prompts * best_of) % divisor:
+        yield (
+            f"batch_size * selection.best_of = {prompts} * {best_of} samples do not divide into num_devices * "
+            f"stack.num_updates_per_batch = {divisor}. Change one of them."
         )
 
 
@@ -135,6 +149,17 @@ def algorithm_has_its_steps(recipe: Recipe) -> Messages:
         yield (
             f"{target.rsplit('.', 1)[-1]} needs stochastic steps, but {reason}. Set sampling.eta above 0 and give "
             "sampling.scheduler some steps, or choose an algorithm without log-probs (DiffusionNFT)."
+        )
+
+
+def trajectory_is_kept(recipe: Recipe) -> Messages:
+    """An algorithm that goes back to latents inside the trajectory finds them."""
+    target = str(recipe["algorithm"].get(TARGET))
+    kept = _sampling(recipe).get("keep_latents", "transitions")
+    if _constant(target, "requires_trajectory") and kept != "all":
+        yield (
+            f"{target.rsplit('.', 1)[-1]} needs every latent of the trajectory, but sampling.keep_latents = {kept!r}. "
+            "Set sampling.keep_latents: all."
         )
 
 
@@ -342,6 +367,7 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     sampling_values,
     eta_in_range,
     algorithm_has_its_steps,
+    trajectory_is_kept,
     scheduler_fits,
     guidance_has_negative_prompt,
     groups_can_differ,

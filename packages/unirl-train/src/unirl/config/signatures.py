@@ -153,12 +153,23 @@ def _find(module: Module, name: str, path: str, depth: int = 0) -> _Found:
 
 
 def _constructor(node: ast.ClassDef, module: Module, depth: int) -> tuple[dict[str, Parameter], bool]:
-    """Keywords of the class, from its own `__init__` or dataclass fields or from its bases'."""
+    """Keywords of the class, from its own `__init__` or dataclass fields or from its bases'.
+
+    An `__init__` with `**options` passes them on to the base, so it takes the base's keywords too.
+    """
     own = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if own is not None:
-        return _function_parameters(own, module, skip_first=True)
+        parameters, has_options = _function_parameters(own, module, skip_first=True)
+        if not has_options or not _bases(node, module):
+            return parameters, has_options
+        inherited, loose = _inherited_parameters(node, module, depth)
+        return {**inherited, **parameters}, loose
     if _is_dataclass(node):
         return _dataclass_parameters(node, module, depth)
+    return _inherited_parameters(node, module, depth)
+
+
+def _inherited_parameters(node: ast.ClassDef, module: Module, depth: int) -> tuple[dict[str, Parameter], bool]:
     accepts_any = False
     for base, base_module in _bases(node, module):
         if base is None:

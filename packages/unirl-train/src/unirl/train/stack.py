@@ -85,7 +85,9 @@ class TrainStack:
         if advantages.shape != (track.batch_size,):
             raise ContractError(f"advantages {tuple(advantages.shape)} for {track.batch_size} samples")
         track = track.to(self._backend.device).replace(advantages=advantages.to(self._backend.device))
-        slices = training_slices(track.batch_size, self._num_updates, self._micro_batch_size)
+        slices = training_slices(
+            track.batch_size, self._num_updates, self._micro_batch_size, self._algorithm.samples_per_unit
+        )
         started = time.perf_counter()
         micros, gap = self._anchored(track, slices, progress)
         anchor_s = time.perf_counter() - started
@@ -156,7 +158,9 @@ class TrainStack:
             pairs = [[float(total), float(count)] for total, count in (record.sums[n] for n in names)]
             packed = torch.tensor(pairs, dtype=torch.float64, device=backend.device)
             totals = backend.all_reduce_sum(packed).cpu()
-            metrics.update({name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names)})
+            metrics.update(
+                {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names) if totals[i, 1] > 0}
+            )
         names = sorted(record.maxima)
         if names:
             packed = torch.stack([record.maxima[n] for n in names]).to(backend.device)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unirl.algorithms.advantages import AdvantageConfig, group_metrics
+from unirl.algorithms.selection import SampleSelection, zero_variance_groups
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.base import Tracker
@@ -23,7 +24,7 @@ from unirl.train.stack import TrainStepResult
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import Evaluator, take_images
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
-from unirl.trainer.request import build_request
+from unirl.trainer.request import build_request, shortened
 from unirl.trainer.versions import versions
 from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from unirl.types.media import Texts
@@ -58,6 +59,8 @@ class TrainerSettings:
     """Rollouts between checkpoints; 0 saves only at the end."""
     media_interval: int = 0
     """Rollouts between pictures of training samples; 0 draws none."""
+    num_updates: int = 1
+    """Optimizer steps a rollout; what is trained on divides by it."""
     max_refills: int = 4
     """Attempts to replace dropped groups before the run stops."""
     best_metric: str = "reward"
@@ -82,6 +85,7 @@ class DiffusionTrainer:
         config: Mapping[str, Any],
         rollout_policy: str | None,
         stop: threading.Event,
+        selection: SampleSelection | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
         self._runtime = runtime
@@ -89,6 +93,7 @@ class DiffusionTrainer:
         self._data = data
         self._sampling = sampling
         self._advantages = advantages
+        self._selection = selection if selection is not None else SampleSelection()
         self._evaluator = evaluator
         self._guardrails = Guardrails(guardrails)
         self._trackers = trackers
@@ -180,6 +185,8 @@ class DiffusionTrainer:
             advantages = self._advantages(reply.rewards, req.group_ids, reply.component_rewards)
             metrics = self._rollout_metrics(req, reply, advantages)
             self._picture(resp, req, rollout_id)
+            resp, advantages = self._selected(resp, advantages, req.group_ids)
+            metrics["group/trained_samples"] = float(advantages.numel())
         with self._clock.phase("train"):
             progress = rollout_id / max(1, self._settings.num_rollouts - 1)
             result = self._stack.train(resp, PerSample(advantages), progress=progress)
@@ -206,10 +213,11 @@ class DiffusionTrainer:
         """The next prompts of the data as a request, with everything pinned."""
         params = self._sampling.resolved(rollout_id)
         plan = self._engine.plan(params)
+        params, sigmas = shortened(params, plan.sigmas)
         return build_request(
             self._data.next(num_prompts),
             params,
-            sigmas=plan.sigmas,
+            sigmas=sigmas,
             latent_shape=plan.latent_shape,
             rollout_id=rollout_id,
         )
@@ -217,16 +225,20 @@ class DiffusionTrainer:
     def _refill(
         self, resp: Held, req: RolloutReq, reply: RewardResponse, rollout_id: int
     ) -> tuple[Held, RolloutReq, RewardResponse]:
-        """Replace groups that a scorer dropped by fresh prompts, until the batch is whole again.
+        """Replace groups that a scorer dropped, and under dynamic sampling groups that teach nothing, by fresh prompts,
+        until the batch is whole again.
 
-        The rare path: the response passes through the driver. Raises RewardError after `max_refills` attempts.
+        The response passes through the driver. After `max_refills` attempts groups that teach nothing stay; groups
+        without a score raise RewardError.
         """
         for _ in range(self._settings.max_refills):
-            dropped = _failed_groups(req, reply)
+            failed = _failed_groups(req, reply)
+            dropped = failed | self._uninformative_groups(req, reply)
             if not dropped:
                 return resp, req, reply
             self._num_dropped_groups += len(dropped)
-            logger.warning("rollout %d: %d groups could not be scored and are replaced", rollout_id, len(dropped))
+            if failed:
+                logger.warning("rollout %d: %d groups could not be scored and are replaced", rollout_id, len(failed))
             keep = [row for row, group in enumerate(req.group_ids) if group not in dropped]
             fresh_req = self._fresh_groups(req, rollout_id, len(dropped))
             fresh = self._engine.generate(fresh_req, policy=self._rollout_policy)
@@ -247,6 +259,25 @@ class DiffusionTrainer:
                 f"{sorted(dropped)[:4]}; first error: {next((e for e in reply.errors if e), None)}"
             )
         return resp, req, reply
+
+    def _uninformative_groups(self, req: RolloutReq, reply: RewardResponse) -> set[str]:
+        return zero_variance_groups(reply.rewards, req.group_ids) if self._selection.dynamic_sampling else set()
+
+    def _selected(self, resp: Held, advantages: torch.Tensor, group_ids: list[str]) -> tuple[Held, torch.Tensor]:
+        """The samples to train on with their advantages; the response passes through the driver where some go."""
+        divisor = self._runtime.num_ranks * self._settings.num_updates
+        rows = self._selection.rows(advantages, group_ids, divisor)
+        if rows is None:
+            return resp, advantages
+        if len(rows) % divisor:
+            raise ConfigError(
+                f"selection keeps {len(rows)} samples, which do not divide over {self._runtime.num_ranks} devices x "
+                f"{self._settings.num_updates} updates. Change batch_size, selection.best_of or "
+                "stack.num_updates_per_batch."
+            )
+        chosen = self._runtime.hold(resp.fetch().select(rows))
+        resp.release()
+        return chosen, advantages[rows]
 
     def _fresh_groups(self, req: RolloutReq, rollout_id: int, num_groups: int) -> RolloutReq:
         """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""

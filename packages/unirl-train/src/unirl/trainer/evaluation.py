@@ -64,6 +64,8 @@ class EvaluationConfig:
             sde_indices=[],
             init_same_noise=False,
             post_solver="euler",
+            post_step_ratio=1.0,
+            keep_latents="last",
             seed=self.seed,
             num_inference_steps=self.num_inference_steps or training.num_inference_steps,
             guidance_scale=training.guidance_scale if self.guidance_scale is None else self.guidance_scale,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from unirl.data.data_source import PromptRow
+from unirl.sde.schedule import compressed_tail
 from unirl.types.media import Texts
 from unirl.types.noise import noise_keys
 from unirl.types.rollout import RolloutReq
@@ -29,6 +31,20 @@ def unique_ids(ids: Sequence[str]) -> list[str]:
         unique.append(f"{name}#{seen[name]}")
         taken.add(unique[-1])
     return unique
+
+
+def shortened(params: DiffusionSamplingParams, sigmas: Tensor) -> tuple[DiffusionSamplingParams, Tensor]:
+    """Parameters and sigmas with the steps behind the last stochastic one compressed as `post_step_ratio` says.
+
+    params: resolved for this rollout. Without stochastic steps, or with ratio 1, both come back as they are.
+    """
+    if params.post_step_ratio == 1 or not params.sde_indices:
+        return params, sigmas
+    start = max(params.sde_indices) + 1
+    if start >= params.num_inference_steps:
+        return params, sigmas
+    kept = compressed_tail(sigmas, start, params.post_step_ratio)
+    return dataclasses.replace(params, num_inference_steps=kept.numel() - 1), kept
 
 
 def build_request(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unirl.algorithms.advantages import AdvantageConfig
+from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, Runtime, WorkerContext
@@ -38,6 +39,7 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
     algorithm = instantiate(recipe["algorithm"], pipeline=pipeline, policies=backend)
     stack = instantiate(recipe["stack"], backend=backend, algorithm=algorithm)
     reward = instantiate(recipe["reward"], device=context.device)
+    algorithm.use_reward(reward)
     save = recipe.get("save", {})
     checkpointer = Checkpointer(
         backend,
@@ -106,6 +108,7 @@ def make_trainer(
         seed=recipe["seed"],
         batch_size=recipe["batch_size"],
         num_rollouts=recipe["num_rollouts"],
+        num_updates=recipe["stack"].get("num_updates_per_batch", 1),
         eval_interval=0 if evaluator is None else evaluator.config.interval,
         eval_interval_cpu_s=None if evaluator is None else evaluator.config.interval_cpu_s,
         max_cpu_s=recipe.get("max_cpu_s"),
@@ -127,6 +130,7 @@ def make_trainer(
         config=recipe,
         rollout_policy=rollout_policy,
         stop=stop,
+        selection=SampleSelection(**(recipe.get("selection") or {})),
         clock=clock,
     )
 

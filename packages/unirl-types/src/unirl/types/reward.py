@@ -9,7 +9,10 @@ from torch import Tensor
 
 from unirl.types.batch import Batch, peak, per_sample, shared
 from unirl.types.errors import ContractError
-from unirl.types.media import Images, Primitive, Texts, Videos
+from unirl.types.media import Audios, Images, Primitive, Texts, Videos
+from unirl.types.rollout import RolloutTrack
+
+_SLOTS: dict[type, str] = {Images: "image", Videos: "video", Texts: "text", Audios: "audio"}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,3 +72,27 @@ class RewardResponse(Batch):
         names = sorted({name for part in parts for name in part.counters or {}})
         total = {name: sum((part.counters or {}).get(name, 0) for part in parts) for name in names}
         return [part.replace(counters=total) for part in parts]
+
+
+def request_for_track(track: RolloutTrack, media: Primitive) -> RewardRequest:
+    """What scorers are asked about `media` [B] as the result of a root track: with its inputs, groups and metadata.
+
+    media may be the track's own decoded media or others made of its latents, with or without gradients.
+    Raises ContractError where the track does not know its inputs, or for media that have no scorers.
+    """
+    if not track.primitives:
+        raise ContractError("the track does not say what was asked for; make it with RolloutReq.make_root_track")
+    return RewardRequest(
+        sample_ids=list(track.sample_ids),
+        group_ids=list(track.group_ids),
+        primitives=dict(track.primitives),
+        generated={media_slot(media): media},
+        metadata=list(track.metadata),
+    )
+
+
+def media_slot(media: Primitive) -> str:
+    """The slot of `RewardRequest.generated` for media. Raises ContractError for a kind that cannot be scored."""
+    if type(media) not in _SLOTS:
+        raise ContractError(f"decoded {type(media).__name__} cannot be scored; scorers take {sorted(_SLOTS.values())}")
+    return _SLOTS[type(media)]

@@ -72,6 +72,8 @@ class RolloutReq(Batch):
         return RolloutTrack(
             sample_ids=list(self.sample_ids),
             parent_ids=list(self.group_ids) or None,
+            primitives=dict(self.primitives),
+            metadata=list(self.metadata),
             conditions=dict(conditions),
             segment=segment,
             decoded=decoded,
@@ -86,6 +88,9 @@ class RolloutTrack(Batch):
     parent_ids: list[str] | None = per_sample(default=None)
     """Group id (root track) or id of the sample of the parent track this one grew from."""
     parent_track: str | None = shared(default=None)
+    primitives: dict[str, Primitive] = per_sample(default_factory=dict)
+    """What was asked for, as in the request (root tracks): a track alone can be scored."""
+    metadata: list[dict[str, Any] | None] = per_sample(default_factory=list)  # Any: rows of a user's data file
     conditions: dict[str, Condition] = per_sample(default_factory=dict)
     segment: Segment | None = per_sample(default=None)
     decoded: Primitive | None = per_sample(default=None)
@@ -113,8 +118,8 @@ class RolloutTrack(Batch):
         return self.parent_ids if self.parent_ids is not None else self.sample_ids
 
     def metadata_only(self) -> RolloutTrack:
-        """Ids, rewards, advantages and versions, without conditions, segment and media."""
-        return dataclasses.replace(self, conditions={}, segment=None, decoded=None)
+        """Ids, rewards, advantages and versions, without inputs, conditions, segment and media."""
+        return dataclasses.replace(self, primitives={}, metadata=[], conditions={}, segment=None, decoded=None)
 
     def compute_advantages(self, function: Callable[[Tensor, list[str]], Tensor]) -> RolloutTrack:
         """A copy with advantages [B] = function(rewards [B], group_ids), see `unirl.algorithms.advantages`.

@@ -13,6 +13,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
 PostSolver = Literal["euler", "dpmpp_2m"]
 POST_SOLVERS = ("euler", "dpmpp_2m")
+KeptLatents = Literal["transitions", "all", "last"]
+KEPT_LATENTS = ("transitions", "all", "last")
 
 
 class IndexScheduler(Protocol):
@@ -80,6 +82,10 @@ class DiffusionSamplingParams(BaseSamplingParams):
     """The stochastic steps. Wins over `scheduler`; with neither, every step is stochastic."""
     post_solver: PostSolver = "euler"
     """Solver of the deterministic steps; dpmpp_2m only where no stochastic step follows."""
+    post_step_ratio: float = 1.0
+    """Share of the steps behind the last stochastic one that is taken, at least one step; 1 takes all of them."""
+    keep_latents: KeptLatents = "transitions"
+    """Stored positions: both ends of every stochastic step and the final latent, every position, or the final alone."""
     max_sequence_length: int | None = None
     """Tokens of the long text encoder; None takes the model's default."""
     autocast_precision: Precision = "bf16"
@@ -110,6 +116,12 @@ class DiffusionSamplingParams(BaseSamplingParams):
             self.post_solver in POST_SOLVERS,
             f"post_solver = {self.post_solver!r} must be one of {', '.join(POST_SOLVERS)}",
         )
+        _require(
+            self.keep_latents in KEPT_LATENTS,
+            f"keep_latents = {self.keep_latents!r} must be one of {', '.join(KEPT_LATENTS)}",
+        )
+        _require_number("post_step_ratio", self.post_step_ratio)
+        _require(0 < self.post_step_ratio <= 1, f"post_step_ratio = {self.post_step_ratio} must lie in (0, 1]")
         if self.sde_indices is not None:
             for i in self.sde_indices:
                 _require_integer("a step of sde_indices", i)

@@ -93,7 +93,8 @@ class SD3Bundle:
             tokenizer_3=_load_tokenizer(folder, "tokenizer_3") if has_t5 else None,
             width=self.transformer.config["joint_attention_dim"],
         )
-        self.vae.requires_grad_(False)
+        # Convolutions without a layout change around each: a third less time on a CPU, tensor cores on a GPU.
+        self.vae.to(memory_format=torch.channels_last).requires_grad_(False)
         for encoder in self.text.modules():
             encoder.requires_grad_(False)
 

@@ -1,0 +1,191 @@
+"""What the methods on the forward process share: noise levels, noised samples, and velocities of any policy there.
+
+They need no stochastic sampler and no log-prob: a clean sample is noised to some levels and the model is asked there.
+Legend: B samples, K noise levels a sample, R = B K rows (sample-major).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import (
+    MicroBatch,
+    RowMetrics,
+    StageAlgorithm,
+    check_rows_per_forward,
+    row_chunks,
+    sampled_with,
+)
+from unirl.algorithms.kl import AdaptiveKL
+from unirl.algorithms.losses import velocity_distance
+from unirl.algorithms.reference import ReferenceKL
+from unirl.sde.forward import interpolate, velocity_target
+from unirl.sde.noise import keyed_normal, keyed_permutation, keyed_uniform
+from unirl.types.errors import ConfigError
+from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.rollout import RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+TimestepSampler = Literal["rollout", "uniform", "logit_normal"]
+
+
+@dataclass(frozen=True)
+class ForwardRows:
+    """R noised samples, and the model there."""
+
+    sample_R: Tensor
+    """[R] int64, row of the micro-batch."""
+    x0: Tensor
+    """[R, ...] float32 clean latents."""
+    x_t: Tensor
+    """[R, ...] float32 (1 - sigma) x0 + sigma noise."""
+    target: Tensor
+    """[R, ...] float32 noise - x0, what flow matching regresses to."""
+    sigma_R: Tensor
+    """[R] float32 noise levels."""
+    velocity: Callable[[], Tensor]
+    """velocity() -> [R, ...] float32 under whatever weights the model holds; gradients where they are on."""
+
+
+class ForwardProcessAlgorithm(StageAlgorithm):
+    """Base of the methods on the forward process.
+
+    num_timesteps: noise levels trained a sample; None takes int(timestep_fraction * T).
+    timestep_sampler: "rollout" draws without repetition from the rollout's own levels (the terminal 0 excluded),
+        "uniform" and "logit_normal" draw continuously from (0, 1).
+    kl_coef, adaptive_kl: penalty mean (v - v_ref)^2, see `ReferenceKL`; 0 switches the reference off.
+    rows_per_forward: memory knob.
+    Noise and levels are drawn from counters (rollout, sample id), so they depend on neither devices nor batching.
+    """
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        policies: PolicyStore,
+        *,
+        num_timesteps: int | None = None,
+        timestep_fraction: float = 0.99,
+        timestep_sampler: TimestepSampler = "rollout",
+        kl_coef: float = 0.0,
+        adaptive_kl: AdaptiveKL | None = None,
+        rows_per_forward: int | None = None,
+        seed: int = 0,
+        params: DiffusionSamplingParams | None = None,
+    ) -> None:
+        if timestep_sampler not in get_args(TimestepSampler):
+            known = ", ".join(get_args(TimestepSampler))
+            raise ConfigError(f"algorithm.timestep_sampler = {timestep_sampler!r} must be one of {known}")
+        if not 0 < timestep_fraction <= 1:
+            raise ConfigError(f"algorithm.timestep_fraction = {timestep_fraction} must lie in (0, 1]")
+        if num_timesteps is None and timestep_sampler != "rollout":
+            raise ConfigError(f"algorithm.num_timesteps is needed with timestep_sampler: {timestep_sampler}")
+        if num_timesteps is not None and num_timesteps < 1:
+            raise ConfigError(f"algorithm.num_timesteps = {num_timesteps} must be at least 1, or null")
+        check_rows_per_forward(rows_per_forward)
+        self._pipeline = pipeline
+        self._policies = policies
+        self.num_timesteps = num_timesteps
+        self.timestep_fraction = timestep_fraction
+        self.timestep_sampler: TimestepSampler = timestep_sampler
+        self.reference = ReferenceKL(policies, coef=kl_coef, adaptive=adaptive_kl)
+        self.rows_per_forward = rows_per_forward
+        self.seed = seed
+        self.num_rollouts = 0
+        self._params = params
+
+    def num_terms(self, track: RolloutTrack) -> int:
+        """Samples times noise levels."""
+        return track.batch_size * self.num_levels(track.segment)
+
+    def num_levels(self, segment: object) -> int:
+        """K. Raises ConfigError where the segment holds no latents or too few levels."""
+        if not isinstance(segment, LatentSegment):
+            raise ConfigError(f"{type(self).__name__} trains latent tracks, this one holds {type(segment).__name__}")
+        if self.timestep_sampler != "rollout":
+            return int(self.num_timesteps or 1)
+        available = segment.num_steps
+        if self.num_timesteps is None:
+            return max(int(available * self.timestep_fraction), 1)
+        if self.num_timesteps > available:
+            raise ConfigError(
+                f"algorithm.num_timesteps = {self.num_timesteps} exceeds the {available} levels of the rollout. "
+                "Lower it or raise sampling.num_inference_steps."
+            )
+        return self.num_timesteps
+
+    def noise_keys(self, track: RolloutTrack) -> list[str]:
+        """What the draws of each sample are named after; equal keys share levels and noise."""
+        return [f"r{self.num_rollouts}:{sample}" for sample in track.sample_ids]
+
+    def levels(self, keys: list[str], segment: LatentSegment) -> Tensor:
+        """Noise levels [B, K] in (0, 1] for the samples with these noise keys."""
+        num_levels = self.num_levels(segment)
+        names = [f"{key}::levels" for key in keys]
+        if self.timestep_sampler == "rollout":
+            rows = [keyed_permutation(name, self.seed, segment.num_steps)[:num_levels] for name in names]
+            return segment.sigmas[torch.stack(rows)]
+        if self.timestep_sampler == "uniform":
+            return 1.0 - keyed_uniform(names, self.seed, (num_levels,))
+        return keyed_normal(names, self.seed, (num_levels,)).sigmoid()
+
+    def forward_rows(self, micro: MicroBatch) -> Iterator[tuple[slice, ForwardRows]]:
+        """The rows of a micro-batch, `rows_per_forward` at a time, with their place among all of its rows."""
+        segment = micro.segment
+        params = sampled_with(segment, self._params)
+        x0_B = segment.clean_latents.float()
+        device = x0_B.device
+        keys = self.noise_keys(micro.track)
+        sigma_R = self.levels(keys, segment).to(device).flatten()
+        num_levels = self.num_levels(segment)
+        shape = (num_levels, *x0_B.shape[1:])
+        noise = keyed_normal([f"{key}::noise" for key in keys], self.seed, shape).to(device).flatten(0, 1)
+        sample_R = torch.arange(x0_B.shape[0], device=device).repeat_interleave(num_levels)
+        step_R = nearest_steps(segment, sigma_R)
+        for rows in row_chunks(sample_R.numel(), self.rows_per_forward):
+            x0 = x0_B[sample_R[rows]]
+            x_t = interpolate(x0, noise[rows], sigma_R[rows])
+            conditions = {name: item.select(sample_R[rows]) for name, item in micro.track.conditions.items()}
+
+            def velocity(x_t=x_t, rows=rows, conditions=conditions) -> Tensor:
+                return self._pipeline.velocity(conditions, x_t, sigma_R[rows], step_R[rows], params).float()
+
+            yield (
+                rows,
+                ForwardRows(sample_R[rows], x0, x_t, velocity_target(x0, noise[rows]), sigma_R[rows], velocity),
+            )
+
+    def reference_penalty(self, v: Tensor, v_reference: Tensor | None, metrics: RowMetrics) -> Tensor:
+        """kl_coef * mean (v - v_ref)^2 a row [R], reported; 0 where the reference is off."""
+        if v_reference is None:
+            return torch.zeros(v.shape[0], device=v.device)
+        return self.reference.penalty(velocity_distance(v, v_reference), metrics)
+
+    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
+        """Adapt the penalty's coefficient to the measured distance."""
+        self.reference.after_update(metrics, num_samples)
+
+    def after_rollout(self) -> dict[str, float]:
+        """Count the rollout: part of every draw."""
+        self.num_rollouts += 1
+        return {}
+
+    def state_dict(self) -> dict[str, float]:
+        """The adapted coefficient and the number of rollouts."""
+        return {"kl_coef": self.reference.coef, "num_rollouts": self.num_rollouts}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore `state_dict`."""
+        self.reference.coef = state["kl_coef"]
+        self.num_rollouts = int(state["num_rollouts"])
+
+
+def nearest_steps(segment: LatentSegment, sigma_R: Tensor) -> Tensor:
+    """Index of the rollout step whose level is nearest, [R]: what a model with per-step state is told."""
+    levels = segment.sigmas[:-1].to(sigma_R.device)
+    return (sigma_R[:, None] - levels[None, :]).abs().argmin(dim=1)

@@ -1,0 +1,125 @@
+"""The penalty that holds a policy near the one it started from: one component for every algorithm.
+
+The reference itself belongs to the backend (`PolicyStore.reference_policy`: LoRA switched off, or a frozen copy).
+Legend: R rows, one (sample, step) pair each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import RowMetrics
+from unirl.algorithms.kl import AdaptiveKL, adapted_coefficient
+from unirl.sde.likelihood import code_kl, transition_kl
+from unirl.types.errors import ConfigError
+from unirl.types.protocols import PolicyStore, TransitionStats
+
+KLEstimator = Literal["exact", "flow_grpo", "k1", "k2", "k3"]
+METRIC = "policy/reference_kl"
+
+ResultT = TypeVar("ResultT")
+
+
+def sampled_kl(logp_R: Tensor, reference_R: Tensor, estimator: str) -> Tensor:
+    """Estimators of KL(policy || reference) from one action's log-probs, [R]: with d = log p_ref - log p,
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
+
+    k1 and k3 are unbiased for actions of the policy itself, k3 is never negative. Source: Schulman 2020, "Approximating
+    KL Divergence".
+    """
+    difference = reference_R.detach() - logp_R
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    return difference.exp() - difference - 1
+
+
+class ReferenceKL:
+    """coef * KL(policy || reference), with a fixed or an adaptive coefficient.
+
+    coef: weight of the penalty; 0 switches the reference off.
+    estimator, for transitions: "exact" is the Gaussian transition KL per latent element; "flow_grpo" the published
+        code's form, which weights each step by |d sigma|; "k1", "k2", "k3" estimate it from the stored actions.
+    adaptive: drives the coefficient towards a target KL.
+    """
+
+    def __init__(
+        self,
+        policies: PolicyStore,
+        *,
+        coef: float = 0.0,
+        estimator: KLEstimator = "exact",
+        adaptive: AdaptiveKL | None = None,
+    ) -> None:
+        if estimator not in get_args(KLEstimator):
+            raise ConfigError(
+                f"algorithm.kl_estimator = {estimator!r} must be one of {', '.join(get_args(KLEstimator))}"
+            )
+        if coef < 0:
+            raise ConfigError(f"algorithm.kl_coef = {coef} must be at least 0")
+        if adaptive is not None and coef == 0:
+            raise ConfigError("algorithm.adaptive_kl needs a starting algorithm.kl_coef above 0")
+        self._policies = policies
+        self.coef = coef
+        self.estimator: KLEstimator = estimator
+        self.adaptive = adaptive
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is added to the loss."""
+        return self.coef > 0
+
+    def evaluate(self, forward: Callable[[], ResultT]) -> ResultT | None:
+        """`forward()` under the reference, without gradients; None where the penalty is off.
+
+        Call it before the policy's own forward: it swaps parameter values, which a pending backward would not survive.
+        """
+        if not self.is_on:
+            return None
+        with torch.no_grad(), self._policies.reference_policy():
+            return forward()
+
+    def of_transitions(self, policy: TransitionStats, reference: TransitionStats) -> Tensor:
+        """KL of stored transitions, [R], per latent element under a kernel with mean reduction.
+
+        Raises ConfigError where the kernel does not support the estimator.
+        """
+        if self.estimator in ("k1", "k2", "k3"):
+            return sampled_kl(policy.logp_R, reference.logp_R, self.estimator)
+        if self.estimator == "flow_grpo":
+            if policy.q_R is None:
+                raise ConfigError("kl_estimator = 'flow_grpo' needs a Flow or Dance kernel; use kl_estimator: exact")
+            return code_kl(policy.mean, reference.mean, policy.q_R)
+        if not bool((policy.std_R > 0).all()):
+            raise ConfigError(
+                "a transition without noise has no KL to a reference (CPS adds none at the last step). "
+                "Leave the last step out of sampling.scheduler, or set algorithm.kl_coef: 0."
+            )
+        return transition_kl(policy.mean, reference.mean, policy.std_R)
+
+    def penalty(
+        self, kl_R: Tensor, metrics: RowMetrics, step_R: Tensor | None = None, steps: Sequence[int] = ()
+    ) -> Tensor:
+        """coef * kl_R, reported as `policy/reference_kl`, and for each of `steps` on its own where step_R is given."""
+        metrics.mean(METRIC, kl_R)
+        if step_R is not None:
+            for step in steps:
+                metrics.mean(f"{METRIC}/ts_{step}", kl_R[(step_R == step).to(kl_R.device)])
+        return self.coef * kl_R
+
+    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
+        """Adapt the coefficient to the measured KL."""
+        if self.adaptive is not None and METRIC in metrics:
+            self.coef = adapted_coefficient(
+                self.coef,
+                metrics[METRIC],
+                target=self.adaptive.target,
+                horizon=self.adaptive.horizon,
+                num_samples=num_samples,
+            )
+            metrics["policy/kl_coef"] = self.coef

@@ -1,0 +1,90 @@
+"""Which samples of a scored rollout go into training: best and worst of a group, groups that teach something.
+
+Chosen from the rewards of the whole batch, before it is cut over devices, so the number of devices never matters.
+Legend: B samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.advantages import group_index, group_std
+from unirl.types.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SampleSelection:
+    """What is trained on, and whether uninformative groups are replaced by fresh ones.
+
+    best_of: samples kept of each group, half of them the best and half the worst by advantage (DanceGRPO's best-of-n;
+        2 makes the pairs of online DPO: the best, then the worst). None keeps all.
+    drop_zero_variance: leave out samples with advantage 0 (groups whose rewards are all equal). Some come back where
+        the rest would not divide over devices and updates; they add nothing to the gradient but to the mean's divisor.
+    dynamic_sampling: replace groups whose rewards are all equal by fresh prompts, until the batch is whole again
+        (DAPO); the last refill's batch is trained as it is when `max_refills` are used up.
+    """
+
+    best_of: int | None = None
+    drop_zero_variance: bool = False
+    dynamic_sampling: bool = False
+
+    def __post_init__(self) -> None:
+        if self.best_of is not None and (self.best_of < 2 or self.best_of % 2):
+            raise ConfigError(f"selection.best_of = {self.best_of} must be an even number of at least 2, or null")
+        if self.dynamic_sampling and self.drop_zero_variance:
+            raise ConfigError(
+                "selection.dynamic_sampling replaces the groups that selection.drop_zero_variance leaves out. Set one."
+            )
+
+    def rows(self, advantages_B: Tensor, group_ids: Sequence[str], divisor: int) -> list[int] | None:
+        """Indices of the samples to train on, None for all. `divisor`: their number is a multiple of it.
+
+        With best_of the samples of a group are in order of falling advantage, groups in their own order; ties keep the
+        order of the batch. Raises ConfigError where a group is smaller than best_of.
+        """
+        rows = list(range(len(group_ids)))
+        if self.best_of is not None:
+            rows = best_and_worst(advantages_B, group_ids, self.best_of)
+        if self.drop_zero_variance:
+            rows = _informative(advantages_B, rows, divisor)
+        return None if rows == list(range(len(group_ids))) else rows
+
+
+def best_and_worst(advantages_B: Tensor, group_ids: Sequence[str], count: int) -> list[int]:
+    """The `count` / 2 best and the `count` / 2 worst samples of every group, in order of falling advantage."""
+    groups: dict[str, list[int]] = {}
+    for row, group in enumerate(group_ids):
+        groups.setdefault(group, []).append(row)
+    chosen: list[int] = []
+    for group, members in groups.items():
+        if len(members) < count:
+            raise ConfigError(
+                f"selection.best_of = {count}, but group {group} has {len(members)} samples. "
+                "Raise sampling.samples_per_prompt or lower best_of."
+            )
+        ordered = sorted(members, key=lambda row: -float(advantages_B[row]))
+        chosen += [*ordered[: count // 2], *ordered[len(ordered) - count // 2 :]]
+    return chosen
+
+
+def zero_variance_groups(rewards_B: Tensor, group_ids: Sequence[str]) -> set[str]:
+    """Groups whose rewards are all equal: they have no advantage."""
+    std = group_std(rewards_B.to(torch.float64), group_index(group_ids), 0)
+    return {group for group, spread in zip(group_ids, std.tolist(), strict=True) if spread == 0}
+
+
+def _informative(advantages_B: Tensor, rows: list[int], divisor: int) -> list[int]:
+    is_needed = {row: float(advantages_B[row]) != 0 for row in rows}
+    num_spare = -sum(is_needed.values()) % divisor
+    if not any(is_needed.values()):
+        return rows
+    for row in rows:
+        if not is_needed[row] and num_spare > 0:
+            is_needed[row] = True
+            num_spare -= 1
+    kept = [row for row in rows if is_needed[row]]
+    return kept if len(kept) % divisor == 0 else rows

@@ -1,0 +1,271 @@
+"""Policy gradients on denoising transitions: everything but the surrogate, which each algorithm writes.
+
+A denoising trajectory is an episode whose actions are the stochastic steps; the kernel gives each a Gaussian density.
+Legend: B samples, S stochastic steps, C of them trained a sample, R = B C rows (sample-major).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import (
+    LossPart,
+    MicroBatch,
+    RowMetrics,
+    StageAlgorithm,
+    check_rows_per_forward,
+    row_chunks,
+    sampled_with,
+)
+from unirl.algorithms.credit import StepCredit
+from unirl.algorithms.kl import AdaptiveKL
+from unirl.algorithms.reference import KLEstimator, ReferenceKL
+from unirl.sde.loop import transition_rows
+from unirl.sde.noise import keyed_permutation
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.protocols import DiffusionPipeline, PolicyStore, TransitionStats
+from unirl.types.rollout import RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+
+@dataclass(frozen=True)
+class TransitionRows:
+    """R stored transitions as a surrogate sees them."""
+
+    policy: TransitionStats
+    """Under the weights being trained, with gradients."""
+    anchor_logp_R: Tensor
+    """[R] float32 under the policy before the first update."""
+    anchor_mean: Tensor | None
+    """[R, ...] float32 means before the first update, where the algorithm keeps them (`keeps_anchor_means`)."""
+    advantage_R: Tensor
+    """[R] float32, clipped, with the credit of the step."""
+    delta_sigma_R: Tensor
+    """[R] float32 sigma - sigma_next > 0, the length of each step."""
+    sample_R: Tensor
+    """[R] int64, row of the micro-batch."""
+    step_R: Tensor
+    """[R] int64, step of the schedule."""
+    progress: float
+    """Fraction of the run done, in [0, 1]."""
+
+    @property
+    def log_ratio_R(self) -> Tensor:
+        """log p / p_old a row, with gradients."""
+        return self.policy.logp_R - self.anchor_logp_R
+
+
+def report_ratio(metrics: RowMetrics, log_ratio_R: Tensor) -> None:
+    """The ratio's statistics, under the names that all algorithms share."""
+    log_ratio = log_ratio_R.detach()
+    metrics.mean("policy/ratio_mean", log_ratio.exp())
+    metrics.max("policy/ratio_max_abs_dev", (log_ratio.exp() - 1).abs())
+    metrics.mean("policy/approx_kl", 0.5 * log_ratio.square())
+
+
+class TransitionAlgorithm(StageAlgorithm):
+    """Base of the policy gradients: anchor, rows, credit, reference penalty. A subclass writes `surrogate`.
+
+    advantage_clip: advantages are clamped to +- this; None leaves them.
+    old_logp_source: "replay" takes the anchor at the very rows of training (ratio exactly 1 at the first update);
+        "rollout" trusts the engine's log-probs.
+    step_fraction: share of the stochastic steps trained a sample, drawn anew for every sample (DanceGRPO: 0.6).
+    credit: how a sample's advantage is spread over its steps; None gives each step all of it.
+    kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`.
+    rows_per_forward: memory knob; the rows of a micro-batch are replayed in chunks of this many.
+    """
+
+    requires_sde: ClassVar[bool] = True
+    keeps_anchor_means: ClassVar[bool] = False
+    """Whether the anchor holds the transition means too (one latent a row)."""
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        policies: PolicyStore,
+        *,
+        advantage_clip: float | None = 5.0,
+        old_logp_source: Literal["rollout", "replay"] = "replay",
+        step_fraction: float = 1.0,
+        credit: StepCredit | None = None,
+        kl_coef: float = 0.0,
+        kl_estimator: KLEstimator = "exact",
+        adaptive_kl: AdaptiveKL | None = None,
+        rows_per_forward: int | None = None,
+        seed: int = 0,
+        params: DiffusionSamplingParams | None = None,
+    ) -> None:
+        if old_logp_source not in ("rollout", "replay"):
+            raise ConfigError(f"algorithm.old_logp_source = {old_logp_source!r} must be 'rollout' or 'replay'")
+        if old_logp_source == "rollout" and self.keeps_anchor_means:
+            raise ConfigError(
+                f"{type(self).__name__} compares transition means, which a rollout does not keep. "
+                "Set algorithm.old_logp_source: replay."
+            )
+        if advantage_clip is not None and advantage_clip <= 0:
+            raise ConfigError(f"algorithm.advantage_clip = {advantage_clip} must be above 0, or null for no clipping")
+        if not 0 < step_fraction <= 1:
+            raise ConfigError(f"algorithm.step_fraction = {step_fraction} must lie in (0, 1]")
+        check_rows_per_forward(rows_per_forward)
+        self._pipeline = pipeline
+        self._policies = policies
+        self.advantage_clip = advantage_clip
+        self.uses_anchor = old_logp_source == "replay"
+        self.step_fraction = step_fraction
+        self.credit = credit
+        self.reference = ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl)
+        self.rows_per_forward = rows_per_forward
+        self.seed = seed
+        self.num_rollouts = 0
+        self._params = params
+
+    @abstractmethod
+    def surrogate(self, rows: TransitionRows) -> tuple[Tensor, RowMetrics]:
+        """Loss of every row [R], to be minimised, with gradients to `rows.policy`; and what it measured."""
+
+    def num_terms(self, track: RolloutTrack) -> int:
+        """Samples times trained steps."""
+        return track.batch_size * self._num_trained_steps(track)
+
+    def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
+        """Log-probs [B, C] under the policy before the first update (and means [B, C, ...]), and the gap between them
+        and the rollout's."""
+        sample_R, step_R = self.rows(micro)
+        with torch.no_grad():
+            parts = [
+                self._replay(micro, sample_R[rows], step_R[rows])
+                for rows in row_chunks(sample_R.numel(), self.rows_per_forward)
+            ]
+        shape = (micro.segment.batch_size, -1)
+        logp_R = torch.cat([part.logp_R for part in parts])
+        metrics = self._gap(micro, logp_R, sample_R, step_R)
+        anchor = {"logp": logp_R.view(shape)}
+        if self.keeps_anchor_means:
+            anchor["mean"] = torch.cat([part.mean for part in parts]).unflatten(0, shape)
+        return anchor, metrics
+
+    def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
+        """One part a chunk of rows: sum over rows of surrogate + kl_coef * KL."""
+        segment = micro.segment
+        sample_R, step_R = self.rows(micro)
+        anchor_R = self._anchor_logp(micro, sample_R, step_R)
+        anchor_mean = micro.anchor["mean"].flatten(0, 1) if self.keeps_anchor_means else None
+        advantage_R = self.row_advantages(micro, sample_R, step_R)
+        delta_R = (-segment.sigmas.diff())[step_R].to(advantage_R.device)
+        for rows in row_chunks(sample_R.numel(), self.rows_per_forward):
+            samples, steps = sample_R[rows], step_R[rows]
+
+            def replay(samples: Tensor = samples, steps: Tensor = steps) -> TransitionStats:
+                return self._replay(micro, samples, steps)
+
+            reference = self.reference.evaluate(replay)
+            policy = replay()
+            loss_R, metrics = self.surrogate(
+                TransitionRows(
+                    policy=policy,
+                    anchor_logp_R=anchor_R[rows],
+                    anchor_mean=None if anchor_mean is None else anchor_mean[rows],
+                    advantage_R=advantage_R[rows],
+                    delta_sigma_R=delta_R[rows],
+                    sample_R=samples,
+                    step_R=steps,
+                    progress=micro.progress,
+                )
+            )
+            metrics.mean("policy/loss", loss_R)
+            if reference is not None:
+                kl_R = self.reference.of_transitions(policy, reference)
+                loss_R = loss_R + self.reference.penalty(kl_R, metrics, steps, segment.sde_indices)
+            yield LossPart(loss_R.sum(), loss_R.numel(), metrics)
+
+    # What subclasses may refine ---------------------------------------------------------------------------------
+
+    def rows(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """sample_R and step_R of the rows that train, [R] int64 each on the CPU, the same at every call."""
+        segment = micro.segment
+        num_trained = self._num_trained_steps(micro.track)
+        if num_trained == len(segment.sde_indices):
+            return transition_rows(segment.batch_size, segment.sde_indices)
+        steps = torch.tensor(segment.sde_indices)
+        chosen_BC = torch.stack(
+            [
+                keyed_permutation(f"r{self.num_rollouts}:{sample}::steps", self.seed, len(steps))[:num_trained]
+                for sample in micro.track.sample_ids
+            ]
+        )
+        sample_R = torch.arange(segment.batch_size).repeat_interleave(num_trained)
+        return sample_R, steps[chosen_BC.sort(dim=1).values].flatten()
+
+    def row_advantages(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
+        """Advantage of every row [R]: clipped, then spread over the steps by `credit`."""
+        advantages = micro.advantages
+        if self.advantage_clip is not None:
+            advantages = advantages.clamp(-self.advantage_clip, self.advantage_clip)
+        advantage_R = advantages[sample_R]
+        if self.credit is None:
+            return advantage_R
+        return advantage_R * self.credit.weights(micro.segment).to(advantage_R.device)[step_R]
+
+    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
+        """Adapt the penalty's coefficient to the measured KL."""
+        self.reference.after_update(metrics, num_samples)
+
+    def after_rollout(self) -> dict[str, float]:
+        """Count the rollout: part of every draw."""
+        self.num_rollouts += 1
+        return {}
+
+    def state_dict(self) -> dict[str, float]:
+        """The adapted coefficient and the number of rollouts."""
+        return {"kl_coef": self.reference.coef, "num_rollouts": self.num_rollouts}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore `state_dict`."""
+        self.reference.coef = state["kl_coef"]
+        self.num_rollouts = int(state["num_rollouts"])
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _num_trained_steps(self, track: RolloutTrack) -> int:
+        segment = track.segment
+        if not isinstance(segment, LatentSegment) or not segment.sde_indices:
+            raise ContractError(
+                f"{type(self).__name__} needs stochastic steps: set sampling.eta > 0 and sampling.scheduler"
+            )
+        return max(int(self.step_fraction * len(segment.sde_indices) + 1e-9), 1)
+
+    def _gap(self, micro: MicroBatch, logp_R: Tensor, sample_R: Tensor, step_R: Tensor) -> RowMetrics:
+        metrics = RowMetrics()
+        if micro.segment.sde_logp is not None:
+            gap_R = (logp_R - self._rollout_logp(micro, sample_R, step_R)).abs()
+            metrics.mean("mismatch/logp_absdiff/mean", gap_R)
+            metrics.max("mismatch/logp_absdiff/max", gap_R)
+            for step in micro.segment.sde_indices:
+                metrics.mean(f"mismatch/logp_absdiff/ts_{step}", gap_R[(step_R == step).to(gap_R.device)])
+        return metrics
+
+    def _anchor_logp(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
+        if self.uses_anchor:
+            return micro.anchor["logp"].flatten()
+        return self._rollout_logp(micro, sample_R, step_R)
+
+    @staticmethod
+    def _rollout_logp(micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
+        logp_BS = micro.segment.sde_logp
+        if logp_BS is None:
+            raise ContractError(
+                "old_logp_source = 'rollout' but the engine returned no log-probs. Use old_logp_source: replay."
+            )
+        columns = {step: column for column, step in enumerate(micro.segment.sde_indices)}
+        return logp_BS[sample_R, [columns[step] for step in step_R.tolist()]]
+
+    def _replay(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> TransitionStats:
+        params = sampled_with(micro.segment, self._params)
+        return self._pipeline.replay(micro.track.conditions, micro.segment, sample_R, step_R, params)
