@@ -223,6 +223,16 @@ def test_a_scorer_beside_the_recipe_is_found(here, monkeypatch, capsys):
     assert "has no argument 'powr'. Did you mean power" in capsys.readouterr().err
 
 
+def test_a_run_that_failed_to_start_leaves_its_directory_free(here):
+    recipe = {"recipe": SHAPES, "run_dir": "again", "resume": None}
+    make_run_dir(Path("again"))
+    Path("again/config.yaml").write_text("recipe: shapes\n")
+    assert choose_run_dir(recipe, NOW) == (Path("again"), False)
+    Path("again/metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="again already holds a run"):
+        choose_run_dir(recipe, NOW)
+
+
 def test_run_directories_that_contradict_are_errors(here):
     recipe = {"recipe": SHAPES, "run_dir": "taken", "resume": None}
     with_checkpoint(Path("taken"))

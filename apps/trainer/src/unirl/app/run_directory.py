@@ -55,8 +55,10 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written here."""
-    return (folder / CONFIG_FILE).exists() or has_checkpoint(folder)
+    """Whether a run has written here more than its recipe, which is all that one leaves that fails to start."""
+    config = folder / CONFIG_FILE
+    is_run = config.exists() and any(path.is_file() and path != config for path in folder.rglob("*"))
+    return is_run or has_checkpoint(folder)
 
 
 def make_run_dir(folder: Path) -> None:
