@@ -11,8 +11,17 @@ from unirl.distributed.runtime import LocalRuntime, WorkerContext
 from unirl.sde.windows import AllSteps
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
-from unirl.trainer.evaluation import EVAL_ROLLOUT_ID, EvaluationConfig, EvaluationResult, Evaluator, spread_rows
+from unirl.trainer.evaluation import (
+    EVAL_ROLLOUT_ID,
+    EvaluationConfig,
+    EvaluationResult,
+    Evaluator,
+    spread_rows,
+    take_images,
+)
 from unirl.types.errors import ConfigError, RewardError
+from unirl.types.media import Images
+from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 
 
@@ -100,6 +109,13 @@ def test_images_are_the_first_of_the_list_and_no_more_than_asked(runtime: LocalR
     every, few, none = (evaluated(runtime, num_images=count) for count in (10, 5, 0))
     assert torch.equal(images_of(few), images_of(every)[:5]) and few.labels == every.labels[:5]
     assert none.images is None and none.labels == []
+
+
+def test_images_can_be_saved_whatever_the_memory_order_of_the_decoder(runtime: LocalRuntime):
+    pixels = torch.rand(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    track = RolloutTrack(sample_ids=list("abcd"), decoded=Images(pixels=pixels))
+    images = take_images(RolloutResp(tracks={"image": track}), "image", 2)
+    assert images.is_contiguous() and torch.equal(images, pixels[:2])
 
 
 def test_only_the_weights_change_the_result(runtime: LocalRuntime):

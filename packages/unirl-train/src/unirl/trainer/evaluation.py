@@ -130,7 +130,7 @@ def take_images(resp: RolloutResp, track: str, count: int) -> Tensor:
     decoded = resp.tracks[track].decoded
     if not isinstance(decoded, Images):
         return torch.empty(0)
-    return decoded.pixels[:count].cpu()
+    return decoded.pixels[:count].cpu().contiguous()
 
 
 class Evaluator:
