@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from unirl.models.pipeline import DiffusionPipeline
-from unirl.sde.loop import transition_rows
+from unirl.sde.loop import Velocity, transition_rows
 from unirl.sde.noise import initial_noise
 from unirl.types.batch import same_value
 from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Texts
+from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
@@ -133,6 +134,39 @@ def a_sample_does_not_depend_on_its_neighbours(case: Case) -> None:
     torch.testing.assert_close(alone.clean_latents[0], segment.clean_latents[1], rtol=1e-4, atol=1e-4)
 
 
+def samples_with_one_start_take_their_first_steps_together(case: Case) -> None:
+    """Two prompts, two samples each, stochastic steps 2 and 3 of 5: steps 0 and 1 run on two rows instead of four."""
+    params = dataclasses.replace(case.params, sde_indices=[2, 3])
+    pipeline, keys = case.pipeline, ["a:0", "b:0", "a:1", "b:1"]
+    starts = ["a", "b", "a", "b"]
+    with pipeline.evaluating():
+        conditions = pipeline.encode({"text": Texts(texts=[TEXTS[0], TEXTS[1]] * 2)}, params)
+        noise = initial_noise(starts, params.seed, pipeline.latent_shape(params))
+        sigmas = pipeline.sigmas(params)
+        apart = pipeline.diffuse(conditions, noise, sigmas, params, noise_keys=keys)
+        num_rows: list[int] = []
+        velocity = pipeline.diffusion.velocity
+
+        def counted(conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
+            bound = velocity(conditions, params)
+
+            def run(x: Tensor, sigma: Tensor, step: Tensor) -> Tensor:
+                num_rows.append(len(x))
+                return bound(x, sigma, step)
+
+            return run
+
+        pipeline.diffusion.velocity = counted  # ty: ignore[invalid-assignment] - until the `del` below
+        try:
+            together = pipeline.diffuse(conditions, noise, sigmas, params, noise_keys=keys, start_keys=starts)
+        finally:
+            del pipeline.diffusion.velocity
+    assert num_rows == [2, 2, 4, 4, 4]
+    assert (together.indices, together.sde_indices) == (apart.indices, apart.sde_indices)
+    torch.testing.assert_close(together.latents, apart.latents, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(together.sde_logp, apart.sde_logp, rtol=1e-4, atol=1e-4)
+
+
 def gradients_reach_what_trains_and_nothing_else(case: Case) -> None:
     conditions, segment = case.rollout()
     samples, steps = transition_rows(3, segment.sde_indices)
@@ -196,6 +230,7 @@ CHECKS = [
     per_row_sigmas_equal_per_step_calls,
     a_forward_batch_size_changes_nothing,
     a_sample_does_not_depend_on_its_neighbours,
+    samples_with_one_start_take_their_first_steps_together,
     gradients_reach_what_trains_and_nothing_else,
     conditions_survive_select_and_concat,
     decode_gives_pixels,

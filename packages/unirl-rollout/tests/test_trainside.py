@@ -49,7 +49,8 @@ class LinearPipeline:
         lengths = [float(len(text)) for text in primitives["text"].texts]
         return {"text": TextEmbedCondition(embeds=torch.tensor(lengths).view(-1, 1, 1))}
 
-    def diffuse(self, conditions, initial_latents, sigmas, params, *, noise_keys):
+    def diffuse(self, conditions, initial_latents, sigmas, params, *, noise_keys, start_keys=None):
+        self.start_keys = start_keys
         self.batch_sizes.append(len(initial_latents))
         found = loop.sample(
             lambda x, sigma, step: self.a * x + self.b,

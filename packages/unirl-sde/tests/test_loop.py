@@ -296,3 +296,27 @@ def test_replay_without_noise_is_an_error(velocity):
             eta=0.0,
             sigma_max=0.9,
         )
+
+
+def test_a_trajectory_goes_on_from_any_position_before_the_stochastic_steps(velocity):
+    whole = run(velocity, sde_indices=[3, 4], keep="all")
+    with torch.no_grad():
+        rest = sample(
+            velocity,
+            whole.at([2])[:, 0],
+            SIGMAS,
+            strategy=FlowSDEStrategy(),
+            eta=0.7,
+            sde_indices=[3, 4],
+            step_noise=noise_of,
+            keep="all",
+            start=2,
+        )
+    assert rest.indices == [2, 3, 4, 5, 6]
+    assert torch.equal(rest.latents, whole.latents[:, 2:])
+    torch.testing.assert_close(rest.sde_logp, whole.sde_logp, rtol=0, atol=0)
+    for start, steps, message in ((6, [], "start = 6 must lie in 0 .. 5"), (4, [3], "before the stochastic steps")):
+        with pytest.raises(ValueError, match=message):
+            run(velocity, sde_indices=steps, start=start)
+    with pytest.raises(ValueError, match="a solver needs every step behind the last stochastic one"):
+        run(velocity, sde_indices=[], solver=DPMSolverPP2M(), start=1)

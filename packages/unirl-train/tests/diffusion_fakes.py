@@ -185,6 +185,7 @@ class FieldPipeline:
         params: DiffusionSamplingParams,
         *,
         noise_keys: Sequence[str],
+        start_keys: Sequence[str] | None = None,
     ) -> LatentSegment:
         """Trajectories with everything that replay needs."""
         trajectory = loop.sample(
@@ -195,6 +196,7 @@ class FieldPipeline:
             eta=params.eta,
             sde_indices=params.resolve_sde_indices(0),
             step_noise=lambda step: step_noise(noise_keys, step, params.seed, self.shape),
+            keep=params.keep_latents,
         )
         return LatentSegment(
             latents=trajectory.latents,

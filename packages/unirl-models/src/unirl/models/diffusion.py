@@ -66,11 +66,14 @@ class DiffusionStage:
         params: DiffusionSamplingParams,
         *,
         noise_keys: Sequence[str],
+        start_keys: Sequence[str] | None = None,
         keep_means: bool = False,
     ) -> LatentSegment:
         """Trajectories of B samples from `initial_latents` [B, ...] at sigmas[0].
 
         sigmas: [T + 1], used verbatim. noise_keys: B ids that seed the noise of each step with params.seed.
+        start_keys: B ids; samples of one id have equal initial latents and conditions, so the steps before the first
+        stochastic one are taken once for all of them. None: every sample for itself.
         params.keep_latents, keep_means: what is stored, see `unirl.sde.loop.sample`.
         The stochastic steps are params.sde_indices, or every step where that is None; none at eta = 0.
         Raises ContractError where sizes disagree, ConfigError for parameters that this stage cannot honour.
@@ -92,10 +95,16 @@ class DiffusionStage:
                 f"{sigmas.numel()} sigmas for num_inference_steps = {params.num_inference_steps}: one more than steps"
             )
         sde_indices = _stochastic_steps(params)
+        latents, start = initial_latents, 0
+        if start_keys is not None and sde_indices and params.keep_latents != "all":
+            latents, start = self._common_start(
+                conditions, initial_latents, sigmas, params, start_keys, min(sde_indices)
+            )
         trajectory = loop.sample(
             self.velocity(conditions, params),
-            initial_latents,
+            latents,
             sigmas,
+            start=start,
             strategy=self.strategy,
             eta=params.eta,
             sde_indices=sde_indices,
@@ -114,6 +123,29 @@ class DiffusionStage:
             sde_logp=trajectory.sde_logp,
             sde_means=trajectory.sde_means,
         )
+
+    def _common_start(
+        self,
+        conditions: Conditions,
+        initial_latents: Tensor,
+        sigmas: Tensor,
+        params: DiffusionSamplingParams,
+        start_keys: Sequence[str],
+        position: int,
+    ) -> tuple[Tensor, int]:
+        """Latents [B, ...] at `position`, walked to once for every distinct start; and that position."""
+        first_of = {key: row for row, key in reversed(list(enumerate(start_keys)))}
+        if position == 0 or len(first_of) == len(start_keys):
+            return initial_latents, 0
+        rows = sorted(first_of.values())
+        walked = loop.sample(
+            self.velocity(select_rows(conditions, rows), params),
+            initial_latents[rows],
+            sigmas[: position + 1],
+            storage_dtype=DTYPES[params.trajectory_precision],
+            keep="last",
+        )
+        return walked.final[[rows.index(first_of[key]) for key in start_keys]], position
 
     def replay(
         self,

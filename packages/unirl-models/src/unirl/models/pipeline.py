@@ -78,11 +78,18 @@ class DiffusionPipeline:
         params: DiffusionSamplingParams,
         *,
         noise_keys: Sequence[str],
+        start_keys: Sequence[str] | None = None,
         keep_means: bool = False,
     ) -> LatentSegment:
         """Trajectories of B samples, see `DiffusionStage.diffuse`. Call inside `evaluating()`."""
         return self.diffusion.diffuse(
-            conditions, initial_latents, sigmas, params, noise_keys=noise_keys, keep_means=keep_means
+            conditions,
+            initial_latents,
+            sigmas,
+            params,
+            noise_keys=noise_keys,
+            start_keys=start_keys,
+            keep_means=keep_means,
         )
 
     def decode(self, latents: Tensor) -> Images | Videos:

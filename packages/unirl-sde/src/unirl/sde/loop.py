@@ -84,8 +84,9 @@ def sample(
     keep: Keep = "transitions",
     keep_means: bool = False,
     on_step: Callable[[int, Tensor], None] | None = None,
+    start: int = 0,
 ) -> Trajectory:
-    """Walks the schedule once from `initial` [B, ...] at sigmas[0] and returns what `keep` names.
+    """Walks the schedule once from `initial` [B, ...] at sigmas[start] and returns what `keep` names.
 
     sigmas: [T + 1], strictly decreasing within [0, 1], on any device (read once; a GPU tensor costs one transfer).
     sde_indices: the stochastic steps, any order. They use `strategy` with `eta` > 0 and step_noise(i), [B, ...]; eta,
@@ -97,13 +98,18 @@ def sample(
     keep: "transitions" stores i and i + 1 of every stochastic step i, and T; "all" stores 0 .. T; "last" stores T.
     keep_means: also returns the means of the stochastic steps, float32.
     on_step: called with (i, latent at i + 1 in float32) after every step.
+    start: position of `initial`; earlier steps were taken elsewhere, none of them is stochastic.
     Raises ValueError for a bad schedule, index, keep or eta, for a missing strategy or step_noise, and for a solver
     that would never be used because the last step is stochastic.
     """
     levels = _checked_sigmas(sigmas)
     num_steps = len(levels) - 1
     sde_steps = _checked_sde_indices(sde_indices, num_steps)
-    kept = _kept_positions(keep, sde_steps, num_steps)
+    if not 0 <= start < num_steps or any(step < start for step in sde_steps):
+        raise ValueError(
+            f"start = {start} must lie in 0 .. {num_steps - 1} and before the stochastic steps {sde_steps}."
+        )
+    kept = _kept_positions(keep, sde_steps, num_steps, start)
     last_sde = sde_steps[-1] if sde_steps else -1
     if sde_steps and (strategy is None or step_noise is None or eta == 0):
         raise ValueError(
@@ -113,6 +119,8 @@ def sample(
     if keep_means and not sde_steps:
         raise ValueError("keep_means needs stochastic steps: sde_indices is empty.")
     if solver is not None:
+        if start > last_sde + 1:
+            raise ValueError(f"start = {start}: a solver needs every step behind the last stochastic one ({last_sde}).")
         if last_sde == num_steps - 1:
             raise ValueError(
                 f"a solver runs after the last stochastic step, but that is the last step of all (sde_indices = "
@@ -122,7 +130,7 @@ def sample(
 
     x = initial.float()
     latents, logps, means = [], [], []
-    for index in range(num_steps):
+    for index in range(start, num_steps):
         if index in sde_steps:
             x = x.to(storage_dtype).float()
         if index in kept:
@@ -255,12 +263,12 @@ def _checked_sigmas(sigmas: Tensor) -> list[float]:
     return levels
 
 
-def _kept_positions(keep: Keep, sde_steps: list[int], num_steps: int) -> set[int]:
-    """The positions among 0 .. T that `keep` stores; T is always one of them."""
+def _kept_positions(keep: Keep, sde_steps: list[int], num_steps: int, start: int) -> set[int]:
+    """The positions among start .. T that `keep` stores; T is always one of them."""
     if keep not in get_args(Keep):
         raise ValueError(f"keep = {keep!r} is not one of {get_args(Keep)}.")
     if keep == "all":
-        return set(range(num_steps + 1))
+        return set(range(start, num_steps + 1))
     ends = sde_steps if keep == "transitions" else []
     return {num_steps, *ends, *(step + 1 for step in ends)}
 

@@ -73,8 +73,12 @@ class DiffusionPipeline(Protocol):
         params: DiffusionSamplingParams,
         *,
         noise_keys: Sequence[str],
+        start_keys: Sequence[str] | None = None,
     ) -> LatentSegment:
-        """Sample B trajectories from `initial_latents` [B, ...]. `noise_keys` [B] seed the per-step noise."""
+        """Sample B trajectories from `initial_latents` [B, ...]. `noise_keys` [B] seed the per-step noise.
+
+        start_keys: equal ids mark samples with equal initial latents and conditions, whose common steps may be shared.
+        """
         ...
 
     def decode(self, latents: Tensor) -> Images | Videos:

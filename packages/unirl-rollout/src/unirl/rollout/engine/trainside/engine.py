@@ -111,7 +111,14 @@ class TrainsideRolloutEngine(BaseRolloutEngine):
         sigmas = pinned_sigmas(req, params)
         conditions = self._pipeline.encode(req.primitives, params)
         start = starting_latents(noise_recipe(req, params)).to(self._device)
-        segment = self._pipeline.diffuse(conditions, start, sigmas, params, noise_keys=step_noise_keys(req))
+        segment = self._pipeline.diffuse(
+            conditions,
+            start,
+            sigmas,
+            params,
+            noise_keys=step_noise_keys(req),
+            start_keys=req.init_noise_group_ids if params.init_same_noise else None,
+        )
         segment = segment.replace(params=params)
         verify_segment(segment, sigmas, params)
         decoded = self._pipeline.decode(segment.clean_latents)
