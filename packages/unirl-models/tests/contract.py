@@ -156,7 +156,7 @@ def samples_with_one_start_take_their_first_steps_together(case: Case) -> None:
 
             return run
 
-        pipeline.diffusion.velocity = counted  # ty: ignore[invalid-assignment] - until the `del` below
+        pipeline.diffusion.velocity = counted
         try:
             together = pipeline.diffuse(conditions, noise, sigmas, params, noise_keys=keys, start_keys=starts)
         finally:
