@@ -17,6 +17,7 @@ def test_every_metric_in_the_code_is_documented():
     assert len(found) > 20
     placeholders = {"eval/{category}/{name}": "eval/<category>/", "eval/{name}": "eval/<scorer>"}
     placeholders |= {"reward/{name}/mean": "reward/<scorer>/mean", "reward/{name}/std": "reward/<scorer>/std"}
+    placeholders |= {"advantage/weight/{name}": "advantage/weight/<component>"}
     placeholders |= {"timing_s/{name}": "timing_s/rollout"}
     for name in found:
         documented = placeholders.get(name, name.replace("{step}", "<step>"))

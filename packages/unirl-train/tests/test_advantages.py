@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unirl.algorithms.advantages import PRESETS, AdvantageConfig, group_metrics, normalized_advantages
+from unirl.algorithms.schedules import LinearWeight
 from unirl.types.errors import ConfigError, ContractError
 
 REWARDS = torch.tensor([1.0, 3.0, 2.0, 6.0])
@@ -81,6 +82,43 @@ def test_normalise_then_sum_gives_each_component_the_same_say():
         preset="flow_grpo", eps=0.0, multi_reward="normalize_then_sum", component_weights={"small": 3.0}
     )
     torch.testing.assert_close(weighted(total, ["g", "g"], components), torch.tensor([-2.0, 2.0]))
+
+
+def scheduled() -> AdvantageConfig:
+    return AdvantageConfig(
+        preset="flow_grpo",
+        eps=0.0,
+        multi_reward="normalize_then_sum",
+        component_weights={"a": LinearWeight(0.0, 2.0), "b": 0.5},
+    )
+
+
+def test_a_component_counts_as_its_schedule_says():
+    components = {"a": torch.tensor([0.0, 2.0]), "b": torch.tensor([3.0, 1.0])}  # z: (-1, 1) and (1, -1)
+    total = components["a"] + components["b"]
+    for progress, weight in ((0.0, 0.0), (0.25, 0.5), (1.0, 2.0)):
+        got = scheduled()(total, ["g", "g"], components, progress=progress)
+        torch.testing.assert_close(got, torch.tensor([-weight + 0.5, weight - 0.5]))
+        assert scheduled().metrics(progress) == {"advantage/weight/a": weight}
+    assert AdvantageConfig().metrics(0.5) == {}
+
+
+@given(st.permutations(range(6)), st.floats(0.0, 1.0), st.floats(0.5, 4.0), st.floats(-3.0, 3.0))
+@settings(max_examples=30, deadline=None)
+def test_scheduled_sums_ignore_order_and_affine_changes_of_any_component(order, progress, slope, offset):
+    groups = ["a", "a", "a", "b", "b", "b"]
+    components = {"a": torch.tensor([0.0, 1.0, 5.0, 2.0, 2.5, 4.0]), "b": torch.tensor([3.0, 1.0, 1.5, 0.0, 9.0, 4.0])}
+    base = scheduled()(torch.zeros(6), groups, components, progress=progress)
+    rows = list(order)
+    changed = {"a": (slope * components["a"] + offset)[rows], "b": components["b"][rows]}
+    got = scheduled()(torch.zeros(6), [groups[i] for i in rows], changed, progress=progress)
+    torch.testing.assert_close(got, base[rows], atol=1e-4, rtol=1e-4)
+
+
+def test_a_weight_that_is_neither_number_nor_schedule_is_refused():
+    weights: Any = {"a": {"start": 0.0, "end": 1.0}}
+    with pytest.raises(ConfigError, match="must be a number or a mapping with _target_"):
+        AdvantageConfig(multi_reward="normalize_then_sum", component_weights=weights)
 
 
 def test_clip_limits_the_advantage():

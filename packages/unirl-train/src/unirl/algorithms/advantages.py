@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unirl.algorithms.schedules import LinearWeight
 from unirl.types.errors import ConfigError, ContractError
 
 Scope = Literal["group", "batch", "none"]
@@ -108,8 +109,8 @@ class AdvantageConfig:
     clip: float | None = None
     multi_reward: Literal["weighted_sum", "normalize_then_sum"] = "weighted_sum"
     """weighted_sum normalises the total; normalize_then_sum normalises each component and adds (GDPO-like)."""
-    component_weights: Mapping[str, float] | None = None
-    """Weights of normalize_then_sum; absent components count 1."""
+    component_weights: Mapping[str, float | LinearWeight] | None = None
+    """Weights of normalize_then_sum, fixed or changing over the run; absent components count 1."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -123,6 +124,12 @@ class AdvantageConfig:
                 "advantages.component_weights does nothing with multi_reward = weighted_sum. "
                 "Set reward.weights, or multi_reward: normalize_then_sum."
             )
+        for name, weight in (self.component_weights or {}).items():
+            if not isinstance(weight, (int, float, LinearWeight)):
+                raise ConfigError(
+                    f"advantages.component_weights.{name} = {weight!r} must be a number or a mapping with "
+                    "_target_: unirl.algorithms.schedules.LinearWeight, start and end"
+                )
 
     def options(self) -> dict[str, object]:
         """The preset with this recipe's changes."""
@@ -130,16 +137,31 @@ class AdvantageConfig:
         changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {**PRESETS[self.preset], **changes}
 
+    def weights(self, progress: float) -> dict[str, float]:
+        """`component_weights` at `progress` in [0, 1] of the run."""
+        given = self.component_weights or {}
+        return {name: w(progress) if isinstance(w, LinearWeight) else w for name, w in given.items()}
+
+    def metrics(self, progress: float) -> dict[str, float]:
+        """The weights that a schedule changes, as they are at `progress`."""
+        given = self.component_weights or {}
+        return {f"advantage/weight/{name}": w(progress) for name, w in given.items() if isinstance(w, LinearWeight)}
+
     def __call__(
-        self, rewards_B: Tensor, group_ids: Sequence[str], component_rewards: Mapping[str, Tensor] | None = None
+        self,
+        rewards_B: Tensor,
+        group_ids: Sequence[str],
+        component_rewards: Mapping[str, Tensor] | None = None,
+        *,
+        progress: float = 0.0,
     ) -> Tensor:
-        """Advantages float32 [B] of one whole batch."""
+        """Advantages float32 [B] of one whole batch, at `progress` in [0, 1] of the run."""
         options = self.options()
         if self.multi_reward == "weighted_sum":
             return normalized_advantages(rewards_B, group_ids, clip=self.clip, **options)  # ty: ignore[invalid-argument-type]
         if not component_rewards:
             raise ContractError("multi_reward = normalize_then_sum needs component rewards, the scorers returned none")
-        weights = dict(self.component_weights or {})
+        weights = self.weights(progress)
         unknown = sorted(set(weights) - set(component_rewards))
         if unknown:
             raise ConfigError(

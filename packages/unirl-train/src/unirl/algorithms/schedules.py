@@ -20,6 +20,18 @@ def clip_factor(schedule: str, progress: float) -> float:
 
 
 @dataclass(frozen=True)
+class LinearWeight:
+    """A weight that goes from `start` at the first rollout of the run to `end` at the last."""
+
+    start: float
+    end: float
+
+    def __call__(self, progress: float) -> float:
+        """start + progress (end - start), progress in [0, 1]."""
+        return self.start + progress * (self.end - self.start)
+
+
+@dataclass(frozen=True)
 class OldPolicyDecay:
     """Decay d(t) of the sampling policy: 0 for t < flat, then min(start + rate (t - flat), cap).
 

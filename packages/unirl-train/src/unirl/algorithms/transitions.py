@@ -6,6 +6,7 @@ Legend: B samples, S stochastic steps, C of them trained a sample, R = B C rows 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ class TransitionAlgorithm(StageAlgorithm):
         self._pipeline = pipeline
         self._policies = policies
         self.advantage_clip = advantage_clip
+        self.old_logp_source = old_logp_source
         self.uses_anchor = old_logp_source == "replay"
         self.step_fraction = step_fraction
         self.credit = credit
@@ -157,7 +159,11 @@ class TransitionAlgorithm(StageAlgorithm):
         sample_R, step_R = self.rows(micro)
         anchor_R = self._anchor_logp(micro, sample_R, step_R)
         anchor_mean = micro.anchor["mean"].flatten(0, 1) if self.keeps_anchor_means else None
-        advantage_R = self.row_advantages(micro, sample_R, step_R)
+        given_R = self.row_advantages(micro, sample_R, step_R)
+        limit = math.inf if self.advantage_clip is None else self.advantage_clip
+        advantage_R = given_R.clamp(-limit, limit)
+        if self.credit is not None:
+            advantage_R = advantage_R * self.credit.weights(segment).to(advantage_R.device)[step_R]
         delta_R = (-segment.sigmas.diff())[step_R].to(advantage_R.device)
         for rows in row_chunks(sample_R.numel(), self.rows_per_forward):
             samples, steps = sample_R[rows], step_R[rows]
@@ -180,6 +186,7 @@ class TransitionAlgorithm(StageAlgorithm):
                 )
             )
             metrics.mean("policy/loss", loss_R)
+            metrics.mean("advantage/clipped_fraction", (given_R[rows].abs() > limit).float())
             if reference is not None:
                 kl_R = self.reference.of_transitions(policy, reference)
                 loss_R = loss_R + self.reference.penalty(kl_R, metrics, steps, segment.sde_indices)
@@ -204,14 +211,8 @@ class TransitionAlgorithm(StageAlgorithm):
         return sample_R, steps[chosen_BC.sort(dim=1).values].flatten()
 
     def row_advantages(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
-        """Advantage of every row [R]: clipped, then spread over the steps by `credit`."""
-        advantages = micro.advantages
-        if self.advantage_clip is not None:
-            advantages = advantages.clamp(-self.advantage_clip, self.advantage_clip)
-        advantage_R = advantages[sample_R]
-        if self.credit is None:
-            return advantage_R
-        return advantage_R * self.credit.weights(micro.segment).to(advantage_R.device)[step_R]
+        """Advantage of every row [R], before it is clipped and weighted by `credit`: that of its sample."""
+        return micro.advantages[sample_R]
 
     def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
         """Adapt the penalty's coefficient to the measured KL."""
@@ -252,7 +253,7 @@ class TransitionAlgorithm(StageAlgorithm):
         return metrics
 
     def _anchor_logp(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
-        if self.uses_anchor:
+        if "logp" in micro.anchor:
             return micro.anchor["logp"].flatten()
         return self._rollout_logp(micro, sample_R, step_R)
 

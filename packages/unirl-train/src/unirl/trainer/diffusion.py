@@ -182,13 +182,14 @@ class DiffusionTrainer:
             reply = self._reward.score_and_attach(resp, req)
             resp, req, reply = self._refill(resp, req, reply, rollout_id)
         with self._clock.phase("other"):
-            advantages = self._advantages(reply.rewards, req.group_ids, reply.component_rewards)
+            progress = rollout_id / max(1, self._settings.num_rollouts - 1)
+            advantages = self._advantages(reply.rewards, req.group_ids, reply.component_rewards, progress=progress)
             metrics = self._rollout_metrics(req, reply, advantages)
+            metrics.update(self._advantages.metrics(progress))
             self._picture(resp, req, rollout_id)
             resp, advantages = self._selected(resp, advantages, req.group_ids)
             metrics["group/trained_samples"] = float(advantages.numel())
         with self._clock.phase("train"):
-            progress = rollout_id / max(1, self._settings.num_rollouts - 1)
             result = self._stack.train(resp, PerSample(advantages), progress=progress)
         with self._clock.phase("other"):
             resp.release()
@@ -298,6 +299,7 @@ class DiffusionTrainer:
             "reward/std": float(reply.rewards.std(unbiased=False)),
             "reward/min": float(reply.rewards.min()),
             "reward/max": float(reply.rewards.max()),
+            "advantage/mean": float(advantages.mean()),
             "advantage/abs_mean": float(advantages.abs().mean()),
             "advantage/max": float(advantages.abs().max()),
             "reward/dropped_groups": float(self._num_dropped_groups),
