@@ -1,7 +1,8 @@
 """What the methods on the forward process share: noise levels, noised samples, and velocities of any policy there.
 
 They need no stochastic sampler and no log-prob: a clean sample is noised to some levels and the model is asked there.
-Legend: B samples, K noise levels a sample, R = B K rows (sample-major).
+Legend: B samples, K noise levels a sample, R = B K rows: sample after sample, level after level; where samples form
+units (the two of a preference pair), unit after unit, level after level, and the unit's samples next to each other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from unirl.algorithms.losses import velocity_distance
 from unirl.algorithms.reference import ReferenceKL
 from unirl.sde.forward import interpolate, velocity_target
 from unirl.sde.noise import keyed_normal, keyed_permutation, keyed_uniform
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
@@ -88,6 +89,11 @@ class ForwardProcessAlgorithm(StageAlgorithm):
         if num_timesteps is not None and num_timesteps < 1:
             raise ConfigError(f"algorithm.num_timesteps = {num_timesteps} must be at least 1, or null")
         check_rows_per_forward(rows_per_forward)
+        if rows_per_forward is not None and rows_per_forward % self.samples_per_unit:
+            raise ConfigError(
+                f"algorithm.rows_per_forward = {rows_per_forward} must be a multiple of {self.samples_per_unit}, the "
+                "samples that belong together, or null"
+            )
         self._pipeline = pipeline
         self._policies = policies
         self.num_timesteps = num_timesteps
@@ -145,20 +151,18 @@ class ForwardProcessAlgorithm(StageAlgorithm):
         num_levels = self.num_levels(segment)
         shape = (num_levels, *x0_B.shape[1:])
         noise = keyed_normal([f"{key}::noise" for key in keys], self.seed, shape).to(device).flatten(0, 1)
-        sample_R = torch.arange(x0_B.shape[0], device=device).repeat_interleave(num_levels)
+        place_R = unit_order(x0_B.shape[0], num_levels, self.samples_per_unit).to(device)
+        sample_R, sigma_R = place_R // num_levels, sigma_R[place_R]
         step_R = nearest_steps(segment, sigma_R)
         for rows in row_chunks(sample_R.numel(), self.rows_per_forward):
-            x0 = x0_B[sample_R[rows]]
-            x_t = interpolate(x0, noise[rows], sigma_R[rows])
+            x0, eps = x0_B[sample_R[rows]], noise[place_R[rows]]
+            x_t = interpolate(x0, eps, sigma_R[rows])
             conditions = {name: item.select(sample_R[rows]) for name, item in micro.track.conditions.items()}
 
             def velocity(x_t=x_t, rows=rows, conditions=conditions) -> Tensor:
                 return self._pipeline.velocity(conditions, x_t, sigma_R[rows], step_R[rows], params).float()
 
-            yield (
-                rows,
-                ForwardRows(sample_R[rows], x0, x_t, velocity_target(x0, noise[rows]), sigma_R[rows], velocity),
-            )
+            yield rows, ForwardRows(sample_R[rows], x0, x_t, velocity_target(x0, eps), sigma_R[rows], velocity)
 
     def reference_penalty(self, v: Tensor, v_reference: Tensor | None, metrics: RowMetrics) -> Tensor:
         """kl_coef * mean (v - v_ref)^2 a row [R], reported; 0 where the reference is off."""
@@ -183,6 +187,17 @@ class ForwardProcessAlgorithm(StageAlgorithm):
         """Restore `state_dict`."""
         self.reference.coef = state["kl_coef"]
         self.num_rollouts = int(state["num_rollouts"])
+
+
+def unit_order(num_samples: int, num_levels: int, samples_per_unit: int) -> Tensor:
+    """Places in a sample-major [B, K] of the rows in the order (unit, level, sample of the unit), int64 [B K].
+
+    Raises ContractError where the samples do not divide into units.
+    """
+    if num_samples % samples_per_unit:
+        raise ContractError(f"{num_samples} samples do not divide into units of {samples_per_unit}")
+    places = torch.arange(num_samples * num_levels)
+    return places.view(-1, samples_per_unit, num_levels).transpose(1, 2).flatten()
 
 
 def nearest_steps(segment: LatentSegment, sigma_R: Tensor) -> Tensor:

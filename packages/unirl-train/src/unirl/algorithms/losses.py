@@ -46,6 +46,53 @@ def clipped_surrogate(
     return loss_R, rows
 
 
+def masked_surrogate(
+    logp_R: Tensor, anchor_R: Tensor, advantage_R: Tensor, is_outside_R: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A r, and 0 for rows outside the trust region whose update would lead further away (r > 1 with A > 0, or r < 1
+    with A < 0). To be minimised.
+
+    logp_R, anchor_R, advantage_R: float32 [R]; the anchor carries no gradient. is_outside_R: bool [R].
+    Returns loss_R and detached booleans a row: dropped_positive and dropped_negative, by the sign of A.
+    Raises ContractError where shapes disagree. Source: Ping et al. 2026 (arXiv 2606.11025), its asymmetric mask.
+    """
+    _same_shape(logp_R=logp_R, anchor_R=anchor_R, advantage_R=advantage_R, is_outside_R=is_outside_R)
+    log_ratio = logp_R - anchor_R.detach()
+    positive = is_outside_R & (log_ratio > 0) & (advantage_R > 0)
+    negative = is_outside_R & (log_ratio < 0) & (advantage_R < 0)
+    loss_R = torch.where(positive | negative, 0.0, -advantage_R * log_ratio.exp())
+    return loss_R, {"dropped_positive": positive.detach(), "dropped_negative": negative.detach()}
+
+
+def prefix_budget(
+    divergence_R: Tensor,
+    sample_R: Tensor,
+    step_R: Tensor,
+    *,
+    threshold: float,
+    prefix_threshold: float,
+    weight_floor: float,
+) -> tuple[Tensor, Tensor]:
+    """Which steps of a trajectory lie outside a trust region that is tighter early and where earlier steps used it up.
+
+    A sample's steps, in order t = 1 .. T, have weights w_t falling linearly from 1 to weight_floor, and
+        S_t = sum_{j <= t} w_j D_j,  W_t = sum_{j <= t} w_j
+        inside:  w_t D_t <= threshold  and  S_t <= threshold + prefix_threshold W_{t - 1}
+    divergence_R: D, float [R], at least 0. sample_R, step_R: int64 [R], any order; ALL rows of a sample must be there.
+    Returns bool [R] twice: outside for either reason, and outside for the second.
+    Source: Mao et al. 2026 (arXiv 2606.10968), eqs. 8 to 10.
+    """
+    _same_shape(divergence_R=divergence_R, sample_R=sample_R, step_R=step_R)
+    same_RR = sample_R[:, None] == sample_R[None, :]
+    earlier_RR = same_RR & (step_R[None, :] < step_R[:, None])
+    position_R, length_R = earlier_RR.sum(dim=1), same_RR.sum(dim=1)
+    weight_R = 1 - (1 - weight_floor) * position_R / (length_R - 1).clamp(min=1)
+    weighted_R = weight_R * divergence_R.double()
+    earlier = earlier_RR.to(weighted_R)
+    over_prefix_R = earlier @ weighted_R + weighted_R > threshold + prefix_threshold * (earlier @ weight_R.double())
+    return (weighted_R > threshold) | over_prefix_R, over_prefix_R
+
+
 @dataclass(frozen=True)
 class NFTLoss:
     """Positive and negative branch of DiffusionNFT, a value a row."""
@@ -112,3 +159,43 @@ def velocity_distance(v: Tensor, v_reference: Tensor) -> Tensor:
     """mean (v - v_ref)^2 a row [R]: the velocity-space penalty that stands for a KL in forward-process methods."""
     _same_shape(v=v, v_reference=v_reference)
     return (v - v_reference.detach()).square().mean(dim=tuple(range(1, v.ndim)))
+
+
+MATCHING_WEIGHTINGS = ("uniform", "t", "t2", "huber", "ghuber")
+MATCHING_EPS = 1e-10
+"""Added to the matching error under a root, whose derivative is infinite at 0."""
+
+
+def matching_logp(
+    v: Tensor, target: Tensor, sigma_R: Tensor, *, weighting: str = "ghuber", power: float = 0.25
+) -> Tensor:
+    """Minus the weighted flow-matching error, [R], in the place of a log-prob: with e = mean (v - target)^2, t = sigma,
+
+        uniform  -e        t  -t e        t2  -t^2 e        huber  -t (sqrt(e + eps) - sqrt(eps))
+        ghuber   -t / p ((e + eps)^p - eps^p)
+
+    v, target: [R, ...] float32, v with gradients. power: p of ghuber, in (0, 1]; 1 gives t.
+    Raises ContractError for an unknown weighting. Source: Xue et al. 2025 (arXiv 2509.25050) and its code.
+    """
+    error_R = velocity_distance(v, target)
+    if weighting == "uniform":
+        return -error_R
+    if weighting == "t":
+        return -sigma_R * error_R
+    if weighting == "t2":
+        return -sigma_R.square() * error_R
+    if weighting not in MATCHING_WEIGHTINGS:
+        raise ContractError(f"weighting = {weighting!r} must be one of {', '.join(MATCHING_WEIGHTINGS)}")
+    exponent, factor = (0.5, 1.0) if weighting == "huber" else (power, 1.0 / power)
+    return -sigma_R * factor * ((error_R + MATCHING_EPS) ** exponent - MATCHING_EPS**exponent)
+
+
+def preference_loss(margin_P: Tensor, *, beta: float) -> Tensor:
+    """Diffusion-DPO, to be minimised: -log sigmoid(-beta / 2 margin), [P] pairs.
+
+    margin_P = d_winner - d_loser with d = mean (v - u)^2 - mean (v_ref - u)^2, u = noise - x0, at one noise and level
+    for both of a pair: below 0 where the policy has come nearer to the winner than to the loser. At the reference the
+    loss is ln 2 and its gradient beta / 4 (grad d_winner - grad d_loser).
+    Source: Wallace et al. 2023 (arXiv 2311.12908), eq. 14.
+    """
+    return torch.nn.functional.softplus(0.5 * beta * margin_P)
