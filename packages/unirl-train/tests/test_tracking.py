@@ -198,3 +198,23 @@ def test_metrics_lines_are_plain_json(tmp_path):
     tracker.start(CONFIG, tmp_path, 0)
     tracker.log({"x": np.float64(1.5)}, 1)
     assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "x": 1.5}
+
+
+def test_the_clock_on_a_terminal_runs_between_rollouts(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("unirl.tracking.console.time.perf_counter", lambda: now[0])
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    tracker = ConsoleTracker(console=console)
+    tracker.start({"recipe": "fake", "num_rollouts": 4}, tmp_path, 0)
+    now[0] = 160.0
+    tracker.log({"reward/mean": 0.5}, 1)
+
+    def shown() -> str:
+        with console.capture() as capture:
+            console.print(tracker._table())
+        return capture.get()
+
+    assert "1 of 4   1:00, 3:00 left" in shown()
+    now[0] = 190.0
+    assert "1 of 4   1:30, 2:30 left" in shown()
+    tracker.close()

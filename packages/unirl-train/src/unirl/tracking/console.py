@@ -54,6 +54,9 @@ class ConsoleTracker:
         self._total = 0
         self._first_step = 0
         self._started = time.perf_counter()
+        self._step = 0
+        self._logged_at = self._started
+        self._metrics: Mapping[str, float] = {}
         self._name = ""
         self._best_metric = "reward"
         self._rewards: list[float] = []
@@ -64,17 +67,20 @@ class ConsoleTracker:
         """Say what runs and where; begin the live display on a terminal."""
         self._name, self._total, self._first_step = str(config["recipe"]), int(config["num_rollouts"]), step
         self._best_metric = str((config.get("save") or {}).get("best_metric", "reward"))
-        self._started = time.perf_counter()
+        self._started = self._logged_at = time.perf_counter()
+        self._step = step
         resumed = f", resumed after {step}" if step else ""
         self._console.print(f"[bold]{self._name}[/bold]  {self._total} rollouts{resumed}  {run_dir}", soft_wrap=True)
         if self._console.is_terminal:
             from rich.live import Live as RichLive
 
-            self._live = RichLive(self._table(step, {}), console=self._console, refresh_per_second=4)
+            # Asked for anew at every refresh, so that the clock runs between rollouts too.
+            self._live = RichLive(get_renderable=self._table, console=self._console, refresh_per_second=2)
             self._live.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Show a step."""
+        self._step, self._metrics, self._logged_at = step, metrics, time.perf_counter()
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
         for name, value in metrics.items():
@@ -85,7 +91,7 @@ class ConsoleTracker:
         if evaluation:
             self._evaluations[step] = evaluation
         if self._live is not None:
-            self._live.update(self._table(step, metrics))
+            self._live.refresh()
         elif evaluation or step % self._every == 0 or step == self._total:
             self._console.print(self._line(step, metrics), soft_wrap=True)
 
@@ -114,14 +120,17 @@ class ConsoleTracker:
         names = dict.fromkeys((self._best_metric, "reward"))
         return [(name, metrics[f"eval/{name}"]) for name in names if f"eval/{name}" in metrics]
 
-    def _table(self, step: int, metrics: Mapping[str, float]) -> Table:
+    def _table(self) -> Table:
         from rich.progress_bar import ProgressBar
         from rich.table import Table as RichTable
 
         table = RichTable.grid(padding=(0, 2))
+        step, metrics, now = self._step, self._metrics, time.perf_counter()
         done = step - self._first_step
-        elapsed = time.perf_counter() - self._started
-        left = f", {_duration(elapsed / done * (self._total - step))} left" if done > 0 else ""
+        elapsed = now - self._started
+        a_rollout = (self._logged_at - self._started) / done if done > 0 else 0.0
+        remaining = max(a_rollout * (self._total - step) - (now - self._logged_at), 0.0)
+        left = f", {_duration(remaining)} left" if done > 0 else ""
         table.add_row("rollout", f"{step} of {self._total}   {_duration(elapsed)}{left}")
         table.add_row("", ProgressBar(total=max(1, self._total), completed=step, width=40))
         if self._rewards:
