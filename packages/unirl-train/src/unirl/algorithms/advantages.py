@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,16 @@ def group_std(values_B: Tensor, index_B: Tensor, ddof: int) -> Tensor:
     return (squares / (counts - ddof).clamp(min=1)).sqrt()[index_B]
 
 
+def finite_rewards(rewards_B: Tensor, num_samples: int) -> Tensor:
+    """The rewards in float64 on the CPU. Raises ContractError for non-finite ones or another number of samples."""
+    if rewards_B.shape != (num_samples,):
+        raise ContractError(f"rewards {tuple(rewards_B.shape)} must be [B] with B = {num_samples} group ids")
+    if not bool(torch.isfinite(rewards_B).all()):
+        bad = [i for i, ok in enumerate(torch.isfinite(rewards_B).tolist()) if not ok]
+        raise ContractError(f"rewards of samples {bad[:8]} are not finite: {rewards_B[bad[:8]].tolist()}")
+    return rewards_B.detach().to("cpu", torch.float64)
+
+
 def normalized_advantages(
     rewards_B: Tensor,
     group_ids: Sequence[str],
@@ -63,12 +73,7 @@ def normalized_advantages(
     clip: half-width of the range kept, in standard deviations.
     A group whose rewards are all equal gets exactly 0. Raises ContractError for non-finite rewards or wrong sizes.
     """
-    if rewards_B.shape != (len(group_ids),):
-        raise ContractError(f"rewards {tuple(rewards_B.shape)} must be [B] with B = {len(group_ids)} group ids")
-    if not bool(torch.isfinite(rewards_B).all()):
-        bad = [i for i, ok in enumerate(torch.isfinite(rewards_B).tolist()) if not ok]
-        raise ContractError(f"rewards of samples {bad[:8]} are not finite: {rewards_B[bad[:8]].tolist()}")
-    rewards = rewards_B.detach().to("cpu", torch.float64)
+    rewards = finite_rewards(rewards_B, len(group_ids))
     index = group_index(group_ids)
     whole = torch.zeros_like(index)
     scopes = {"group": index, "batch": whole}
@@ -96,9 +101,41 @@ PRESETS: dict[str, dict[str, object]] = {
 """Conventions of reference implementations (facts checked against their closed forms in the tests)."""
 
 
+class Advantages(Protocol):
+    """Turns the rewards of one whole batch into advantages. `advantages._target_` of a recipe names one."""
+
+    needs_groups: ClassVar[bool]
+    """Whether a sample alone in its group gets no advantage."""
+
+    def __call__(
+        self,
+        rewards_B: Tensor,
+        group_ids: Sequence[str],
+        component_rewards: Mapping[str, Tensor] | None = None,
+        *,
+        progress: float = 0.0,
+    ) -> Tensor:
+        """Advantages float32 [B], at `progress` in [0, 1] of the run. Called once a rollout."""
+        ...
+
+    def metrics(self, progress: float) -> dict[str, float]:
+        """What to report of the rollout just normalised."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:  # Any: what JSON holds
+        """What a checkpoint must hold of earlier rollouts, for JSON."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # Any: as above
+        """Restore `state_dict`."""
+        ...
+
+
 @dataclass(frozen=True)
 class AdvantageConfig:
     """How a recipe turns rewards into advantages. Fields left None come from the preset."""
+
+    needs_groups: ClassVar[bool] = True
 
     preset: str = "flow_grpo"
     center: Scope | None = None
@@ -172,6 +209,13 @@ class AdvantageConfig:
             own = normalized_advantages(component, group_ids, **options)  # ty: ignore[invalid-argument-type]
             total = total + weights.get(name, 1.0) * own
         return total.clamp(-self.clip, self.clip) if self.clip is not None else total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: every rollout is normalised by itself."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
 
 
 def group_metrics(rewards_B: Tensor, group_ids: Sequence[str]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from unirl.algorithms.advantages import AdvantageConfig, group_metrics
+from unirl.algorithms.advantages import Advantages, group_metrics
 from unirl.algorithms.selection import SampleSelection, zero_variance_groups
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import Held, Runtime
@@ -77,7 +77,7 @@ class DiffusionTrainer:
         *,
         data: MultimodalRLDataSource,
         sampling: DiffusionSamplingParams,
-        advantages: AdvantageConfig,
+        advantages: Advantages,
         evaluator: Evaluator | None,
         guardrails: GuardrailConfig,
         trackers: Sequence[Tracker],
@@ -410,6 +410,7 @@ class DiffusionTrainer:
             "num_dropped_groups": self._num_dropped_groups,
             "data": self._data.state_dict(),
             "stack": self._stack.state_dict(),
+            "advantages": self._advantages.state_dict(),
             "guardrails": self._guardrails.state_dict(),
             "clock": self._clock.state_dict(),
             "wall_s": self._wall_before_s + time.perf_counter() - started,
@@ -429,6 +430,7 @@ class DiffusionTrainer:
         self._num_dropped_groups = state["num_dropped_groups"]
         self._data.load_state_dict(state["data"])
         self._stack.load_state_dict(state["stack"])
+        self._advantages.load_state_dict(state["advantages"])
         self._guardrails.load_state_dict(state["guardrails"])
         self._clock.load_state_dict(state["clock"])
         self._wall_before_s = state["wall_s"]
