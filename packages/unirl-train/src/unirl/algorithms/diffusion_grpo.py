@@ -49,13 +49,13 @@ class DiffusionGRPO(TransitionAlgorithm):
 
     def surrogate(self, rows: TransitionRows) -> tuple[Tensor, RowMetrics]:
         """The clipped objective."""
+        return self.clipped(rows.policy.logp_R, rows.anchor_logp_R, rows)
+
+    def clipped(self, logp_R: Tensor, anchor_R: Tensor, rows: TransitionRows) -> tuple[Tensor, RowMetrics]:
+        """The clipped objective [R] of these log-probs, with the widths of this moment of the run."""
         factor = clip_factor(self.clip_schedule, rows.progress)
         loss_R, measured = clipped_surrogate(
-            rows.policy.logp_R,
-            rows.anchor_logp_R,
-            rows.advantage_R,
-            clip_low=self.clip_low * factor,
-            clip_high=self.clip_high * factor,
+            logp_R, anchor_R, rows.advantage_R, clip_low=self.clip_low * factor, clip_high=self.clip_high * factor
         )
         metrics = RowMetrics()
         report_ratio(metrics, rows.log_ratio_R)

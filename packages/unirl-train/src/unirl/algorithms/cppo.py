@@ -1,0 +1,74 @@
+"""CPPO: Flow-DPPO's mask with a trust region that is tighter at early steps and where earlier steps have used it up.
+
+The published method masks tokens of a language model; its bound holds for any episode of fixed length whose later
+states depend on earlier actions, and for a KL as for the total variation. Here an episode is a denoising trajectory
+and the divergence of a step is the exact Gaussian KL per latent element, as in Flow-DPPO. No diffusion results are
+published. Source: Mao et al. 2026 (arXiv 2606.10968), eqs. 8 to 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
+from unirl.algorithms.flow_dppo import FlowDPPO
+from unirl.algorithms.losses import prefix_budget
+from unirl.algorithms.transitions import TransitionRows
+from unirl.types.errors import ConfigError
+from unirl.types.protocols import DiffusionPipeline, PolicyStore
+
+
+class CPPO(FlowDPPO):
+    """-A r where the weighted divergence of the step and of the steps before it allows, see `losses.prefix_budget`.
+
+    threshold: of the weighted divergence of one step, nats per latent element, as in FlowDPPO.
+    prefix_threshold: largest weighted mean of the divergences of a trajectory's steps so far; .inf sets no budget. The
+        published ablation with a KL has a fiftieth of the threshold, the runs with total variation a tenth to a fifth.
+    weight_floor: weight of the last step, in (0, 1]; the first has 1, so the last may move 1 / weight_floor times as
+        far. 1 weights all alike.
+    rows_per_forward: where set, a multiple of the trained steps, because a sample's steps are masked together.
+    With prefix_threshold = .inf and weight_floor = 1 this is Flow-DPPO.
+    """
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        policies: PolicyStore,
+        *,
+        prefix_threshold: float,
+        weight_floor: float = 0.8,
+        **options: Any,  # Any: the keywords of FlowDPPO
+    ) -> None:
+        super().__init__(pipeline, policies, **options)
+        if not prefix_threshold >= 0:
+            raise ConfigError(f"algorithm.prefix_threshold = {prefix_threshold} must be at least 0 (.inf: no budget)")
+        if not 0 < weight_floor <= 1:
+            raise ConfigError(f"algorithm.weight_floor = {weight_floor} must lie in (0, 1]")
+        self.prefix_threshold = prefix_threshold
+        self.weight_floor = weight_floor
+
+    def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
+        """See `TransitionAlgorithm.losses`. Raises ConfigError where a chunk of rows would cut a trajectory."""
+        num_steps = self.num_terms(micro.track) // micro.track.batch_size
+        if self.rows_per_forward is not None and self.rows_per_forward % num_steps:
+            raise ConfigError(
+                f"algorithm.rows_per_forward = {self.rows_per_forward} is not a multiple of the {num_steps} trained "
+                "steps of a sample, which CPPO masks together. Change it, or set null."
+            )
+        yield from super().losses(micro)
+
+    def outside(self, kl_R: Tensor, rows: TransitionRows, metrics: RowMetrics) -> Tensor:
+        """bool [R]: which rows have left the trust region."""
+        is_outside_R, is_over_budget_R = prefix_budget(
+            kl_R.cpu(),
+            rows.sample_R,
+            rows.step_R,
+            threshold=self.threshold,
+            prefix_threshold=self.prefix_threshold,
+            weight_floor=self.weight_floor,
+        )
+        metrics.mean("cppo/over_budget_fraction", is_over_budget_R)
+        return is_outside_R

@@ -1,0 +1,69 @@
+"""DDPO: the denoising trajectory as an episode, its policy gradient as a score function or with importance sampling.
+
+Source: Black et al. 2023 (arXiv 2305.13301); here with the kernels of flow matching. Its running statistics of each
+prompt are `unirl.algorithms.prompt_statistics`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from unirl.algorithms.base import RowMetrics
+from unirl.algorithms.losses import clipped_surrogate
+from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows, report_ratio
+from unirl.types.errors import ConfigError
+from unirl.types.protocols import DiffusionPipeline, PolicyStore
+
+Estimator = Literal["score_function", "importance_sampling"]
+DEFAULT_CLIP = 1e-4
+
+
+class DDPO(TransitionAlgorithm):
+    """-A log p ("score_function") or PPO's clipped -A r ("importance_sampling") for every transition.
+
+    estimator: the score function is unbiased under the policy that sampled alone, so a rollout serves one update;
+        importance sampling serves several. Their gradients are equal at r = 1.
+    clip_range: half-width of the ratio band of importance sampling, 1e-4 where it is left out; see `DiffusionGRPO`.
+    Everything else: see `TransitionAlgorithm`. The score function needs no anchor: `old_logp_source: rollout` saves it.
+    """
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        policies: PolicyStore,
+        *,
+        estimator: Estimator = "importance_sampling",
+        clip_range: float | None = None,
+        **options: Any,  # Any: the keywords of TransitionAlgorithm
+    ) -> None:
+        super().__init__(pipeline, policies, **options)
+        if estimator not in get_args(Estimator):
+            raise ConfigError(f"algorithm.estimator = {estimator!r} must be one of {', '.join(get_args(Estimator))}")
+        if clip_range is not None and estimator == "score_function":
+            raise ConfigError(
+                f"algorithm.clip_range = {clip_range} does nothing with estimator = 'score_function'. "
+                "Set clip_range: null, or estimator: importance_sampling."
+            )
+        if clip_range is not None and not 0 < clip_range < 1:
+            raise ConfigError(f"algorithm.clip_range = {clip_range} must lie in (0, 1)")
+        self.estimator: Estimator = estimator
+        self.clip_range = DEFAULT_CLIP if clip_range is None else clip_range
+
+    def surrogate(self, rows: TransitionRows) -> tuple[Tensor, RowMetrics]:
+        """The chosen estimator's loss."""
+        metrics = RowMetrics()
+        report_ratio(metrics, rows.log_ratio_R)
+        if self.estimator == "score_function":
+            return -rows.advantage_R * rows.policy.logp_R, metrics
+        loss_R, measured = clipped_surrogate(
+            rows.policy.logp_R,
+            rows.anchor_logp_R,
+            rows.advantage_R,
+            clip_low=self.clip_range,
+            clip_high=self.clip_range,
+        )
+        metrics.mean("policy/clipfrac_high", measured["clipped_high"])
+        metrics.mean("policy/clipfrac_low", measured["clipped_low"])
+        return loss_R, metrics
