@@ -16,6 +16,7 @@ VERBS = {
     "eval": "held-out evaluation of a recipe's model, or of a run's checkpoint",
     "export": "write a run's checkpoint for use outside",
     "bench": "where the time of a recipe goes",
+    "compare": "train several recipes under one budget (cpu_s=120 seeds=0,1,2) and tabulate them",
 }
 OPTIONS: dict[str, tuple[str, ...]] = {
     "resolve": ("run", "show"),
@@ -26,7 +27,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "merged": ("export",),
     "policy": ("export",),
     "checkpoint": ("eval", "export"),
-    "output": ("eval", "bench"),
+    "output": ("eval", "bench", "compare"),
+    "jobs": ("compare",),
     "warmup": ("bench",),
     "repeats": ("bench",),
 }
@@ -37,6 +39,7 @@ EPILOG = """examples:
   trainer my_recipe.yaml resume=auto          a file of your own, continued
   trainer check --all                         check every packaged recipe
   trainer export runs/diffusion/sd3_shapes/20260101-120000 --to exported
+  trainer compare sd3_shapes sd3_shapes_flowgrpo cpu_s=120 seeds=0,1,2 --output compared
 """
 
 
@@ -51,6 +54,8 @@ class Command:
     options: dict[str, str | int | bool] = field(default_factory=dict)
     """The options that were given."""
     is_debug: bool = False
+    recipes: tuple[str, ...] = ()
+    """All recipes of `compare`, in order; the other verbs take one and leave this empty."""
 
 
 def parse(argv: list[str]) -> Command:
@@ -63,7 +68,7 @@ def parse(argv: list[str]) -> Command:
     overrides = tuple(word for word in words if _is_override(word))
     if config_name is not None:
         recipes.append(config_name)
-    if len(recipes) > 1:
+    if len(recipes) > 1 and verb != "compare":
         raise ConfigError(f"more than one recipe: {', '.join(recipes)}. Give one, and changes as key=value.")
     options = {name: value for name, value in given.items() if value is not None and value is not False}
     if cfg is not None:
@@ -73,7 +78,8 @@ def parse(argv: list[str]) -> Command:
     for name in options:
         if verb not in OPTIONS[name] or (name == "resolve" and verb == "run"):
             raise ConfigError(f"--{name} does nothing with {verb!r}; it is for: {', '.join(OPTIONS[name])}.")
-    return Command(verb, recipes[0] if recipes else DEFAULT_RECIPE, overrides, options, is_debug)
+    several = tuple(recipes) if verb == "compare" else ()
+    return Command(verb, recipes[0] if recipes else DEFAULT_RECIPE, overrides, options, is_debug, several)
 
 
 def _is_override(word: str) -> bool:
@@ -103,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--merged", action="store_true", help="export: the whole model, LoRA merged")
     parser.add_argument("--policy", metavar="NAME", help="export: a named copy of the weights, such as ema")
     parser.add_argument("--checkpoint", metavar="WHICH", help="eval, export: newest (the default), best or a step")
-    parser.add_argument("--output", metavar="FILE", help="eval, bench: write the result as JSON")
+    parser.add_argument("--output", metavar="WHERE", help="eval, bench: JSON file; compare: folder of runs and table")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compare: runs at a time (1)")
     parser.add_argument("--warmup", type=int, metavar="N", help="bench: steps before timing")
     parser.add_argument("--repeats", type=int, metavar="N", help="bench: timed steps")
     parser.add_argument("--debug", action="store_true", help="full traceback of an error")

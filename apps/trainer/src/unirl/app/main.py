@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 
 from unirl.app.command_line import Command, parse
 from unirl.types.errors import UniRLError
@@ -43,16 +44,16 @@ def _dispatch(command: Command) -> int:
 
     prepare_process()
     start_logging(command.is_debug)
-    actions = {
+    actions: dict[str, Callable[[Command], int | None]] = {
         "run": verbs.run,
         "show": verbs.show,
         "check": verbs.check,
         "eval": verbs.evaluate,
         "export": verbs.export,
         "bench": verbs.bench,
+        "compare": verbs.compare,
     }
-    actions[command.verb](command)
-    return 0
+    return actions[command.verb](command) or 0
 
 
 def _list() -> None:

@@ -144,6 +144,13 @@ def bench(command: Command) -> None:
         sys.stdout.write(report)
 
 
+def compare(command: Command) -> int:
+    """Train recipes side by side; returns the exit status, 1 where a run failed."""
+    from unirl.app.compare import compare_recipes
+
+    return compare_recipes(command)
+
+
 # What the verbs share -----------------------------------------------------------------------------------------------
 
 

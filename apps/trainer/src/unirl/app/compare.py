@@ -1,0 +1,314 @@
+"""`trainer compare`: recipes side by side, from one base, under one budget of CPU seconds and one evaluation.
+
+A run is a child process, `trainer RECIPE CHANGES`, in <output>/<recipe>/seed<k>. One that is finished there under the
+same settings is read, not repeated: a comparison goes on where it stopped, and another recipe costs only its own runs.
+docs/compare.md describes what comes out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import OmegaConf
+
+from unirl.app.command_line import Command
+from unirl.app.compare_runs import Run, Settings, carry_out, differences, digest, require_own_settings
+from unirl.app.comparison import RecipeResult, SeedResult, as_document, as_markdown, complete_run
+from unirl.app.run_directory import RUNS, make_folder
+from unirl.app.stopping import stop_on_signals
+from unirl.app.verbs import checked, composed
+from unirl.config.instantiation import TARGET, instantiate_at
+from unirl.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_OUTPUT = Path(RUNS) / "compare"
+DEFAULT_CPU_S = 120.0
+DEFAULT_SEEDS = (0, 1, 2)
+NUM_EVALUATIONS = 6
+"""Evaluations in the budget, besides the one of the base."""
+NUM_ROLLOUTS = 10_000
+"""More than a budget is meant to allow, so that CPU seconds end a run."""
+OWNED = ("seed", "max_cpu_s", "run_dir", "resume", "eval.before", "eval.interval", "eval.interval_cpu_s")
+"""What the comparison sets in every run."""
+FREE_EVALUATION_KEYS = ("before", "interval", "interval_cpu_s", "policy", "num_images")
+"""Keys of `eval` that may differ: when it happens, which copy of the weights is the recipe's result, and pictures."""
+EVALUATED_SAMPLING = (
+    "num_inference_steps",
+    "guidance_scale",
+    "negative_prompt",
+    "height",
+    "width",
+    "num_frames",
+    "max_sequence_length",
+    "autocast_precision",
+)
+"""Sampling parameters that an evaluation sets itself or takes from training."""
+FAILED = 1
+"""Exit status where a run failed."""
+
+Recipe = dict[str, Any]  # Any: a recipe's values
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared, as typed."""
+
+    names: tuple[str, ...]
+    overrides: tuple[str, ...]
+    """Changes of every recipe."""
+    cpu_s: float
+    """CPU seconds of training a run."""
+    seeds: tuple[int, ...]
+    output: Path
+    num_jobs: int
+    """Runs at a time."""
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Overrides of every run; the user may set a smaller num_rollouts."""
+        return (
+            f"num_rollouts={NUM_ROLLOUTS}",
+            *self.overrides,
+            f"max_cpu_s={self.cpu_s}",
+            "eval.before=true",
+            "eval.interval=0",
+            f"eval.interval_cpu_s={self.cpu_s / NUM_EVALUATIONS}",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One recipe with the changes of the comparison, checked."""
+
+    typed: str
+    recipe: Recipe
+    """Resolved, with the first seed."""
+    unresolved: Recipe
+    """The same with its interpolations, and so free of where things lie on this machine."""
+
+    @property
+    def name(self) -> str:
+        """The recipe's own name."""
+        return str(self.recipe["recipe"])
+
+    @property
+    def algorithm(self) -> str:
+        """Name of its algorithm's class."""
+        return str(self.recipe["algorithm"][TARGET]).rsplit(".", 1)[-1]
+
+    @property
+    def metric(self) -> str:
+        """The held-out mean that it is judged by."""
+        return str((self.recipe.get("save") or {}).get("best_metric", "reward"))
+
+
+def compare_recipes(command: Command) -> int:
+    """Run what is missing, write comparison.json, comparison.md and comparison.png; returns the exit status.
+
+    Every recipe is composed, checked and compared with the others before anything runs (ConfigError). A run that fails
+    leaves the others alone and makes the status 1. The first signal lets the running children save and end, and raises
+    KeyboardInterrupt after what is finished has been written.
+    """
+    plan = read_plan(command)
+    contenders = read_contenders(plan)
+    require_one_evaluation(contenders)
+    runs = [make_run(plan, contender, seed) for seed in plan.seeds for contender in contenders]
+    for run in runs:
+        require_own_settings(run)
+    make_folder("--output", plan.output)
+    missing = [run for run in runs if run.summary() is None]
+    logger.info("%d runs of %g CPU s of training, %d of them finished", len(runs), plan.cpu_s, len(runs) - len(missing))
+    errors: dict[Run, str] = {}
+    with stop_on_signals() as stop:
+        with closing(carry_out(missing, plan.num_jobs, stop)) as ended:
+            for run, error in ended:
+                if error is not None and not stop.is_set():
+                    errors[run] = error
+                    logger.error("%s failed: %s", run.label, error)
+                write_results(plan, contenders, runs, errors)
+        sys.stdout.write(write_results(plan, contenders, runs, errors))
+        if stop.is_set():
+            sys.stderr.write("interrupted; the same command goes on from here\n")
+            raise KeyboardInterrupt
+    if errors:
+        sys.stderr.write("failed: " + ", ".join(run.label for run in errors) + "\n")
+        return FAILED
+    return 0
+
+
+# What is compared ---------------------------------------------------------------------------------------------------
+
+
+def read_plan(command: Command) -> Plan:
+    """The comparison that a command asks for. Raises ConfigError for values that make no sense."""
+    if not command.recipes:
+        raise ConfigError("compare needs recipes: trainer compare RECIPE RECIPE ... See them all with: trainer list")
+    own = {"cpu_s": str(DEFAULT_CPU_S), "seeds": ",".join(map(str, DEFAULT_SEEDS))}
+    overrides = []
+    for word in command.overrides:
+        key, _, value = word.partition("=")
+        if key in own:
+            own[key] = value
+        elif key.lstrip("+~") in OWNED:
+            raise ConfigError(
+                f"{word}: compare sets {key.lstrip('+~')} in every run. Remove it; use cpu_s= and seeds=."
+            )
+        else:
+            overrides.append(word)
+    num_jobs = int(command.options.get("jobs", 1))
+    if num_jobs < 1:
+        raise ConfigError(f"--jobs {num_jobs} must be at least 1.")
+    return Plan(
+        names=command.recipes,
+        overrides=tuple(overrides),
+        cpu_s=_seconds(own["cpu_s"]),
+        seeds=_seeds(own["seeds"]),
+        output=Path(str(command.options.get("output", DEFAULT_OUTPUT))).expanduser(),
+        num_jobs=num_jobs,
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(f"cpu_s={text} must be a number of seconds above 0, such as cpu_s=120.")
+    return value
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(re.fullmatch(r"\d+", part) for part in parts) or len({int(part) for part in parts}) < len(parts):
+        raise ConfigError(f"seeds={text} must be different whole numbers with commas between, such as seeds=0,1,2.")
+    return tuple(int(part) for part in parts)
+
+
+def read_contenders(plan: Plan) -> list[Contender]:
+    """Every recipe, composed and checked. Raises ConfigError naming the recipe, also for two of one name."""
+    found: dict[str, Contender] = {}
+    for typed in plan.names:
+        try:
+            config = composed(Command("run", typed, (*plan.changes, f"seed={plan.seeds[0]}")))
+            contender = Contender(typed, checked(config), _unresolved(config))
+        except ConfigError as error:
+            raise ConfigError(f"{typed}: {error}") from error
+        if contender.name in found:
+            raise ConfigError(
+                f"{found[contender.name].typed} and {typed} are both called {contender.name}, and would write to one "
+                "folder. Give each recipe once, and a recipe of your own a `recipe:` of its own."
+            )
+        found[contender.name] = contender
+    return list(found.values())
+
+
+def _unresolved(config: DictConfig) -> Recipe:
+    # cast: what `checked` has resolved to a mapping is one here too
+    values = cast("dict[str, Any]", OmegaConf.to_container(config))
+    return {key: value for key, value in values.items() if key not in ("run_dir", "resume")}
+
+
+def require_one_evaluation(contenders: Sequence[Contender]) -> None:
+    """Raise ConfigError, with key and both values, where recipes differ in base, prompts or evaluation."""
+    first, *others = contenders
+    own = evaluation_of(first)
+    found = [
+        f"{key} = {left} in {first.name}, {right} in {other.name}."
+        for other in others
+        for key, left, right in differences(own, evaluation_of(other))
+    ]
+    if found:
+        raise ConfigError(
+            "\n".join([*found, "Recipes are compared from one base and by one evaluation. Set these to one value."])
+        )
+
+
+def evaluation_of(contender: Contender) -> Settings:
+    """What must agree between recipes: the base, the prompts, and all that an evaluation depends on besides weights."""
+    from unirl.trainer.evaluation import EvaluationConfig
+
+    recipe = contender.recipe
+    config = EvaluationConfig(**recipe["eval"])
+    params = config.params(instantiate_at("sampling", recipe["sampling"]))
+    scorers, metric = recipe["reward"]["scorers"], contender.metric
+    scorer = metric.split("/")[0]
+    judged_by = {scorer: scorers[scorer]} if scorer in scorers else scorers
+    kept = {name: value for name, value in asdict(config).items() if name not in FREE_EVALUATION_KEYS}
+    return {
+        "device": recipe["device"],
+        "bundle": {"pretrained_model": recipe["bundle"].get("pretrained_model")},
+        "data": {"path": recipe["data"].get("path")},
+        "save": {"best_metric": metric},
+        "pipeline": {"schedule": recipe["pipeline"].get("schedule")},
+        "reward": {"scorers": judged_by} | ({} if scorer in scorers else {"weights": recipe["reward"].get("weights")}),
+        "sampling": {name: getattr(params, name) for name in EVALUATED_SAMPLING},
+        "eval": {name: value for name, value in kept.items() if name not in EVALUATED_SAMPLING},
+    }
+
+
+def make_run(plan: Plan, contender: Contender, seed: int) -> Run:
+    """The run of a recipe with a seed."""
+    folder = plan.output / contender.name / f"seed{seed}"
+    changes = (*plan.changes, f"seed={seed}", f"run_dir='{folder}'", "resume=auto")
+    files = {
+        "bundle.pretrained_model": contender.recipe["bundle"].get("pretrained_model"),
+        "data.path": contender.recipe["data"].get("path"),
+        "eval.prompts": contender.recipe["eval"]["prompts"],
+    }
+    digests = {key: digest(str(path)) for key, path in files.items()}
+    settings = {"recipe": {**contender.unresolved, "seed": seed}, "files": digests}
+    command = (sys.executable, "-m", "unirl.app.main", contender.typed, *changes)
+    return Run(contender.name, seed, folder, command, json.loads(json.dumps(settings)))
+
+
+# Results ------------------------------------------------------------------------------------------------------------
+
+
+def write_results(plan: Plan, contenders: Sequence[Contender], runs: Sequence[Run], errors: Mapping[Run, str]) -> str:
+    """Write the table as JSON and Markdown, and the picture; returns the Markdown."""
+    first = contenders[0]
+    settings = {
+        "cpu_s": plan.cpu_s,
+        "seeds": list(plan.seeds),
+        "overrides": list(plan.overrides),
+        "metric": first.metric,
+        "base_model": first.unresolved["bundle"].get("pretrained_model"),
+    }
+    results = [
+        RecipeResult(
+            contender.name,
+            contender.algorithm,
+            tuple(_result(run, plan, first.metric, errors.get(run)) for run in runs if run.name == contender.name),
+        )
+        for contender in contenders
+    ]
+    document = as_document(settings, results)
+    (plan.output / "comparison.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    table = as_markdown(document)
+    (plan.output / "comparison.md").write_text(table, encoding="utf-8")
+    if any(recipe["final"] is not None for recipe in document["recipes"]):
+        from unirl.app.comparison_picture import draw
+
+        draw(document, plan.output / "comparison.png")
+    return table
+
+
+def _result(run: Run, plan: Plan, metric: str, error: str | None) -> SeedResult:
+    folder, summary = str(run.folder.relative_to(plan.output)), run.summary()
+    if summary is not None:
+        return complete_run(run.seed, folder, summary, metric)
+    return SeedResult(run.seed, folder, "unfinished" if error is None else "failed", error)

@@ -1,0 +1,61 @@
+"""Two tiny recipes compared as a user would, and compared again."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import SMALL
+from PIL import Image
+
+from unirl.app.main import main
+
+pytestmark = pytest.mark.slow
+RECIPES = ["diffusion/sd3_shapes", "diffusion/sd3_shapes_flowgrpo"]
+CHANGES = [word for word in SMALL if not word.startswith(("num_rollouts", "batch_size", "save."))]
+
+
+@pytest.fixture
+def own_logging():
+    """The command sets up logging for its process."""
+    root, ours = logging.getLogger(), logging.getLogger("unirl")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    root.handlers = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+
+
+def test_two_recipes_are_trained_and_then_only_read(tmp_path, own_logging, capsys):
+    words = ["compare", *RECIPES, *CHANGES, "batch_size=2", "cpu_s=2", "seeds=0", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "unirl.app.main", *words, "--jobs", "2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 runs of 2 CPU s of training, 0 of them finished" in done.stderr
+    document = json.loads((tmp_path / "comparison.json").read_text())
+    bases = set()
+    for recipe in document["recipes"]:
+        (run,) = recipe["runs"]
+        seconds, samples, values = zip(*run["curve"], strict=True)
+        assert run["status"] == "complete" and seconds[-1] == run["train_cpu_s"] > 2
+        assert len(seconds) > 2 and list(seconds) == sorted(seconds) and seconds[0] == samples[0] == 0
+        assert samples[-1] == 8 * run["num_rollouts"] == recipe["num_samples"]
+        assert all(0 <= value <= 1 for value in values)
+        bases.add(values[0])
+        assert f"| {recipe['recipe']} | {recipe['algorithm']} | {values[0]:.3f} | {values[-1]:.3f} |" in done.stdout
+    assert {recipe["algorithm"] for recipe in document["recipes"]} == {"DiffusionNFT", "DiffusionGRPO"}
+    assert len(bases) == 1, "both start from one base"
+    assert Image.open(tmp_path / "comparison.png").width > 1000
+    capsys.readouterr()
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert "2 runs of 2 CPU s of training, 2 of them finished" in said.err and "starts" not in said.err
+    assert said.out == done.stdout
+    assert json.loads((tmp_path / "comparison.json").read_text()) == document
