@@ -6,14 +6,15 @@ prompt are `unirl.algorithms.prompt_statistics`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from unirl.algorithms.base import RowMetrics
+from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
 from unirl.algorithms.losses import clipped_surrogate
 from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows, report_ratio
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 Estimator = Literal["score_function", "importance_sampling"]
@@ -50,6 +51,15 @@ class DDPO(TransitionAlgorithm):
             raise ConfigError(f"algorithm.clip_range = {clip_range} must lie in (0, 1)")
         self.estimator: Estimator = estimator
         self.clip_range = DEFAULT_CLIP if clip_range is None else clip_range
+
+    def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
+        """See `TransitionAlgorithm.losses`. Raises ContractError for a score function of another policy's samples."""
+        if self.estimator == "score_function" and micro.update > 0:
+            raise ContractError(
+                "estimator = 'score_function' serves one update a rollout, then the samples are another policy's. "
+                "Set stack.num_updates_per_batch: 1, or estimator: importance_sampling."
+            )
+        yield from super().losses(micro)
 
     def surrogate(self, rows: TransitionRows) -> tuple[Tensor, RowMetrics]:
         """The chosen estimator's loss."""

@@ -7,6 +7,7 @@ what to change. RULES hold anywhere; MACHINE_RULES ask whether this machine can 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,10 @@ Messages = Iterator[str]
 
 LATENT_DIVISOR = 16
 """Pixels that a side must divide into where the checkpoint cannot be read yet: a VAE of 8 and patches of 2, or more."""
+CLIP_OF_A_SUM = 1e-2
+"""Below this, a clip is meant for log-probs that are means over the latent's elements."""
+CLIP_OF_A_MEAN = 1e-1
+"""From here on, a clip or a divergence per element is meant for sums: over 256 elements it is 25 nats."""
 MAX_ETA = {"cps": 1.0}
 """Largest eta by kernel name; the other kernels take any."""
 
@@ -152,6 +157,66 @@ def algorithm_has_its_steps(recipe: Recipe) -> Messages:
         )
 
 
+def log_probs_fit(recipe: Recipe) -> Messages:
+    """The kernel's log-probs are what the algorithm, its clips and thresholds are made for."""
+    algorithm, strategy = recipe["algorithm"], recipe["pipeline"].get("strategy")
+    target = str(algorithm.get(TARGET))
+    if not _constant(target, "requires_sde") or not isinstance(strategy, Mapping):
+        return
+    reduction = strategy.get("reduction", "mean")
+    has_density = _constant(str(strategy.get(TARGET)), "is_gaussian") is not False
+    name = target.rsplit(".", 1)[-1]
+    if _constant(target, "requires_gaussian_mean") and not has_density:
+        yield (
+            f"{name} needs the density of a Flow or Dance kernel, the {_kernel(recipe)} kernel has none. "
+            "Set pipeline.strategy._target_: unirl.sde.kernels.FlowSDEStrategy."
+        )
+    if _constant(target, "requires_gaussian_mean") and reduction == "sum":
+        yield f"{name} needs log-probs that are means over the elements. Set pipeline.strategy.reduction: mean."
+    if algorithm.get("kl_coef") and algorithm.get("kl_estimator") == "flow_grpo" and not has_density:
+        yield (
+            f"algorithm.kl_estimator = flow_grpo needs a Flow or Dance kernel, not {_kernel(recipe)}. "
+            "Set kl_estimator: exact."
+        )
+    for key in ("clip_range", "clip_range_high"):
+        clip = _at(recipe, f"algorithm.{key}")
+        if clip is not None and reduction == "sum" and clip < CLIP_OF_A_SUM:
+            yield (
+                f"algorithm.{key} = {clip} with pipeline.strategy.reduction = sum: clips this small are meant for "
+                f"means over the N elements of a latent. Set reduction: mean, or {key} to about N times as much."
+            )
+        if clip is not None and reduction == "mean" and clip >= CLIP_OF_A_MEAN:
+            yield (
+                f"algorithm.{key} = {clip} with pipeline.strategy.reduction = mean clips nothing: log-probs are means "
+                f"over the N elements of a latent. Set {key} to about a number of nats divided by N (1e-4 is usual), "
+                "or reduction: sum."
+            )
+    for key in ("threshold", "prefix_threshold"):
+        value = _at(recipe, f"algorithm.{key}")
+        if value is not None and CLIP_OF_A_MEAN <= value < math.inf:
+            yield (
+                f"algorithm.{key} = {value} is in nats per latent element, whatever the kernel's reduction, and "
+                f"masks nothing. Divide it by the number of elements (1e-5 is usual), or write .inf."
+            )
+
+
+def score_function_is_on_policy(recipe: Recipe) -> Messages:
+    """An estimator without importance weights uses the samples of the policy that is updated."""
+    algorithm, updates = recipe["algorithm"], recipe["stack"].get("num_updates_per_batch", 1)
+    if algorithm.get("estimator") != "score_function":
+        return
+    if updates > 1:
+        yield (
+            f"algorithm.estimator = score_function serves one update a rollout, stack.num_updates_per_batch = "
+            f"{updates}. Set it to 1 (and a smaller batch_size), or estimator: importance_sampling."
+        )
+    if algorithm.get("clip_range") is not None:
+        yield (
+            f"algorithm.clip_range = {algorithm['clip_range']} does nothing with estimator = score_function. "
+            "Set clip_range: null, or estimator: importance_sampling."
+        )
+
+
 def trajectory_is_kept(recipe: Recipe) -> Messages:
     """An algorithm that goes back to latents inside the trajectory finds them."""
     target = str(recipe["algorithm"].get(TARGET))
@@ -203,7 +268,9 @@ def groups_can_differ(recipe: Recipe) -> Messages:
     """Samples of a prompt must be able to get different rewards."""
     sampling = _sampling(recipe)
     repeats = sampling.get("samples_per_prompt", 1)
-    if repeats == 1 and (recipe.get("advantages") or {}).get("center", "group") != "none":
+    advantages = recipe.get("advantages") or {}
+    needs_groups = TARGET not in advantages or _constant(str(advantages[TARGET]), "needs_groups") is not False
+    if repeats == 1 and needs_groups and advantages.get("center", "group") != "none":
         yield (
             "sampling.samples_per_prompt = 1: a group of one has no advantage, so nothing would be learnt. "
             "Set it to 2 or more."
@@ -367,6 +434,8 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     sampling_values,
     eta_in_range,
     algorithm_has_its_steps,
+    log_probs_fit,
+    score_function_is_on_policy,
     trajectory_is_kept,
     scheduler_fits,
     guidance_has_negative_prompt,
