@@ -19,7 +19,9 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from train_fakes import whole
 
+from unirl.algorithms.awm import AWM
 from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.diffusion_dpo import DiffusionDPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.data.data_source import PromptRow
@@ -108,7 +110,8 @@ class FieldBundle:
     def __init__(self, model: nn.Module | None = None, *, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.model = model if model is not None else TinyField()
-        self.block_class_names: tuple[str, ...] = ("FieldBlock", "AffineField", "StepField")
+        is_network = isinstance(self.model, TinyField)
+        self.block_class_names: tuple[str, ...] = ("FieldBlock" if is_network else type(self.model).__name__,)
         self.lora_target_modules: tuple[str, ...] = ("inner", "outer")
 
     def trainable_modules(self) -> dict[str, nn.Module]:
@@ -460,15 +463,21 @@ def displace(backend: FSDPBackend, amount: float, seed: int = 11) -> None:
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"kind": DiffusionGRPO, "clip_range": 0.2, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 4},
     "nft": {"kind": DiffusionNFT, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
+    "awm": {"kind": AWM, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
+    "dpo": {"kind": DiffusionDPO, "beta": 5.0, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 4},
 }
 
 
 def trained(case: str) -> dict[str, Any]:
-    """Gradients and metrics of two updates on this rank's shard of twelve samples; micro-batches are ragged."""
-    resp = rollout(FieldPipeline(FieldBundle().model), num_prompts=4)
-    advantages = some_advantages(12)
+    """Gradients and metrics of two updates on this rank's shard of twelve samples (eight pairs); micro-batches are
+    ragged."""
     made = setup(**CASES[case], micro=2, updates=2)
-    shard = 12 // made.backend.dp_size
+    params, num_prompts = sampling(), 4
+    if made.algorithm.samples_per_unit == 2:
+        params, num_prompts = sampling(samples_per_prompt=2), 8
+    resp = rollout(FieldPipeline(FieldBundle().model), params, num_prompts=num_prompts)
+    advantages = some_advantages(resp.batch_size)
+    shard = resp.batch_size // made.backend.dp_size
     start = shard * made.backend.dp_rank
     # Two rollouts: after the first, the old policy and the reference are other weights than the trained ones.
     for _ in range(2):
