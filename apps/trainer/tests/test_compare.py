@@ -237,13 +237,15 @@ def test_an_interrupted_comparison_tabulates_what_it_has(finished, monkeypatch, 
         (["cpu_s=50"], "recipe.eval.interval_cpu_s = 10.0, now 8.33"),
         (
             ["batch_size=6"],
-            "seed0 holds a run with other settings: recipe.batch_size = 12, now 6. Give another --output",
+            "seed0 holds a run with other settings: recipe.batch_size = 12, now 6.",
         ),
     ],
 )
 def test_a_folder_with_other_settings_is_refused(finished, started, words, message, capsys):
     assert main([*finished, *words]) == USER_ERROR
-    assert message in capsys.readouterr().err and started == []
+    err = capsys.readouterr().err
+    assert message in err and "Give another --output" in err and started == []
+    assert all(f"out/{name}/seed{seed} holds" in err for name in (NFT, GRPO) for seed in (0, 1))
 
 
 def test_another_base_under_the_same_name_is_other_settings(finished, started, capsys, monkeypatch):
@@ -258,7 +260,7 @@ def test_a_run_of_something_else_is_not_touched(here, capsys):
     for name in ("config.yaml", "metrics.jsonl"):
         (folder / name).write_text("kept\n")
     assert main(["compare", NFT, "--output", "out"]) == USER_ERROR
-    assert "seed0 holds a run that is not of a comparison. Give another --output." in capsys.readouterr().err
+    assert "seed0 holds a run that is not of a comparison.\nGive another --output" in capsys.readouterr().err
 
 
 def test_a_digest_follows_content_and_names(tmp_path):

@@ -43,6 +43,8 @@ NUM_ROLLOUTS = 10_000
 """More than a budget is meant to allow, so that CPU seconds end a run."""
 OWNED = ("seed", "max_cpu_s", "run_dir", "resume", "eval.before", "eval.interval", "eval.interval_cpu_s")
 """What the comparison sets in every run."""
+WITHOUT_EFFECT = ("run_dir", "resume", "trackers")
+"""Top-level keys that change no result."""
 FREE_EVALUATION_KEYS = ("before", "interval", "interval_cpu_s", "policy", "num_images")
 """Keys of `eval` that may differ: when it happens, which copy of the weights is the recipe's result, and pictures."""
 EVALUATED_SAMPLING = (
@@ -97,7 +99,7 @@ class Contender:
     recipe: Recipe
     """Resolved, with the first seed."""
     unresolved: Recipe
-    """The same with its interpolations, and so free of where things lie on this machine."""
+    """With its interpolations, and so free of where things lie on this machine; without what changes no result."""
 
     @property
     def name(self) -> str:
@@ -126,8 +128,7 @@ def compare_recipes(command: Command) -> int:
     contenders = read_contenders(plan)
     require_one_evaluation(contenders)
     runs = [make_run(plan, contender, seed) for seed in plan.seeds for contender in contenders]
-    for run in runs:
-        require_own_settings(run)
+    require_own_settings(runs)
     make_folder("--output", plan.output)
     missing = [run for run in runs if run.summary() is None]
     logger.info("%d runs of %g CPU s of training, %d of them finished", len(runs), plan.cpu_s, len(runs) - len(missing))
@@ -219,7 +220,7 @@ def read_contenders(plan: Plan) -> list[Contender]:
 def _unresolved(config: DictConfig) -> Recipe:
     # cast: what `checked` has resolved to a mapping is one here too
     values = cast("dict[str, Any]", OmegaConf.to_container(config))
-    return {key: value for key, value in values.items() if key not in ("run_dir", "resume")}
+    return {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
 
 
 def require_one_evaluation(contenders: Sequence[Contender]) -> None:

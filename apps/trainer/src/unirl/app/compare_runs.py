@@ -80,19 +80,20 @@ def digest(path: str) -> str:
     return total.hexdigest()
 
 
-def require_own_settings(run: Run) -> None:
-    """Raise ConfigError where the folder holds another run: of other settings, or not of a comparison."""
+def require_own_settings(runs: Sequence[Run]) -> None:
+    """Raise ConfigError naming every folder that holds another run: of other settings, or not of a comparison."""
+    found = [message for run in runs if (message := _other_run(run)) is not None]
+    if found:
+        raise ConfigError("\n".join([*found, "Give another --output, or remove what is no longer wanted there."]))
+
+
+def _other_run(run: Run) -> str | None:
     path = run.folder / SETTINGS_FILE
     if not path.is_file():
-        if holds_run(run.folder):
-            raise ConfigError(f"{run.folder} holds a run that is not of a comparison. Give another --output.")
-        return
-    found = differences(json.loads(path.read_text(encoding="utf-8")), run.settings)
-    if found:
-        changed = "; ".join(f"{key} = {theirs}, now {ours}" for key, theirs, ours in found[:3])
-        raise ConfigError(
-            f"{run.folder} holds a run with other settings: {changed}. Give another --output, or remove that folder."
-        )
+        return f"{run.folder} holds a run that is not of a comparison." if holds_run(run.folder) else None
+    changed = differences(json.loads(path.read_text(encoding="utf-8")), run.settings)
+    shown = "; ".join(f"{key} = {theirs}, now {ours}" for key, theirs, ours in changed[:3])
+    return f"{run.folder} holds a run with other settings: {shown}." if changed else None
 
 
 def carry_out(
