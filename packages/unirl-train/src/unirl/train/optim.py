@@ -74,6 +74,14 @@ def make_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> t
     return optimizer
 
 
+def move_optimizer(optimizer: torch.optim.AdamW, device: torch.device) -> None:
+    """Move the state of an optimizer of `make_adamw`; a step count that lives on the host stays there."""
+    is_fused = bool(optimizer.param_groups[0]["fused"])
+    for parameter, state in optimizer.state.items():
+        moved = {key: value.to(device) for key, value in state.items() if key != "step" or is_fused}
+        optimizer.state[parameter] = {**state, **moved}
+
+
 @torch.no_grad()
 def global_grad_norm(gradients: Sequence[Tensor]) -> Tensor:
     """L2 norm of all gradients together, float32 scalar, the same on every rank.

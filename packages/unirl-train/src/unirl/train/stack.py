@@ -143,6 +143,7 @@ class TrainStack:
         metrics = self._reduced(record)
         metrics["train/loss"] = metrics.get("policy/loss", 0.0)
         metrics["train/grad_norm"] = stats.grad_norm
+        metrics.update({f"train/{name}_grad_norm": norm for name, norm in stats.module_grad_norms.items()})
         metrics["train/lr"] = stats.lr
         metrics["train/skipped_steps"] = float(stats.is_skipped)
         num_samples = sum(micro.track.batch_size for micro in micros) * backend.dp_size

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from unirl.train.backend.auxiliary import AuxiliaryModule
 from unirl.train.backend.policies import NamedPolicies
 from unirl.train.backend.wrap import (
     checkpoint_activations,
@@ -35,7 +36,7 @@ from unirl.train.lora import (
     plain_base_name,
     plain_lora_name,
 )
-from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw
+from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
 from unirl.train.precision import check_frozen_dtype, dtype_named, keep_in
 from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
 from unirl.types.protocols import ModelBundle
@@ -58,11 +59,14 @@ class StepStats:
     lr: float
     """Learning rate of this step."""
     is_skipped: bool
-    """The norm was not finite: parameters, optimizer, schedule and EMA are as before."""
+    """A norm was not finite: parameters, optimizers, schedule and EMA are as before."""
+    module_grad_norms: Mapping[str, float] = field(default_factory=dict)
+    """The norm of each module of `add_module`, before clipping."""
 
 
 class FSDPBackend:
-    """Owns what trains: full fine-tuning, or LoRA with `lora`. Implements unirl.types.protocols.PolicyStore.
+    """Owns what trains: full fine-tuning, or LoRA with `lora`. Implements unirl.types.protocols.PolicyStore, and
+    unirl.train.backend.auxiliary.ModuleStore: an algorithm's own modules train beside the policy.
 
     On one device with param_dtype "fp32" nothing is wrapped: the model runs as it is. Otherwise every block and then
     the root of each trainable component is sharded by FSDP2 over the mesh of `topology` (one dimension, or HSDP with
@@ -123,6 +127,7 @@ class FSDPBackend:
         self._policies = NamedPolicies(self._parameters, self._reshard)
         self._ema = None if ema is None else EMA(self._parameters, ema)
         self._reference = float_copies(self._parameters) if keep_reference else None
+        self._auxiliary: dict[str, AuxiliaryModule] = {}
         self._num_optimizer_steps = 0
         self._num_skipped_steps = 0
         self._num_skipped_in_a_row = 0
@@ -199,10 +204,27 @@ class FSDPBackend:
         """Whether FSDP wraps the model."""
         return bool(self._roots)
 
+    def add_module(
+        self, name: str, module: nn.Module, optimizer: OptimizerConfig, *, max_grad_norm: float = math.inf
+    ) -> None:
+        """Train `module`, in place, beside the policy: replicated, gradients averaged over ranks, own AdamW and
+        clipping, the learning rate under the backend's schedule, stepped and skipped with the policy.
+
+        It is saved with the state, never exported. Every rank calls it, before a state is loaded.
+        Raises ContractError for a name that is taken or not plain.
+        """
+        if name in self._auxiliary or "/" in name or not name:
+            raise ContractError(f"module name {name!r} is taken or not a plain name")
+        self._auxiliary[name] = AuxiliaryModule(
+            module.to(self.device), optimizer, max_grad_norm=max_grad_norm, num_ranks=self.dp_size
+        )
+
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self._optimizer.zero_grad(set_to_none=True)
+        for auxiliary in self._auxiliary.values():
+            auxiliary.zero_grad()
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Generator[None]:
@@ -218,8 +240,8 @@ class FSDPBackend:
     def optimizer_step(self, max_grad_norm: float) -> StepStats:
         """Clip gradients to a global norm, then AdamW, schedule and EMA. Every rank calls it; collectives inside.
 
-        A non-finite norm drops the gradients and changes nothing else. Raises TrainingError at the
-        max_skipped_steps-th such step in a row, and ContractError where there are no gradients.
+        A non-finite norm, of the policy or of a module beside it, drops the gradients and changes nothing else. Raises
+        TrainingError at the max_skipped_steps-th such step in a row, and ContractError where there are no gradients.
         """
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm = {max_grad_norm} must be positive (inf for no clipping)")
@@ -228,20 +250,26 @@ class FSDPBackend:
         if not gradients:
             raise ContractError("there are no gradients: call backward before optimizer_step")
         norm = float(global_grad_norm(gradients))
-        lr = learning_rate_at(self._num_optimizer_steps, self._base_lr, self._schedule)
-        if not math.isfinite(norm):
-            self._skip(norm)
-            return StepStats(norm, lr, is_skipped=True)
+        norms = {name: auxiliary.reduced_grad_norm() for name, auxiliary in self._auxiliary.items()}
+        lr = self._scheduled(self._base_lr)
+        if bad := [value for value in (norm, *norms.values()) if not math.isfinite(value)]:
+            self._skip(bad[0])
+            return StepStats(norm, lr, is_skipped=True, module_grad_norms=norms)
         clip_gradients(gradients, norm, max_grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
+        for name, auxiliary in self._auxiliary.items():
+            auxiliary.step(norms[name], self._scheduled(auxiliary.learning_rate))
         self._reshard()
         self._num_optimizer_steps += 1
         self._num_skipped_in_a_row = 0
         if self._ema is not None:
             self._ema.after_step(self._num_optimizer_steps)
-        return StepStats(norm, lr, is_skipped=False)
+        return StepStats(norm, lr, is_skipped=False, module_grad_norms=norms)
+
+    def _scheduled(self, base_lr: float) -> float:
+        return learning_rate_at(self._num_optimizer_steps, base_lr, self._schedule)
 
     def _skip(self, norm: float) -> None:
         self.zero_grad()
@@ -365,24 +393,19 @@ class FSDPBackend:
 
     @torch.no_grad()
     def _move(self, device: torch.device) -> None:
+        for auxiliary in self._auxiliary.values():
+            auxiliary.move(device)
         if self._config.cpu_offload:
             return
         for module in self._modules.values():
             module.to(device)
-        for parameter, state in self._optimizer.state.items():
-            # A step count that lives on the host stays there.
-            moved = {key: value.to(device) for key, value in state.items() if key != "step" or self._is_fused}
-            self._optimizer.state[parameter] = {**state, **moved}
+        move_optimizer(self._optimizer, device)
         self._policies.move(device)
         for copies in (self._reference, None if self._ema is None else self._ema.copies):
             if copies is not None:
                 copies.update({name: tensor.to(device) for name, tensor in copies.items()})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    @property
-    def _is_fused(self) -> bool:
-        return bool(self._optimizer.param_groups[0]["fused"])
 
     # State ------------------------------------------------------------------------------------------------------
 
@@ -394,7 +417,7 @@ class FSDPBackend:
         return dict(zip(COUNTERS, values, strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that training changes, by flat name: parameters, optimizer, policies, EMA, counters.
+        """Everything that training changes, by flat name: parameters, optimizer, policies, EMA, modules, counters.
 
         Tensors share memory with the backend, so that torch.distributed.checkpoint loads into place; DTensors where
         sharded, so that each rank saves its own part and any number of ranks can load it.
@@ -411,6 +434,8 @@ class FSDPBackend:
         if self._ema is not None:
             for name, tensor in self._ema.copies.items():
                 state[f"ema/{name}"] = tensor
+        for module, auxiliary in self._auxiliary.items():
+            state.update({f"auxiliary/{module}/{name}": tensor for name, tensor in auxiliary.state_dict().items()})
         state["counters"] = torch.tensor(list(self.counters.values()), dtype=torch.int64)
         return state
 
@@ -438,9 +463,10 @@ class FSDPBackend:
     def architecture(self) -> dict[str, list[object]]:
         """Parameter name -> [shape, dtype, whether it trains], of all parameters, frozen ones included."""
         self._reshard()
+        beside = {f"auxiliary/{name}": auxiliary.module for name, auxiliary in self._auxiliary.items()}
         return {
             f"{component}.{name}": [list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
-            for component, module in self._modules.items()
+            for component, module in {**self._modules, **beside}.items()
             for name, parameter in module.named_parameters()
         }
 
