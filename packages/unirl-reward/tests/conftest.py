@@ -1,5 +1,7 @@
 import pytest
 import torch
+import transformers
+from tokenizers import pre_tokenizers
 
 from unirl.types.media import Images, Texts
 from unirl.types.reward import RewardRequest
@@ -27,3 +29,29 @@ def make_request():
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def clip_folder(tmp_path_factory):
+    """A CLIP folder as the hub has them: two random towers, a byte tokenizer, an image processor."""
+    path = tmp_path_factory.mktemp("clip")
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*symbols, *(symbol + "</w>" for symbol in symbols), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = transformers.CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
+    torch.manual_seed(0)
+    tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"vocab_size": len(words), "max_position_embeddings": 24, "eos_token_id": tokenizer.eos_token_id}
+    config = transformers.CLIPConfig(
+        text_config=tower | text,
+        vision_config=tower | {"image_size": 16, "patch_size": 8},
+        projection_dim=16,
+    )
+    model = transformers.CLIPModel(config)
+    # Random towers give nearly equal embeddings; larger weights make the comparison say something.
+    for parameter in model.parameters():
+        parameter.data.mul_(3) if parameter.ndim > 1 else None
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    crop = {"height": 16, "width": 16}
+    transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop).save_pretrained(path)
+    return str(path)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tokenizers import pre_tokenizers
 
 from unirl.reward.base import LocalScorer
 from unirl.reward.local.clip import CLIPRewardScorer
@@ -20,29 +19,8 @@ ATOL = 1e-6
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A CLIP folder as the hub has them: two random towers, a byte tokenizer, an image processor."""
-    path = tmp_path_factory.mktemp("clip")
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*symbols, *(symbol + "</w>" for symbol in symbols), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = transformers.CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
-    torch.manual_seed(0)
-    tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {"vocab_size": len(words), "max_position_embeddings": 24, "eos_token_id": tokenizer.eos_token_id}
-    config = transformers.CLIPConfig(
-        text_config=tower | text,
-        vision_config=tower | {"image_size": 16, "patch_size": 8},
-        projection_dim=16,
-    )
-    model = transformers.CLIPModel(config)
-    # Random towers give nearly equal embeddings; larger weights make the comparison say something.
-    for parameter in model.parameters():
-        parameter.data.mul_(3) if parameter.ndim > 1 else None
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    crop = {"height": 16, "width": 16}
-    transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop).save_pretrained(path)
-    return str(path)
+def folder(clip_folder):
+    return clip_folder
 
 
 def reference(folder, request):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,12 @@ class LocalScorer(ABC):
     device: where modules live and where media are moved before `score_batch`.
     component_weights: component -> weight, for a scorer that returns several values; its reward is their weighted
     sum. Empty: the scorer returns one tensor, which is the reward.
+    A differentiable scorer sets `is_differentiable` and implements `score_batch_with_gradient`.
     Raises ConfigError for an impossible value.
     """
+
+    is_differentiable: ClassVar[bool] = False
+    """Whether `score_with_gradient` works."""
 
     def __init__(
         self,
@@ -72,6 +76,16 @@ class LocalScorer(ABC):
         A tensor [b], or a mapping with exactly the keys of `component_weights` to tensors [b]. A sample that
         cannot be scored gets NaN or makes the call raise one of SAMPLE_ERRORS; it never gets an invented number.
         """
+
+    def score_batch_with_gradient(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
+        """As `score_batch`, with gradients to the pixels of the request's images and none to parameters.
+
+        Raises ConfigError where the scorer is not differentiable.
+        """
+        raise ConfigError(
+            f"scorer {self.name} ({type(self).__name__}) is not differentiable. Train on one that is, or give this "
+            "scorer the weight 0 in reward.weights, so that it only reports."
+        )
 
     def modules(self) -> list[nn.Module]:
         """The modules that offloading moves. Models override it; rules have none."""
@@ -107,11 +121,8 @@ class LocalScorer(ABC):
         Components are called `name/component` where there are several, `name` otherwise.
         Raises RewardError under isolation "none", or while offloaded; ContractError for a request without samples.
         """
+        self._check_ready(request)
         num_samples = len(request.sample_ids)
-        if not num_samples:
-            raise ContractError(f"scorer {self.name} got a request without sample_ids")
-        if self.is_offloaded:
-            raise RewardError(f"scorer {self.name} is offloaded; call onload() before scoring")
         values = {key: torch.full((num_samples,), torch.nan) for key in self._keys()}
         errors: list[str | None] = [None] * num_samples
         for row in _non_finite_media(request):
@@ -128,6 +139,42 @@ class LocalScorer(ABC):
             errors=errors,
         )
 
+    def score_with_gradient(self, request: RewardRequest) -> Tensor:
+        """Rewards float32 [B] whose gradient flows to the pixels of the request's images, on their device.
+
+        Pixels are float [B, 3, H, W] in [0, 1]; `batch_size` samples are scored at a time, and the activations of all
+        stay in memory until backward. Values equal those of `score` but for the rounding of pixels to bytes there.
+        Raises ConfigError where the scorer is not differentiable, RewardError for pixels or values that are not finite
+        and while offloaded.
+        """
+        self._check_ready(request)
+        bad = {
+            request.sample_ids[row]: "its generated media holds non-finite pixels" for row in _non_finite_media(request)
+        }
+        if bad:
+            raise RewardError(describe_failures(self.name, bad))
+        rows = list(range(len(request.sample_ids)))
+        batches = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        found = [
+            self._named(self.score_batch_with_gradient(request.select(batch).to(self.device)), len(batch))
+            for batch in batches
+        ]
+        values = {key: torch.cat([values_b[key] for values_b in found]) for key in self._keys()}
+        rewards_B = self._reward(values).float()
+        wrong = {
+            request.sample_ids[row]: f"its value is {rewards_B[row].item()}"
+            for row in (~rewards_B.isfinite()).nonzero().flatten().tolist()
+        }
+        if wrong:
+            raise RewardError(describe_failures(self.name, wrong))
+        return rewards_B.to(request.pixels.device)
+
+    def _check_ready(self, request: RewardRequest) -> None:
+        if not request.sample_ids:
+            raise ContractError(f"scorer {self.name} got a request without sample_ids")
+        if self.is_offloaded:
+            raise RewardError(f"scorer {self.name} is offloaded; call onload() before scoring")
+
     @torch.no_grad()
     def _score_rows(
         self,
@@ -140,7 +187,8 @@ class LocalScorer(ABC):
         """Write values and errors of `rows`, one batch."""
         ids = [request.sample_ids[row] for row in rows]
         try:
-            found = self._checked(self.score_batch(request.select(rows).to(self.device)), len(rows))
+            named = self._named(self.score_batch(request.select(rows).to(self.device)), len(rows))
+            found = {key: value.detach().to("cpu", torch.float32) for key, value in named.items()}
         except (ConfigError, ContractError):
             raise
         except SAMPLE_ERRORS as error:
@@ -171,8 +219,8 @@ class LocalScorer(ABC):
     def _keys(self) -> list[str]:
         return list(self.component_weights) or [self.name]
 
-    def _checked(self, found: Tensor | Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
-        """float32 [b] on the CPU by key. Raises ContractError where the scorer broke its own contract."""
+    def _named(self, found: Tensor | Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+        """Values [b] by key. Raises ContractError where the scorer broke its own contract."""
         if isinstance(found, Tensor):
             found = {self.name: found}
             if self.component_weights:
@@ -185,14 +233,13 @@ class LocalScorer(ABC):
                 f"scorer {self.name} returned components {sorted(found)} but declares {sorted(self._keys())}. "
                 "Make component_weights name every component that it returns."
             )
-        ready = {key: value.detach().to("cpu", torch.float32) for key, value in found.items()}
-        for key, value in ready.items():
+        for key, value in found.items():
             if value.shape != (num_samples,):
                 raise ContractError(
                     f"scorer {self.name} returned {key} of shape {tuple(value.shape)} for {num_samples} samples; "
                     f"expected ({num_samples},)"
                 )
-        return ready
+        return dict(found)
 
     def _reward(self, values: dict[str, Tensor]) -> Tensor:
         if not self.component_weights:

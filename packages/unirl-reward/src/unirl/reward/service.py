@@ -11,20 +11,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from unirl.reward.base import SAMPLE_ERRORS, Isolation, LocalScorer, describe_failures
 from unirl.reward.compose import Aggregation, checked_weights, composed, failed_groups
 from unirl.types.errors import ConfigError, ContractError, RewardError
-from unirl.types.media import Audios, Images, Primitive, Texts, Videos
 from unirl.types.protocols import Scorer
-from unirl.types.reward import RewardRequest, RewardResponse
+from unirl.types.reward import RewardRequest, RewardResponse, media_slot
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 
 FailurePolicy = Literal["raise", "retry", "drop_group"]
 
 _ISOLATION: dict[FailurePolicy, Isolation] = {"raise": "none", "retry": "batch", "drop_group": "sample"}
-_SLOTS: dict[type, str] = {Images: "image", Videos: "video", Texts: "text", Audios: "audio"}
 
 
 class RewardService:
@@ -111,6 +110,31 @@ class RewardService:
         resp.reward_compute_s += scored.compute_s
         return scored
 
+    def score_with_gradient(self, request: RewardRequest) -> Tensor:
+        """The reward float32 [B] as `score` composes it, with gradients to the pixels of the request's images.
+
+        Scorers of weight 0 are left out: they add nothing. Called in the process that trains, not over the runtime.
+        Raises ConfigError naming the scorers with a weight that are not differentiable, and RewardError whatever
+        `on_failure` says: a loss has no samples to drop.
+        """
+        used = {name: scorer for name, scorer in self.scorers.items() if self.weights[name]}
+        wrong = [
+            f"{name} ({type(scorer).__name__})"
+            for name, scorer in used.items()
+            if not (isinstance(scorer, LocalScorer) and scorer.is_differentiable)
+        ]
+        if wrong:
+            raise ConfigError(
+                f"scorers {', '.join(wrong)} are not differentiable, so this reward has no gradient. Use "
+                "differentiable scorers, or give these the weight 0 in reward.weights, so that they only report."
+            )
+        zero_B = torch.zeros(len(request.sample_ids), device=request.pixels.device)
+        rewards = {
+            name: scorer.score_with_gradient(request) if name in used and isinstance(scorer, LocalScorer) else zero_B
+            for name, scorer in self.scorers.items()
+        }
+        return composed(rewards, self.weights, self.aggregation)
+
     @distributed(Dispatch.BROADCAST)
     def offload(self) -> None:
         """Move every local scorer's modules to host memory."""
@@ -178,15 +202,9 @@ def reward_request(track: RolloutTrack, req: RolloutReq) -> RewardRequest:
         sample_ids=list(track.sample_ids),
         group_ids=list(track.group_ids),
         primitives=dict(req.primitives),
-        generated={_slot(track.decoded): track.decoded},
+        generated={media_slot(track.decoded): track.decoded},
         metadata=list(req.metadata),
     )
-
-
-def _slot(media: Primitive) -> str:
-    if type(media) not in _SLOTS:
-        raise ContractError(f"decoded {type(media).__name__} cannot be scored; scorers take {sorted(_SLOTS.values())}")
-    return _SLOTS[type(media)]
 
 
 def _by_name(scorers: Mapping[str, Scorer] | Sequence[Scorer]) -> dict[str, Scorer]:

@@ -1,0 +1,73 @@
+"""What scorers built on a published model share: precisions, the optional import, and where weights come from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from unirl.types.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LONGEST_MESSAGE = 300
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def load_transformers(owner: str) -> ModuleType:
+    """The transformers package. Raises ImportError naming the extra that `owner` needs."""
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{owner} needs transformers. Install it with: pip install 'unirl-reward[clip]'") from error
+    return transformers
+
+
+def check_dtype(dtype: str, name: str) -> None:
+    """Raises ConfigError for a precision that has no name in DTYPES."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"scorer {name}: dtype = {dtype!r} must be one of {sorted(DTYPES)}")
+
+
+def check_source(source: str, what: str) -> None:
+    """Raises ConfigError for a string that is neither an existing folder nor shaped like a hub id."""
+    if not Path(source).is_dir() and not _HUB_ID.fullmatch(source):
+        raise ConfigError(f"{what} = {source!r} is no folder. Give an existing folder or a hub id, owner/name.")
+
+
+def load_state(source: str, file: str, what: str) -> dict[str, Tensor]:
+    """The tensors of `file` in a folder or on the hub, on the CPU; a "state_dict" inside it is unwrapped.
+
+    what: the option that names `source`, for messages. Raises ConfigError where there is no such file or it holds
+    something else.
+    """
+    check_source(source, what)
+    path = source_file(source, file, what)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what torch raises depends on how the file is broken
+        raise ConfigError(f"{what}: {path} is no file of weights: {on_one_line(error)}") from error
+    state = state.get("state_dict", state) if isinstance(state, dict) else state
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ConfigError(f"{what}: {path} holds no tensors by name. Give the published checkpoint.")
+    return state
+
+
+def source_file(source: str, file: str, what: str) -> Path:
+    """Path of a file in a folder, or in the cache of the hub after fetching it. Raises ConfigError without one."""
+    if Path(source).is_dir():
+        if not (Path(source) / file).is_file():
+            raise ConfigError(f"{what} = {source!r} has no file {file}. Give the folder of the published model.")
+        return Path(source) / file
+    try:
+        return Path(str(load_transformers(what).utils.cached_file(source, file)))
+    except OSError as error:
+        raise ConfigError(f"{what} = {source!r}: cannot fetch {file}: {error}") from error
+
+
+def on_one_line(error: Exception) -> str:
+    """An error's text on one line, cut where it goes on: torch lists every weight."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + " ..."
