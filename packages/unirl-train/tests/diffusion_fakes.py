@@ -34,7 +34,7 @@ from unirl.train.configs import LoraConfig, OptimizerConfig
 from unirl.train.stack import TrainStack
 from unirl.trainer.request import build_request
 from unirl.types.conditions import Condition, TextEmbedCondition
-from unirl.types.media import Images, Primitive, Texts
+from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.noise import noise_key
 from unirl.types.protocols import Conditions, PolicyStore
 from unirl.types.reward import RewardResponse
@@ -213,6 +213,11 @@ class FieldPipeline:
     def decode(self, latents: Tensor) -> Images:
         """Latents squashed to pixels."""
         return Images(pixels=latents.sigmoid())
+
+    def encode_media(self, media: Images | Videos) -> Tensor:
+        """The inverse of `decode`."""
+        assert isinstance(media, Images)
+        return media.pixels.logit(eps=1e-6)
 
     def replay(
         self,

@@ -65,6 +65,16 @@ class DiffusionAdapter(ABC):
         Gradients flow to the modules that train when gradients are on.
         """
 
+    def encode_media(self, media: Images | Videos) -> Tensor:
+        """Clean latents [B, ...] of media, float32, without gradient: the mode of the encoder's distribution.
+
+        Raises ConfigError where the family has no encoder of media.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not encode images, so it cannot train on given ones. Sample them instead: "
+            "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine."
+        )
+
     def drop_text_encoders(self) -> None:
         """Free the text encoders. Raises ConfigError where the model has none of its own to free."""
         raise ConfigError(f"{type(self).__name__} has no text encoders to drop. Set engine.drop_text_encoders: false.")

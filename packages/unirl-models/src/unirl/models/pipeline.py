@@ -96,6 +96,10 @@ class DiffusionPipeline:
         """Media of clean latents [B, ...], float32 in [0, 1]."""
         return self.adapter.decode(latents)
 
+    def encode_media(self, media: Images | Videos) -> Tensor:
+        """Clean latents [B, ...] of media, float32, without gradient, see `DiffusionAdapter.encode_media`."""
+        return self.adapter.encode_media(media)
+
     def replay(
         self,
         conditions: Conditions,

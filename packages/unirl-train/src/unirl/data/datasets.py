@@ -53,6 +53,11 @@ def read_rows(path: str | Path, split: str | None = None) -> list[PromptRow]:
     split: of a dataset folder that has several. Raises DataError (file, line, what to change) where anything is
     missing, empty or malformed, where ids repeat, or where only some rows have media.
     """
+    return [row for _, row in read_numbered_rows(path, split)]
+
+
+def read_numbered_rows(path: str | Path, split: str | None = None) -> list[tuple[str, PromptRow]]:
+    """As `read_rows`, each row with its place "file:line" for messages."""
     path = Path(path).expanduser()
     if not path.exists():
         raise DataError(f"{path}: no such prompt file or dataset folder. Set data.path to one ({_formats()}).")
@@ -62,12 +67,13 @@ def read_rows(path: str | Path, split: str | None = None) -> list[PromptRow]:
         raise DataError(f"{path}: split = {split!r} means something for a dataset folder only. Remove data.split.")
     else:
         numbered = _file_rows(path)
-    rows = [parse_row(value, index, path, where) for index, (where, value) in enumerate(numbered)]
+    places = [(where, parse_row(value, index, path, where)) for index, (where, value) in enumerate(numbered)]
+    rows = [row for _, row in places]
     if not rows:
         raise DataError(f"{path}: holds no prompt. Write at least one ({_formats()}).")
     _check_ids(rows, path)
     _check_media(rows, path)
-    return rows
+    return places
 
 
 def parse_row(value: Row, index: int, path: Path, where: str) -> PromptRow:

@@ -85,6 +85,10 @@ class DiffusionPipeline(Protocol):
         """Media of clean latents [B, ...]."""
         ...
 
+    def encode_media(self, media: Images | Videos) -> Tensor:
+        """Clean latents [B, ...] of media, the inverse of `decode`, without gradient."""
+        ...
+
     def replay(
         self,
         conditions: Conditions,

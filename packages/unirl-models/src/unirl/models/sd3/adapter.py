@@ -16,7 +16,7 @@ from unirl.models.sd3.text import DEFAULT_SEQUENCE_LENGTH, MAX_SEQUENCE_LENGTH
 from unirl.sde.loop import Velocity
 from unirl.types.conditions import Condition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import Images, Primitive, Texts
+from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -100,6 +100,19 @@ class SD3Adapter(DiffusionAdapter):
             part = part.to(vae.dtype) / vae.config["scaling_factor"] + vae.config["shift_factor"]
             pixels.append((vae.decode(part, return_dict=False)[0].float() * 0.5 + 0.5).clamp(0, 1))
         return Images(pixels=torch.cat(pixels))
+
+    @torch.no_grad()
+    def encode_media(self, media: Images | Videos) -> Tensor:
+        """Latents [B, C, h, w] float32 of images, `decode_batch_size` at a time: the mode of the posterior, shifted and
+        scaled as the transformer is trained on. Raises ConfigError for other media."""
+        if not isinstance(media, Images):
+            raise ConfigError(f"SD3 encodes images, got {type(media).__name__}")
+        vae = self.bundle.vae
+        latents = []
+        for part in media.pixels.split(self.decode_batch_size):
+            mode = vae.encode((part * 2 - 1).to(self.bundle.device, vae.dtype)).latent_dist.mode()
+            latents.append(((mode - vae.config["shift_factor"]) * vae.config["scaling_factor"]).float())
+        return torch.cat(latents)
 
     def drop_text_encoders(self) -> None:
         """Free the three text encoders; prompts in the embedding cache still encode."""

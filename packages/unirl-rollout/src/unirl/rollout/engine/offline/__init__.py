@@ -1,0 +1,1 @@
+"""The engine that takes given images instead of sampling: preference data from a file."""

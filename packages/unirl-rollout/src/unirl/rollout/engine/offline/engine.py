@@ -1,0 +1,59 @@
+"""Given images in the place of samples: training on preference data looks like any other rollout.
+
+A request whose rows bring images (`unirl.types.given`) gets these, encoded to clean latents; any other request, an
+evaluation above all, is sampled from the policy.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from unirl.rollout.checks import pinned_sigmas, verify_segment
+from unirl.rollout.engine.offline.pictures import read_pictures
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.given import given_image
+from unirl.types.media import Images
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+
+class OfflineRolloutEngine(TrainsideRolloutEngine):
+    """Takes the images that the rows of a request bring; samples where they bring none.
+
+    Arguments: see `TrainsideRolloutEngine`; forward_batch_size also bounds how many images are encoded together. The
+    response stores the clean latents alone, and no policy version: the policy did not make these images.
+    """
+
+    needs_images: ClassVar[bool] = True
+
+    def _generate_chunk(self, req: RolloutReq, params: DiffusionSamplingParams) -> RolloutResp:
+        references = [given_image(row, name) for row, name in zip(req.metadata, req.sample_ids, strict=True)]
+        given = [reference for reference in references if reference is not None]
+        if not given:
+            return super()._generate_chunk(req, params)
+        if len(given) < len(references):
+            first = req.sample_ids[references.index(None)]
+            raise ContractError(f"{len(given)} of {len(references)} rows bring images; sample {first} has none")
+        if req.rollout_id < 0:
+            raise ConfigError(
+                "the rows of eval.prompts bring images, so an evaluation would judge these instead of the policy. "
+                "Give eval.prompts a file of prompts alone."
+            )
+        if params.eta > 0:
+            raise ConfigError(f"given images have no stochastic steps: sampling.eta = {params.eta} must be 0")
+        sigmas = pinned_sigmas(req, params)
+        images = Images(pixels=read_pictures(given, params.height, params.width).to(self._device))
+        latents = self._pipeline.encode_media(images)
+        if list(latents.shape[1:]) != req.init_noise_latent_shape:
+            raise ContractError(
+                f"encoded images are {tuple(latents.shape)}, the request's latents {req.init_noise_latent_shape}"
+            )
+        segment = LatentSegment(
+            latents=latents[:, None], sigmas=sigmas, indices=[params.num_inference_steps], params=params
+        )
+        verify_segment(segment, sigmas, params)
+        conditions = self._pipeline.encode(req.primitives, params)
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=images)
+        return RolloutResp(tracks={self._track: track})
