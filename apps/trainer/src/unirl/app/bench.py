@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,30 @@ def bench_recipe(recipe: Mapping[str, Any], *, warmup: int = 1, repeats: int = 3
                 variants = resp.map(replay_variants, runtime.component("pipeline"))[0]
     num_samples = recipe["batch_size"] * recipe["sampling"]["samples_per_prompt"]
     return _report(recipe, steps, flops, max(rates), num_samples, variants)
+
+
+def relative_to_first(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Training seconds a sample of every report relative to the first, beside what the counted FLOPs would make it."""
+
+    def a_sample(report: Mapping[str, Any], quantity: str) -> float:
+        return report["phases"]["train"][quantity] / report["geometry"]["samples"]
+
+    first = reports[0]
+    rows = []
+    for report in reports:
+        ratio = a_sample(report, "cpu_s") / a_sample(first, "cpu_s")
+        expected = a_sample(report, "flops") / a_sample(first, "flops")
+        rows.append(
+            {
+                "recipe": report["recipe"],
+                "train_cpu_s_per_sample": a_sample(report, "cpu_s"),
+                "train_gflop_per_sample": a_sample(report, "flops") / 1e9,
+                "ratio": ratio,
+                "expected_ratio": expected,
+                "off_by": ratio / expected,
+            }
+        )
+    return rows
 
 
 def replay_variants(

@@ -15,7 +15,7 @@ VERBS = {
     "check": "find mistakes without weights, GPU or torch",
     "eval": "held-out evaluation of a recipe's model, or of a run's checkpoint",
     "export": "write a run's checkpoint for use outside",
-    "bench": "where the time of a recipe goes",
+    "bench": "where the time of a recipe goes; of several, relative to the first",
     "compare": "train several recipes under one budget (cpu_s=120 seeds=0,1,2) and tabulate them",
 }
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -33,6 +33,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "repeats": ("bench",),
 }
 """Option -> the verbs that it means something for."""
+SEVERAL = ("compare", "bench")
+"""Verbs that take more than one recipe."""
 EPILOG = """examples:
   trainer                                     train the default recipe
   trainer sd3_shapes_flowgrpo num_rollouts=5  a packaged recipe with changes
@@ -55,7 +57,7 @@ class Command:
     """The options that were given."""
     is_debug: bool = False
     recipes: tuple[str, ...] = ()
-    """All recipes of `compare`, in order; the other verbs take one and leave this empty."""
+    """All recipes of `compare` and `bench`, in order; the other verbs take one and leave this empty."""
 
 
 def parse(argv: list[str]) -> Command:
@@ -68,7 +70,7 @@ def parse(argv: list[str]) -> Command:
     overrides = tuple(word for word in words if _is_override(word))
     if config_name is not None:
         recipes.append(config_name)
-    if len(recipes) > 1 and verb != "compare":
+    if len(recipes) > 1 and verb not in SEVERAL:
         raise ConfigError(f"more than one recipe: {', '.join(recipes)}. Give one, and changes as key=value.")
     options = {name: value for name, value in given.items() if value is not None and value is not False}
     if cfg is not None:
@@ -78,7 +80,7 @@ def parse(argv: list[str]) -> Command:
     for name in options:
         if verb not in OPTIONS[name] or (name == "resolve" and verb == "run"):
             raise ConfigError(f"--{name} does nothing with {verb!r}; it is for: {', '.join(OPTIONS[name])}.")
-    several = tuple(recipes) if verb == "compare" else ()
+    several = tuple(recipes) if verb in SEVERAL else ()
     return Command(verb, recipes[0] if recipes else DEFAULT_RECIPE, overrides, options, is_debug, several)
 
 

@@ -131,13 +131,15 @@ def export(command: Command) -> None:
 
 
 def bench(command: Command) -> None:
-    """Measure a recipe; JSON on standard output, or in --output."""
-    recipe = checked(composed(command))
+    """Measure a recipe, or several against the first; JSON on standard output, or in --output."""
+    recipes = [checked(composed(command, name)) for name in command.recipes or (command.recipe,)]
     _make_output_folder(command)
-    from unirl.app.bench import bench_recipe
+    from unirl.app.bench import bench_recipe, relative_to_first
 
     counts = {name: int(command.options[name]) for name in ("warmup", "repeats") if name in command.options}
-    report = json.dumps(bench_recipe(recipe, **counts), indent=2) + "\n"
+    reports = [bench_recipe(recipe, **counts) for recipe in recipes]
+    content = reports[0] if len(reports) == 1 else {"training": relative_to_first(reports), "reports": reports}
+    report = json.dumps(content, indent=2) + "\n"
     if "output" in command.options:
         Path(str(command.options["output"])).write_text(report, encoding="utf-8")
     else:
