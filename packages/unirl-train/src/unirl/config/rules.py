@@ -17,8 +17,10 @@ from typing import Any
 
 from unirl.config.instantiation import TARGET, instantiate_at
 from unirl.config.signatures import read_target
-from unirl.data.datasets import read_rows
+from unirl.data.datasets import PromptRow, read_rows
+from unirl.data.pairs import read_pairs
 from unirl.types.errors import DataError, UniRLError
+from unirl.types.given import IMAGES
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 Messages = Iterator[str]
@@ -305,17 +307,69 @@ def levels_exist(recipe: Recipe) -> Messages:
 
 
 def reference_exists(recipe: Recipe) -> Messages:
-    """A penalty towards a reference has one, and a reference has a use."""
-    backend = recipe["backend"]
-    penalised = bool(recipe["algorithm"].get("kl_coef"))
+    """A penalty or a preference loss has its reference, a penalty towards an average its average, and each a use."""
+    backend, algorithm = recipe["backend"], recipe["algorithm"]
+    target = str(algorithm.get(TARGET))
+    needed_by = f"algorithm.kl_coef = {algorithm['kl_coef']}" if algorithm.get("kl_coef") else None
+    if _constant(target, "requires_reference"):
+        needed_by = target.rsplit(".", 1)[-1]
     has_lora, kept = backend.get("lora") is not None, bool(backend.get("keep_reference"))
-    if penalised and not has_lora and not kept:
+    if needed_by is not None and not has_lora and not kept:
         yield (
-            f"algorithm.kl_coef = {recipe['algorithm']['kl_coef']} needs a reference policy: set "
+            f"{needed_by} needs a reference policy: set "
             "backend.keep_reference: true (a second copy of the weights), or train with backend.lora."
         )
-    if kept and not penalised and (recipe.get("eval") or {}).get("policy") != "reference":
+    if kept and needed_by is None and (recipe.get("eval") or {}).get("policy") != "reference":
         yield "backend.keep_reference: true does nothing with algorithm.kl_coef = 0. Remove it."
+    if algorithm.get("ema_kl_coef") and backend.get("ema") is None:
+        yield (
+            f"algorithm.ema_kl_coef = {algorithm['ema_kl_coef']} needs a moving average of the weights: "
+            "set backend.ema, or ema_kl_coef: 0."
+        )
+
+
+def pairs_stay_together(recipe: Recipe) -> Messages:
+    """An algorithm on pairs gets exactly one pair of every group, and no cut goes through it."""
+    target = str(recipe["algorithm"].get(TARGET))
+    unit = _constant(target, "samples_per_unit")
+    if not isinstance(unit, int) or unit == 1:
+        return
+    name, stack, selection = target.rsplit(".", 1)[-1], recipe["stack"], recipe.get("selection") or {}
+    repeats, best_of = _sampling(recipe).get("samples_per_prompt", 1), selection.get("best_of")
+    if (repeats if best_of is None else best_of) != unit:
+        yield (
+            f"{name} trains on {unit} samples of a prompt, but sampling.samples_per_prompt = {repeats} and "
+            f"selection.best_of = {'null' if best_of is None else best_of}. Set selection.best_of: {unit} (the best "
+            f"and the worst of a group), or samples_per_prompt: {unit}."
+        )
+    if selection.get("drop_zero_variance"):
+        yield f"selection.drop_zero_variance may part the pairs of {name}, where ties teach nothing anyway. Remove it."
+    divisor = recipe["num_devices"] * stack.get("num_updates_per_batch", 1)
+    if divisor > 0 and recipe["batch_size"] % divisor:
+        yield (
+            f"batch_size = {recipe['batch_size']} pairs do not divide over num_devices * stack.num_updates_per_batch = "
+            f"{divisor}. Change one of them."
+        )
+    for place, value in (
+        ("stack.micro_batch_size", stack.get("micro_batch_size")),
+        ("algorithm.rows_per_forward", recipe["algorithm"].get("rows_per_forward")),
+    ):
+        if value is not None and value % unit:
+            yield f"{place} = {value} must be a multiple of {unit}, the samples of a pair of {name}."
+
+
+def images_are_given(recipe: Recipe) -> Messages:
+    """An engine that takes images from the data has data that brings them, and no noise to replay."""
+    if not _constant(str(recipe["engine"].get(TARGET)), "needs_images"):
+        return
+    source = str(recipe["data"].get(TARGET))
+    if source.startswith("unirl.data.") and not _constant(source, "brings_images"):
+        yield (
+            f"the engine takes the images of the data, but {source.rsplit('.', 1)[-1]} brings none. Set data._target_: "
+            "unirl.data.pairs.PreferenceDataSource."
+        )
+    if _eta(recipe) > 0:
+        yield f"sampling.eta = {_eta(recipe)}: given images have no stochastic steps. Set sampling.eta: 0."
 
 
 def device_options_fit(recipe: Recipe) -> Messages:
@@ -397,7 +451,10 @@ def model_exists(recipe: Recipe, machine: Machine) -> Messages:
 
 def prompts_exist(recipe: Recipe, machine: Machine) -> Messages:
     """Prompt files are there, not empty, and every row is right (a source of the user's own reads its own format)."""
-    own_format = not str(recipe["data"].get(TARGET)).startswith("unirl.data.")
+    source = str(recipe["data"].get(TARGET))
+    own_format = not source.startswith("unirl.data.")
+    brings_images = _constant(source, "brings_images")
+    takes_images = _constant(str(recipe["engine"].get(TARGET)), "needs_images")
     for name, path in (("data.path", recipe["data"].get("path")), ("eval.prompts", _eval_prompts(recipe))):
         if path is None:
             continue
@@ -408,9 +465,12 @@ def prompts_exist(recipe: Recipe, machine: Machine) -> Messages:
             yield f"{name} = {path} is empty. Write at least one prompt."
         elif place.is_file() and not (name == "data.path" and own_format):
             try:
-                read_rows(place)
+                rows = _read_pairs(recipe, place) if name == "data.path" and brings_images else read_rows(place)
             except DataError as error:
                 yield f"{name}: {error}"
+            else:
+                if name == "eval.prompts" and takes_images and any(IMAGES in row.metadata for row in rows):
+                    yield f"{name} = {path} brings images, which would be judged in the policy's place. Take them out."
 
 
 def run_dir_writable(recipe: Recipe, machine: Machine) -> Messages:
@@ -443,6 +503,8 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     image_divides,
     levels_exist,
     reference_exists,
+    pairs_stay_together,
+    images_are_given,
     device_options_fit,
     evaluated_policy_exists,
     weights_name_scorers,
@@ -531,6 +593,13 @@ def _latent_divisor(model: str | None) -> int:
         return int(2 ** (len(vae["block_out_channels"]) - 1) * transformer["patch_size"])
     except (OSError, ValueError, KeyError, TypeError):
         return LATENT_DIVISOR  # `model_exists` says what is wrong with the folder
+
+
+def _read_pairs(recipe: Recipe, path: Path) -> list[PromptRow]:
+    """The rows of a file of preferences with their images, checked against the recipe's size."""
+    sampling = _sampling(recipe)
+    size = tuple(sampling.get(side, _default(recipe, side)) for side in ("height", "width"))
+    return read_pairs(path, size=size, num_images=max(2, sampling.get("samples_per_prompt", 2)))
 
 
 def _eval_prompts(recipe: Recipe) -> str | None:
