@@ -204,3 +204,12 @@ class Scorer(Protocol):
     def score(self, request: RewardRequest) -> RewardResponse:
         """One finite reward a sample, or NaN with success False and an error text."""
         ...
+
+
+@runtime_checkable
+class DifferentiableReward(Protocol):
+    """A reward with gradients, in the process that trains."""
+
+    def score_with_gradient(self, request: RewardRequest) -> Tensor:
+        """Rewards float32 [B] with gradients to the pixels of the request's images."""
+        ...
