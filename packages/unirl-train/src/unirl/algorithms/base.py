@@ -87,6 +87,8 @@ class StageAlgorithm(ABC):
     """Whether every latent of the trajectory is needed (sampling.keep_latents: all)."""
     requires_reward_gradient: ClassVar[bool] = False
     """Whether the scorers must be differentiable; they come through `use_reward`."""
+    learns_value: ClassVar[bool] = False
+    """Whether it learns what reward to expect, so that advantages must not be centred on their group."""
     samples_per_unit: ClassVar[int] = 1
     """Consecutive samples that must stay in one micro-batch (2 for preference pairs)."""
     uses_anchor: bool = False

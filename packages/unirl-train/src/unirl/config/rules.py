@@ -272,7 +272,7 @@ def groups_can_differ(recipe: Recipe) -> Messages:
     repeats = sampling.get("samples_per_prompt", 1)
     advantages = recipe.get("advantages") or {}
     needs_groups = TARGET not in advantages or _constant(str(advantages[TARGET]), "needs_groups") is not False
-    if repeats == 1 and needs_groups and advantages.get("center", "group") != "none":
+    if repeats == 1 and needs_groups and advantages.get("center", "group") == "group":
         yield (
             "sampling.samples_per_prompt = 1: a group of one has no advantage, so nothing would be learnt. "
             "Set it to 2 or more."
@@ -282,6 +282,17 @@ def groups_can_differ(recipe: Recipe) -> Messages:
         yield (
             f"sampling.init_same_noise: true makes the {repeats} samples of a prompt equal, because {reason}. "
             "Set init_same_noise: false, or make steps stochastic."
+        )
+
+
+def critic_sees_rewards(recipe: Recipe) -> Messages:
+    """What a critic learns is not taken out of the rewards first, unless the recipe says so itself."""
+    target = str(recipe["algorithm"].get(TARGET))
+    if _constant(target, "learns_value") and "center" not in (recipe.get("advantages") or {}):
+        yield (
+            f"{target.rsplit('.', 1)[-1]} learns what reward to expect, but advantages are centred on their group, "
+            "where every prompt earns 0. Set advantages.center: batch (or none) and advantages.scale: batch; "
+            "center: group, written out, is taken as meant."
         )
 
 
@@ -500,6 +511,7 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     scheduler_fits,
     guidance_has_negative_prompt,
     groups_can_differ,
+    critic_sees_rewards,
     image_divides,
     levels_exist,
     reference_exists,

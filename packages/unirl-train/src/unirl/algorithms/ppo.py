@@ -1,0 +1,158 @@
+"""PPO with a value critic over (latent, noise level, text) and generalised advantages along the denoising steps.
+
+The critic says which part of a sample's reward was already foreseeable before each step; what a step is trained on is
+what it added. Source: Schulman et al. 2017 (arXiv 1707.06347), on the denoising MDP of DDPO (arXiv 2305.13301).
+Legend: B samples, S stochastic steps, C of them trained a sample, R = B C rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, row_chunks
+from unirl.algorithms.critic import LatentCritic, pooled_text
+from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.gae import generalized_advantages
+from unirl.sde.loop import transition_rows
+from unirl.train.backend.auxiliary import ModuleStore
+from unirl.train.configs import OptimizerConfig
+from unirl.types.errors import ConfigError
+from unirl.types.protocols import DiffusionPipeline
+
+_RETURN, _RETURN_SQUARE = "ppo/return_mean", "ppo/return_square"
+_ERROR, _ERROR_SQUARE = "ppo/error_mean", "ppo/error_square"
+
+ROUNDING = 1e-12
+"""Relative variance below which returns count as equal: a difference of float64 means is no more exact."""
+
+
+class DiffusionPPO(DiffusionGRPO):
+    """DiffusionGRPO's surrogate on generalised advantages, and a critic that learns the returns beside it.
+
+    What the stack passes as advantages is the reward here, given after the last stochastic step: centred on nothing or
+    on the batch (`advantages: {center: batch, scale: batch}`), whose statistics are exact over all devices, so that
+    advantages need no whitening of their own. Centred on its group the mean reward of a prompt is gone, and the critic
+    could learn nothing from the text. `advantage_clip` bounds the generalised advantage.
+
+    critic: V(x, sigma, text), trained in place. critic_optimizer: its AdamW, under the backend's schedule.
+    critic_max_grad_norm: its own clipping.
+    gamma, lam: discount and trace decay a stochastic step. lam = 1 trusts the reward alone, lam = 0 the critic alone.
+    value_coef: weight of the value loss. The critic has an optimizer of its own, so it only moves its gradient against
+        critic_max_grad_norm.
+    value_clip: half-width of the band around the old value outside of which a value gains nothing, in units of the
+        reward; None leaves it out.
+    Everything else: see `DiffusionGRPO`.
+    """
+
+    learns_value: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        policies: ModuleStore,
+        *,
+        critic: LatentCritic,
+        critic_optimizer: OptimizerConfig,
+        critic_max_grad_norm: float = 1.0,
+        gamma: float = 1.0,
+        lam: float = 0.95,
+        value_coef: float = 0.5,
+        value_clip: float | None = 0.2,
+        **options: Any,  # Any: the keywords of DiffusionGRPO
+    ) -> None:
+        super().__init__(pipeline, policies, **options)
+        if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+            raise ConfigError(f"algorithm.gamma = {gamma} and algorithm.lam = {lam} must lie in [0, 1]")
+        if value_coef < 0:
+            raise ConfigError(f"algorithm.value_coef = {value_coef} must be at least 0")
+        if value_clip is not None and value_clip <= 0:
+            raise ConfigError(f"algorithm.value_clip = {value_clip} must be above 0, or null for no clipping")
+        self._modules = policies
+        self.critic = critic
+        self.critic_optimizer = critic_optimizer
+        self.critic_max_grad_norm = critic_max_grad_norm
+        self.gamma = gamma
+        self.lam = lam
+        self.value_coef = value_coef
+        self.value_clip = value_clip
+        self.uses_anchor = True
+
+    def prepare(self) -> None:
+        """Let the critic train beside the policy."""
+        super().prepare()
+        self._modules.add_module("critic", self.critic, self.critic_optimizer, max_grad_norm=self.critic_max_grad_norm)
+
+    def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
+        """The anchor of the policy, and value, advantage and return [B, C] under the critic before the first update.
+
+        The advantages run over all stochastic steps, also those that `step_fraction` leaves out of training.
+        """
+        fields, metrics = super().anchor(micro) if self.old_logp_source == "replay" else ({}, RowMetrics())
+        num_samples, steps = micro.segment.batch_size, sorted(micro.segment.sde_indices)
+        with torch.no_grad():
+            values_BS = self._values(micro, *transition_rows(num_samples, steps)).view(num_samples, -1)
+        advantages_BS, returns_BS = generalized_advantages(micro.advantages, values_BS, gamma=self.gamma, lam=self.lam)
+        sample_R, step_R = self.rows(micro)
+        columns = [steps.index(step) for step in step_R.tolist()]
+        for name, tensor in (("value", values_BS), ("advantage", advantages_BS), ("return", returns_BS)):
+            fields[name] = tensor.float()[sample_R, columns].view(num_samples, -1)
+        return fields, metrics
+
+    def row_advantages(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
+        """The generalised advantage of every row [R]."""
+        return micro.anchor["advantage"].flatten()
+
+    def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
+        """The parts of the policy, each with the value loss of its rows."""
+        sample_R, step_R = self.rows(micro)
+        old_R, return_R = (micro.anchor[name].flatten() for name in ("value", "return"))
+        chunks = row_chunks(sample_R.numel(), self.rows_per_forward)
+        for part, rows in zip(super().losses(micro), chunks, strict=True):
+            value_R = self._values(micro, sample_R[rows], step_R[rows])
+            loss_R = value_loss(value_R, old_R[rows], return_R[rows], clip=self.value_clip)
+            error_R = (return_R[rows] - value_R).detach().double()
+            metrics = part.metrics
+            metrics.mean("ppo/value_loss", loss_R)
+            metrics.mean("ppo/value_mean", value_R)
+            metrics.mean(_RETURN, return_R[rows])
+            metrics.mean(_RETURN_SQUARE, return_R[rows].double().square())
+            metrics.mean(_ERROR, error_R)
+            metrics.mean(_ERROR_SQUARE, error_R.square())
+            yield LossPart(part.loss + self.value_coef * loss_R.sum(), part.num_terms, metrics)
+
+    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
+        """Turn the sums of squares into the explained variance, 1 - Var(R - V) / Var(R); nan where R does not vary."""
+        super().after_update(metrics, num_samples)
+        mean_square = metrics.pop(_RETURN_SQUARE)
+        variance = mean_square - metrics[_RETURN] ** 2
+        residual = metrics.pop(_ERROR_SQUARE) - metrics.pop(_ERROR) ** 2
+        varies = variance > ROUNDING * mean_square
+        metrics["ppo/explained_variance"] = 1 - residual / variance if varies else math.nan
+
+    def _values(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
+        """V [R] of the latents before the steps, under the present critic."""
+        text = pooled_text(micro.track.conditions)
+        values = []
+        for rows in row_chunks(sample_R.numel(), self.rows_per_forward):
+            x_R, _, sigma_R, _ = micro.segment.transitions(sample_R[rows], step_R[rows])
+            values.append(self.critic(x_R, sigma_R, None if text is None else text[sample_R[rows]]))
+        return torch.cat(values)
+
+
+def value_loss(value_R: Tensor, old_R: Tensor, return_R: Tensor, *, clip: float | None) -> Tensor:
+    """1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2), [R]; without clip 1/2 (V - R)^2.
+
+    value_R carries gradients. old_R: the values before the first update. return_R: what to regress to.
+    A value that left the band in the direction of its return gets no gradient.
+    Source: the value clipping of PPO's first implementation (OpenAI baselines), as in TRL.
+    """
+    plain = (value_R - return_R).square()
+    if clip is None:
+        return 0.5 * plain
+    clipped = old_R + (value_R - old_R).clamp(-clip, clip)
+    return 0.5 * torch.maximum(plain, (clipped - return_R).square())
