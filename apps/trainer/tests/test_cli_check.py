@@ -72,7 +72,7 @@ PUBLISHED = {
     ("name", "own"),
     [
         ("sd3_trainside", {"num_devices": 8, "eta": 0.7, "micro": 1, "decay": 0.0, "kernel": "Flow", "same": False}),
-        ("sd3_dancegrpo", {"num_devices": 16, "eta": 0.7, "micro": 8, "decay": 0.0, "kernel": "Dance", "same": False}),
+        ("sd3_dancegrpo", {"num_devices": 16, "eta": 0.3, "micro": 8, "decay": 0.0, "kernel": "Dance", "same": True}),
         ("sd3_mixgrpo", {"num_devices": 16, "eta": 0.7, "micro": 8, "decay": 1e-4, "kernel": "Flow", "same": True}),
         ("sd3_nft", {"num_devices": 8, "eta": 0.0, "micro": 8, "decay": 1e-4, "kernel": "Flow", "same": False}),
     ],
@@ -90,7 +90,7 @@ def test_real_size_recipes_hold_the_published_numbers(recipes, name, own):
     assert optimizer["weight_decay"] == own["decay"]
     assert (recipe["backend"]["lora"]["rank"], recipe["backend"]["lora"]["alpha"]) == (32, 64)
     assert recipe["pipeline"]["strategy"]["_target_"] == f"unirl.sde.kernels.{own['kernel']}SDEStrategy"
-    assert recipe["advantages"]["preset"] == "unirl_global_std"
+    assert recipe["advantages"]["preset"] == ("dance_grpo" if name == "sd3_dancegrpo" else "unirl_global_std")
     assert recipe["pipeline"]["schedule"] == {
         "_target_": "unirl.sde.schedule.SigmaSchedule",
         "convention": "linear",
@@ -98,7 +98,7 @@ def test_real_size_recipes_hold_the_published_numbers(recipes, name, own):
     }
 
 
-@pytest.mark.parametrize("name", ["sd3_trainside", "sd3_dancegrpo"])
+@pytest.mark.parametrize("name", ["sd3_trainside", "sd3_guard", "sd3_flowdppo", "sd3_dpok"])
 def test_three_stochastic_steps_come_from_the_first_half(recipes, name):
     scheduler = recipes[f"diffusion/{name}"]["sampling"]["scheduler"]
     assert scheduler["_target_"] == "unirl.sde.windows.RandomSubset"
@@ -113,10 +113,12 @@ def test_nft_follows_the_published_old_policy(recipes):
     assert (recipe["algorithm"]["beta"], recipe["algorithm"]["advantage_max"]) == (1.0, 5.0)
 
 
-def test_mixgrpo_window_has_the_published_overlap(recipes):
-    window = recipes["diffusion/sd3_mixgrpo"]["sampling"]["scheduler"]
-    assert (window["window_size"], window["iters_per_window"], window["stride"]) == (4, 25, 4 - 1)
-    assert window["strategy"] == "progressive" and window["roll_back"] is True
+def test_mixgrpo_has_the_published_window(recipes):
+    for name, stay in (("sd3_mixgrpo", 25), ("sd3_mixgrpo_flash", 20)):
+        window = recipes[f"diffusion/{name}"]["sampling"]["scheduler"]
+        assert (window["window_size"], window["iters_per_window"], window["stride"]) == (4, stay, 1)
+        assert window["strategy"] == "progressive" and window["roll_back"] is True
+        assert window["max_step"] == recipes[f"diffusion/{name}"]["sampling"]["num_inference_steps"] - 2
 
 
 GRPO, NFT = "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes"
@@ -212,6 +214,14 @@ MISTAKES = [
     ({"reward.scorers": {}}, "reward.scorers is empty"),
     ({"reward.weights": {"shape": 1.0}}, "reward.weights names ['shape'], reward.scorers ['shapes']"),
 ]
+
+
+def test_a_critic_needs_rewards_that_are_not_centred_on_their_group(recipes):
+    recipe = recipes["diffusion/sd3_shapes_ppo"]
+    with pytest.raises(ConfigError, match="DiffusionPPO learns what reward to expect, but advantages are centred on"):
+        check_recipe(changed(recipe, {"advantages.center": ...}))
+    check_recipe(changed(recipe, {"advantages.center": "group"}))
+    check_recipe(changed(recipe, {"sampling.samples_per_prompt": 1, "batch_size": 384}))
 
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=[next(iter(m[0])) for m in MISTAKES])

@@ -1,0 +1,134 @@
+"""The policy-gradient recipes hold the numbers of their papers, and mistakes that only they can make have messages."""
+
+import copy
+import re
+from functools import lru_cache
+
+import pytest
+
+from unirl.app.environment import register_resolvers
+from unirl.config.catalog import available
+from unirl.config.check import check_recipe
+from unirl.config.recipes import compose, resolve
+from unirl.types.errors import ConfigError
+
+KERNELS = "unirl.sde.kernels"
+
+
+@lru_cache
+def resolved(name):
+    """A packaged recipe."""
+    register_resolvers()
+    return resolve(compose(name))
+
+
+def changed(recipe, changes):
+    """A copy with dotted keys set."""
+    recipe = copy.deepcopy(recipe)
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        node = recipe
+        for part in path:
+            node = node[part]
+        node[last] = value
+    return recipe
+
+
+def test_every_policy_gradient_has_a_small_and_a_real_recipe():
+    names = ["flowgrpo", "flowgrpo_fast", "flowgrpo_cps", "dancegrpo", "mixgrpo", "mixgrpo_flash", "guard", "flowdppo"]
+    names += ["cppo", "ddpo", "dpok"]
+    assert set(available()) >= {f"diffusion/sd3_{size}{name}" for name in names for size in ("", "shapes_")}
+
+
+def test_dancegrpo_trains_sixty_percent_of_all_steps_but_the_last():
+    for name, num_steps, trained in (("sd3_dancegrpo", 10, 5), ("sd3_shapes_dancegrpo", 6, 3)):
+        recipe = resolved(f"diffusion/{name}")
+        scheduler = recipe["sampling"]["scheduler"]
+        assert scheduler["_target_"] == "unirl.sde.windows.AllSteps" and scheduler["exclude_last"] is True
+        assert scheduler["num_steps"] == num_steps
+        assert int(recipe["algorithm"]["step_fraction"] * (num_steps - 1) + 1e-9) == trained
+
+
+def test_flow_grpo_has_the_published_numbers():
+    recipe = resolved("diffusion/sd3_flowgrpo")
+    sampling, algorithm = recipe["sampling"], recipe["algorithm"]
+    assert (sampling["num_inference_steps"], sampling["guidance_scale"], sampling["eta"]) == (10, 4.5, 0.7)
+    assert sampling["negative_prompt"] == "" and sampling["scheduler"]["exclude_last"] is True
+    assert (recipe["batch_size"], sampling["samples_per_prompt"], recipe["num_devices"]) == (48, 24, 32)
+    assert (algorithm["kl_coef"], algorithm["kl_estimator"], algorithm["clip_range"]) == (0.04, "flow_grpo", 1e-4)
+    assert recipe["pipeline"]["schedule"]["convention"] == "diffusers"
+    assert recipe["eval"]["policy"] == "ema" and recipe["eval"]["num_inference_steps"] == 40
+    assert (recipe["backend"]["ema"]["decay"], recipe["backend"]["ema"]["every"]) == (0.9, 8)
+    assert recipe["advantages"]["preset"] == "flow_grpo_global_std"
+    for name, eta, steps in (("fast", 0.8, 2), ("cps", 0.8, 3)):
+        variant = resolved(f"diffusion/sd3_flowgrpo_{name}")
+        assert (variant["sampling"]["eta"], variant["sampling"]["scheduler"]["window_size"]) == (eta, steps)
+        assert variant["algorithm"]["clip_range"] == 1e-5 and not variant["algorithm"].get("kl_coef")
+    assert resolved("diffusion/sd3_flowgrpo_fast")["sampling"]["init_same_noise"] is True
+    assert resolved("diffusion/sd3_flowgrpo_cps")["sampling"]["guidance_scale"] == 1.0
+
+
+def test_flow_dppo_has_the_published_numbers():
+    recipe = resolved("diffusion/sd3_flowdppo")
+    assert (recipe["batch_size"], recipe["sampling"]["samples_per_prompt"], recipe["sampling"]["eta"]) == (64, 16, 0.8)
+    assert recipe["algorithm"]["threshold"] == 1e-7 and recipe["algorithm"].get("advantage_clip") is None
+
+
+MISTAKES = [
+    (
+        "guard",
+        {"pipeline.strategy._target_": f"{KERNELS}.CPSSDEStrategy"},
+        "GRPOGuard needs the density of a Flow or Dance kernel, the cps kernel has none",
+    ),
+    (
+        "guard",
+        {"pipeline.strategy.reduction": "sum", "algorithm.clip_range": 0.2},
+        "GRPOGuard needs log-probs that are means over the elements. Set pipeline.strategy.reduction: mean.",
+    ),
+    (
+        "flowgrpo",
+        {"pipeline.strategy.reduction": "sum"},
+        "algorithm.clip_range = 0.005 with pipeline.strategy.reduction = sum: clips this small are meant for means",
+    ),
+    (
+        "flowgrpo",
+        {"algorithm.clip_range_high": 0.28},
+        "algorithm.clip_range_high = 0.28 with pipeline.strategy.reduction = mean clips nothing",
+    ),
+    ("flowdppo", {"algorithm.threshold": 0.5}, "algorithm.threshold = 0.5 is in nats per latent element"),
+    ("cppo", {"algorithm.prefix_threshold": 0.1}, "algorithm.prefix_threshold = 0.1 is in nats per latent element"),
+    (
+        "flowgrpo_cps",
+        {"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "flow_grpo", "backend.keep_reference": True},
+        "algorithm.kl_estimator = flow_grpo needs a Flow or Dance kernel, not cps. Set kl_estimator: exact.",
+    ),
+    (
+        "ddpo",
+        {"stack.num_updates_per_batch": 4},
+        "algorithm.estimator = score_function serves one update a rollout, stack.num_updates_per_batch = 4",
+    ),
+    ("ddpo", {"algorithm.clip_range": 1e-3}, "clip_range = 0.001 does nothing with estimator = score_function"),
+    ("dpok", {"backend.keep_reference": False}, "algorithm.kl_coef = 0.01 needs a reference policy"),
+    ("cppo", {"algorithm.rows_per_forward": "all"}, "algorithm.rows_per_forward = 'all' must be an integer"),
+    ("dancegrpo", {"selection": {"best_of": 26}}, "best_of = 26 exceeds sampling.samples_per_prompt = 24"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), MISTAKES)
+def test_a_mistake_is_named_before_work_starts(name, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(changed(resolved(f"diffusion/sd3_shapes_{name}"), changes))
+
+
+RIGHT = [
+    ("flowgrpo", {"pipeline.strategy.reduction": "sum", "algorithm.clip_range": 0.2}),
+    ("flowdppo", {"algorithm.threshold": float("inf")}),
+    ("ddpo", {"sampling.samples_per_prompt": 1, "batch_size": 48}),
+    ("ddpo", {"algorithm.estimator": "importance_sampling", "stack.num_updates_per_batch": 4}),
+    ("dancegrpo", {"selection": {"best_of": 12}}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), RIGHT)
+def test_what_is_right_passes(name, changes):
+    check_recipe(changed(resolved(f"diffusion/sd3_shapes_{name}"), changes))
