@@ -1,0 +1,61 @@
+"""AlignProp: reward gradients through the whole sampler, cut at a random depth.
+
+Legend: B samples, T steps.
+Source: AlignProp (arXiv 2310.03739), section 4: back-propagation through time with checkpointed steps, truncated at
+K drawn from 1 .. T.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.reward_gradient import Denoising, RewardGradient, unrolled
+from unirl.sde.noise import keyed_uniform
+from unirl.types.errors import ConfigError
+from unirl.types.protocols import DiffusionPipeline, PolicyStore
+
+Truncation = Literal["random", "full"]
+
+
+class AlignProp(RewardGradient):
+    """Minus the reward, with its gradient through the last K steps, K drawn a sample; each step is checkpointed.
+
+    truncation: "random" draws K uniformly from 1 .. T, "full" is K = T.
+    Everything else: see `RewardGradient`; the penalty is taken at one of the K steps, drawn anew.
+    """
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        policies: PolicyStore,
+        *,
+        truncation: Truncation = "random",
+        is_checkpointed: bool = True,
+        **options: Any,  # Any: the keywords of RewardGradient
+    ) -> None:
+        if truncation not in get_args(Truncation):
+            raise ConfigError(f"algorithm.truncation = {truncation!r} must be one of {', '.join(get_args(Truncation))}")
+        self.truncation: Truncation = truncation
+        super().__init__(pipeline, policies, is_checkpointed=is_checkpointed, **options)
+
+    def clean_latents(self, steps: Denoising, keys: list[str]) -> Tensor:
+        """[B, ...] at the end of the sampler."""
+        return unrolled(steps, self.first_steps(steps, keys))
+
+    def first_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
+        """The first step with a gradient, T - K, int64 [B]."""
+        if self.truncation == "full":
+            return torch.zeros_like(steps.samples)
+        return self._drawn([f"{key}::depth" for key in keys], torch.full_like(steps.samples, steps.num_steps))
+
+    def gradient_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
+        """One of the K steps a sample, [B, 1]."""
+        first_B = self.first_steps(steps, keys)
+        return (first_B + self._drawn([f"{key}::penalty" for key in keys], steps.num_steps - first_B))[:, None]
+
+    def _drawn(self, names: list[str], count_B: Tensor) -> Tensor:
+        """An integer of 0 .. count - 1 for each name, [B]."""
+        return (keyed_uniform(names, self.seed, ()).to(count_B.device) * count_B).long()

@@ -1,0 +1,93 @@
+"""ReFL: the reward of the clean latent that one late step predicts.
+
+Legend: B samples, T steps.
+Source: ImageReward (arXiv 2304.05977), algorithm 1; the published code has 40 steps, trains on one of the last ten and
+scales relu(2 - reward) by 1e-3 beside a pre-training loss on pictures of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from unirl.algorithms.base import RowMetrics
+from unirl.algorithms.losses import velocity_distance
+from unirl.algorithms.reward_gradient import Denoising, RewardGradient
+from unirl.sde.forward import interpolate, predict_x0, velocity_target
+from unirl.sde.noise import keyed_normal, keyed_uniform
+from unirl.types.errors import ConfigError
+from unirl.types.protocols import DiffusionPipeline, PolicyStore
+
+
+class ReFL(RewardGradient):
+    """scale * relu(margin - reward) of x_p - sigma_p v(sg x_p), p drawn from the last steps.
+
+    num_last_steps: p is one of the last so many steps, drawn a sample; 10 of 40 as published.
+    scale: of the reward's loss. margin: a reward above it teaches nothing; .inf for minus the reward itself.
+    pretrain_coef: weight of the flow-matching loss on the sample's own clean latent, noised to one of its levels; holds
+        the model where its samples are. 0 leaves it out.
+    Everything else: see `RewardGradient`.
+    """
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        policies: PolicyStore,
+        *,
+        num_last_steps: int = 10,
+        scale: float = 1e-3,
+        margin: float = 2.0,
+        pretrain_coef: float = 0.0,
+        **options: Any,  # Any: the keywords of RewardGradient
+    ) -> None:
+        if num_last_steps < 1:
+            raise ConfigError(f"algorithm.num_last_steps = {num_last_steps} must be at least 1")
+        if not (scale > 0 and math.isfinite(scale)):
+            raise ConfigError(f"algorithm.scale = {scale} must be a finite number above 0")
+        if math.isnan(margin) or margin == -math.inf:
+            raise ConfigError(f"algorithm.margin = {margin} must be a number, or .inf for no margin")
+        if not (pretrain_coef >= 0 and math.isfinite(pretrain_coef)):
+            raise ConfigError(f"algorithm.pretrain_coef = {pretrain_coef} must be a finite number of at least 0")
+        self.num_last_steps = num_last_steps
+        self.scale = scale
+        self.margin = margin
+        self.pretrain_coef = pretrain_coef
+        super().__init__(pipeline, policies, **options)
+
+    def clean_latents(self, steps: Denoising, keys: list[str]) -> Tensor:
+        """What the step drawn for each sample predicts."""
+        step_B1 = self.gradient_steps(steps, keys)
+        step_B = step_B1[:, 0]
+        return predict_x0(steps.at(step_B), steps.stored_velocity(step_B1)[:, 0], steps.sigmas[step_B])
+
+    def gradient_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
+        """One of the last steps a sample, [B, 1]. Raises ConfigError where there are not that many."""
+        if self.num_last_steps > steps.num_steps:
+            raise ConfigError(
+                f"algorithm.num_last_steps = {self.num_last_steps} exceeds the {steps.num_steps} steps of the rollout. "
+                "Lower it or raise sampling.num_inference_steps."
+            )
+        draw_B = keyed_uniform([f"{key}::step" for key in keys], self.seed, ()).to(steps.latents.device)
+        return (steps.num_steps - 1 - (draw_B * self.num_last_steps).long())[:, None]
+
+    def sample_loss(self, reward_B: Tensor) -> Tensor:
+        """scale * relu(margin - reward), or scale * -reward without a margin."""
+        if self.margin == math.inf:
+            return -self.scale * reward_B
+        return self.scale * (self.margin - reward_B).relu()
+
+    def extra_loss(self, steps: Denoising, keys: list[str], metrics: RowMetrics) -> Tensor | None:
+        """The flow-matching loss, one level a sample."""
+        if self.pretrain_coef == 0:
+            return None
+        x0 = steps.latents[:, -1]
+        noise = keyed_normal([f"{key}::noise" for key in keys], self.seed, tuple(x0.shape[1:])).to(x0)
+        draw_B = keyed_uniform([f"{key}::level" for key in keys], self.seed, ()).to(x0)
+        step_B = (draw_B * steps.num_steps).long()
+        x_B = interpolate(x0, noise, steps.sigmas[step_B])
+        v_B = steps.velocity(x_B, steps.samples, step_B)
+        loss_B = velocity_distance(v_B, velocity_target(x0, noise))
+        metrics.mean("reward_gradient/pretrain_loss", loss_B)
+        return self.pretrain_coef * loss_B
