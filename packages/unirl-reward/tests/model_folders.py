@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -15,7 +16,7 @@ from unirl.reward.local.shapes_gradient import ShapesGradientScorer
 SIDE = 16
 """Pixels of a model's input."""
 SHAPES_PROMPTS = ["a red circle", "three blue squares", "a red circle left of a blue square", "a green triangle"]
-TEXT_SETTINGS = {
+TEXT_SETTINGS: dict[str, Any] = {
     "vocab_size": 60,
     "hidden_size": 48,
     "num_hidden_layers": 2,
@@ -41,7 +42,7 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[st
 
 def open_clip_state(width: int = 32, context: int = 24, vocabulary: int = 514) -> dict[str, torch.Tensor]:
     """A CLIP model under open_clip's names, two blocks a tower, patches of 8 x 8."""
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "positional_embedding": (context, width),
         "text_projection": (width, 16),
         "token_embedding.weight": (vocabulary, width),
@@ -66,7 +67,7 @@ def open_clip_state(width: int = 32, context: int = 24, vocabulary: int = 514) -
 def image_reward_state(width: int = 64) -> dict[str, torch.Tensor]:
     """ImageReward under the names of its package: two blocks a tower, patches of 8 x 8, a small head."""
     text, vision = TEXT_SETTINGS["hidden_size"], "blip.visual_encoder."
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         f"{vision}cls_token": (1, 1, width),
         f"{vision}pos_embed": (1, (SIDE // 8) ** 2 + 1, width),
         f"{vision}patch_embed.proj.weight": (width, 3, 8, 8),

@@ -59,9 +59,10 @@ def cosine(state, input_bCHW, tokens_bT):
 def vit_folder(clip_folder, tmp_path):
     """Configuration and tokenizer with the activation of ViT-H/14."""
     config = transformers.CLIPConfig.from_pretrained(clip_folder)
-    config.text_config.hidden_act = config.vision_config.hidden_act = "gelu"
+    for tower in (config.text_config, config.vision_config):
+        tower.hidden_act = "gelu"  # ty: ignore[invalid-assignment]
     config.save_pretrained(tmp_path / "vit")
-    transformers.AutoTokenizer.from_pretrained(clip_folder).save_pretrained(tmp_path / "vit")
+    transformers.CLIPTokenizer.from_pretrained(clip_folder).save_pretrained(tmp_path / "vit")
     return str(tmp_path / "vit")
 
 
@@ -74,7 +75,7 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_the_score_is_the_cosine_of_the_published_model(vit_folder, checkpoint, make_request, scale):
     request = make_request(num_samples=4, prompts=PROMPTS, size=40)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(vit_folder)
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(vit_folder)
     tokens = tokenizer(PROMPTS, padding="max_length", truncation=True, max_length=24, return_tensors="pt")["input_ids"]
     rounded = (request.pixels * 255).round() / 255
     expected = cosine(open_clip_state(), PadPreprocessing(16)(rounded), tokens)
@@ -93,7 +94,7 @@ def test_weights_in_transformers_format_need_no_checkpoint(clip_folder, checkpoi
     model.load_state_dict(from_open_clip(open_clip_state()))
     converted = tmp_path / "converted"
     model.save_pretrained(converted)
-    transformers.AutoTokenizer.from_pretrained(clip_folder).save_pretrained(converted)
+    transformers.CLIPTokenizer.from_pretrained(clip_folder).save_pretrained(converted)
     request = make_request(num_samples=4, prompts=PROMPTS)
     expected = HPSv2RewardScorer(checkpoint=checkpoint, model=clip_folder).score(request).rewards
     found = HPSv2RewardScorer(checkpoint=None, model=str(converted)).score(request).rewards

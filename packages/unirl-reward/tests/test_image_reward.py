@@ -67,7 +67,7 @@ def folder(tmp_path):
 
 def test_the_score_is_that_of_the_published_forward_pass(folder, make_request):
     request = make_request(num_samples=4, prompts=PROMPTS, size=16)
-    tokens = transformers.AutoTokenizer.from_pretrained(folder)(
+    tokens = transformers.BertTokenizer.from_pretrained(folder)(
         PROMPTS, padding="max_length", truncation=True, max_length=35, return_tensors="pt"
     )
     processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})

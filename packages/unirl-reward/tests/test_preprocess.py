@@ -45,6 +45,7 @@ def test_the_gradient_of_an_inner_pixel_is_that_of_the_resize():
     """Doubling the size hands every pixel about four times, over the std of its channel."""
     pixels = torch.full((1, 3, 8, 8), 0.5, requires_grad=True)
     CropPreprocessing(shortest_edge=16, crop_hw=(16, 16))(pixels).sum().backward()
+    assert pixels.grad is not None
     torch.testing.assert_close(pixels.grad[0, :, 4, 4], 4 / torch.tensor(CLIP_STD), rtol=1e-4, atol=0)
 
 

@@ -202,4 +202,4 @@ def test_a_request_made_of_a_track_asks_what_the_rollout_was_asked(make_request)
     with pytest.raises(ContractError, match="does not say what was asked for"):
         request_for_track(track.metadata_only(), asked.generated["image"])
     with pytest.raises(ContractError, match="decoded object cannot be scored"):
-        request_for_track(track, object())
+        request_for_track(track, object())  # ty: ignore[invalid-argument-type]

@@ -116,4 +116,4 @@ def test_both_outputs_are_one_score(make_request):
     assert logarithm.max() <= 0
     torch.testing.assert_close(probability, logarithm.exp())
     with pytest.raises(ConfigError, match="output = 'logit' must be one of"):
-        ShapesGradientScorer(output="logit")
+        ShapesGradientScorer(output="logit")  # ty: ignore[invalid-argument-type]
