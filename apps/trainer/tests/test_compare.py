@@ -426,6 +426,9 @@ def test_the_document_has_means_and_spreads_with_the_best_first():
     assert [run["gain"] for run in recipe["runs"]] == [0.25, 0.5]
     assert document["recipes"][2]["final"] is None
     text = as_markdown(document)
+    assert text.startswith(
+        "Held-out `strict` over 8 samples after 60 CPU seconds of training from `base`, seeds 0, 1.\n"
+    )
     assert "| lost | Algorithm | - | - | - | - | - | - | 0 |" in text and "- lost seed 0: E: x" in text
 
 
@@ -450,7 +453,7 @@ def test_a_band_joins_seeds_up_to_the_shortest():
 
 
 def test_the_picture_grows_with_the_number_of_recipes(tmp_path):
-    many = [result(f"r{i}", [(0.0, 0, 0.25), (60.0, 90, 0.5)], [(0.0, 0, 0.25), (61.0, 95, 0.625)]) for i in range(30)]
+    many = [result(f"r{i}", [(0.0, 0, 0.25), (60.0, 90, 0.5)], [(0.0, 0, 0.25), (61.0, 95, 0.625)]) for i in range(16)]
     draw(as_document(SETTINGS, many[:2]), tmp_path / "few.png")
     draw(as_document(SETTINGS, many), tmp_path / "many.png")
     few, more = (np.asarray(Image.open(tmp_path / name).convert("L")) for name in ("few.png", "many.png"))

@@ -136,7 +136,9 @@ def compare_recipes(command: Command) -> int:
     with stop_on_signals() as stop:
         with closing(carry_out(missing, plan.num_jobs, stop)) as ended:
             for run, error in ended:
-                if error is not None and not stop.is_set():
+                if error is None:
+                    logger.info("%s is finished", run.label)
+                elif not stop.is_set():
                     errors[run] = error
                     logger.error("%s failed: %s", run.label, error)
                 write_results(plan, contenders, runs, errors)

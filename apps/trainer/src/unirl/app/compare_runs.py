@@ -110,7 +110,7 @@ def carry_out(
         while running or (waiting and not stop.is_set()):
             while waiting and len(running) < num_jobs and not stop.is_set():
                 run = waiting.popleft()
-                logger.info("%s starts (%d more wait)", run.label, len(waiting))
+                logger.info("%s starts, %d behind it", run.label, len(waiting))
                 running[run] = start(run)
             if stop.is_set() and not is_asked:
                 is_asked = True

@@ -160,14 +160,19 @@ def _run(run: SeedResult) -> Document:
     }
 
 
+def seeds_in_words(seeds: Sequence[int]) -> str:
+    """`seed 0`, or `seeds 0, 1`."""
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+
+
 def as_markdown(document: Mapping[str, Any]) -> str:
     """The table, and the runs that are missing from it."""
     settings = document["settings"]
-    seeds = ", ".join(map(str, settings["seeds"]))
+    seeds = seeds_in_words(settings["seeds"])
     changes = f" With {' '.join(settings['overrides'])}." if settings["overrides"] else ""
     lines = [
         f"Held-out `{settings['metric']}` over {settings['num_evaluated'] or '-'} samples after {settings['cpu_s']:g} "
-        f"CPU seconds of training from `{settings['base_model']}`, seeds {seeds}.{changes}",
+        f"CPU seconds of training from `{settings['base_model']}`, {seeds}.{changes}",
         "",
         "| recipe | algorithm | base | final | gain (95 %) | samples | rollouts | CPU s | seeds |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from unirl.app.comparison import seeds_in_words
+
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#7f6000")
 """Okabe and Ito's colours that are told apart with any colour vision, brown in place of their light yellow."""
 LINES = ("-", "--", ":", "-.")
@@ -51,11 +53,9 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     left.set_ylabel(f"held-out {settings['metric']}")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9, handlelength=3.6)
-    seeds = ", ".join(map(str, settings["seeds"]))
+    seeds = seeds_in_words(settings["seeds"])
     several = "; line: mean, band: smallest to largest" if len(settings["seeds"]) > 1 else ""
-    figure.suptitle(
-        f"{settings['num_evaluated']} held-out samples, seeds {seeds}{several}", fontsize=10, x=0.01, ha="left"
-    )
+    figure.suptitle(f"{settings['num_evaluated']} held-out samples, {seeds}{several}", fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
