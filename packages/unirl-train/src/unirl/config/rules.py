@@ -230,6 +230,43 @@ def trajectory_is_kept(recipe: Recipe) -> Messages:
         )
 
 
+def trajectory_is_followed(recipe: Recipe) -> Messages:
+    """Gradients go back along the trajectory of the policy that is updated, a deterministic one."""
+    target = str(recipe["algorithm"].get(TARGET))
+    name, updates = target.rsplit(".", 1)[-1], recipe["stack"].get("num_updates_per_batch", 1)
+    if not _constant(target, "requires_trajectory"):
+        return
+    if updates > 1:
+        yield (
+            f"{name} goes back along the trajectory of the policy that it updates; stack.num_updates_per_batch = "
+            f"{updates} would train the second update on stale latents. Set it to 1, and a smaller batch_size."
+        )
+    if _no_stochastic_steps(recipe) is None:
+        yield f"{name} goes back along deterministic steps. Set sampling.eta: 0 (and scheduler: null)."
+    solver = _sampling(recipe).get("post_solver", "euler")
+    if solver != "euler":
+        yield f"{name} goes back along Euler steps, not sampling.post_solver = {solver}. Set post_solver: euler."
+
+
+def reward_has_gradient(recipe: Recipe) -> Messages:
+    """An algorithm that differentiates the reward finds a gradient in every scorer that counts."""
+    target = str(recipe["algorithm"].get(TARGET))
+    if not _constant(target, "requires_reward_gradient"):
+        return
+    scorers, weights = recipe["reward"].get("scorers"), recipe["reward"].get("weights") or {}
+    named = scorers.items() if isinstance(scorers, Mapping) else enumerate(scorers or [])
+    for key, scorer in named:
+        if not isinstance(scorer, Mapping) or TARGET not in scorer or weights.get(key) == 0:
+            continue
+        found = read_target(str(scorer[TARGET]))
+        if not found.accepts_any and found.constants.get("is_differentiable") is not True:
+            yield (
+                f"{target.rsplit('.', 1)[-1]} trains through the reward, but reward.scorers.{key} "
+                f"({str(scorer[TARGET]).rsplit('.', 1)[-1]}) is not differentiable. Use a scorer that is, or give it "
+                f"the weight 0 in reward.weights, so that it only reports."
+            )
+
+
 def scheduler_fits(recipe: Recipe) -> Messages:
     """The scheduler counts the steps that are sampled, and something uses it."""
     sampling, scheduler = _sampling(recipe), _sampling(recipe).get("scheduler")
@@ -508,6 +545,8 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     log_probs_fit,
     score_function_is_on_policy,
     trajectory_is_kept,
+    trajectory_is_followed,
+    reward_has_gradient,
     scheduler_fits,
     guidance_has_negative_prompt,
     groups_can_differ,
