@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-FAMILIES = "reward|group|advantage|policy|mismatch|nft|guard|dppo|cppo|train|eval|timing_s|perf"
+FAMILIES = "reward|group|advantage|policy|mismatch|nft|awm|dpo|guard|dppo|cppo|train|eval|timing_s|perf"
 
 
 def test_every_metric_in_the_code_is_documented():

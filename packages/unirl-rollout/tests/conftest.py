@@ -1,5 +1,9 @@
-"""One thread: the tests compare bits."""
+"""One thread: the tests compare bits. And the fakes that they share."""
+
+import sys
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)

@@ -1,122 +1,20 @@
 """The trainside engine over a two-parameter velocity field: requests in, verified responses out."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from rollout_fakes import PARAMS, SHAPE, LinearPipeline, engine, request
 
 from unirl.rollout import checks
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
-from unirl.sde import loop
-from unirl.sde.kernels import FlowSDEStrategy
-from unirl.sde.noise import step_noise
 from unirl.sde.schedule import linear_sigmas
-from unirl.types.conditions import ImageLatentCondition, TextEmbedCondition
+from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import Images, Texts
-from unirl.types.noise import noise_keys
 from unirl.types.protocols import RolloutEngine
-from unirl.types.rollout import RolloutReq
-from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
-from unirl.types.segments import LatentSegment
+from unirl.types.sampling import ARSamplingParams
 from unirl.types.storage import load_rollout
-
-SHAPE = (2, 3, 3)
-PARAMS = DiffusionSamplingParams(num_inference_steps=4, eta=0.7, guidance_scale=1.0, sde_indices=[0, 2], seed=3)
-
-
-class LinearPipeline:
-    """Stands for a diffusion model: velocity a x + b, conditions that echo the prompt's length."""
-
-    strategy_name = "flow"
-
-    def __init__(self):
-        self.a, self.b = 0.5, 0.1
-        self.batch_sizes = []
-        self.encoded = []
-        self.has_encoders = True
-
-    def latent_shape(self, params):
-        return SHAPE
-
-    def sigmas(self, params):
-        return linear_sigmas(params.num_inference_steps)
-
-    def encode(self, primitives, params):
-        self.encoded.append(primitives["text"].texts)
-        lengths = [float(len(text)) for text in primitives["text"].texts]
-        return {"text": TextEmbedCondition(embeds=torch.tensor(lengths).view(-1, 1, 1))}
-
-    def diffuse(self, conditions, initial_latents, sigmas, params, *, noise_keys, start_keys=None):
-        self.start_keys = start_keys
-        self.batch_sizes.append(len(initial_latents))
-        found = loop.sample(
-            lambda x, sigma, step: self.a * x + self.b,
-            initial_latents,
-            sigmas,
-            strategy=FlowSDEStrategy(),
-            eta=params.eta,
-            sde_indices=params.sde_indices or [],
-            step_noise=lambda step: step_noise(noise_keys, step, params.seed, SHAPE),
-        )
-        return LatentSegment(
-            latents=found.latents,
-            sigmas=sigmas,
-            indices=found.indices,
-            sde_indices=found.sde_indices,
-            sde_logp=found.sde_logp,
-        )
-
-    def decode(self, latents):
-        return Images(pixels=latents.sigmoid())
-
-    def drop_text_encoders(self):
-        self.has_encoders = False
-
-    @contextmanager
-    def evaluating(self):
-        with torch.no_grad():
-            yield
-
-
-class Copies:
-    """Stands for a backend that keeps a second set of weights called "old"."""
-
-    num_optimizer_steps = 7
-
-    def __init__(self, pipeline):
-        self.pipeline = pipeline
-
-    @contextmanager
-    def using_policy(self, name):
-        assert name == "old"
-        kept, self.pipeline.a = self.pipeline.a, -1.0
-        yield
-        self.pipeline.a = kept
-
-
-def request(num=4, params=PARAMS, same_noise=False):
-    groups = [f"g{i // 2}" for i in range(num)]
-    ids = [f"s{i}" for i in range(num)]
-    return RolloutReq(
-        sample_ids=ids,
-        group_ids=groups,
-        primitives={"text": Texts(texts=["cat"] * num)},
-        sampling_params=params,
-        sigmas=linear_sigmas(params.num_inference_steps),
-        init_noise_group_ids=noise_keys(5, ids, groups, same_noise=same_noise),
-        init_noise_latent_shape=list(SHAPE),
-        rollout_id=5,
-    )
-
-
-def engine(**changes):
-    pipeline: Any = changes.pop("pipeline", None) or LinearPipeline()
-    policies: Any = Copies(pipeline)
-    options: dict[str, Any] = {"forward_batch_size": 2, **changes}
-    return TrainsideRolloutEngine(pipeline, policies, **options)
 
 
 def test_the_engine_obeys_the_protocol_and_plans():

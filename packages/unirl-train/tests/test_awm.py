@@ -21,7 +21,8 @@ START = (0.7, 0.1)
 
 
 def made_with(**options: Any) -> tuple[Setup, RolloutResp]:
-    made = setup(AWM, **{"model": AffineField(), **options})
+    options = {"model": AffineField(), **options}
+    made = setup(AWM, **options)
     return made, rollout(made.pipeline, DETERMINISTIC)
 
 

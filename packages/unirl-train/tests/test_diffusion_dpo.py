@@ -26,7 +26,8 @@ SIGNS = torch.tensor([1.0, -1.0, 1.0, 0.0], dtype=torch.float64)
 
 
 def made_with(**options: Any) -> tuple[Setup, RolloutResp]:
-    made = setup(DiffusionDPO, **{"model": AffineField(), "keep_reference": True, "num_timesteps": 2, **options})
+    options = {"model": AffineField(), "keep_reference": True, "num_timesteps": 2, **options}
+    made = setup(DiffusionDPO, **options)
     return made, rollout(made.pipeline, PAIRS, num_prompts=4)
 
 

@@ -1,0 +1,117 @@
+"""The offline engine: given images come out as a rollout, everything else is sampled."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from rollout_fakes import PARAMS, SHAPE, LinearPipeline, engine, request
+
+from unirl.rollout.engine.offline.engine import OfflineRolloutEngine
+from unirl.rollout.engine.offline.pictures import read_pictures
+from unirl.types.errors import ConfigError, ContractError, DataError
+
+GIVEN = replace(PARAMS, eta=0.0, sde_indices=[], height=3, width=3)
+
+
+class EncodingPipeline(LinearPipeline):
+    """Latents are the first two channels, and a memory of how many images came at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_encoded = []
+
+    def encode_media(self, media):
+        self.num_encoded.append(media.batch_size)
+        return media.pixels[:, :2] * 2 - 1
+
+
+@pytest.fixture
+def sheet(tmp_path):
+    """Four pictures of 3 x 3 pixels in one file; channel c of picture k is 60 k + 10 c."""
+    values = [[60 * k + 10 * c for c in range(3)] for k in range(4)]
+    picture = Image.new("RGB", (6, 6))
+    for k, value in enumerate(values):
+        picture.paste(tuple(value), (k % 2 * 3, k // 2 * 3, k % 2 * 3 + 3, k // 2 * 3 + 3))
+    picture.save(tmp_path / "sheet.png")
+    return tmp_path / "sheet.png"
+
+
+def offline(**changes):
+    pipeline: Any = changes.pop("pipeline", None) or EncodingPipeline()
+    options: dict[str, Any] = {"forward_batch_size": 3, **changes}
+    return OfflineRolloutEngine(pipeline, **options)
+
+
+def pairs(sheet, **changes: Any):
+    """Two groups of two; the second row of the file names its tiles in the other order."""
+    ids = ["g0:sample:0", "g0:sample:1", "g1:sample:0", "g1:sample:1"]
+    rows = [{"images": [f"{sheet}#0", f"{sheet}#1"]}] * 2 + [{"images": [f"{sheet}#3", f"{sheet}#2"]}] * 2
+    return request(4, GIVEN).replace(**{"sample_ids": ids, "metadata": rows, **changes})
+
+
+def test_given_images_come_out_as_a_rollout_in_the_order_of_their_places(sheet):
+    pipeline = EncodingPipeline()
+    track = offline(pipeline=pipeline).generate(pairs(sheet)).root_track()
+    assert (track.decoded.pixels[:, 0, 0, 0] * 255).round().tolist() == [0, 60, 180, 120]
+    assert (track.decoded.pixels[1, :, 2, 2] * 255).round().tolist() == [60, 70, 80]
+    segment = track.segment
+    assert torch.equal(segment.clean_latents, track.decoded.pixels[:, :2] * 2 - 1)
+    assert segment.indices == [4] and segment.sde_indices == [] and segment.params == GIVEN
+    assert torch.equal(segment.sigmas, pairs(sheet).sigmas)
+    assert track.group_ids == ["g0", "g0", "g1", "g1"] and track.conditions["text"].batch_size == 4
+    assert pipeline.num_encoded == [3, 1] and pipeline.batch_sizes == []
+
+
+def test_a_shard_gets_the_images_of_its_own_samples(sheet):
+    whole = offline().generate(pairs(sheet)).root_track().segment.clean_latents
+    shards = [offline().generate(pairs(sheet).select(rows)).root_track() for rows in ([0], [3, 1])]
+    assert torch.equal(shards[0].segment.clean_latents, whole[[0]])
+    assert torch.equal(shards[1].segment.clean_latents, whole[[3, 1]])
+
+
+def test_a_request_without_images_is_sampled_as_the_trainside_engine_does(sheet):
+    req = request(4, GIVEN).replace(metadata=[{"category": "single"}] * 4, rollout_id=-1)
+    sampled = offline(forward_batch_size=2).generate(req).root_track()
+    expected = engine(pipeline=LinearPipeline()).generate(req).root_track()
+    assert torch.equal(sampled.segment.clean_latents, expected.segment.clean_latents)
+    assert torch.equal(sampled.decoded.pixels, expected.decoded.pixels)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rollout_id": -1}, ConfigError, "rows of eval.prompts bring images"),
+        ({"sampling_params": PARAMS}, ConfigError, "no stochastic steps: sampling.eta = 0.7 must be 0"),
+        ({"init_noise_latent_shape": [2, 4, 4]}, ContractError, r"the request's latents \[2, 4, 4\]"),
+        ({"sampling_params": replace(GIVEN, height=6)}, DataError, "does not give a picture of 6 x 3 pixels"),
+    ],
+)
+def test_what_does_not_fit_is_refused(sheet, change, error, message):
+    with pytest.raises(error, match=message):
+        offline().generate(pairs(sheet).replace(**change))
+
+
+def test_rows_with_and_without_images_are_not_mixed(sheet):
+    rows = pairs(sheet).metadata
+    with pytest.raises(ContractError, match="2 of 3 rows bring images; sample g0:sample:1 has none"):
+        offline().generate(pairs(sheet, metadata=[rows[0], {}, *rows[2:]]))
+    with pytest.raises(ContractError, match="does not end with :sample:"):
+        offline().generate(pairs(sheet, sample_ids=["a", "b", "c", "d"]))
+
+
+def test_pictures_of_other_kinds_become_rgb_and_broken_ones_are_named(tmp_path):
+    Image.new("L", (3, 2), 51).save(tmp_path / "grey.png")
+    Image.new("RGBA", (3, 2), (255, 0, 51, 0)).save(tmp_path / "clear.png")
+    pictures = read_pictures([f"{tmp_path}/grey.png", f"{tmp_path}/clear.png"], 2, 3)
+    assert pictures.shape == (2, 3, 2, 3) and pictures.dtype == torch.float32
+    torch.testing.assert_close(pictures[:, :, 0, 0], torch.tensor([[0.2, 0.2, 0.2], [1.0, 0.0, 0.2]]))
+    (tmp_path / "text.png").write_text("no picture")
+    for name in ("text.png", "absent.png"):
+        with pytest.raises(DataError, match=f"{name} cannot be read as a picture"):
+            read_pictures([f"{tmp_path}/{name}"], 2, 3)
+
+
+def test_latents_have_the_shape_that_was_asked_for(sheet):
+    assert list(offline().generate(pairs(sheet)).root_track().segment.clean_latents.shape[1:]) == list(SHAPE)
