@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,9 +31,11 @@ from unirl.app.comparison import (
     student_half_width,
 )
 from unirl.app.comparison_picture import band, draw
+from unirl.app.environment import packaged_shapes_path
 from unirl.app.main import INTERRUPTED, USER_ERROR, main
+from unirl.types.errors import ConfigError
 
-NFT, GRPO = "diffusion/sd3_shapes", "diffusion/sd3_shapes_flowgrpo"
+NFT, GRPO, DPO = "diffusion/sd3_shapes", "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes_dpo"
 SETTINGS = {"cpu_s": 60.0, "seeds": [0, 1], "overrides": [], "metric": "strict", "base_model": "base"}
 
 
@@ -135,6 +138,15 @@ def test_other_bases_and_prompts_are_refused_together(here, capsys):
     assert main(["compare", NFT, own_recipe(here, text)]) == USER_ERROR
     err = capsys.readouterr().err
     assert "bundle.pretrained_model = " in err and f'"{here}/prompts.txt" in own' in err
+
+
+def test_only_data_of_one_kind_is_the_same(here, capsys):
+    shutil.copytree(packaged_shapes_path("data/pairs"), here / "pairs")
+    other = own_recipe(here, f"data: {{path: {here}/pairs/pairs.jsonl}}", DPO)
+    require_one_evaluation(read_contenders(read_plan(parse(["compare", NFT, DPO]))))
+    contenders = read_contenders(read_plan(parse(["compare", NFT, DPO, other])))
+    with pytest.raises(ConfigError, match=rf'data.path = ".*" in {DPO}, "{here}/pairs/pairs.jsonl" in own.'):
+        require_one_evaluation(contenders)
 
 
 def test_what_is_trained_and_which_weights_are_shown_may_differ(here):

@@ -226,14 +226,20 @@ def _unresolved(config: DictConfig) -> Recipe:
 
 
 def require_one_evaluation(contenders: Sequence[Contender]) -> None:
-    """Raise ConfigError, with key and both values, where recipes differ in base, prompts or evaluation."""
-    first, *others = contenders
-    own = evaluation_of(first)
-    found = [
-        f"{key} = {left} in {first.name}, {right} in {other.name}."
-        for other in others
-        for key, left, right in differences(own, evaluation_of(other))
-    ]
+    """Raise ConfigError, with key and both values, where recipes differ in base, prompts or evaluation.
+
+    Recipes of one kind of data source must read the same data; pairs of a preference method are no prompts.
+    """
+    first = contenders[0]
+    by_source: dict[str, Contender] = {}
+    found = []
+    for other in contenders:
+        twin = by_source.setdefault(str(other.recipe["data"][TARGET]), other)
+        for one, left, right in (
+            (first, evaluation_of(first), evaluation_of(other)),
+            (twin, {"data.path": twin.recipe["data"].get("path")}, {"data.path": other.recipe["data"].get("path")}),
+        ):
+            found += [f"{key} = {a} in {one.name}, {b} in {other.name}." for key, a, b in differences(left, right)]
     if found:
         raise ConfigError(
             "\n".join([*found, "Recipes are compared from one base and by one evaluation. Set these to one value."])
@@ -241,7 +247,7 @@ def require_one_evaluation(contenders: Sequence[Contender]) -> None:
 
 
 def evaluation_of(contender: Contender) -> Settings:
-    """What must agree between recipes: the base, the prompts, and all that an evaluation depends on besides weights."""
+    """What must agree between recipes: the base, and all that an evaluation depends on besides weights."""
     from unirl.trainer.evaluation import EvaluationConfig
 
     recipe = contender.recipe
@@ -254,7 +260,6 @@ def evaluation_of(contender: Contender) -> Settings:
     return {
         "device": recipe["device"],
         "bundle": {"pretrained_model": recipe["bundle"].get("pretrained_model")},
-        "data": {"path": recipe["data"].get("path")},
         "save": {"best_metric": metric},
         "pipeline": {"schedule": recipe["pipeline"].get("schedule")},
         "reward": {"scorers": judged_by} | ({} if scorer in scorers else {"weights": recipe["reward"].get("weights")}),
