@@ -12,7 +12,8 @@ from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import initial_noise
-from unirl.types.media import Images, Texts
+from unirl.types.errors import ConfigError
+from unirl.types.media import Images, Texts, Videos
 from unirl.types.sampling import DiffusionSamplingParams
 
 PROMPTS = ["a red cat", "two blue dogs on a hill", "fog"]
@@ -163,3 +164,21 @@ def test_decoding_in_slices_equals_decoding_at_once(sd3_bundle: SD3Bundle) -> No
     sliced = SD3Pipeline(sd3_bundle, FlowSDEStrategy(), decode_batch_size=2).decode(latents)
     assert isinstance(whole, Images) and isinstance(sliced, Images)
     torch.testing.assert_close(sliced.pixels, whole.pixels, rtol=1e-5, atol=1e-6)
+
+
+def test_encoding_images_is_diffusers_image_to_image_preparation(sd3_bundle: SD3Bundle, reference: Any) -> None:
+    images = torch.rand(3, 3, 32, 24, generator=torch.Generator().manual_seed(0))
+    found = SD3Pipeline(sd3_bundle, FlowSDEStrategy(), decode_batch_size=2).encode_media(Images(pixels=images))
+    vae = reference.vae
+    with torch.no_grad():
+        posterior = vae.encode(reference.image_processor.preprocess(images)).latent_dist
+    expected = (posterior.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+    assert found.dtype == torch.float32 and not found.requires_grad
+    assert tuple(found.shape[1:]) == SD3Pipeline(sd3_bundle, FlowSDEStrategy()).latent_shape(_params())
+    # Slices of a batch round differently.
+    assert _relative(found, expected) < 1e-5
+
+
+def test_only_images_are_encoded(sd3_bundle: SD3Bundle) -> None:
+    with pytest.raises(ConfigError, match="SD3 encodes images, got Videos"):
+        SD3Pipeline(sd3_bundle, FlowSDEStrategy()).encode_media(Videos.pack(frames=[torch.rand(2, 3, 32, 24)]))

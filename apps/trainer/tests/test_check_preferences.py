@@ -1,0 +1,111 @@
+"""Mistakes of preference recipes, each with its message before work starts."""
+
+import copy
+import json
+import re
+
+import pytest
+from PIL import Image
+
+from unirl.app.environment import register_resolvers
+from unirl.config.check import check_recipe
+from unirl.config.recipes import compose, resolve
+from unirl.config.rules import Machine
+from unirl.types.errors import ConfigError
+
+ONLINE, OFFLINE, AWM = (f"diffusion/sd3_shapes_{name}" for name in ("online_dpo", "dpo", "awm"))
+PLENTY = Machine(num_cpus=1024, num_gpus=1024)
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    """The recipes of these tests, resolved once."""
+    register_resolvers()
+    return {name: resolve(compose(name)) for name in (ONLINE, OFFLINE, AWM)}
+
+
+def changed(recipe, changes):
+    """A copy with dotted keys set; a value of ... deletes the key."""
+    recipe = copy.deepcopy(recipe)
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        node = recipe
+        for part in path:
+            node = node[part]
+        if value is ...:
+            del node[last]
+        else:
+            node[last] = value
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            ONLINE,
+            {"backend.keep_reference": False},
+            "DiffusionDPO needs a reference policy: set backend.keep_reference",
+        ),
+        (
+            ONLINE,
+            {"selection": None},
+            "DiffusionDPO trains on 2 samples of a prompt, but sampling.samples_per_prompt = 8",
+        ),
+        (ONLINE, {"selection.best_of": 4}, "and selection.best_of = 4. Set selection.best_of: 2"),
+        (ONLINE, {"selection.drop_zero_variance": True}, "drop_zero_variance may part the pairs of DiffusionDPO"),
+        (ONLINE, {"stack.micro_batch_size": 7}, "stack.micro_batch_size = 7 must be a multiple of 2"),
+        (ONLINE, {"algorithm.rows_per_forward": 5}, "algorithm.rows_per_forward = 5 must be a multiple of 2"),
+        (
+            OFFLINE,
+            {"stack.num_updates_per_batch": 64, "batch_size": 32},
+            "batch_size = 32 pairs do not divide over num_devices * stack.num_updates_per_batch = 64",
+        ),
+        (
+            OFFLINE,
+            {"sampling.eta": 0.5},
+            "sampling.eta = 0.5: given images have no stochastic steps. Set sampling.eta: 0",
+        ),
+        (
+            OFFLINE,
+            {"data._target_": "unirl.data.data_source.MultimodalRLDataSource"},
+            "the engine takes the images of the data, but MultimodalRLDataSource brings none",
+        ),
+        (AWM, {"algorithm.ema_kl_coef": 1.0}, "algorithm.ema_kl_coef = 1.0 needs a moving average of the weights"),
+        (AWM, {"algorithm.weighting": "snr"}, "algorithm.weighting = 'snr' must be one of 'uniform', 't'"),
+    ],
+)
+def test_a_mistake_is_named_with_its_values_and_the_fix(recipes, name, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(changed(recipes[name], changes))
+
+
+def test_what_gives_a_reference_is_enough(recipes):
+    check_recipe(changed(recipes[ONLINE], {"selection": None, "sampling.samples_per_prompt": 2}))
+    lora = {"_target_": "unirl.train.configs.LoraConfig", "rank": 4, "alpha": 8}
+    check_recipe(changed(recipes[ONLINE], {"backend.keep_reference": False, "backend.lora": lora}))
+    ema = {"_target_": "unirl.train.configs.EMAConfig", "decay": 0.3}
+    check_recipe(changed(recipes[AWM], {"algorithm.ema_kl_coef": 1.0, "backend.ema": ema}))
+
+
+def test_pairs_are_read_by_the_check(recipes, tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "good.png")
+    Image.new("RGB", (16, 16)).save(tmp_path / "small.png")
+    good = {"prompt": "a red circle", "images": ["good.png", "good.png"], "scores": [1, 0]}
+    path = tmp_path / "pairs.jsonl"
+
+    def check(*rows, **changes):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        check_recipe(changed(recipes[OFFLINE], {"data.path": str(path), **changes}), PLENTY)
+
+    check(good)
+    for change, message in (
+        ({"images": ["good.png", "absent.png"]}, "image absent.png does not exist"),
+        ({"images": ["good.png", "small.png"]}, "image small.png has 16 x 16 pixels"),
+        ({"images": ["good.png"], "scores": [1]}, "1 images, but 2 samples a prompt"),
+        ({"scores": [1, 1]}, "the scores [1, 1] are equal"),
+    ):
+        with pytest.raises(ConfigError, match=rf"data\.path: .*pairs\.jsonl:2: {re.escape(message)}"):
+            check(good, {**good, **change})
+    with pytest.raises(ConfigError, match=r"eval\.prompts = .* brings images, which would be judged"):
+        check(good, **{"eval.prompts": str(path)})
