@@ -16,10 +16,11 @@ from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPip
 from PIL import Image
 from torch import Tensor
 
-from unirl.algorithms.advantages import AdvantageConfig
+from unirl.algorithms.advantages import AdvantageConfig, Advantages
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.kl import AdaptiveKL
+from unirl.algorithms.prompt_statistics import PromptStatistics
 from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, WorkerContext
@@ -112,6 +113,7 @@ class Run:
         evaluation: dict[str, Any] | None = None,
         num_prompts: int = 12,
         selection: SampleSelection | None = None,
+        advantages: Advantages | None = None,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +152,7 @@ class Run:
             TrainerSettings(**{**defaults, **settings}),
             data=data,
             sampling=sampling(eta=0.0 if kind is DiffusionNFT else 0.7),
-            advantages=AdvantageConfig(),
+            advantages=advantages if advantages is not None else AdvantageConfig(),
             evaluator=None if evaluation is None else Evaluator(config, data.rows, sampling()),
             guardrails=guardrails,
             trackers=[self.notes],
@@ -274,6 +276,21 @@ def test_a_clock_adds_up_also_where_a_phase_fails_and_goes_on_after_a_resume():
     with again.phase("train"):
         pass
     assert again.wall_s["train"] > clock.wall_s["train"] == first["timing_s/train"]
+
+
+def test_a_resumed_run_remembers_the_rewards_of_its_prompts(tmp_path: Path):
+    def options() -> dict[str, Any]:
+        return {"num_rollouts": 6, "num_prompts": 4, "advantages": PromptStatistics(min_count=4)}
+
+    whole = Run(tmp_path / "whole", **options())
+    whole.trainer.run()
+    first = Run(tmp_path / "parts", **options())
+    first.engine.then = lambda rollout_id: first.stop.set() if rollout_id == 2 else None
+    assert not first.trainer.run()["is_complete"]
+    second = Run(tmp_path / "parts", **options())
+    assert second.trainer.run("auto")["is_complete"]
+    assert whole.notes.logged[6]["advantage/known_prompt_fraction"] == 1.0
+    assert same(whole.weights_at(5), second.weights_at(5))
 
 
 # Evaluation and checkpoints -----------------------------------------------------------------------------------------
