@@ -55,7 +55,7 @@ WAYS: dict[str, tuple[type[RewardGradient], dict[str, Any]]] = {
     "refl": (ReFL, {"num_last_steps": 2, **FULL_REFL}),
     "refl_pretrain": (ReFL, {"num_last_steps": 3, "scale": 0.5, "margin": 0.3, "pretrain_coef": 0.2}),
     "draft": (DRaFT, {"num_last_steps": 2}),
-    "draft_lv": (DRaFT, {"num_noisings": 3}),
+    "draft_lv": (DRaFT, {"num_noisings": 3, "scale": 2.0, "margin": 5.0}),
     "alignprop": (AlignProp, {}),
     "alignprop_full": (AlignProp, {"truncation": "full"}),
 }
@@ -414,6 +414,12 @@ def test_metrics_say_what_the_reward_and_its_gradient_were():
     assert metrics["policy/loss"] == pytest.approx(-reward.mean().item(), rel=1e-5)
     norms = gradient.flatten(1).norm(dim=1)
     assert metrics["reward_gradient/pixel_grad_norm"] == pytest.approx(float(norms.mean()), rel=1e-5)
+    assert "reward_gradient/above_margin_fraction" not in metrics
+    middle = reward.median().item()
+    hinged, _ = made_with(DRaFT, margin=middle)
+    found = hinged.stack.train(resp, torch.zeros(6), progress=0.0).metrics
+    assert found["reward_gradient/above_margin_fraction"] == pytest.approx(float((reward >= middle).double().mean()))
+    assert found["policy/loss"] == pytest.approx((middle - reward).relu().mean().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -543,7 +549,8 @@ def test_the_best_policy_is_found(way: str):
         (DRaFT, {"rows_per_forward": 0}, "rows_per_forward = 0 must be at least 1"),
         (ReFL, {"num_last_steps": 0}, "num_last_steps = 0 must be at least 1"),
         (ReFL, {"scale": 0.0}, "scale = 0.0 must be"),
-        (ReFL, {"margin": float("nan")}, "margin = nan must be"),
+        (DRaFT, {"scale": float("inf")}, "scale = inf must be"),
+        (DRTune, {"margin": float("nan")}, "margin = nan must be"),
         (ReFL, {"pretrain_coef": -1.0}, "pretrain_coef = -1.0 must be"),
         (AlignProp, {"truncation": "half"}, "truncation = 'half' must be one of random, full"),
     ],

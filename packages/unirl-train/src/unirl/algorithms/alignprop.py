@@ -21,7 +21,7 @@ Truncation = Literal["random", "full"]
 
 
 class AlignProp(RewardGradient):
-    """Minus the reward, with its gradient through the last K steps, K drawn a sample; each step is checkpointed.
+    """The reward with its gradient through the last K steps, K drawn a sample; each step is checkpointed.
 
     truncation: "random" draws K uniformly from 1 .. T, "full" is K = T.
     Everything else: see `RewardGradient`; the penalty is taken at one of the K steps, drawn anew.

@@ -19,7 +19,7 @@ from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
 class DRaFT(RewardGradient):
-    """Minus the reward, with its full gradient through the last K steps.
+    """The reward with its full gradient through the last K steps.
 
     num_last_steps: K; 1 is DRaFT-1. The steps before have no gradient.
     num_noisings: 0 follows the sampler. n >= 1 is DRaFT-LV, of less variance and for K = 1 alone: the clean latent is

@@ -22,7 +22,7 @@ from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
 class DRTune(RewardGradient):
-    """Minus the reward of a clean latent to which K equally spaced steps contribute their gradients.
+    """The reward of a clean latent to which K equally spaced steps contribute their gradients.
 
     num_gradient_steps: K, spaced equally with a random offset a sample; one forward of B K rows.
     early_stop: largest number of last steps that one prediction of the clean latent replaces, drawn a sample from

@@ -1,8 +1,8 @@
 """ReFL: the reward of the clean latent that one late step predicts.
 
 Legend: B samples, T steps.
-Source: ImageReward (arXiv 2304.05977), algorithm 1; the published code has 40 steps, trains on one of the last ten and
-scales relu(2 - reward) by 1e-3 beside a pre-training loss on pictures of its own.
+Source: ImageReward (arXiv 2304.05977), algorithm 1. The published code has 40 steps, trains on one of the last ten and
+scales relu(2 - reward) by 1e-3; the paper adds a pre-training loss on given pictures, the code does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ReFL(RewardGradient):
     """scale * relu(margin - reward) of x_p - sigma_p v(sg x_p), p drawn from the last steps.
 
     num_last_steps: p is one of the last so many steps, drawn a sample; 10 of 40 as published.
-    scale: of the reward's loss. margin: a reward above it teaches nothing; .inf for minus the reward itself.
+    scale, margin: as published for ImageReward's standardised reward.
     pretrain_coef: weight of the flow-matching loss on the sample's own clean latent, noised to one of its levels; holds
         the model where its samples are. 0 leaves it out.
     Everything else: see `RewardGradient`.
@@ -44,17 +44,11 @@ class ReFL(RewardGradient):
     ) -> None:
         if num_last_steps < 1:
             raise ConfigError(f"algorithm.num_last_steps = {num_last_steps} must be at least 1")
-        if not (scale > 0 and math.isfinite(scale)):
-            raise ConfigError(f"algorithm.scale = {scale} must be a finite number above 0")
-        if math.isnan(margin) or margin == -math.inf:
-            raise ConfigError(f"algorithm.margin = {margin} must be a number, or .inf for no margin")
         if not (pretrain_coef >= 0 and math.isfinite(pretrain_coef)):
             raise ConfigError(f"algorithm.pretrain_coef = {pretrain_coef} must be a finite number of at least 0")
         self.num_last_steps = num_last_steps
-        self.scale = scale
-        self.margin = margin
         self.pretrain_coef = pretrain_coef
-        super().__init__(pipeline, policies, **options)
+        super().__init__(pipeline, policies, scale=scale, margin=margin, **options)
 
     def clean_latents(self, steps: Denoising, keys: list[str]) -> Tensor:
         """What the step drawn for each sample predicts."""
@@ -71,12 +65,6 @@ class ReFL(RewardGradient):
             )
         draw_B = keyed_uniform([f"{key}::step" for key in keys], self.seed, ()).to(steps.latents.device)
         return (steps.num_steps - 1 - (draw_B * self.num_last_steps).long())[:, None]
-
-    def sample_loss(self, reward_B: Tensor) -> Tensor:
-        """scale * relu(margin - reward), or scale * -reward without a margin."""
-        if self.margin == math.inf:
-            return -self.scale * reward_B
-        return self.scale * (self.margin - reward_B).relu()
 
     def extra_loss(self, steps: Denoising, keys: list[str], metrics: RowMetrics) -> Tensor | None:
         """The flow-matching loss, one level a sample."""

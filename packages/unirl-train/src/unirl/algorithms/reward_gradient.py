@@ -10,6 +10,7 @@ Legend: B samples, T steps, K gradient steps a sample, R rows.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
@@ -131,7 +132,9 @@ class Denoising:
 class RewardGradient(StageAlgorithm):
     """Maximise the reward of what the sampler makes, by its gradient; subclasses say how far back that goes.
 
-    The loss of a sample is minus its reward. Advantages are not used.
+    The loss of a sample is scale * relu(margin - reward). Advantages are not used.
+    scale: of the loss; AdamW undoes it but for stack.max_grad_norm and the penalty.
+    margin: a reward above it teaches nothing; .inf, the default, makes the loss scale * -reward.
     kl_coef, adaptive_kl: penalty mean (v - v_ref)^2 at the steps with gradients, see `ReferenceKL`; 0 switches the
         reference off. It is taken at the stored latents: it moves the velocity there, not where the latents lie.
     is_checkpointed: recompute every velocity in the backward pass instead of keeping its activations.
@@ -147,6 +150,8 @@ class RewardGradient(StageAlgorithm):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
+        scale: float = 1.0,
+        margin: float = math.inf,
         kl_coef: float = 0.0,
         adaptive_kl: AdaptiveKL | None = None,
         is_checkpointed: bool = False,
@@ -154,6 +159,10 @@ class RewardGradient(StageAlgorithm):
         seed: int = 0,
         params: DiffusionSamplingParams | None = None,
     ) -> None:
+        if not (scale > 0 and math.isfinite(scale)):
+            raise ConfigError(f"algorithm.scale = {scale} must be a finite number above 0")
+        if math.isnan(margin) or margin == -math.inf:
+            raise ConfigError(f"algorithm.margin = {margin} must be a number, or .inf for no margin")
         check_rows_per_forward(rows_per_forward)
         if rows_per_forward is not None and rows_per_forward < self.rows_per_sample:
             raise ConfigError(
@@ -163,6 +172,8 @@ class RewardGradient(StageAlgorithm):
         self._pipeline = pipeline
         self._reward: DifferentiableReward | None = None
         self._params = params
+        self.scale = scale
+        self.margin = margin
         self.reference = ReferenceKL(policies, coef=kl_coef, adaptive=adaptive_kl)
         self.is_checkpointed = is_checkpointed
         self.rows_per_forward = rows_per_forward
@@ -194,9 +205,11 @@ class RewardGradient(StageAlgorithm):
     def gradient_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
         """Steps at which velocities get a gradient, int64 [B, K]: where the penalty is taken."""
 
-    def sample_loss(self, reward_B: Tensor) -> Tensor:
-        """Loss of every sample, [B]."""
-        return -reward_B
+    def reward_loss(self, reward_R: Tensor) -> Tensor:
+        """scale * relu(margin - reward), or scale * -reward without a margin, [R]."""
+        if self.margin == math.inf:
+            return -self.scale * reward_R
+        return self.scale * (self.margin - reward_R).relu()
 
     def extra_loss(self, steps: Denoising, keys: list[str], metrics: RowMetrics) -> Tensor | None:
         """Something more that a method adds, [B]; None for nothing."""
@@ -247,9 +260,11 @@ class RewardGradient(StageAlgorithm):
             repeats = latents.shape[0] // steps.num_samples
             track = steps.track if repeats == 1 else _repeated(steps.track, repeats)
             reward = self._reward.score_with_gradient(request_for_track(track, images))
-            loss_B = self.sample_loss(reward).view(steps.num_samples, repeats).mean(dim=1)
+            loss_B = self.reward_loss(reward).view(steps.num_samples, repeats).mean(dim=1)
             at_pixels, at_latents = torch.autograd.grad(loss_B.sum(), (images.pixels, latents))
         metrics.mean("reward_gradient/reward", reward)
+        if self.margin < math.inf:
+            metrics.mean("reward_gradient/above_margin_fraction", (reward >= self.margin).double())
         metrics.mean("reward_gradient/pixel_grad_norm", at_pixels.flatten(1).norm(dim=1))
         metrics.mean("reward_gradient/latent_grad_norm", at_latents.flatten(1).norm(dim=1))
         return loss_B.detach(), at_latents
