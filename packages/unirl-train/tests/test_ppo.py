@@ -222,7 +222,7 @@ def test_explained_variance_is_over_all_rows_of_the_update():
     assert metrics["ppo/return_mean"] == pytest.approx(float(returns.mean()), rel=1e-4)
     assert metrics["ppo/value_loss"] == pytest.approx(0.5 * float(error.square().mean()), rel=1e-4)
     assert metrics["train/critic_grad_norm"] > 0
-    assert not {"ppo/return_square", "ppo/error_mean", "ppo/error_square"} & set(metrics)
+    assert not {"return_square", "value_error", "value_error_square"} & set(metrics)
 
 
 def test_returns_that_are_all_equal_have_no_explained_variance():

@@ -9,6 +9,7 @@ from diffusion_fakes import CASES, FieldBundle, FieldPipeline, Setup, ranks_resu
 from diffusion_fakes import trained as trained_alone
 from torch import Tensor
 
+from unirl.algorithms.awm import AWM
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
@@ -227,3 +228,18 @@ def test_both_ranks_report_the_same(ranks: list[dict[str, Any]]):
     for case in CASES:
         first, second = ({k: v for k, v in r[case]["metrics"].items() if "timing" not in k} for r in ranks)
         assert first == second
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (DiffusionGRPO, {"advantage_clip": 2.0}),
+        (DiffusionNFT, {"advantage_max": 2.0}),
+        (AWM, {"advantage_clip": 2.0, "num_timesteps": 2}),
+    ],
+)
+def test_the_fraction_of_clipped_advantages_has_one_name(kind: type[StageAlgorithm], options: dict[str, Any]):
+    made = setup(kind, micro=4, **options)
+    wide = torch.tensor([9.0, -9.0, 2.0, 1.0, -1.0, 0.0])
+    metrics = made.stack.train(response(), wide, progress=0.0).metrics
+    assert metrics["advantage/clipped_fraction"] == pytest.approx(1 / 3)

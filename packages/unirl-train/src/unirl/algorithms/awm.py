@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
+from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_clipped
 from unirl.algorithms.forward_process import ForwardProcessAlgorithm, ForwardRows
 from unirl.algorithms.losses import clipped_surrogate, matching_logp, velocity_distance
 from unirl.types.errors import ConfigError
@@ -90,6 +90,7 @@ class AWM(ForwardProcessAlgorithm):
             )
             metrics = RowMetrics()
             metrics.mean("policy/loss", loss_R)
+            report_clipped(metrics, micro.advantages[rows.sample_R], self.advantage_clip)
             metrics.mean("policy/ratio_mean", measured["ratio"])
             metrics.max("policy/ratio_max_abs_dev", (measured["ratio"] - 1).abs())
             metrics.mean("policy/clipfrac_high", measured["clipped_high"])

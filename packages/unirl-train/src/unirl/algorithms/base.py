@@ -5,6 +5,7 @@ Legend: B samples of a micro-batch, S stochastic steps, R rows.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -125,6 +126,12 @@ class StageAlgorithm(ABC):
 
     def load_state_dict(self, state: dict[str, float]) -> None:  # noqa: B027 (an optional hook)
         """Restore `state_dict`."""
+
+
+def report_clipped(metrics: RowMetrics, advantage_R: Tensor, limit: float | None) -> None:
+    """The fraction of advantages beyond +- limit, under the name that all algorithms share; None clips none."""
+    is_clipped = advantage_R.abs() > (math.inf if limit is None else limit)
+    metrics.mean("advantage/clipped_fraction", is_clipped.float())
 
 
 def check_rows_per_forward(rows_per_forward: int | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
+from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_clipped
 from unirl.algorithms.forward_process import ForwardProcessAlgorithm
 from unirl.algorithms.losses import nft_loss, optimality, velocity_distance
 from unirl.algorithms.schedules import OldPolicyDecay
@@ -102,6 +102,7 @@ class DiffusionNFT(ForwardProcessAlgorithm):
                 adaptive_weight=self.adaptive_weight,
             )
             metrics = RowMetrics()
+            report_clipped(metrics, advantages[rows.sample_R], self.advantage_max)
             metrics.mean("nft/positive_loss", branches.positive_R)
             metrics.mean("nft/negative_loss", branches.negative_R)
             metrics.mean("nft/optimality_mean", r_R)

@@ -24,8 +24,9 @@ from unirl.train.configs import OptimizerConfig
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline
 
-_RETURN, _RETURN_SQUARE = "ppo/return_mean", "ppo/return_square"
-_ERROR, _ERROR_SQUARE = "ppo/error_mean", "ppo/error_square"
+_RETURN = "ppo/return_mean"
+_RETURN_SQUARE, _ERROR, _ERROR_SQUARE = "return_square", "value_error", "value_error_square"
+"""Summed over rows to become `ppo/explained_variance`."""
 
 ROUNDING = 1e-12
 """Relative variance below which returns count as equal: a difference of float64 means is no more exact."""

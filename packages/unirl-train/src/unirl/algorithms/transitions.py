@@ -6,7 +6,6 @@ Legend: B samples, S stochastic steps, C of them trained a sample, R = B C rows 
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from unirl.algorithms.base import (
     RowMetrics,
     StageAlgorithm,
     check_rows_per_forward,
+    report_clipped,
     row_chunks,
     sampled_with,
 )
@@ -160,8 +160,9 @@ class TransitionAlgorithm(StageAlgorithm):
         anchor_R = self._anchor_logp(micro, sample_R, step_R)
         anchor_mean = micro.anchor["mean"].flatten(0, 1) if self.keeps_anchor_means else None
         given_R = self.row_advantages(micro, sample_R, step_R)
-        limit = math.inf if self.advantage_clip is None else self.advantage_clip
-        advantage_R = given_R.clamp(-limit, limit)
+        advantage_R = given_R
+        if self.advantage_clip is not None:
+            advantage_R = given_R.clamp(-self.advantage_clip, self.advantage_clip)
         if self.credit is not None:
             advantage_R = advantage_R * self.credit.weights(segment).to(advantage_R.device)[step_R]
         delta_R = (-segment.sigmas.diff())[step_R].to(advantage_R.device)
@@ -186,7 +187,7 @@ class TransitionAlgorithm(StageAlgorithm):
                 )
             )
             metrics.mean("policy/loss", loss_R)
-            metrics.mean("advantage/clipped_fraction", (given_R[rows].abs() > limit).float())
+            report_clipped(metrics, given_R[rows], self.advantage_clip)
             if reference is not None:
                 kl_R = self.reference.of_transitions(policy, reference)
                 loss_R = loss_R + self.reference.penalty(kl_R, metrics, steps, segment.sde_indices)
