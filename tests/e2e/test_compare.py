@@ -2,9 +2,6 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 
 import pytest
 from conftest import SMALL
@@ -18,8 +15,10 @@ CHANGES = [word for word in SMALL if not word.startswith(("num_rollouts", "batch
 
 
 @pytest.fixture
-def own_logging():
-    """The command sets up logging for its process."""
+def own_process(monkeypatch):
+    """The command sets up logging and threads for its process."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TQDM_DISABLE"):
+        monkeypatch.setenv(name, "1")
     root, ours = logging.getLogger(), logging.getLogger("unirl")
     handlers, levels = list(root.handlers), (root.level, ours.level)
     yield
@@ -28,17 +27,11 @@ def own_logging():
     ours.setLevel(levels[1])
 
 
-def test_two_recipes_are_trained_and_then_only_read(tmp_path, own_logging, capsys):
+def test_two_recipes_are_trained_and_then_only_read(tmp_path, own_process, capsys):
     words = ["compare", *RECIPES, *CHANGES, "batch_size=2", "cpu_s=2", "seeds=0", "--output", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "unirl.app.main", *words, "--jobs", "2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 runs of 2 CPU s of training, 0 of them finished" in done.stderr
+    status, done = main([*words, "--jobs", "2"]), capsys.readouterr()
+    assert status == 0, done.err
+    assert "2 runs of 2 CPU s of training, 0 of them finished" in done.err
     document = json.loads((tmp_path / "comparison.json").read_text())
     bases = set()
     for recipe in document["recipes"]:
@@ -49,13 +42,12 @@ def test_two_recipes_are_trained_and_then_only_read(tmp_path, own_logging, capsy
         assert samples[-1] == 8 * run["num_rollouts"] == recipe["num_samples"]
         assert all(0 <= value <= 1 for value in values)
         bases.add(values[0])
-        assert f"| {recipe['recipe']} | {recipe['algorithm']} | {values[0]:.3f} | {values[-1]:.3f} |" in done.stdout
+        assert f"| {recipe['recipe']} | {recipe['algorithm']} | {values[0]:.3f} | {values[-1]:.3f} |" in done.out
     assert {recipe["algorithm"] for recipe in document["recipes"]} == {"DiffusionNFT", "DiffusionGRPO"}
     assert len(bases) == 1, "both start from one base"
     assert Image.open(tmp_path / "comparison.png").width > 1000
-    capsys.readouterr()
     assert main(words) == 0
     said = capsys.readouterr()
     assert "2 runs of 2 CPU s of training, 2 of them finished" in said.err and "starts" not in said.err
-    assert said.out == done.stdout
+    assert said.out == done.out
     assert json.loads((tmp_path / "comparison.json").read_text()) == document
