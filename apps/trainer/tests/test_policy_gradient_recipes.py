@@ -110,6 +110,16 @@ MISTAKES = [
     ("ddpo", {"algorithm.clip_range": 1e-3}, "clip_range = 0.001 does nothing with estimator = score_function"),
     ("dpok", {"backend.keep_reference": False}, "algorithm.kl_coef = 0.01 needs a reference policy"),
     ("cppo", {"algorithm.rows_per_forward": "all"}, "algorithm.rows_per_forward = 'all' must be an integer"),
+    (
+        "flowgrpo",
+        {"sampling.post_step_ratio": 0.4},
+        "sampling.post_step_ratio = 0.4 is for the steps behind the last stochastic one, but the last step is",
+    ),
+    (
+        "mixgrpo_flash",
+        {"sampling.scheduler": {"_target_": "unirl.sde.windows.AllSteps", "num_steps": 6}},
+        "sampling.post_solver = dpmpp_2m is for the steps",
+    ),
     ("dancegrpo", {"selection": {"best_of": 26}}, "best_of = 26 exceeds sampling.samples_per_prompt = 24"),
 ]
 

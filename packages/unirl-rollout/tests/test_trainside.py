@@ -9,7 +9,7 @@ from rollout_fakes import PARAMS, SHAPE, LinearPipeline, engine, request
 
 from unirl.rollout import checks
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
-from unirl.sde.schedule import linear_sigmas
+from unirl.sde.schedule import compressed_tail, linear_sigmas
 from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import RolloutEngine
@@ -104,6 +104,18 @@ def test_a_dump_holds_request_and_response(tmp_path):
 def test_an_incomplete_request_is_refused_with_what_is_wrong(change, message):
     with pytest.raises((ContractError, ConfigError), match=message):
         engine().generate(request().replace(**change))
+
+
+def test_a_schedule_with_a_compressed_tail_is_sampled_as_it_is_pinned():
+    """MixGRPO-Flash: the driver pins fewer steps behind the window, and the engine has no schedule of its own."""
+    sigmas = compressed_tail(linear_sigmas(6), 2, 0.4)
+    params = replace(PARAMS, num_inference_steps=3, sde_indices=[0, 1], post_solver="dpmpp_2m")
+    segment = engine().generate(request(params=params).replace(sigmas=sigmas)).root_track().segment
+    assert segment.sigmas.tolist() == sigmas.tolist() and sigmas.tolist() == linear_sigmas(6)[[0, 1, 2, 6]].tolist()
+    assert segment.sde_indices == [0, 1] and segment.num_steps == 3
+    # The last step is first order whatever the solver: x - sigma v.
+    x = segment.latents_at(2)
+    torch.testing.assert_close(segment.clean_latents, x - sigmas[2] * (0.5 * x + 0.1), rtol=0, atol=1e-6)
 
 
 def test_an_engine_that_drifts_from_the_request_is_caught():

@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unirl.sde.schedule import SigmaSchedule, diffusers_sigmas, dynamic_mu, dynamic_sigmas, linear_sigmas
+from unirl.sde.schedule import (
+    SigmaSchedule,
+    compressed_tail,
+    diffusers_sigmas,
+    dynamic_mu,
+    dynamic_sigmas,
+    linear_sigmas,
+)
 
 UNKNOWN: Any = "unknown"
 STEPS = [1, 2, 4, 10, 16, 25, 28, 50]
@@ -182,3 +189,32 @@ def test_a_diffusers_scheduler_and_its_configuration_give_the_same_sigmas():
 def test_bad_values_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_compressed_tail_by_hand():
+    sigmas = torch.tensor([1.0, 0.9, 0.8, 0.6, 0.5, 0.3, 0.1, 0.0])
+    # Behind position 2 there are five steps; two fifths are two: positions 2, 4 (2.5 rounds to even), 7.
+    assert torch.equal(compressed_tail(sigmas, 2, 0.4), sigmas[[0, 1, 2, 4, 7]])
+    # One step of five goes straight to 0; the published linspace(p, 0, 1) would stay at p.
+    assert torch.equal(compressed_tail(sigmas, 2, 0.2), sigmas[[0, 1, 2, 7]])
+    assert torch.equal(compressed_tail(sigmas, 2, 0.01), sigmas[[0, 1, 2, 7]])
+    assert torch.equal(compressed_tail(sigmas, 6, 0.4), sigmas)
+
+
+@given(st.integers(1, 40), st.floats(0.01, 1.0), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_compressed_tail_keeps_its_ends_and_always_reaches_zero(num_steps, ratio, data):
+    sigmas = linear_sigmas(num_steps)
+    start = data.draw(st.integers(0, num_steps - 1))
+    found = compressed_tail(sigmas, start, ratio)
+    assert torch.equal(found[: start + 1], sigmas[: start + 1])
+    assert found[-1] == 0 and bool((found.diff() < 0).all())
+    assert set(found.tolist()) <= set(sigmas.tolist())
+    assert found.numel() - 1 == start + max(int((num_steps - start) * ratio + 1e-9), 1)
+    assert torch.equal(compressed_tail(sigmas, start, 1.0), sigmas)
+
+
+@pytest.mark.parametrize(("start", "ratio"), [(-1, 0.5), (4, 0.5), (1, 0.0), (1, 1.5)])
+def test_a_tail_that_is_not_there_or_a_share_outside_one_is_refused(start, ratio):
+    with pytest.raises(ValueError, match=r"must lie in 0 .. 3, ratio"):
+        compressed_tail(linear_sigmas(4), start, ratio)

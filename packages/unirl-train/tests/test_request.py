@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirl.data.data_source import PromptRow
-from unirl.trainer.request import build_request, unique_ids
+from unirl.trainer.request import build_request, shortened, unique_ids
 from unirl.types.media import Texts
 from unirl.types.rollout import RolloutReq
 
@@ -66,3 +66,19 @@ def test_samples_of_a_group_share_their_start_only_where_asked():
 def test_noise_changes_from_rollout_to_rollout_and_is_the_same_when_asked_again():
     first, again, later = (request(prompt_rows(2), rollout_id=number).init_noise_group_ids for number in (0, 0, 1))
     assert first == again and set(first).isdisjoint(later)
+
+
+def test_steps_behind_the_last_stochastic_one_are_compressed():
+    params = sampling(sde_indices=[0], post_step_ratio=0.4, post_solver="dpmpp_2m")
+    fewer, sigmas = shortened(params, SIGMAS)
+    # Three steps behind position 1 become one.
+    assert sigmas.tolist() == SIGMAS[[0, 1, 4]].tolist() and fewer.num_inference_steps == 2
+    assert fewer.sde_indices == [0] and fewer.post_solver == "dpmpp_2m"
+    wider, sigmas = shortened(sampling(sde_indices=[0], post_step_ratio=0.7), SIGMAS)
+    assert sigmas.tolist() == SIGMAS[[0, 1, 3, 4]].tolist() and wider.num_inference_steps == 3
+
+
+def test_a_schedule_stays_where_nothing_is_behind_the_stochastic_steps():
+    for params in (sampling(), sampling(sde_indices=[3], post_step_ratio=0.4), sampling(eta=0.0, sde_indices=[])):
+        same, sigmas = shortened(params, SIGMAS)
+        assert same is params and sigmas is SIGMAS

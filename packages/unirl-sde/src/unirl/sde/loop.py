@@ -91,8 +91,8 @@ def sample(
     sigmas: [T + 1], strictly decreasing within [0, 1], on any device (read once; a GPU tensor costs one transfer).
     sde_indices: the stochastic steps, any order. They use `strategy` with `eta` > 0 and step_noise(i), [B, ...]; eta,
     strategy and step_noise have no effect when there are none. All other steps are Euler.
-    solver: replaces Euler after the last stochastic step (everywhere, if there is none), as in MixGRPO-Flash; steps
-    before a stochastic step stay Euler.
+    solver: replaces Euler after the last stochastic step (everywhere, if there is none), as in MixGRPO-Flash, and goes
+    on from what that step predicted; steps before a stochastic step stay Euler.
     storage_dtype: latents on both sides of a stochastic step are rounded through it before they are used; in between
     the state is float32 and only the stored copy is rounded. So the trajectory does not depend on `keep`.
     keep: "transitions" stores i and i + 1 of every stochastic step i, and T; "all" stores 0 .. T; "last" stores T.
@@ -137,8 +137,11 @@ def sample(
             latents.append(x.to(storage_dtype))
         sigma_R, sigma_next_R, step_R = _rows(x, levels, index)
         if strategy is not None and step_noise is not None and index in sde_steps:
+            predicted = velocity(x, sigma_R, step_R)
+            if solver is not None and index == last_sde:
+                solver.observe(x, predicted, index)
             out, logp_B = _stochastic_step(
-                velocity(x, sigma_R, step_R),
+                predicted,
                 x,
                 sigma_R,
                 sigma_next_R,

@@ -24,6 +24,10 @@ class Solver(Protocol):
         """The latent at position index + 1, given the latent and the velocity at position index, [B, ...]."""
         ...
 
+    def observe(self, x: Tensor, velocity: Tensor, index: int) -> None:
+        """Tells of latent and velocity at a position whose step somebody else takes, a stochastic one."""
+        ...
+
 
 def euler_step(x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor) -> Tensor:
     """x + v (sigma_next - sigma), [R, ...], computed in float32. Raises ValueError if shapes disagree."""
@@ -63,6 +67,9 @@ class EulerSolver:
         sigma, sigma_next = _step_sigmas(self._sigmas, index)
         return euler_step(x, velocity, _filled(x, sigma), _filled(x, sigma_next))
 
+    def observe(self, x: Tensor, velocity: Tensor, index: int) -> None:
+        """Nothing: a step of first order looks at no other."""
+
 
 def _filled(x: Tensor, value: float) -> Tensor:
     return torch.full((x.shape[0],), value, dtype=torch.float32, device=x.device)
@@ -75,7 +82,7 @@ class DPMSolverPP2M:
         x_next = (sigma_next / sigma) x + (1 - sigma_next / sigma) D,
         D = x0 + h / (2 h_previous) (x0 - x0_previous).
     First order (which is exactly Euler) on the first step after `reset`, on the last step of the schedule, and on a
-    step whose predecessor was not taken by this solver. Coefficients are float64; latents are float32 (float64 stays
+    step whose predecessor was neither taken nor observed. Coefficients are float64; latents are float32 (float64 stays
     float64).
     From sigma = 1 the previous h is infinite, so step 1 of a full schedule is first order as well.
     Source: DPM-Solver++ (arXiv 2211.01095), algorithm 2, with the flow-matching alpha and sigma.
@@ -104,6 +111,11 @@ class DPMSolverPP2M:
         h_previous = _log_snr(sigma) - _log_snr(self._sigmas[index - 1])
         extrapolated = x0 + (h / (2 * h_previous)) * (x0 - previous[1])
         return (sigma_next / sigma) * x + (1 - sigma_next / sigma) * extrapolated
+
+    def observe(self, x: Tensor, velocity: Tensor, index: int) -> None:
+        """Keeps the predicted clean latent for the next step. MixGRPO-Flash starts behind its window this way."""
+        x0 = at_least_float32(x) - self._sigmas[index] * at_least_float32(velocity)
+        self._previous = (index, x0)
 
 
 def _log_snr(sigma: float) -> float:

@@ -290,6 +290,29 @@ def scheduler_fits(recipe: Recipe) -> Messages:
         yield "sampling.sde_indices wins over sampling.scheduler, which then does nothing. Remove one of them."
 
 
+def post_steps_exist(recipe: Recipe) -> Messages:
+    """What is said of the steps behind the last stochastic one finds some."""
+    sampling, scheduler = _sampling(recipe), _sampling(recipe).get("scheduler")
+    changed = [
+        name for name, plain in (("post_solver", "euler"), ("post_step_ratio", 1)) if sampling.get(name, plain) != plain
+    ]
+    if not changed or _eta(recipe) == 0:
+        return
+    explicit = sampling.get("sde_indices")
+    if explicit is not None:
+        reaches_end = _num_steps(recipe) - 1 in explicit
+    elif scheduler is None:
+        reaches_end = True
+    else:
+        is_all = str(scheduler.get(TARGET)).endswith(".AllSteps")
+        reaches_end = is_all and not scheduler.get("exclude_last", False)
+    if reaches_end:
+        yield (
+            f"sampling.{changed[0]} = {sampling[changed[0]]} is for the steps behind the last stochastic one, but the "
+            "last step is stochastic. Give sampling.scheduler a window that ends earlier, or remove it."
+        )
+
+
 def guidance_has_negative_prompt(recipe: Recipe) -> Messages:
     """Guidance needs its unconditional side said."""
     sampling = _sampling(recipe)
@@ -548,6 +571,7 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     trajectory_is_followed,
     reward_has_gradient,
     scheduler_fits,
+    post_steps_exist,
     guidance_has_negative_prompt,
     groups_can_differ,
     critic_sees_rewards,
