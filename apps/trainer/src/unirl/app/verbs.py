@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from unirl.app.command_line import Command
-from unirl.app.environment import limit_threads, register_resolvers, this_machine
+from unirl.app.environment import register_resolvers, settle_on_cpu, this_machine
 from unirl.app.run_directory import CONFIG_FILE, choose_run_dir, has_checkpoint, make_folder, make_run_dir
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
@@ -179,7 +179,7 @@ def checked(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     """The resolved recipe, checked for itself and for this machine, its values built once. Imports torch."""
     recipe = settled(config)
     check_recipe(recipe, this_machine())
-    limit_threads(recipe["device"])
+    settle_on_cpu(recipe["device"])
     build_values(recipe)
     return recipe
 
