@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import logging
 import time
 from dataclasses import dataclass
@@ -289,13 +290,17 @@ def _trapezoid(step: int, num_steps: int) -> float:
 
 
 def save(pipeline: StableDiffusion3Pipeline, out: Path) -> None:
-    """Write the pipeline with all weights in fp16: half the bytes, and loading may ask for any dtype."""
+    """Write the pipeline with all weights in fp16, half the bytes; it loads in fp32 unless asked otherwise."""
     modules = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
     for name, module in modules.items():
         setattr(pipeline, name, copy.deepcopy(module).half())
     pipeline.save_pretrained(out, safe_serialization=True)
     for name, module in modules.items():
         setattr(pipeline, name, module)
+    # Where nobody asks for a dtype, transformers takes the one of the configuration, diffusers always fp32.
+    for path in out.glob("text_encoder*/config.json"):
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")
 
 
 def _draw(layouts: list[world.Layout], rng: np.random.Generator, repeats: int) -> Tensor:
