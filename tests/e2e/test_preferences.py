@@ -1,0 +1,31 @@
+"""Training on given pairs from recipe to checkpoint: nothing but the data, the engine and a scorer are special."""
+
+import json
+import threading
+
+import pytest
+
+from unirl.trainer.wiring import run_recipe
+from unirl.types.errors import DataError
+
+PAIRS = ("sampling.samples_per_prompt=2", "batch_size=8")
+
+
+def test_given_pairs_train_and_the_policy_is_evaluated(recipe, tmp_path):
+    small = recipe("sd3_shapes_dpo", *PAIRS, "stack.num_updates_per_batch=2", f"run_dir={tmp_path}")
+    summary = run_recipe(small, tmp_path, [], threading.Event())
+    assert summary["num_rollouts"] == 2 and summary["num_samples"] == 32
+    before, after = summary["eval_before"]["overall"], summary["eval_after"]["overall"]
+    # Labels are of given images; what an evaluation samples is judged by the verifier.
+    assert before["labels"] == pytest.approx(before["shapes/strict"] + before["shapes/soft"])
+    assert before["reward"] == pytest.approx(before["labels"]) and after["reward"] != before["reward"]
+    state = json.loads((tmp_path / "checkpoints" / "step-000002" / "driver_state.json").read_text())
+    assert state["next_rollout"] == 2
+
+
+def test_a_picture_that_goes_missing_is_named(recipe, tmp_path):
+    row = {"prompt": "a red circle", "images": ["a.png", "b.png"], "scores": [1, 0]}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    small = recipe("sd3_shapes_dpo", *PAIRS, f"data.path={tmp_path}/pairs.jsonl", "eval=null")
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: image a\.png does not exist"):
+        run_recipe(small, tmp_path, [], threading.Event())
