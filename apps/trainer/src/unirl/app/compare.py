@@ -23,9 +23,9 @@ from omegaconf import OmegaConf
 from unirl.app.command_line import Command
 from unirl.app.compare_runs import Run, Settings, carry_out, differences, digest, require_own_settings
 from unirl.app.comparison import RecipeResult, SeedResult, as_document, as_markdown, complete_run
+from unirl.app.recipe import checked, composed
 from unirl.app.run_directory import RUNS, make_folder
 from unirl.app.stopping import stop_on_signals
-from unirl.app.verbs import checked, composed
 from unirl.config.instantiation import TARGET, instantiate_at
 from unirl.types.errors import ConfigError
 

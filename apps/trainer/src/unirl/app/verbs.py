@@ -6,20 +6,21 @@ import datetime
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from unirl.app.command_line import Command
-from unirl.app.environment import register_resolvers, settle_on_cpu, this_machine
+from unirl.app.environment import this_machine
+from unirl.app.recipe import checked, composed, settled
 from unirl.app.run_directory import CONFIG_FILE, choose_run_dir, has_checkpoint, make_folder, make_run_dir
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
 from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings
 from unirl.config.instantiation import instantiate_at
-from unirl.config.recipes import compose, render, resolve
+from unirl.config.recipes import render
 from unirl.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -154,34 +155,6 @@ def compare(command: Command) -> int:
 
 
 # What the verbs share -----------------------------------------------------------------------------------------------
-
-
-def composed(command: Command, recipe: str | None = None) -> DictConfig:
-    """The composed recipe; of a run's folder, its own with `run_dir` set."""
-    register_resolvers()
-    name = command.recipe if recipe is None else recipe
-    overrides: Sequence[str] = command.overrides
-    folder = Path(name).expanduser()
-    if folder.is_dir() and (folder / CONFIG_FILE).is_file():
-        name = str(folder / CONFIG_FILE)
-        overrides = [f"run_dir='{folder}'", *overrides]
-    return compose(name, overrides)
-
-
-def settled(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
-    """The resolved recipe, with `device: auto` decided for this machine."""
-    if config.get("device") == "auto":
-        config.device = "cuda" if this_machine().num_gpus > 0 else "cpu"
-    return resolve(config)
-
-
-def checked(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
-    """The resolved recipe, checked for itself and for this machine, its values built once. Imports torch."""
-    recipe = settled(config)
-    check_recipe(recipe, this_machine())
-    settle_on_cpu(recipe["device"])
-    build_values(recipe)
-    return recipe
 
 
 def make_trackers(recipe: Recipe) -> list[Tracker]:

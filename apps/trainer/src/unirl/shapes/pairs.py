@@ -25,7 +25,7 @@ NUM_PAIRS = 512
 COLUMNS = 32
 """Tiles in a row of the sheet."""
 LEVELS = 16
-"""Values of a colour channel that the sheet keeps: antialiased edges need no more, and the file gets a quarter as large."""
+"""Values of a colour channel that the sheet keeps: enough for antialiased edges, at a quarter of the bytes."""
 
 
 def draw_pairs(num_pairs: int, seed: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
