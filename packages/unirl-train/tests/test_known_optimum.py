@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.awm import AWM
+from unirl.algorithms.cppo import CPPO
 from unirl.algorithms.ddpo import DDPO
 from unirl.algorithms.diffusion_dpo import DiffusionDPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
@@ -74,6 +75,7 @@ WAYS = {
     "window": Way(DiffusionGRPO, {"clip_range": 0.2}, {"sde_indices": [1], "init_same_noise": True}),
     "guard": Way(GRPOGuard, {"clip_range": 0.05}),
     "dppo": Way(FlowDPPO, {"threshold": 0.02}),
+    "cppo": Way(CPPO, {"threshold": 0.02, "prefix_threshold": 0.01}),
     "ddpo": Way(DDPO, {"estimator": "score_function"}, updates=1),
     "dpok": Way(DPOK, {"kl_coef": 1e-3}, updates=1),
     "nft": Way(DiffusionNFT, {"beta": 0.1, "advantage_max": 2.0, "decay": OldPolicyDecay(start=0.3, cap=0.5)}, ODE),
