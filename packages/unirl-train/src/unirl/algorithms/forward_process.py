@@ -17,14 +17,13 @@ from torch import Tensor
 from unirl.algorithms.base import (
     MicroBatch,
     RowMetrics,
-    StageAlgorithm,
     check_rows_per_forward,
     row_chunks,
     sampled_with,
 )
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.losses import velocity_distance
-from unirl.algorithms.reference import ReferenceKL
+from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
 from unirl.sde.forward import interpolate, velocity_target
 from unirl.sde.noise import keyed_normal, keyed_permutation, keyed_uniform
 from unirl.types.errors import ConfigError, ContractError
@@ -54,7 +53,7 @@ class ForwardRows:
     """velocity() -> [R, ...] float32 under whatever weights the model holds; gradients where they are on."""
 
 
-class ForwardProcessAlgorithm(StageAlgorithm):
+class ForwardProcessAlgorithm(PenalisedAlgorithm):
     """Base of the methods on the forward process.
 
     num_timesteps: noise levels trained a sample; None takes int(timestep_fraction * T).
@@ -94,15 +93,13 @@ class ForwardProcessAlgorithm(StageAlgorithm):
                 f"algorithm.rows_per_forward = {rows_per_forward} must be a multiple of {self.samples_per_unit}, the "
                 "samples that belong together, or null"
             )
+        super().__init__(ReferenceKL(policies, coef=kl_coef, adaptive=adaptive_kl), seed=seed)
         self._pipeline = pipeline
         self._policies = policies
         self.num_timesteps = num_timesteps
         self.timestep_fraction = timestep_fraction
         self.timestep_sampler: TimestepSampler = timestep_sampler
-        self.reference = ReferenceKL(policies, coef=kl_coef, adaptive=adaptive_kl)
         self.rows_per_forward = rows_per_forward
-        self.seed = seed
-        self.num_rollouts = 0
         self._params = params
 
     def num_terms(self, track: RolloutTrack) -> int:
@@ -169,24 +166,6 @@ class ForwardProcessAlgorithm(StageAlgorithm):
         if v_reference is None:
             return torch.zeros(v.shape[0], device=v.device)
         return self.reference.penalty(velocity_distance(v, v_reference), metrics)
-
-    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
-        """Adapt the penalty's coefficient to the measured distance."""
-        self.reference.after_update(metrics, num_samples)
-
-    def after_rollout(self) -> dict[str, float]:
-        """Count the rollout: part of every draw."""
-        self.num_rollouts += 1
-        return {}
-
-    def state_dict(self) -> dict[str, float]:
-        """The adapted coefficient and the number of rollouts."""
-        return {"kl_coef": self.reference.coef, "num_rollouts": self.num_rollouts}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore `state_dict`."""
-        self.reference.coef = state["kl_coef"]
-        self.num_rollouts = int(state["num_rollouts"])
 
 
 def unit_order(num_samples: int, num_levels: int, samples_per_unit: int) -> Tensor:

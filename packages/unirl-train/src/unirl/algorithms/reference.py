@@ -12,7 +12,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import RowMetrics
+from unirl.algorithms.base import RowMetrics, StageAlgorithm
 from unirl.algorithms.kl import AdaptiveKL, adapted_coefficient
 from unirl.sde.likelihood import code_kl, transition_kl
 from unirl.types.errors import ConfigError
@@ -124,3 +124,32 @@ class ReferenceKL:
                 num_samples=num_samples,
             )
             metrics["policy/kl_coef"] = self.coef
+
+
+class PenalisedAlgorithm(StageAlgorithm):
+    """What algorithms with a penalty towards the reference and keyed draws keep: both are part of a checkpoint."""
+
+    def __init__(self, reference: ReferenceKL, *, seed: int) -> None:
+        self.reference = reference
+        self.seed = seed
+        """Base seed of every draw."""
+        self.num_rollouts = 0
+        """Rollouts trained on; part of the key of every draw."""
+
+    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
+        """Adapt the penalty's coefficient to the measured KL."""
+        self.reference.after_update(metrics, num_samples)
+
+    def after_rollout(self) -> dict[str, float]:
+        """Count the rollout."""
+        self.num_rollouts += 1
+        return {}
+
+    def state_dict(self) -> dict[str, float]:
+        """The adapted coefficient and the number of rollouts."""
+        return {"kl_coef": self.reference.coef, "num_rollouts": self.num_rollouts}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore `state_dict`."""
+        self.reference.coef = state["kl_coef"]
+        self.num_rollouts = int(state["num_rollouts"])

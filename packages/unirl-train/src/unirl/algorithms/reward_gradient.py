@@ -23,14 +23,13 @@ from unirl.algorithms.base import (
     LossPart,
     MicroBatch,
     RowMetrics,
-    StageAlgorithm,
     check_rows_per_forward,
     row_chunks,
     sampled_with,
 )
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.losses import velocity_distance
-from unirl.algorithms.reference import ReferenceKL
+from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
 from unirl.sde.rows import over_rows
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images
@@ -129,7 +128,7 @@ class Denoising:
         return forward(x_R)
 
 
-class RewardGradient(StageAlgorithm):
+class RewardGradient(PenalisedAlgorithm):
     """Maximise the reward of what the sampler makes, by its gradient; subclasses say how far back that goes.
 
     The loss of a sample is scale * relu(margin - reward). Advantages are not used.
@@ -169,16 +168,14 @@ class RewardGradient(StageAlgorithm):
                 f"algorithm.rows_per_forward = {rows_per_forward} cannot hold the {self.rows_per_sample} rows of one "
                 "sample. Raise it, or set it to null."
             )
+        super().__init__(ReferenceKL(policies, coef=kl_coef, adaptive=adaptive_kl), seed=seed)
         self._pipeline = pipeline
         self._reward: DifferentiableReward | None = None
         self._params = params
         self.scale = scale
         self.margin = margin
-        self.reference = ReferenceKL(policies, coef=kl_coef, adaptive=adaptive_kl)
         self.is_checkpointed = is_checkpointed
         self.rows_per_forward = rows_per_forward
-        self.seed = seed
-        self.num_rollouts = 0
 
     @property
     def rows_per_sample(self) -> int:
@@ -280,24 +277,6 @@ class RewardGradient(StageAlgorithm):
         v = steps.stored_velocity(step_BK)
         distance_R = velocity_distance(v.flatten(0, 1), v_reference.flatten(0, 1))
         return self.reference.penalty(distance_R, metrics).view(step_BK.shape).mean(dim=1)
-
-    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
-        """Adapt the penalty's coefficient to the measured distance."""
-        self.reference.after_update(metrics, num_samples)
-
-    def after_rollout(self) -> dict[str, float]:
-        """Count the rollout: part of every draw."""
-        self.num_rollouts += 1
-        return {}
-
-    def state_dict(self) -> dict[str, float]:
-        """The adapted coefficient and the number of rollouts."""
-        return {"kl_coef": self.reference.coef, "num_rollouts": self.num_rollouts}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore `state_dict`."""
-        self.reference.coef = state["kl_coef"]
-        self.num_rollouts = int(state["num_rollouts"])
 
 
 def unrolled(steps: Denoising, start_B: Tensor) -> Tensor:

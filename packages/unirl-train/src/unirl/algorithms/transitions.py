@@ -18,7 +18,6 @@ from unirl.algorithms.base import (
     LossPart,
     MicroBatch,
     RowMetrics,
-    StageAlgorithm,
     check_rows_per_forward,
     report_clipped,
     row_chunks,
@@ -26,7 +25,7 @@ from unirl.algorithms.base import (
 )
 from unirl.algorithms.credit import StepCredit
 from unirl.algorithms.kl import AdaptiveKL
-from unirl.algorithms.reference import KLEstimator, ReferenceKL
+from unirl.algorithms.reference import KLEstimator, PenalisedAlgorithm, ReferenceKL
 from unirl.sde.loop import transition_rows
 from unirl.sde.noise import keyed_permutation
 from unirl.types.errors import ConfigError, ContractError
@@ -71,7 +70,7 @@ def report_ratio(metrics: RowMetrics, log_ratio_R: Tensor) -> None:
     metrics.mean("policy/approx_kl", 0.5 * log_ratio.square())
 
 
-class TransitionAlgorithm(StageAlgorithm):
+class TransitionAlgorithm(PenalisedAlgorithm):
     """Base of the policy gradients: anchor, rows, credit, reference penalty. A subclass writes `surrogate`.
 
     advantage_clip: advantages are clamped to +- this; None leaves them.
@@ -115,6 +114,7 @@ class TransitionAlgorithm(StageAlgorithm):
         if not 0 < step_fraction <= 1:
             raise ConfigError(f"algorithm.step_fraction = {step_fraction} must lie in (0, 1]")
         check_rows_per_forward(rows_per_forward)
+        super().__init__(ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl), seed=seed)
         self._pipeline = pipeline
         self._policies = policies
         self.advantage_clip = advantage_clip
@@ -122,10 +122,7 @@ class TransitionAlgorithm(StageAlgorithm):
         self.uses_anchor = old_logp_source == "replay"
         self.step_fraction = step_fraction
         self.credit = credit
-        self.reference = ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl)
         self.rows_per_forward = rows_per_forward
-        self.seed = seed
-        self.num_rollouts = 0
         self._params = params
 
     @abstractmethod
@@ -214,24 +211,6 @@ class TransitionAlgorithm(StageAlgorithm):
     def row_advantages(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
         """Advantage of every row [R], before it is clipped and weighted by `credit`: that of its sample."""
         return micro.advantages[sample_R]
-
-    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
-        """Adapt the penalty's coefficient to the measured KL."""
-        self.reference.after_update(metrics, num_samples)
-
-    def after_rollout(self) -> dict[str, float]:
-        """Count the rollout: part of every draw."""
-        self.num_rollouts += 1
-        return {}
-
-    def state_dict(self) -> dict[str, float]:
-        """The adapted coefficient and the number of rollouts."""
-        return {"kl_coef": self.reference.coef, "num_rollouts": self.num_rollouts}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore `state_dict`."""
-        self.reference.coef = state["kl_coef"]
-        self.num_rollouts = int(state["num_rollouts"])
 
     # ------------------------------------------------------------------------------------------------------------
 
