@@ -39,7 +39,6 @@ def one_step(recipe, runtime, run_dir):
     [
         ("sd3_shapes_flowgrpo", (1, 2), []),
         ("sd3_shapes", (2,), []),
-        ("sd3_shapes_awm", (2,), []),
         ("sd3_shapes_online_dpo", (2,), []),
         ("sd3_shapes_dpo", (2,), ["sampling.samples_per_prompt=2"]),
     ],
