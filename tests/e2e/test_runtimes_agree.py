@@ -35,18 +35,12 @@ def one_step(recipe, runtime, run_dir):
 
 
 @pytest.mark.parametrize(
-    ("name", "numbers", "overrides"),
-    [
-        ("sd3_shapes_flowgrpo", (1, 2), []),
-        ("sd3_shapes", (2,), []),
-        ("sd3_shapes_online_dpo", (2,), []),
-        ("sd3_shapes_dpo", (2,), ["sampling.samples_per_prompt=2"]),
-    ],
+    ("name", "numbers"), [("sd3_shapes_flowgrpo", (1, 2)), ("sd3_shapes", (2,)), ("sd3_shapes_online_dpo", (2,))]
 )
-def test_local_and_ray_workers_agree(name, numbers, overrides, recipe, ray_of_two_cores, tmp_path):
+def test_local_and_ray_workers_agree(name, numbers, recipe, ray_of_two_cores, tmp_path):
     from unirl.distributed.group.ray_runtime import RayRuntime
 
-    small = recipe(name, "stack.num_updates_per_batch=2", *overrides)
+    small = recipe(name, "stack.num_updates_per_batch=2")
     builder = functools.partial(build_with_probe, small, str(tmp_path))
     expected = one_step(small, LocalRuntime(builder), tmp_path)
     for num_devices in numbers:
