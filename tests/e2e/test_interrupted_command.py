@@ -43,7 +43,7 @@ def finished(process, timeout_s=240):
 
 def test_terminated_and_resumed_equals_uninterrupted(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    finished(command(f"run_dir={whole}"))
+    uninterrupted = command(f"run_dir={whole}")
     process = command(f"run_dir={parts}")
     deadline = time.monotonic() + 120
     metrics = parts / "metrics.jsonl"
@@ -55,6 +55,7 @@ def test_terminated_and_resumed_equals_uninterrupted(tmp_path):
     stopped = json.loads((parts / "summary.json").read_text())
     assert not stopped["is_complete"] and 0 < stopped["num_rollouts"] < 4
     finished(command(f"run_dir={parts}", "resume=auto"))
+    finished(uninterrupted)
     resumed = json.loads((parts / "summary.json").read_text())
     assert resumed["is_complete"] and resumed["num_rollouts"] == 4
     assert records(parts) == records(whole)
