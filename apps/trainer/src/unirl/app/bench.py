@@ -37,6 +37,27 @@ GEMM_SHAPES = ((2048, 2048, 2048), (1024, 1024, 1024), (4608, 384, 96), (3648, 5
 COMPUTE_PHASES = ("rollout", "reward", "train")
 
 
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+    """Of q k^T and of the product with v; shapes [batch, heads, length, width]."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[2] * (width + value[3])
+
+
+def _attention_forward(query, key, value, *rest, out_shape=None, **options) -> int:
+    return _attention_flops(query, key, value)
+
+
+def _attention_backward(grad, query, key, value, *rest, out_shape=None, **options) -> int:
+    return 2 * _attention_flops(query, key, value)
+
+
+CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""Operators that PyTorch's counter leaves out; scores that the backward pass computes again do not count."""
+
+
 def gemm_rate(repeats: int = 5) -> float:
     """Best float32 matrix-multiplication rate of this process, in FLOP per CPU second over all its threads."""
     best = 0.0
@@ -168,7 +189,7 @@ def _difference(after: dict[str, dict[str, float]], before: dict[str, dict[str, 
 def _flop_observer(flops: dict[str, int]) -> Callable[[str], Any]:
     @contextmanager
     def observe(name: str) -> Generator[None]:
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
             yield
         flops[name] = flops.get(name, 0) + counter.get_total_flops()
 
