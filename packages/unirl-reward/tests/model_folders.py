@@ -131,4 +131,4 @@ def differentiable_scorer(kind: str, clip_folder: str, folder: Path):
     if kind == "image_reward":
         write_image_reward(folder)
         return ImageRewardScorer(model=str(folder), tokenizer=str(folder), batch_size=2)
-    return ShapesGradientScorer(batch_size=2)
+    return ShapesGradientScorer(output="log_probability", batch_size=2)

@@ -1,10 +1,12 @@
 """The smooth verifier on pictures drawn here; calibration on the world's own drawings is with the trainer."""
 
+import math
+
 import pytest
 import torch
 
 from unirl.reward.local.shapes import score_shapes
-from unirl.reward.local.shapes_gradient import ShapesGradientScorer, log_probability
+from unirl.reward.local.shapes_gradient import NEGLIGIBLE, ShapesGradientScorer, log_probability
 from unirl.reward.local.shapes_grammar import PALETTE, parse_prompt
 from unirl.types.errors import ConfigError
 
@@ -95,6 +97,19 @@ def test_the_logarithm_has_a_gradient_where_the_probability_has_none():
     assert of_log[:, 0].abs().max() > 0.1 and of_probability.abs().max() < 1e-12
 
 
+def test_a_hopeless_picture_has_no_gradient_rather_than_a_denormal_one(make_request):
+    """Denormal numbers take a CPU many times as long, in the whole backward pass behind them."""
+    pixels = torch.zeros(2, 3, 32, 32)
+    pixels[1] = drawn({2: RED})
+    pixels.requires_grad_()
+    request = make_request(num_samples=2, prompts=["a red circle", "a red circle"], pixels=pixels)
+    (gradient,) = torch.autograd.grad(ShapesGradientScorer().score_with_gradient(request).sum(), pixels)
+    assert torch.equal(gradient[0], torch.zeros(3, 32, 32))
+    assert gradient[1].abs().max() > 1e-4
+    smallest_normal = torch.finfo(torch.float32).tiny
+    assert not ((gradient != 0) & (gradient.abs() < smallest_normal)).any()
+
+
 def test_following_the_gradient_from_nothing_draws_what_was_asked_for():
     prompts = ["a red circle left of a blue square", "three green triangles", "a yellow triangle", "four blue circles"]
     specs = [parse_prompt(prompt) for prompt in prompts]
@@ -111,9 +126,9 @@ def test_following_the_gradient_from_nothing_draws_what_was_asked_for():
 def test_both_outputs_are_one_score(make_request):
     pixels = torch.stack([drawn(objects) for _, objects, _ in CASES])
     request = make_request(num_samples=len(CASES), prompts=[prompt for prompt, _, _ in CASES], pixels=pixels)
-    logarithm = ShapesGradientScorer().score(request).rewards
-    probability = ShapesGradientScorer(output="probability").score(request).rewards
-    assert logarithm.max() <= 0
-    torch.testing.assert_close(probability, logarithm.exp())
+    logarithm = ShapesGradientScorer(output="log_probability").score(request).rewards
+    probability = ShapesGradientScorer().score(request).rewards
+    assert logarithm.max() <= 0 and logarithm.min() < -NEGLIGIBLE
+    torch.testing.assert_close(probability, logarithm.exp(), rtol=1e-5, atol=math.exp(-NEGLIGIBLE))
     with pytest.raises(ConfigError, match="output = 'logit' must be one of"):
         ShapesGradientScorer(output="logit")  # ty: ignore[invalid-argument-type]

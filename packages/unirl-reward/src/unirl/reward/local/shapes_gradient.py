@@ -30,6 +30,10 @@ Output = Literal["probability", "log_probability"]
 OTHER_DISTANCE = 6.0
 """Squared distance to the nearest drawing, over the 3 x 256 values of a quadrant, at which something else becomes as
 likely. Of the base model's pictures that pass the verifier 98 in 100 are nearer in every quadrant."""
+NEGLIGIBLE = 20.0
+"""Nats below the largest term from which a term of a sum of exponentials, and a probability, have no gradient. It is
+less than the rounding of float32; left alone, products of such weights are denormal numbers, and a CPU takes many times
+as long for those, in the whole backward pass behind them."""
 OFFSETS = tuple(step / 2 for step in range(-4, 5))
 RADII = (4.6, 5.0, 5.4, 5.8, 6.2)
 """Places and sizes of the drawings, pixels at a side of 32; the world has offsets within 1.5, radii of 4.8 to 6.2."""
@@ -43,7 +47,8 @@ class ShapesGradientScorer(LocalScorer):
     """Probability in [0, 1] that the picture shows what the prompt asks for and nothing else, or its logarithm.
 
     output: "log_probability" (nats, at most 0, about -100 for a blank picture) has a gradient however wrong a picture
-    is; "probability" has next to none far from 0.5. Needs no extra; runs on any device.
+    is, the largest for the worst; "probability" has next to none far from 0.5. The second trains better: DRTune reaches
+    .76 strict with it where it reaches .61 with the logarithm. Needs no extra; runs on any device.
     `score` and `score_with_gradient` agree exactly. Pictures are square; the world's are 32 x 32.
     """
 
@@ -52,7 +57,7 @@ class ShapesGradientScorer(LocalScorer):
     def __init__(
         self,
         *,
-        output: Output = "log_probability",
+        output: Output = "probability",
         device: str = "cpu",
         name: str = "shapes_gradient",
         batch_size: int = 64,
@@ -70,7 +75,7 @@ class ShapesGradientScorer(LocalScorer):
         """[b] in the precision of the pixels. Raises ValueError for a prompt outside the grammar."""
         check_pixels(request.pixels)
         logp_B = log_probability(request.pixels, [parse_prompt(prompt) for prompt in request.prompts])
-        return logp_B if self.output == "log_probability" else logp_B.exp()
+        return logp_B if self.output == "log_probability" else logp_B.clamp(min=-NEGLIGIBLE).exp()
 
 
 def log_probability(pixels_BCHW: Tensor, specs: Sequence[PromptSpec]) -> Tensor:
@@ -78,7 +83,8 @@ def log_probability(pixels_BCHW: Tensor, specs: Sequence[PromptSpec]) -> Tensor:
 
     Raises ContractError for pictures that are not square with an even side.
     """
-    logp_B4M = _contents(pixels_BCHW).log_softmax(dim=-1)
+    likelihood_B4M = _contents(pixels_BCHW)
+    logp_B4M = likelihood_B4M - _logsumexp(likelihood_B4M)[..., None]
     layouts = [_layouts(spec) for spec in specs]
     most = max(len(each) for each in layouts)
     contents_BL4 = torch.tensor(
@@ -86,7 +92,7 @@ def log_probability(pixels_BCHW: Tensor, specs: Sequence[PromptSpec]) -> Tensor:
     )
     is_layout_BL = torch.tensor([[i < len(each) for i in range(most)] for each in layouts], device=pixels_BCHW.device)
     logp_BL = logp_B4M.gather(2, contents_BL4.transpose(1, 2)).sum(dim=1)
-    return logp_BL.masked_fill(~is_layout_BL, -torch.inf).logsumexp(dim=1)
+    return _logsumexp(logp_BL.masked_fill(~is_layout_BL, -torch.inf))
 
 
 def _contents(pixels_BCHW: Tensor) -> Tensor:
@@ -107,10 +113,16 @@ def _contents(pixels_BCHW: Tensor) -> Tensor:
     nearness = (2 * overlap_RN - brightness_K[:, None] * size_N).unflatten(0, (num_images, 4, len(COLORS)))
     per_side = (_WORLD_SIDE / height) ** 2
     # Half the logsumexp of twice the argument: nearly the best drawing, however many lie close.
-    best_B4KS = (2 * per_side * nearness.unflatten(-1, (len(SHAPES), -1))).logsumexp(dim=-1) / 2
+    best_B4KS = _logsumexp(2 * per_side * nearness.unflatten(-1, (len(SHAPES), -1))) / 2
     objects = best_B4KS - per_side * energy_B4[..., None, None]
     nothing, other = -per_side * energy_B4, torch.full_like(energy_B4, -OTHER_DISTANCE)
     return torch.cat([nothing[..., None], objects.flatten(2), other[..., None]], dim=-1)
+
+
+def _logsumexp(terms: Tensor) -> Tensor:
+    """log sum exp over the last dimension; terms NEGLIGIBLE below the largest have no gradient."""
+    least = terms.detach().amax(dim=-1, keepdim=True) - NEGLIGIBLE
+    return terms.maximum(least).logsumexp(dim=-1)
 
 
 @lru_cache(maxsize=8)
