@@ -34,9 +34,7 @@ def one_step(recipe, runtime, run_dir):
         return pixels, rewards, metrics, runtime.role("probe").gradients()
 
 
-@pytest.mark.parametrize(
-    ("name", "numbers"), [("sd3_shapes_flowgrpo", (1, 2)), ("sd3_shapes", (2,)), ("sd3_shapes_online_dpo", (2,))]
-)
+@pytest.mark.parametrize(("name", "numbers"), [("sd3_shapes_flowgrpo", (1, 2)), ("sd3_shapes_online_dpo", (2,))])
 def test_local_and_ray_workers_agree(name, numbers, recipe, ray_of_two_cores, tmp_path):
     from unirl.distributed.group.ray_runtime import RayRuntime
 
