@@ -29,7 +29,7 @@ Output = Literal["probability", "log_probability"]
 
 OTHER_DISTANCE = 6.0
 """Squared distance to the nearest drawing, over the 3 x 256 values of a quadrant, at which something else becomes as
-likely. Of the base model's pictures that pass the verifier 98 in 100 are nearer in every quadrant."""
+likely. Of the base model's pictures that pass the verifier 99 in 100 are nearer in every quadrant."""
 NEGLIGIBLE = 20.0
 """Nats below the largest term from which a term of a sum of exponentials, and a probability, have no gradient. It is
 less than the rounding of float32; left alone, products of such weights are denormal numbers, and a CPU takes many times
