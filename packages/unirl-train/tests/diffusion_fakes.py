@@ -19,11 +19,15 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from train_fakes import whole
 
+from unirl.algorithms.alignprop import AlignProp
 from unirl.algorithms.awm import AWM
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.diffusion_dpo import DiffusionDPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
+from unirl.algorithms.draft import DRaFT
+from unirl.algorithms.drtune import DRTune
+from unirl.algorithms.refl import ReFL
 from unirl.data.data_source import PromptRow
 from unirl.sde import loop
 from unirl.sde.kernels import FlowSDEStrategy, SDEStrategy
@@ -37,7 +41,7 @@ from unirl.types.conditions import Condition, TextEmbedCondition
 from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.noise import noise_key
 from unirl.types.protocols import Conditions, PolicyStore
-from unirl.types.reward import RewardResponse
+from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
@@ -404,6 +408,31 @@ def rollout(
     return FieldEngine(pipeline).generate(req)
 
 
+KEPT: dict[str, Any] = {"eta": 0.0, "sde_indices": None, "keep_latents": "all"}
+"""What the reward-gradient methods need of sampling."""
+PIXEL_WEIGHTS = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+
+
+def pixel_reward(pixels: Tensor) -> Tensor:
+    """A curved reward of pixels [B, 3, 2, 2], in their precision."""
+    weights = PIXEL_WEIGHTS.to(pixels)
+    along = (pixels * weights).flatten(1).sum(1)
+    return along - along.square() / 3
+
+
+class PixelReward(nn.Module):
+    """`pixel_reward` times a parameter that would take gradients if it were asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+        self.requests: list[RewardRequest] = []
+
+    def score_with_gradient(self, request: RewardRequest) -> Tensor:
+        self.requests.append(request)
+        return self.gain * pixel_reward(request.pixels)
+
+
 def some_advantages(count: int, seed: int = 3) -> Tensor:
     """Advantages [count] of both signs."""
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
@@ -470,6 +499,11 @@ CASES: dict[str, dict[str, Any]] = {
     "nft": {"kind": DiffusionNFT, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
     "awm": {"kind": AWM, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
     "dpo": {"kind": DiffusionDPO, "beta": 5.0, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 4},
+    "drtune": {"kind": DRTune, "num_gradient_steps": 2, "kl_coef": 0.1, "keep_reference": True},
+    "refl": {"kind": ReFL, "num_last_steps": 2, "scale": 1.0, "pretrain_coef": 0.1},
+    "draft": {"kind": DRaFT, "num_last_steps": 2, "is_checkpointed": True},
+    "draft_lv": {"kind": DRaFT, "num_noisings": 3},
+    "alignprop": {"kind": AlignProp, "kl_coef": 0.1, "keep_reference": True},
 }
 
 
@@ -478,6 +512,9 @@ def trained(case: str) -> dict[str, Any]:
     ragged."""
     made = setup(**CASES[case], micro=2, updates=2)
     params, num_prompts = sampling(), 4
+    if made.algorithm.requires_reward_gradient:
+        made.algorithm.use_reward(PixelReward())
+        params = sampling(**KEPT)
     if made.algorithm.samples_per_unit == 2:
         params, num_prompts = sampling(samples_per_prompt=2), 8
     resp = rollout(FieldPipeline(FieldBundle().model), params, num_prompts=num_prompts)
@@ -523,4 +560,6 @@ def ranks_results(folder: Path, world_size: int = 2) -> list[dict[str, Any]]:
         process.join(JOIN_TIMEOUT_S)
         if process.is_alive():
             process.kill()
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * world_size, f"ranks ended with {codes}"
     return [torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in range(world_size)]

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from diffusion_fakes import (
+    KEPT,
     SHAPE,
     AffineField,
     FieldEngine,
     FieldPipeline,
+    PixelReward,
     Setup,
     StepField,
     TinyField,
     displace,
+    pixel_reward,
     prompt_rows,
     rollout,
     sampling,
@@ -43,9 +46,7 @@ from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.segments import LatentSegment, TextSegment
 
 NUM_STEPS = 4
-KEPT: dict[str, Any] = {"eta": 0.0, "sde_indices": None, "keep_latents": "all"}
 ODE = sampling(num_inference_steps=NUM_STEPS, **KEPT)
-PIXEL_WEIGHTS = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
 FULL_REFL: dict[str, Any] = {"scale": 1.0, "margin": float("inf")}
 START = (0.7, 0.1)
 """Scale and shift of the fresh affine field."""
@@ -59,26 +60,6 @@ WAYS: dict[str, tuple[type[RewardGradient], dict[str, Any]]] = {
     "alignprop": (AlignProp, {}),
     "alignprop_full": (AlignProp, {"truncation": "full"}),
 }
-
-
-def pixel_reward(pixels: Tensor) -> Tensor:
-    """A curved reward of pixels [B, 3, 2, 2], in their precision."""
-    weights = PIXEL_WEIGHTS.to(pixels)
-    along = (pixels * weights).flatten(1).sum(1)
-    return along - along.square() / 3
-
-
-class PixelReward(nn.Module):
-    """`pixel_reward` times a parameter that would take gradients if it were asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(()))
-        self.requests: list[RewardRequest] = []
-
-    def score_with_gradient(self, request: RewardRequest) -> Tensor:
-        self.requests.append(request)
-        return self.gain * pixel_reward(request.pixels)
 
 
 def made_with(
@@ -124,9 +105,9 @@ def denoising(made: Setup, resp: RolloutResp) -> Denoising:
     return Denoising(made.pipeline, track_of(resp), ODE)
 
 
-def differences(value: Callable[[Tensor], Tensor]) -> Tensor:
-    """Central differences of a float64 function of (scale, shift) at START."""
-    theta = torch.tensor(START, dtype=torch.float64)
+def differences(value: Callable[[Tensor], Tensor], at: Tensor | None = None) -> Tensor:
+    """Central differences of a float64 function of (scale, shift), at START unless told."""
+    theta = torch.tensor(START, dtype=torch.float64) if at is None else at.double()
     steps = 1e-5 * torch.eye(2, dtype=torch.float64)
     return torch.stack([(value(theta + step) - value(theta - step)) / 2e-5 for step in steps])
 
@@ -198,21 +179,18 @@ def test_draft_is_the_gradient_of_the_sampler_from_its_start(num_last_steps: int
     torch.testing.assert_close(affine(made.backend.gradients[0]), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_alignprop_cuts_each_sample_at_its_own_depth():
-    made, resp = made_with(AlignProp, num_prompts=4)
-    first_B = made.algorithm.first_steps(denoising(made, resp), keys_of(resp)).tolist()
-    assert len(set(first_B)) > 2
-    made.stack.train(resp, torch.zeros(12), progress=0.0)
-    segment = segment_of(resp)
-
-    def value(theta: Tensor) -> Tensor:
-        ends = [
-            sampled(theta, segment.latents_at(first)[row : row + 1].double(), segment.sigmas[first:].double())
-            for row, first in enumerate(first_B)
-        ]
-        return objective(torch.cat(ends))
-
-    torch.testing.assert_close(affine(made.backend.gradients[0]), differences(value), rtol=1e-4, atol=1e-6)
+def test_alignprop_cuts_each_rollout_at_its_own_depth():
+    made, resp = made_with(AlignProp)
+    steps, segment, depths = denoising(made, resp), segment_of(resp), set()
+    for rollout_id in range(8):
+        first = made.algorithm.first_step(steps)
+        depths.add(first)
+        theta = affine({name: value.clone() for name, value in made.parameters.items()})
+        made.stack.train(resp, torch.zeros(6), progress=0.0)
+        start, sigmas = segment.latents_at(first).double(), segment.sigmas[first:].double()
+        expected = differences(lambda theta: objective(sampled(theta, start, sigmas)), theta)  # noqa: B023
+        torch.testing.assert_close(affine(made.backend.gradients[rollout_id]), expected, rtol=1e-3, atol=1e-5)
+    assert len(depths) > 2
 
 
 def test_refl_is_the_gradient_of_one_prediction():
@@ -295,7 +273,7 @@ def test_of_one_step_all_methods_are_one(monkeypatch: pytest.MonkeyPatch):
     refl = trained_gradient(ReFL, model=tiny(), num_last_steps=1, **FULL_REFL)
     last = torch.full((6, 1), NUM_STEPS - 1)
     monkeypatch.setattr(DRTune, "gradient_steps", lambda self, steps, keys: last)
-    monkeypatch.setattr(AlignProp, "first_steps", lambda self, steps, keys: last[:, 0])
+    monkeypatch.setattr(AlignProp, "first_step", lambda self, steps: NUM_STEPS - 1)
     drtune = trained_gradient(DRTune, model=tiny(), num_gradient_steps=1)
     alignprop = trained_gradient(AlignProp, model=tiny())
     for name, expected in draft.items():
@@ -356,7 +334,7 @@ def test_steps_that_are_not_chosen_get_no_gradient(way: str):
     steps = Denoising(made.pipeline, track_of(resp), params)
     keys = keys_of(resp)
     if isinstance(made.algorithm, AlignProp):
-        chosen = set(range(int(made.algorithm.first_steps(steps, keys).min()), NUM_STEPS))
+        chosen = set(range(made.algorithm.first_step(steps), NUM_STEPS))
     else:
         chosen = set(made.algorithm.gradient_steps(steps, keys).flatten().tolist())
     assert chosen < set(range(NUM_STEPS))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from unirl.algorithms.reward_gradient import Denoising, RewardGradient, unrolled
@@ -21,9 +20,9 @@ Truncation = Literal["random", "full"]
 
 
 class AlignProp(RewardGradient):
-    """The reward with its gradient through the last K steps, K drawn a sample; each step is checkpointed.
+    """The reward with its gradient through the last K steps; each step is checkpointed.
 
-    truncation: "random" draws K uniformly from 1 .. T, "full" is K = T.
+    truncation: "random" draws K uniformly from 1 .. T, anew for each rollout; "full" is K = T.
     Everything else: see `RewardGradient`; the penalty is taken at one of the K steps, drawn anew.
     """
 
@@ -43,19 +42,16 @@ class AlignProp(RewardGradient):
 
     def clean_latents(self, steps: Denoising, keys: list[str]) -> Tensor:
         """[B, ...] at the end of the sampler."""
-        return unrolled(steps, self.first_steps(steps, keys))
+        return unrolled(steps, self.first_step(steps))
 
-    def first_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
-        """The first step with a gradient, T - K, int64 [B]."""
+    def first_step(self, steps: Denoising) -> int:
+        """The first step with a gradient, T - K. The depth is the rollout's, not the sample's."""
         if self.truncation == "full":
-            return torch.zeros_like(steps.samples)
-        return self._drawn([f"{key}::depth" for key in keys], torch.full_like(steps.samples, steps.num_steps))
+            return 0
+        return int(keyed_uniform([f"r{self.num_rollouts}::depth"], self.seed, ()) * steps.num_steps)
 
     def gradient_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
         """One of the K steps a sample, [B, 1]."""
-        first_B = self.first_steps(steps, keys)
-        return (first_B + self._drawn([f"{key}::penalty" for key in keys], steps.num_steps - first_B))[:, None]
-
-    def _drawn(self, names: list[str], count_B: Tensor) -> Tensor:
-        """An integer of 0 .. count - 1 for each name, [B]."""
-        return (keyed_uniform(names, self.seed, ()).to(count_B.device) * count_B).long()
+        first = self.first_step(steps)
+        draw_B = keyed_uniform([f"{key}::penalty" for key in keys], self.seed, ()).to(steps.latents.device)
+        return (first + (draw_B * (steps.num_steps - first)).long())[:, None]

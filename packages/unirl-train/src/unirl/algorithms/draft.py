@@ -58,17 +58,21 @@ class DRaFT(RewardGradient):
         """[B, ...] at the end of the sampler, or [B n, ...] of DRaFT-LV."""
         if self.num_noisings:
             return self._noised_anew(steps, keys)
-        return unrolled(steps, self.gradient_steps(steps, keys)[:, 0])
+        return unrolled(steps, self._first_step(steps))
 
     def gradient_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
-        """The last K steps, [B, K]. Raises ConfigError where there are not that many."""
+        """The last K steps, [B, K]."""
+        step_K = torch.arange(self._first_step(steps), steps.num_steps, device=steps.latents.device)
+        return step_K.expand(steps.num_samples, -1)
+
+    def _first_step(self, steps: Denoising) -> int:
+        """T - K. Raises ConfigError where there are not that many steps."""
         if self.num_last_steps > steps.num_steps:
             raise ConfigError(
                 f"algorithm.num_last_steps = {self.num_last_steps} exceeds the {steps.num_steps} steps of the rollout. "
                 "Lower it or raise sampling.num_inference_steps."
             )
-        step_K = torch.arange(steps.num_steps - self.num_last_steps, steps.num_steps, device=steps.latents.device)
-        return step_K.expand(steps.num_samples, -1)
+        return steps.num_steps - self.num_last_steps
 
     def _noised_anew(self, steps: Denoising, keys: list[str]) -> Tensor:
         x0 = steps.latents[:, -1]

@@ -30,7 +30,6 @@ from unirl.algorithms.base import (
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.losses import velocity_distance
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
-from unirl.sde.rows import over_rows
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images
 from unirl.types.protocols import DifferentiableReward, DiffusionPipeline, PolicyStore
@@ -138,7 +137,8 @@ class RewardGradient(PenalisedAlgorithm):
         reference off. It is taken at the stored latents: it moves the velocity there, not where the latents lie.
     is_checkpointed: recompute every velocity in the backward pass instead of keeping its activations.
     rows_per_forward: most rows of the model in one forward, and so in one backward; the memory knob.
-    Draws are made from counters (rollout, sample id), so they depend on neither devices nor batching.
+    Draws are made from counters (rollout, sample id), so they depend on neither devices nor batching. How many forwards
+    a micro-batch makes must not depend on its samples: ranks that share a sharded model make them together.
     """
 
     requires_trajectory: ClassVar[bool] = True
@@ -279,18 +279,16 @@ class RewardGradient(PenalisedAlgorithm):
         return self.reference.penalty(distance_R, metrics).view(step_BK.shape).mean(dim=1)
 
 
-def unrolled(steps: Denoising, start_B: Tensor) -> Tensor:
-    """The clean latents [B, ...] of the sampler from each sample's stored latent at start_B on.
+def unrolled(steps: Denoising, first: int) -> Tensor:
+    """The clean latents [B, ...] of the sampler from the stored latents at `first`, 0 .. T - 1, on.
 
-    start_B: int64 [B] in 0 .. T - 1. Gradients flow through every step from there, and through the latents between.
+    Gradients flow through every step from there, and through the latents between. All samples take the same steps, so
+    that every rank of a sharded model makes the same forwards.
     """
-    first = int(start_B.min())
-    x = steps.latents[:, first]
+    x = steps.latents[:, first].clone()  # a view would keep the whole trajectory for the backward
     for step in range(first, steps.num_steps):
-        x = torch.where(over_rows(start_B == step, x), steps.latents[:, step], x)
-        row_R = (start_B <= step).nonzero().flatten()
-        v_R = steps.velocity(x[row_R], row_R, torch.full_like(row_R, step))
-        x = x.index_add(0, row_R, (steps.sigmas[step + 1] - steps.sigmas[step]) * v_R)
+        v = steps.velocity(x, steps.samples, torch.full_like(steps.samples, step))
+        x = x + (steps.sigmas[step + 1] - steps.sigmas[step]) * v
     return x
 
 
