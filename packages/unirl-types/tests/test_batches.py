@@ -15,6 +15,8 @@ from unirl.types.conditions import (
     FusedMultimodalCondition,
     ImageEmbedCondition,
     ImageLatentCondition,
+    ImagePatchCondition,
+    PromptCondition,
     TextEmbedCondition,
     TextTokenCondition,
 )
@@ -66,6 +68,17 @@ def text_embeds(lengths):
 def text_tokens(lengths):
     size = len(lengths)
     return TextTokenCondition(input_ids=values(size, 2).long(), attention_mask=torch.ones(size, 2).long())
+
+
+def prompt_tokens(lengths):
+    return PromptCondition.pack(tokens=[torch.arange(n + 1) + 100 * i for i, n in enumerate(lengths)])
+
+
+def image_patches(lengths):
+    return ImagePatchCondition.pack(
+        patches=[values(2 * n, 3) + 100 * i for i, n in enumerate(lengths)],
+        grids=[((1, 1, 2),) * n for n in lengths],
+    )
 
 
 def image_latents(lengths):
@@ -158,7 +171,7 @@ def reward_response(lengths):
 
 MAKERS = [
     *(texts, images, videos, audios, embeddings),
-    *(text_embeds, text_tokens, image_latents, image_embeds, fused),
+    *(text_embeds, text_tokens, prompt_tokens, image_patches, image_latents, image_embeds, fused),
     *(text_segment, latent_segment, request, track, response, reward_request, reward_response),
 ]
 every_container = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
@@ -303,6 +316,13 @@ def test_packed_rows_of_no_length_keep_their_place():
     assert [item.tolist() for item in segment.select([2, 1, 1, 0]).unpack("tokens")] == [[], [7], [7], []]
 
 
+def test_every_token_is_trained_on_unless_a_mask_says_otherwise():
+    tokens = [torch.arange(2), torch.arange(1)]
+    assert TextSegment.pack(tokens=tokens).trained.tolist() == [True, True, True]
+    mask = [torch.tensor([True, False]), torch.tensor([True])]
+    assert TextSegment.pack(tokens=tokens, loss_mask=mask).select([1, 0]).trained.tolist() == [True, True, False]
+
+
 def test_gradients_flow_through_selection_and_joining():
     weight = values(3, 2).requires_grad_()
     batch = Embeddings(embeds=weight)
@@ -339,6 +359,20 @@ def test_gradients_flow_through_selection_and_joining():
             r"never fall, got \[0, 3, 2\]",
         ),
         (lambda: TextSegment.pack(tokens=[torch.zeros(2)]), r"tokens must be int64 \[V\], got torch.float32 \(2,\)"),
+        (
+            lambda: TextSegment.pack(tokens=[torch.arange(2)], log_probs=[values(2).double()]),
+            r"log_probs must be torch.float32 \[V\], got torch.float64",
+        ),
+        (
+            lambda: TextSegment.pack(tokens=[torch.arange(2)], loss_mask=[torch.ones(2)]),
+            r"loss_mask must be torch.bool \[V\], got torch.float32",
+        ),
+        (lambda: PromptCondition.pack(tokens=[torch.zeros(2)]), r"int64 \[P\], got torch.float32 \(2,\)"),
+        (lambda: PromptCondition.pack(tokens=[torch.arange(2), torch.arange(0)]), r"prompts \[1\] are empty"),
+        (
+            lambda: ImagePatchCondition.pack(patches=[values(3, 2)], grids=[((1, 2, 2),)]),
+            r"take \[4\] patches, but the samples have \[3\]",
+        ),
         (lambda: TextSegment.pack(tokens=[]), "cannot pack an empty list"),
         (lambda: TextSegment.pack(tokens=[torch.tensor(1)]), "cannot pack scalars"),
         (lambda: TextSegment.pack(status=torch.zeros(1)), "at least one packed field"),

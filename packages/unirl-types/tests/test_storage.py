@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unirl.types.conditions import FusedMultimodalCondition, ImageEmbedCondition, TextEmbedCondition, TextTokenCondition
+from unirl.types.conditions import (
+    FusedMultimodalCondition,
+    ImageEmbedCondition,
+    ImagePatchCondition,
+    PromptCondition,
+    TextEmbedCondition,
+    TextTokenCondition,
+)
 from unirl.types.errors import ContractError, DataError
 from unirl.types.media import Audios, Embeddings, Images, Modality, Texts, Videos
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
@@ -45,11 +52,17 @@ def rollout() -> tuple[RolloutResp, RolloutReq]:
         parent_ids=req.group_ids,
         conditions={
             "tokens": TextTokenCondition(input_ids=torch.arange(6).reshape(3, 2), attention_mask=torch.ones(3, 2)),
+            "prompt": PromptCondition.pack(tokens=[torch.arange(1), torch.arange(3), torch.arange(2)]),
+            "images": ImagePatchCondition.pack(
+                patches=[latents(generator, 4, 2), latents(generator, 0, 2), latents(generator, 2, 2)],
+                grids=[((1, 2, 1), (1, 1, 2)), (), ((1, 2, 1),)],
+            ),
         },
         segment=TextSegment.pack(
             tokens=[torch.arange(3), torch.arange(0), torch.arange(2)],
             log_probs=[latents(generator, 3), latents(generator, 0), latents(generator, 2)],
             status=torch.tensor([1, 2, 3]),
+            params=ARSamplingParams(temperature=0.7, stop_token_ids=(1, 2)),
         ),
         rewards=torch.tensor([float("nan"), -0.0, 1e-45]),
         component_rewards={"a": torch.zeros(3), "b": torch.ones(3)},

@@ -71,12 +71,28 @@ def test_bad_diffusion_values_are_named(changes, message):
         ({"top_p": 1.1}, r"top_p = 1.1 must lie in \(0, 1\]"),
         ({"top_k": -1}, "top_k = -1 must be at least 0"),
         ({"seed": "x"}, "seed = 'x' must be an integer"),
+        ({"stop_token_ids": [3, -1]}, "a token of stop_token_ids = -1 must be at least 0"),
     ],
 )
 def test_bad_autoregressive_values_are_named(changes, message):
     arguments: dict[str, Any] = {"temperature": 1.0, **changes}
     with pytest.raises(ConfigError, match=message):
         ARSamplingParams(**arguments)
+
+
+def test_autoregressive_parameters_say_whether_the_whole_softmax_is_drawn_from():
+    params = ARSamplingParams(temperature=1.0)
+    assert not params.is_greedy
+    assert not params.is_truncated
+    assert ARSamplingParams(temperature=0).is_greedy
+    assert dataclasses.replace(params, top_p=0.9).is_truncated
+    assert dataclasses.replace(params, top_k=5).is_truncated
+
+
+def test_stop_tokens_of_a_recipe_may_be_a_list():
+    # YAML has no tuples
+    listed = ARSamplingParams(temperature=1.0, stop_token_ids=[7, 8])  # ty: ignore[invalid-argument-type]
+    assert listed == ARSamplingParams(temperature=1.0, stop_token_ids=(7, 8))
 
 
 def test_stochastic_steps_are_explicit_then_scheduled_then_all():

@@ -5,13 +5,14 @@ Legend: B samples, L tokens, D width, P pooled width. Text containers pad to the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from unirl.types.batch import Batch, per_sample, shared
+from unirl.types.batch import Batch, packed, per_sample, shared
 from unirl.types.errors import ContractError
 
 
@@ -90,6 +91,55 @@ class TextTokenCondition(Condition):
             )
             for part in parts
         ]
+
+
+@dataclass(kw_only=True, eq=False)
+class PromptCondition(Condition):
+    """The tokens that an autoregressive model goes on from, samples end to end and without padding.
+
+    Build with `PromptCondition.pack(tokens=[...])`. The placeholders of images are already expanded to as many tokens
+    as the images take, so that engine and replay count the same positions.
+    """
+
+    tokens: Tensor = packed()
+    """[P] int64, at least one a sample."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens.ndim != 1 or self.tokens.dtype != torch.long:
+            raise ContractError(
+                f"PromptCondition.tokens must be int64 [P], got {self.tokens.dtype} {tuple(self.tokens.shape)}"
+            )
+        empty = (self.lengths == 0).nonzero().flatten().tolist()
+        if empty:
+            raise ContractError(f"prompts {empty[:8]} are empty; a model needs at least one token to go on from")
+
+
+@dataclass(kw_only=True, eq=False)
+class ImagePatchCondition(Condition):
+    """The images of prompts as a vision-language model's vision tower takes them. Any number of images a sample.
+
+    Build with `ImagePatchCondition.pack(patches=[...], grids=[...])`; a sample without images has no patches and the
+    empty grid `()`.
+    """
+
+    patches: Tensor = packed()
+    """[N, D] float, the patches of a sample's images one after the other, in the order of the prompt."""
+    grids: list[tuple[tuple[int, int, int], ...]] = per_sample()
+    """(frames, rows, columns) in patches of each image of each sample."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.patches.ndim != 2 or not self.patches.is_floating_point():
+            raise ContractError(
+                f"ImagePatchCondition.patches must be float [N, D], got {self.patches.dtype} "
+                f"{tuple(self.patches.shape)}"
+            )
+        expected = [sum(math.prod(grid) for grid in sample) for sample in self.grids]
+        if expected != self.lengths.tolist():
+            raise ContractError(
+                f"the grids {self.grids} take {expected} patches, but the samples have {self.lengths.tolist()}"
+            )
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,22 +1,23 @@
 """What one package needs of another. Implementations live in the packages; recipes join them.
 
-Legend: B samples, R rows (a row is one (sample, step) pair), S stochastic steps, T steps.
+Legend: B samples, R rows (a row is one (sample, step) pair), S stochastic steps, T steps, V tokens of all samples,
+D width of the hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from unirl.types.conditions import Condition
-from unirl.types.media import Images, Primitive, Videos
+from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout import RolloutReq, RolloutResp
-from unirl.types.sampling import DiffusionSamplingParams
-from unirl.types.segments import LatentSegment
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.segments import LatentSegment, TextSegment
 
 Conditions = Mapping[str, Condition]
 
@@ -108,6 +109,105 @@ class DiffusionPipeline(Protocol):
 
     def drop_text_encoders(self) -> None:
         """Free the text encoders; prompts that were encoded before still encode."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients."""
+        ...
+
+
+class TextCodec(Protocol):
+    """Between what a user writes and the tokens that a model reads. Needs no weights.
+
+    Every engine takes its prompts from `encode` and its texts from `decode`, so that tokens go in and tokens come out:
+    text is never tokenised a second time, which would not always give the same tokens.
+    """
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its completion together."""
+        ...
+
+    def stop_token_ids(self, params: ARSamplingParams) -> tuple[int, ...]:
+        """Tokens that end a sample: the model's end-of-sequence ids and those of `params`, sorted."""
+        ...
+
+    def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
+        """Conditions of B samples: "prompt" is a PromptCondition, "images" an ImagePatchCondition where there are any.
+
+        A prompt holds what the model goes on from, chat template and expanded image placeholders included. An engine
+        that expands placeholders itself sends the images, and must find the same tokens.
+        Raises ConfigError where a prompt and params.max_new_tokens exceed the context, naming the prompt.
+        """
+        ...
+
+    def decode(self, segment: TextSegment) -> Texts:
+        """The text of each sample, without special tokens; of several turns, all of it."""
+        ...
+
+
+class TokenStats(Protocol):
+    """Every token of a segment under the current weights, in the segment's own order and packing.
+
+    Masked tokens are scored too: the caller's mask decides what counts.
+    """
+
+    @property
+    def logp_V(self) -> Tensor:
+        """[V] float32, nats, under softmax(logits / temperature), with gradients."""
+        ...
+
+    @property
+    def entropy_V(self) -> Tensor:
+        """[V] float32, nats, entropy of that softmax, with gradients."""
+        ...
+
+    @property
+    def hidden_V(self) -> Tensor:
+        """[V, D] last hidden states that predicted each token (of the position before it), with gradients.
+
+        What a value head reads: V(prompt and tokens so far) before the token is chosen. Dtype of the model.
+        """
+        ...
+
+
+class AutoregressivePipeline(TextCodec, Protocol):
+    """A language or vision-language model that can sample completions and replay them.
+
+    An engine elsewhere generates instead of `generate` and returns tokens and log-probs alone; the segment it builds
+    from them, with the conditions of `encode`, is all that `replay` needs. The gap between its log-probs and those of a
+    replay at the same weights is what rollout correction works on.
+
+    A reference policy is the same pipeline inside `PolicyStore.reference_policy()` (adapter off, or a frozen copy), an
+    old policy inside `using_policy(name)`, both under `torch.no_grad()`.
+    """
+
+    def generate(
+        self,
+        conditions: Conditions,
+        params: ARSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+        any_rank: Callable[[bool], bool] | None = None,
+    ) -> TextSegment:
+        """One completion for each of B prompts, with the log-probs of its tokens (none where greedy).
+
+        noise_keys [B] seed each sample's draws together with params.seed: a sample draws the same numbers alone, in any
+        batch and at any place in it.
+        any_rank: whether its argument is true on any rank. Where the weights are sharded each decoding step gathers
+        them, so all ranks must take equally many steps: those that are done go on until none is left. None: one rank.
+        """
+        ...
+
+    def replay(self, conditions: Conditions, segment: TextSegment, params: ARSamplingParams) -> TokenStats:
+        """Every token of B samples under the current weights, with gradients unless they are switched off.
+
+        One forward of the model a call, whatever the lengths, so ranks with equally many micro-batches gather sharded
+        weights equally often. Samples lie packed behind each other without padding and attend to themselves alone.
+        Log-probs are of the temperature of `params`, the one that was sampled with.
+        Raises ConfigError for parameters whose rollout was not drawn from the whole softmax: temperature 0, top_p below
+        1 or top_k above 0.
+        """
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:

@@ -173,12 +173,17 @@ class ARSamplingParams(BaseSamplingParams):
     """Sampling of tokens. No default temperature: replay must use the one that rollout used."""
 
     temperature: float
+    """Logits are divided by it before the softmax, in rollout and replay alike; 0 is greedy and cannot be replayed."""
     max_new_tokens: int = 512
     top_p: float = 1.0
+    """Below 1, only the most probable tokens that together reach it are sampled from. For evaluation: replay scores
+    under the whole softmax, and refuses a truncated rollout whose log-probs are of another distribution."""
     top_k: int = 0
-    """0 means no limit."""
+    """Above 0, only so many tokens are sampled from, as top_p. 0 means no limit."""
     stop_token_ids: tuple[int, ...] = ()
+    """End a sample, besides the model's own end-of-sequence ids."""
     seed: int = 42
+    """Base seed of the draws; each sample's own follows from it and the sample's key alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -187,7 +192,21 @@ class ARSamplingParams(BaseSamplingParams):
         _require_number("top_p", self.top_p)
         _require(0 < self.top_p <= 1, f"top_p = {self.top_p} must lie in (0, 1]")
         _require_integer("top_k", self.top_k, minimum=0)
+        # Recipes are YAML, which knows lists only.
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            _require_integer("a token of stop_token_ids", token, minimum=0)
         _require_integer("seed", self.seed)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken instead of a drawn one."""
+        return self.temperature == 0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True, kw_only=True)

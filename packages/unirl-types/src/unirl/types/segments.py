@@ -15,7 +15,7 @@ from unirl.types.batch import Batch, packed, per_sample, shared
 from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ContractError
 from unirl.types.media import Modality
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 
 
 class SegmentStatus(IntEnum):
@@ -37,14 +37,22 @@ class Segment(Batch):
 
 @dataclass(kw_only=True, eq=False)
 class TextSegment(Segment):
-    """Generated tokens, samples end to end. Build with `TextSegment.pack(tokens=[...], log_probs=[...])`."""
+    """The tokens behind each prompt, samples end to end. Build with `TextSegment.pack(tokens=[...], log_probs=[...])`.
+
+    Usually every token was sampled, the one that ended the sample included. Of several turns the segment holds all that
+    follows the first prompt: what the model said, and what a tool or user answered, which `loss_mask` leaves out.
+    `status` says why a sample ended: COMPLETED by a stop token, TRUNCATED at max_new_tokens, ABORTED by the engine.
+    """
 
     tokens: Tensor = packed()
     """[V] int64."""
     log_probs: Tensor | None = packed(default=None)
-    """[V] float32, nats, under the distribution that was sampled from."""
+    """[V] float32, nats, under the distribution that was sampled from; 0 where a token was not sampled. Absent after
+    greedy decoding, which samples from nothing."""
     loss_mask: Tensor | None = packed(default=None)
-    """[V], 1 where a token is trained on. Absent means all."""
+    """[V] bool, whether a token is trained on. Absent means all. A token that was not sampled must be left out."""
+    params: ARSamplingParams | None = shared(default=None)
+    """What the tokens were sampled with; replay uses these and no others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +60,15 @@ class TextSegment(Segment):
             raise ContractError(
                 f"TextSegment.tokens must be int64 [V], got {self.tokens.dtype} {tuple(self.tokens.shape)}"
             )
+        for name, dtype in (("log_probs", torch.float32), ("loss_mask", torch.bool)):
+            value = getattr(self, name)
+            if value is not None and (value.ndim != 1 or value.dtype != dtype):
+                raise ContractError(f"TextSegment.{name} must be {dtype} [V], got {value.dtype} {tuple(value.shape)}")
+
+    @property
+    def trained(self) -> Tensor:
+        """[V] bool, the loss mask, or all True where there is none."""
+        return torch.ones_like(self.tokens, dtype=torch.bool) if self.loss_mask is None else self.loss_mask
 
 
 @dataclass(kw_only=True, eq=False)

@@ -26,6 +26,8 @@ from unirl.types.conditions import (
     FusedMultimodalCondition,
     ImageEmbedCondition,
     ImageLatentCondition,
+    ImagePatchCondition,
+    PromptCondition,
     TextEmbedCondition,
     TextTokenCondition,
 )
@@ -49,7 +51,7 @@ _CLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
         *(Texts, Images, Videos, Audios, Embeddings),
-        *(TextEmbedCondition, TextTokenCondition),
+        *(TextEmbedCondition, TextTokenCondition, PromptCondition, ImagePatchCondition),
         *(ImageLatentCondition, ImageEmbedCondition, FusedMultimodalCondition),
         *(TextSegment, LatentSegment),
         *(RolloutReq, RolloutTrack, RolloutResp, RewardRequest, RewardResponse),
