@@ -47,7 +47,31 @@ def test_ddof_one_against_zero_scales_groups_of_four_by_root_three_quarters():
     torch.testing.assert_close(ratio, torch.full((4,), math.sqrt(3 / 4)))
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_leave_one_out_compares_each_sample_with_the_mean_of_the_others():
+    rewards, groups = torch.tensor([1.0, 3.0, 8.0, 2.0, 6.0]), ["a", "a", "a", "b", "b"]
+    got = AdvantageConfig(preset="rloo")(rewards, groups)
+    torch.testing.assert_close(got, torch.tensor([1 - 5.5, 3 - 4.5, 8 - 2.0, -4.0, 4.0]))
+
+
+def test_reinforce_plus_plus_whitens_the_batch_with_and_without_a_group_baseline():
+    rewards = REWARDS.double()
+    plain = AdvantageConfig(preset="reinforce_pp")(REWARDS, GROUPS)
+    torch.testing.assert_close(
+        plain.double(), (rewards - 3) / (rewards.var(correction=0) + 1e-8).sqrt(), rtol=1e-6, atol=0
+    )
+    with_baseline = AdvantageConfig(preset="reinforce_pp_baseline")(REWARDS, GROUPS)
+    left = torch.tensor([-1.0, 1.0, -2.0, 2.0], dtype=torch.float64)  # the group means are 2 and 4
+    torch.testing.assert_close(with_baseline.double(), left / (2.5 + 1e-8) ** 0.5, rtol=1e-6, atol=0)
+
+
+def test_dapo_divides_by_the_sample_deviation_of_the_group():
+    got = AdvantageConfig(preset="dapo")(REWARDS, GROUPS)
+    s = math.sqrt(2.0)
+    expected = torch.tensor([-1 / (s + 1e-6), 1 / (s + 1e-6), -2 / (2 * s + 1e-6), 2 / (2 * s + 1e-6)])
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("preset", sorted(name for name in PRESETS if PRESETS[name]["center"] == "group"))
 def test_a_group_without_spread_gets_exactly_zero(preset):
     got = AdvantageConfig(preset=preset)(torch.tensor([0.1, 0.1, 0.1, 0.1, 5.0, 1.0]), ["a"] * 4 + ["b"] * 2)
     assert torch.equal(got[:4], torch.zeros(4))

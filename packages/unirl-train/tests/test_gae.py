@@ -63,7 +63,39 @@ def test_the_recursion_is_the_discounted_sum_of_later_differences(values, reward
 
 
 def test_wrong_shapes_and_ranges_are_refused():
-    with pytest.raises(ContractError, match=r"rewards \(3,\) must be \[B\] for values \(2, 3\)"):
+    with pytest.raises(ContractError, match=r"rewards \(3,\) must be \[B\] or \[B, S\] for values \(2, 3\)"):
         generalized_advantages(torch.zeros(3), VALUES_BS, gamma=1.0, lam=1.0)
     with pytest.raises(ConfigError, match=r"algorithm.gamma = 1.5"):
         generalized_advantages(REWARDS_B, VALUES_BS, gamma=1.5, lam=1.0)
+
+
+def test_samples_of_unequal_length_equal_each_alone():
+    lengths = torch.tensor([3, 1, 0, 2])
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    rewards = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    final = torch.randn(4, generator=generator, dtype=torch.float64)
+    for given_rewards in (rewards, final):
+        advantages, returns = generalized_advantages(given_rewards, values, gamma=0.9, lam=0.8, lengths_B=lengths)
+        for row, length in enumerate(lengths.tolist()):
+            alone = given_rewards[row : row + 1]
+            if length == 0:
+                assert torch.equal(advantages[row], torch.zeros(3, dtype=torch.float64))
+                continue
+            own = generalized_advantages(
+                alone[:, :length] if alone.ndim == 2 else alone, values[row : row + 1, :length], gamma=0.9, lam=0.8
+            )
+            for mine, theirs in zip((advantages, returns), own, strict=True):
+                torch.testing.assert_close(mine[row, :length], theirs[0], rtol=0, atol=0)
+                assert torch.equal(mine[row, length:], torch.zeros(3 - length, dtype=torch.float64))
+
+
+def test_a_reward_a_step_is_worth_what_it_adds_to_all_steps_before_it():
+    rewards = torch.tensor([[1.0, -2.0, 4.0]], dtype=torch.float64)
+    advantages, _ = generalized_advantages(rewards, torch.zeros(1, 3), gamma=0.5, lam=1.0)
+    torch.testing.assert_close(advantages, torch.tensor([[1 - 1 + 1.0, -2 + 2.0, 4.0]], dtype=torch.float64))
+
+
+def test_lengths_beyond_the_steps_are_refused():
+    with pytest.raises(ContractError, match="lengths"):
+        generalized_advantages(torch.zeros(1), torch.zeros(1, 2), gamma=1.0, lam=1.0, lengths_B=torch.tensor([3]))

@@ -1,8 +1,8 @@
 """Advantages of a whole batch, as pure functions with every convention explicit.
 
-Reference implementations differ in scope, ddof and epsilon; the presets are named after them
-(`flow_grpo`, `dance_grpo`, `unirl`, `unirl_global_std`, `trl`). Rewards are gathered over all devices before
-they are normalised, so the number of devices never changes the result. Legend: B samples.
+Reference implementations differ in scope, ddof and epsilon; the presets are named after them (`PRESETS`). Rewards are
+gathered over all devices before they are normalised, so the number of devices never changes the result.
+Legend: B samples.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from unirl.types.errors import ConfigError, ContractError
 
 Scope = Literal["group", "batch", "none"]
 SCOPES = ("group", "batch", "none")
+Scale = Literal["group", "batch", "residual", "none"]
+SCALES = ("group", "batch", "residual", "none")
 
 
 def group_index(group_ids: Sequence[str]) -> Tensor:
@@ -59,15 +61,18 @@ def normalized_advantages(
     group_ids: Sequence[str],
     *,
     center: Scope,
-    scale: Scope,
+    scale: Scale,
     ddof: int,
     eps: float,
     eps_inside_sqrt: bool = False,
+    leave_one_out: bool = False,
     clip: float | None = None,
 ) -> Tensor:
     """(reward - centre) / (std + eps), float32 [B], computed in float64.
 
-    center, scale: over the sample's group, over the batch, or not at all.
+    center, scale: over the sample's group, over the batch, or not at all. scale "residual" is the standard deviation
+        over the batch of what is left after centring.
+    leave_one_out: the centre of a sample is the mean of the OTHERS, which makes G / (G - 1) (reward - mean) of G.
     ddof: 0 is the population standard deviation, 1 the sample standard deviation.
     eps_inside_sqrt: divide by sqrt(var + eps) instead.
     clip: half-width of the range kept, in standard deviations.
@@ -78,8 +83,11 @@ def normalized_advantages(
     whole = torch.zeros_like(index)
     scopes = {"group": index, "batch": whole}
     advantages = rewards - group_mean(rewards, scopes[center]) if center != "none" else rewards
+    if leave_one_out and center != "none":
+        size = torch.bincount(scopes[center])[scopes[center]].to(torch.float64)
+        advantages = advantages * size / (size - 1).clamp(min=1)
     if scale != "none":
-        std = group_std(rewards, scopes[scale], ddof)
+        std = group_std(advantages, whole, ddof) if scale == "residual" else group_std(rewards, scopes[scale], ddof)
         advantages = advantages / ((std.square() + eps).sqrt() if eps_inside_sqrt else std + eps)
     if center == "group":
         spread = group_std(rewards, index, 0)
@@ -97,8 +105,19 @@ PRESETS: dict[str, dict[str, object]] = {
     "unirl_global_std": {"center": "group", "scale": "batch", "ddof": 1, "eps": 1e-8},
     "trl": {"center": "group", "scale": "group", "ddof": 1, "eps": 1e-4},
     "dr_grpo": {"center": "group", "scale": "none", "ddof": 0, "eps": 0.0},
+    "dapo": {"center": "group", "scale": "group", "ddof": 1, "eps": 1e-6},
+    "rloo": {"center": "group", "scale": "none", "ddof": 0, "eps": 0.0, "leave_one_out": True},
+    "reinforce_pp": {"center": "batch", "scale": "batch", "ddof": 0, "eps": 1e-8, "eps_inside_sqrt": True},
+    "reinforce_pp_baseline": {
+        "center": "group",
+        "scale": "residual",
+        "ddof": 0,
+        "eps": 1e-8,
+        "eps_inside_sqrt": True,
+    },
 }
-"""Conventions of reference implementations (facts checked against their closed forms in the tests)."""
+"""Conventions of reference implementations (facts checked against their closed forms in the tests): `dapo` is verl's,
+`rloo` arXiv 2402.14740, `reinforce_pp` and its baseline variant arXiv 2501.03262."""
 
 
 class Advantages(Protocol):
@@ -139,10 +158,11 @@ class AdvantageConfig:
 
     preset: str = "flow_grpo"
     center: Scope | None = None
-    scale: Scope | None = None
+    scale: Scale | None = None
     ddof: int | None = None
     eps: float | None = None
     eps_inside_sqrt: bool | None = None
+    leave_one_out: bool | None = None
     clip: float | None = None
     multi_reward: Literal["weighted_sum", "normalize_then_sum"] = "weighted_sum"
     """weighted_sum normalises the total; normalize_then_sum normalises each component and adds (GDPO-like)."""
@@ -152,10 +172,10 @@ class AdvantageConfig:
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise ConfigError(f"advantages.preset = {self.preset!r} must be one of {', '.join(PRESETS)}")
-        for name in ("center", "scale"):
+        for name, allowed in (("center", SCOPES), ("scale", SCALES)):
             value = getattr(self, name)
-            if value is not None and value not in SCOPES:
-                raise ConfigError(f"advantages.{name} = {value!r} must be one of {', '.join(SCOPES)}")
+            if value is not None and value not in allowed:
+                raise ConfigError(f"advantages.{name} = {value!r} must be one of {', '.join(allowed)}")
         if self.component_weights is not None and self.multi_reward != "normalize_then_sum":
             raise ConfigError(
                 "advantages.component_weights does nothing with multi_reward = weighted_sum. "
@@ -170,7 +190,7 @@ class AdvantageConfig:
 
     def options(self) -> dict[str, object]:
         """The preset with this recipe's changes."""
-        names = ("center", "scale", "ddof", "eps", "eps_inside_sqrt")
+        names = ("center", "scale", "ddof", "eps", "eps_inside_sqrt", "leave_one_out")
         changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {**PRESETS[self.preset], **changes}
 

@@ -1,6 +1,6 @@
-"""Generalised advantage estimation of an episode that is rewarded once, at its end. A pure function.
+"""Generalised advantage estimation. A pure function.
 
-Legend: B samples, S stochastic steps in the order of time.
+Legend: B samples, S steps in the order of time: stochastic denoising steps, or tokens.
 """
 
 from __future__ import annotations
@@ -11,27 +11,41 @@ from torch import Tensor
 from unirl.types.errors import ConfigError, ContractError
 
 
-def generalized_advantages(rewards_B: Tensor, values_BS: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def generalized_advantages(
+    rewards: Tensor, values_BS: Tensor, *, gamma: float, lam: float, lengths_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns of every step, float64 [B, S] each.
 
         delta_s = r_s + gamma V_{s+1} - V_s        A_s = delta_s + gamma lam A_{s+1}        R_s = A_s + V_s
 
-    rewards_B: the only reward, given after the last stochastic step. values_BS: V before each step; 0 after the last.
+    rewards: [B], given after the last step of each sample, or [B, S] with one a step. values_BS: V before each step.
     gamma, lam: discount and trace decay a step, in [0, 1]. gamma = lam = 1 is r - V_s with R_s = r; lam = 0 is TD(0).
+    lengths_B: steps of each sample; None takes all S. V is 0 after the last one, and what lies behind it comes back 0.
     Raises ContractError where shapes disagree and ConfigError outside the ranges.
     Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 16.
     """
-    if values_BS.ndim != 2 or rewards_B.shape != values_BS.shape[:1]:
-        raise ContractError(f"rewards {tuple(rewards_B.shape)} must be [B] for values {tuple(values_BS.shape)} [B, S]")
+    if values_BS.ndim != 2 or rewards.shape not in (values_BS.shape[:1], values_BS.shape):
+        raise ContractError(
+            f"rewards {tuple(rewards.shape)} must be [B] or [B, S] for values {tuple(values_BS.shape)} [B, S]"
+        )
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ConfigError(f"algorithm.gamma = {gamma} and algorithm.lam = {lam} must lie in [0, 1]")
-    values = values_BS.detach().double()
+    num_samples, num_steps = values_BS.shape
+    lengths = torch.full((num_samples,), num_steps) if lengths_B is None else lengths_B.cpu()
+    if lengths.shape != (num_samples,) or bool((lengths > num_steps).any()):
+        raise ContractError(f"lengths {lengths.tolist()} must be [B] of at most S for values {tuple(values_BS.shape)}")
+    is_real = (torch.arange(num_steps) < lengths[:, None]).to(values_BS.device)
+    values = torch.where(is_real, values_BS.detach().double(), 0.0)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     delta = gamma * following - values
-    delta[:, -1] += rewards_B.detach().double()
+    if rewards.ndim == 2:
+        delta = delta + torch.where(is_real, rewards.detach().double(), 0.0)
+    else:
+        rewarded = lengths.nonzero().flatten()
+        delta[rewarded, lengths[rewarded] - 1] += rewards.detach().double()[rewarded]
     advantages = torch.zeros_like(values)
-    running = torch.zeros_like(values[:, 0])
-    for step in reversed(range(values.shape[1])):
+    running = values.new_zeros(num_samples)
+    for step in reversed(range(num_steps)):
         running = delta[:, step] + gamma * lam * running
         advantages[:, step] = running
     return advantages, advantages + values

@@ -6,6 +6,7 @@ Every function returns a value a row, not reduced; the stack owns reduction and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,28 +15,37 @@ from torch import Tensor
 from unirl.types.errors import ContractError
 
 
-def _same_shape(**tensors: Tensor) -> None:
+def same_shape(**tensors: Tensor) -> None:
+    """Raises ContractError, with their names, where tensors have different shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
         raise ContractError(f"shapes disagree: {shapes}")
 
 
 def clipped_surrogate(
-    logp_R: Tensor, anchor_R: Tensor, advantage_R: Tensor, *, clip_low: float, clip_high: float
+    logp_R: Tensor,
+    anchor_R: Tensor,
+    advantage_R: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    ratio_cap: float = math.inf,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped objective, to be minimised: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)).
+    """PPO's clipped objective, to be minimised: max(-A min(r, ratio_cap), -A clip(r, 1 - clip_low, 1 + clip_high)).
 
     logp_R, anchor_R: float32 [R], nats (per latent element where the kernel's reduction is the mean, which is why
     clips of 1e-4 are usual). The anchor carries no gradient. advantage_R: float32 [R].
+    ratio_cap: above 1 + clip_high it bounds the loss where A < 0 (dual clip), and changes nothing where A > 0.
     Returns loss_R and detached values a row: ratio, clipped_high, clipped_low, approx_kl (half squared log-ratio).
     At r = 1 the gradient is -A. Raises ContractError where shapes disagree.
-    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; Liu et al. 2025 (arXiv 2505.05470).
+    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; Liu et al. 2025 (arXiv 2505.05470); the cap: Ye et al. 2020
+    (arXiv 1912.09729), eq. 3.
     """
-    _same_shape(logp_R=logp_R, anchor_R=anchor_R, advantage_R=advantage_R)
+    same_shape(logp_R=logp_R, anchor_R=anchor_R, advantage_R=advantage_R)
     log_ratio = logp_R - anchor_R.detach()
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss_R = torch.maximum(-advantage_R * ratio, -advantage_R * clipped)
+    loss_R = torch.maximum(-advantage_R * ratio.clamp(max=ratio_cap), -advantage_R * clipped)
     with torch.no_grad():
         rows = {
             "ratio": ratio.detach(),
@@ -56,7 +66,7 @@ def masked_surrogate(
     Returns loss_R and detached booleans a row: dropped_positive and dropped_negative, by the sign of A.
     Raises ContractError where shapes disagree. Source: Ping et al. 2026 (arXiv 2606.11025), its asymmetric mask.
     """
-    _same_shape(logp_R=logp_R, anchor_R=anchor_R, advantage_R=advantage_R, is_outside_R=is_outside_R)
+    same_shape(logp_R=logp_R, anchor_R=anchor_R, advantage_R=advantage_R, is_outside_R=is_outside_R)
     log_ratio = logp_R - anchor_R.detach()
     positive = is_outside_R & (log_ratio > 0) & (advantage_R > 0)
     negative = is_outside_R & (log_ratio < 0) & (advantage_R < 0)
@@ -82,7 +92,7 @@ def prefix_budget(
     Returns bool [R] twice: outside for either reason, and outside for the second.
     Source: Mao et al. 2026 (arXiv 2606.10968), eqs. 8 to 10.
     """
-    _same_shape(divergence_R=divergence_R, sample_R=sample_R, step_R=step_R)
+    same_shape(divergence_R=divergence_R, sample_R=sample_R, step_R=step_R)
     same_RR = sample_R[:, None] == sample_R[None, :]
     earlier_RR = same_RR & (step_R[None, :] < step_R[:, None])
     position_R, length_R = earlier_RR.sum(dim=1), same_RR.sum(dim=1)
@@ -143,8 +153,8 @@ def nft_loss(
     At v_new = v_old the gradient is A times the (weighted) flow-matching gradient for any beta.
     Source: Zheng et al. 2025 (arXiv 2509.16117), with the adaptive weight of its reference implementation.
     """
-    _same_shape(v_new=v_new, v_old=v_old, x_t=x_t, x0=x0)
-    _same_shape(sigma_R=sigma_R, optimality_R=optimality_R)
+    same_shape(v_new=v_new, v_old=v_old, x_t=x_t, x0=x0)
+    same_shape(sigma_R=sigma_R, optimality_R=optimality_R)
     v_old = v_old.detach()
     sigma = sigma_R.reshape(-1, *(1,) * (x_t.ndim - 1))
     positive = x_t - sigma * ((1 - beta) * v_old + beta * v_new)
@@ -157,7 +167,7 @@ def nft_loss(
 
 def velocity_distance(v: Tensor, v_reference: Tensor) -> Tensor:
     """mean (v - v_ref)^2 a row [R]: the velocity-space penalty that stands for a KL in forward-process methods."""
-    _same_shape(v=v, v_reference=v_reference)
+    same_shape(v=v, v_reference=v_reference)
     return (v - v_reference.detach()).square().mean(dim=tuple(range(1, v.ndim)))
 
 

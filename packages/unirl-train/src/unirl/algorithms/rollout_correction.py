@@ -1,0 +1,100 @@
+"""Correction for the gap between the engine that sampled tokens and the policy that trains on them.
+
+An engine computes log-probs with other kernels, precision and, when it runs ahead, older weights; its samples are then
+another policy's. Weights of importance bring them back. Legend as in `token_losses`: B sequences, N tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.token_losses import require_choice, sequence_index, sequence_mean, sequence_sum
+from unirl.types.errors import ConfigError
+
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+CorrectionMode = Literal["truncate", "mask", "reject"]
+
+
+def correction_weights(
+    log_gap_N: Tensor,
+    lengths_B: Tensor,
+    *,
+    level: CorrectionLevel,
+    mode: CorrectionMode,
+    lower: float | None,
+    upper: float | None,
+) -> Tensor:
+    """Weights [N], without gradient, that the losses of the tokens are multiplied by.
+
+    log_gap_N: log p_trainer - log p_engine of the sampled tokens, both before the first update.
+    level: the ratio r is exp of the token's gap ("token"), of the sum over its sequence ("sequence": unbiased, and
+        wild for long ones), or of the mean over its sequence ("geometric").
+    mode: clamp r to [lower, upper] ("truncate"), keep r inside and put 0 outside ("mask"), or put 1 inside and 0
+        outside ("reject"). A bound of None does not bind.
+    Sources: Espeholt et al. 2018 (arXiv 1802.01561), truncated importance sampling; the modes are those of TRL.
+    """
+    gap_N = log_gap_N.detach()
+    if level != "token":
+        require_choice("rollout_correction.level", level, CorrectionLevel)
+        reduce = sequence_sum if level == "sequence" else sequence_mean
+        gap_N = reduce(gap_N, lengths_B)[sequence_index(lengths_B)]
+    ratio_N = gap_N.exp()
+    low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
+    if mode == "truncate":
+        return ratio_N.clamp(low, high)
+    require_choice("rollout_correction.mode", mode, CorrectionMode)
+    is_inside = (ratio_N >= low) & (ratio_N <= high)
+    return torch.where(is_inside, ratio_N if mode == "mask" else torch.ones_like(ratio_N), 0.0)
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """Weights of importance between engine and trainer; needs an anchor replayed by the trainer.
+
+    level, mode, lower, upper: see `correction_weights`.
+    max_staleness: samples of a policy more than this many optimizer steps behind get the weight 0; None keeps all.
+    A token with weight 0 stays in the number of terms that the loss is divided by.
+    """
+
+    level: CorrectionLevel = "token"
+    mode: CorrectionMode = "truncate"
+    lower: float | None = None
+    upper: float | None = 2.0
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("algorithm.rollout_correction.level", self.level, CorrectionLevel)
+        require_choice("algorithm.rollout_correction.mode", self.mode, CorrectionMode)
+        low, high = self.lower or 0.0, math.inf if self.upper is None else self.upper
+        if not 0 <= low <= 1 <= high or (self.lower is None and self.upper is None):
+            raise ConfigError(
+                f"algorithm.rollout_correction needs 0 <= lower <= 1 <= upper and at least one of them; got lower = "
+                f"{self.lower}, upper = {self.upper}"
+            )
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise ConfigError(
+                f"algorithm.rollout_correction.max_staleness = {self.max_staleness} must be at least 0, or null"
+            )
+
+    def weights(self, log_gap_N: Tensor, lengths_B: Tensor, staleness_B: Tensor | None) -> Tensor:
+        """Weights [N]. staleness_B: optimizer steps since each sequence's policy; None where nobody knows.
+
+        Raises ConfigError for a `max_staleness` that cannot be told.
+        """
+        weight_N = correction_weights(
+            log_gap_N, lengths_B, level=self.level, mode=self.mode, lower=self.lower, upper=self.upper
+        )
+        if self.max_staleness is None:
+            return weight_N
+        if staleness_B is None:
+            raise ConfigError(
+                "algorithm.rollout_correction.max_staleness needs the version of the policy on every sample, which "
+                "this engine does not give. Set max_staleness: null."
+            )
+        is_fresh_N = (staleness_B.to(weight_N.device) <= self.max_staleness)[sequence_index(lengths_B)]
+        return torch.where(is_fresh_N, weight_N, 0.0)

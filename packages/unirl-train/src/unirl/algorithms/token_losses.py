@@ -1,0 +1,129 @@
+"""Loss mathematics of policy gradients on tokens, as pure functions: no model, no configuration, no backward.
+
+Legend: B sequences; N tokens of all of them end to end, only those that train (a loss mask is applied by leaving tokens
+out, so it counts in numerators and denominators alike); lengths_B int64 tokens of each sequence, summing to N.
+Losses are a value a token, not reduced: the loss of an update is sum(weight_N loss_N) / num_terms with the weights of
+`aggregation_weights`, both summed over all micro-batches and devices.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.losses import same_shape
+from unirl.types.errors import ConfigError, ContractError
+
+ImportanceLevel = Literal["token", "sequence", "sequence-token"]
+LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Divergence = Literal["tv", "kl"]
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) is 5e8: further out a squared ratio would leave float32."""
+
+
+def require_choice(name: str, value: str, choices: object) -> None:
+    """Raises ConfigError where `value` is none of the values of the Literal `choices`."""
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} = {value!r} must be one of {', '.join(get_args(choices))}")
+
+
+def sequence_index(lengths_B: Tensor) -> Tensor:
+    """int64 [N]: which sequence each token belongs to."""
+    return torch.arange(lengths_B.numel(), device=lengths_B.device).repeat_interleave(lengths_B)
+
+
+def sequence_sum(values_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """Sum over the tokens of each sequence, [B], with gradients; 0 for a sequence without tokens."""
+    if int(lengths_B.sum()) != values_N.numel():
+        raise ContractError(f"lengths sum to {int(lengths_B.sum())}, there are {values_N.numel()} tokens")
+    return values_N.new_zeros(lengths_B.numel()).index_add(0, sequence_index(lengths_B), values_N)
+
+
+def sequence_mean(values_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """Mean over the tokens of each sequence, [B], with gradients; 0 for a sequence without tokens."""
+    return sequence_sum(values_N, lengths_B) / lengths_B.clamp(min=1)
+
+
+def importance_log_ratio(logp_N: Tensor, anchor_N: Tensor, lengths_B: Tensor, *, level: ImportanceLevel) -> Tensor:
+    """log of the importance ratio of every token, [N], with gradients to logp_N.
+
+        token            log p - log p_old
+        sequence         its mean over the tokens of the sequence (GSPO: the ratio of likelihoods, length-normalised)
+        sequence-token   the value of `sequence` with the gradient of `token` (GSPO-token)
+
+    Source: Zheng et al. 2025 (arXiv 2507.18071), eqs. 5 to 7 and 14.
+    """
+    same_shape(logp_N=logp_N, anchor_N=anchor_N)
+    log_ratio_N = logp_N - anchor_N.detach()
+    if level == "token":
+        return log_ratio_N
+    require_choice("importance_level", level, ImportanceLevel)
+    mean_N = sequence_mean(log_ratio_N, lengths_B)[sequence_index(lengths_B)]
+    return mean_N if level == "sequence" else mean_N.detach() + (logp_N - logp_N.detach())
+
+
+def aggregation_weights(lengths_B: Tensor, *, mode: LossAggregation, horizon: int) -> tuple[Tensor, int]:
+    """Weights float64 [N] of the tokens and the number of terms that the weighted sum is divided by.
+
+        token-mean                1 a token,            divided by N        (DAPO)
+        seq-mean-token-mean       1 / length a token,   divided by B        (GRPO; without tokens it adds 0)
+        seq-mean-token-sum-norm   1 / horizon a token,  divided by B        (Dr. GRPO; horizon is a constant length)
+
+    Sources: Yu et al. 2025 (arXiv 2503.14476), eq. 8; Shao et al. 2024 (arXiv 2402.03300), eq. 3; Liu et al. 2025
+    (arXiv 2503.20783), section 3.
+    """
+    num_sequences, num_tokens = lengths_B.numel(), int(lengths_B.sum())
+    if mode == "token-mean":
+        return torch.ones(num_tokens, dtype=torch.float64, device=lengths_B.device), num_tokens
+    if mode == "seq-mean-token-sum-norm":
+        return torch.full((num_tokens,), 1 / horizon, dtype=torch.float64, device=lengths_B.device), num_sequences
+    require_choice("loss_agg_mode", mode, LossAggregation)
+    return (1 / lengths_B.clamp(min=1).double()).repeat_interleave(lengths_B), num_sequences
+
+
+def truncated_ratio_loss(
+    log_ratio_N: Tensor, logp_N: Tensor, advantage_N: Tensor, *, ratio_min: float, ratio_max: float
+) -> Tensor:
+    """-sg(clamp(r, ratio_min, ratio_max)) A log p, [N], to be minimised: no token's gradient is ever cut off.
+
+    Source: MiniMax 2025 (arXiv 2506.13585), eqs. 4 and 5 (CISPO), which leaves ratio_min at 0.
+    """
+    same_shape(log_ratio_N=log_ratio_N, logp_N=logp_N, advantage_N=advantage_N)
+    return -log_ratio_N.detach().exp().clamp(ratio_min, ratio_max) * advantage_N * logp_N
+
+
+def binary_divergence(logp_N: Tensor, anchor_N: Tensor, *, kind: Divergence) -> Tensor:
+    """Divergence [N] between two policies that only tell the sampled token from all others, without gradient.
+
+    tv: |p - p_old|. kl: p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). Both are lower bounds of the
+    divergence over the whole vocabulary. Source: Qi et al. 2026 (arXiv 2602.04879), DPPO.
+    """
+    same_shape(logp_N=logp_N, anchor_N=anchor_N)
+    with torch.no_grad():
+        if kind == "tv":
+            return (logp_N.exp() - anchor_N.exp()).abs()
+        require_choice("divergence", kind, Divergence)
+        logp, old = logp_N.double(), anchor_N.double()
+        # The rest of the mass is 1 - p; the floor keeps a probability that rounds to 1 from making inf - inf.
+        rest, old_rest = (torch.log(-torch.expm1(value.clamp(max=-1e-12))) for value in (logp, old))
+        return (old.exp() * (old - logp) + old_rest.exp() * (old_rest - rest)).to(logp_N.dtype)
+
+
+def regularised_loss(
+    log_ratio_N: Tensor, anchor_N: Tensor, advantage_N: Tensor, *, epsilon: float, is_weighted: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A r + |A| w (r - 1)^2 / (2 epsilon), [N], to be minimised, with w = p_old (is_weighted) or 1.
+
+    The penalty replaces clipping: a token's gradient weight is 1 - sign(A (r - 1)) w |r - 1| / epsilon, and
+    w |r - 1| = |p - p_old| with w = p_old. Log-ratios are clamped to +- MAX_LOG_RATIO.
+    Returns the loss and the detached penalty [N]. At r = 1 the gradient is -A; with epsilon -> inf the loss is -A r.
+    Source: Yao et al. 2026 (arXiv 2606.09821), DRPO; is_weighted = False is SPO.
+    """
+    same_shape(log_ratio_N=log_ratio_N, anchor_N=anchor_N, advantage_N=advantage_N)
+    ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight_N = anchor_N.detach().exp() if is_weighted else torch.ones_like(anchor_N)
+    penalty_N = advantage_N.abs() * weight_N * (ratio_N - 1).square() / (2 * epsilon)
+    return -advantage_N * ratio_N + penalty_N, {"ratio": ratio_N.detach(), "penalty": penalty_N.detach()}
