@@ -23,6 +23,7 @@ from unirl.app.run_directory import choose_run_dir, make_run_dir
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
 from unirl.config.recipes import compose, resolve
+from unirl.reward.catalog import CATALOG
 from unirl.trainer import wiring
 from unirl.trainer.evaluation import EvaluationResult
 from unirl.types.errors import ConfigError, ContractError, TrainingError
@@ -93,6 +94,7 @@ def test_words_become_a_verb_a_recipe_and_changes():
     ("argv", "message"),
     [
         (["a", "b"], "more than one recipe: a, b"),
+        (["list", "reward"], "list takes one of recipes, rewards, not 'reward'"),
         (["check", "--to", "x"], "--to does nothing with 'check'; it is for: export"),
         (["--resolve"], "--resolve does nothing with 'run'"),
         (["check", "--cfg", "job"], "--cfg shows the recipe instead of running it"),
@@ -116,6 +118,16 @@ def test_list_names_every_recipe_with_what_it_is(capsys):
     assert main(["list"]) == 0
     out = capsys.readouterr().out
     assert all(f"{name} " in out for name in available())
+
+
+def test_list_rewards_says_what_each_scorer_takes_gives_and_needs(capsys):
+    assert main(["list", "rewards"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["name", "input", "range", "and", "scale", "extra", "source"]
+    assert {line.split()[0] for line in lines[1:]} == set(CATALOG)
+    (pickscore,) = [line for line in lines if line.startswith("pickscore ")]
+    for cell in ("image + prompt", "x / 26, on by default", " clip ", "arXiv 2305.01569"):
+        assert cell in pickscore
 
 
 @pytest.mark.parametrize("name", [SHAPES, f"{SHAPES}_dpo", f"{SHAPES}_drtune", "diffusion/sd3_ppo"])
@@ -340,7 +352,7 @@ def test_a_cluster_is_not_judged_by_this_machine(monkeypatch):
 QUICK_VERBS = """
 import sys
 from unirl.app.main import main
-for argv in (["list"], ["show"], ["check"]):
+for argv in (["list"], ["list", "rewards"], ["show"], ["check"]):
     assert main(argv) == 0, argv
 heavy = sorted({"torch", "ray", "diffusers", "transformers", "numpy"} & set(sys.modules))
 assert not heavy, heavy

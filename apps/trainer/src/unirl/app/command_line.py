@@ -10,7 +10,7 @@ from unirl.types.errors import ConfigError
 DEFAULT_RECIPE = "diffusion/sd3_shapes"
 VERBS = {
     "run": "train (the default verb)",
-    "list": "the recipes that come with the trainer",
+    "list": "the recipes that come with the trainer; list rewards: the scorers",
     "show": "the whole recipe as YAML that can be run by path",
     "check": "find mistakes without weights, GPU or torch",
     "eval": "held-out evaluation of a recipe's model, or of a run's checkpoint",
@@ -35,11 +35,14 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 """Option -> the verbs that it means something for."""
 SEVERAL = ("compare", "bench")
 """Verbs that take more than one recipe."""
+LISTS = ("recipes", "rewards")
+"""What `list` can list; the first where nothing is said."""
 EPILOG = """examples:
   trainer                                     train the default recipe
   trainer sd3_shapes_flowgrpo num_rollouts=5  a packaged recipe with changes
   trainer my_recipe.yaml resume=auto          a file of your own, continued
   trainer check --all                         check every packaged recipe
+  trainer list rewards                        the scorers: input, range, what to install
   trainer export runs/diffusion/sd3_shapes/20260101-120000 --to exported
   trainer compare sd3_shapes sd3_shapes_flowgrpo cpu_s=120 seeds=0,1,2 --output compared
 """
@@ -51,7 +54,7 @@ class Command:
 
     verb: str
     recipe: str
-    """Packaged name, path of a YAML file, or folder of a run."""
+    """Packaged name, path of a YAML file, or folder of a run; for `list`, one of LISTS."""
     overrides: tuple[str, ...] = ()
     options: dict[str, str | int | bool] = field(default_factory=dict)
     """The options that were given."""
@@ -72,6 +75,10 @@ def parse(argv: list[str]) -> Command:
         recipes.append(config_name)
     if len(recipes) > 1 and verb not in SEVERAL:
         raise ConfigError(f"more than one recipe: {', '.join(recipes)}. Give one, and changes as key=value.")
+    if verb == "list":
+        recipes = recipes or [LISTS[0]]
+        if recipes[0] not in LISTS or overrides:
+            raise ConfigError(f"list takes one of {', '.join(LISTS)}, not {' '.join([*recipes, *overrides])!r}.")
     options = {name: value for name, value in given.items() if value is not None and value is not False}
     if cfg is not None:
         if verb != "run":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from unirl.app.command_line import Command, parse
 from unirl.types.errors import UniRLError
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(command: Command) -> int:
     # Everything below stays out of --help: Hydra, rich and, for the verbs that compute, torch.
     if command.verb == "list":
-        _list()
+        _list(command.recipe)
         return 0
     from unirl.app import verbs
     from unirl.app.environment import prepare_process, start_logging
@@ -56,13 +56,25 @@ def _dispatch(command: Command) -> int:
     return actions[command.verb](command) or 0
 
 
-def _list() -> None:
-    from unirl.config.catalog import available
+def _list(what: str) -> None:
+    if what == "rewards":
+        from unirl.reward.catalog import CATALOG
 
-    recipes = available()
-    width = max(len(name) for name in recipes)
-    for name, description in recipes.items():
-        sys.stdout.write(f"{name:{width}}  {description}\n")
+        header = ("name", "input", "range and scale", "extra", "source")
+        rows = [(name, card.inputs, card.scale, card.extra or "-", card.source) for name, card in CATALOG.items()]
+        _write_table([header, *sorted(rows)])
+    else:
+        from unirl.config.catalog import available
+
+        _write_table(list(available().items()))
+
+
+def _write_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Columns as wide as their longest cell; the last one runs free."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from unirl.reward.catalog import ScorerCard
 from unirl.reward.compose import composed
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Images, Videos
@@ -38,12 +39,15 @@ class LocalScorer(ABC):
     device: where modules live and where media are moved before `score_batch`.
     component_weights: component -> weight, for a scorer that returns several values; its reward is their weighted
     sum. Empty: the scorer returns one tensor, which is the reward.
+    normalise: bring the reward near [0, 1] as published, by `card.normalisation`; components stay raw.
     A differentiable scorer sets `is_differentiable` and implements `score_batch_with_gradient`.
     Raises ConfigError for an impossible value.
     """
 
     is_differentiable: ClassVar[bool] = False
     """Whether `score_with_gradient` works."""
+    card: ClassVar[ScorerCard | None] = None
+    """Input, range, scale and source; `unirl.reward.catalog` has those of the scorers that come with the package."""
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class LocalScorer(ABC):
         batch_size: int = 8,
         device: str = "cpu",
         component_weights: Mapping[str, float] | None = None,
+        normalise: bool = False,
     ) -> None:
         if not name or "/" in name:
             raise ConfigError(f"a scorer cannot be called {name!r}; use a name without '/'")
@@ -63,6 +68,12 @@ class LocalScorer(ABC):
             raise ConfigError(f"scorer {name}: component_weights must be finite numbers, got {wrong}")
         if weights and not any(weights.values()):
             raise ConfigError(f"scorer {name}: every component weight is 0, so its reward would be 0. Set one.")
+        self._normalisation = self.card.normalisation if normalise and self.card is not None else None
+        if normalise and self._normalisation is None:
+            raise ConfigError(
+                f"scorer {name}: normalise is on, but {type(self).__name__} has no published normalisation. Leave it "
+                "off, and set its weight in reward.weights."
+            )
         self.name = name
         self.batch_size = batch_size
         self.device = device
@@ -174,6 +185,11 @@ class LocalScorer(ABC):
             raise ContractError(f"scorer {self.name} got a request without sample_ids")
         if self.is_offloaded:
             raise RewardError(f"scorer {self.name} is offloaded; call onload() before scoring")
+        if self.card is not None and not set(self.card.media) & set(request.generated):
+            raise ContractError(
+                f"scorer {self.name} scores generated {' or '.join(self.card.media)}; this request has "
+                f"{sorted(request.generated) or 'nothing'}"
+            )
 
     @torch.no_grad()
     def _score_rows(
@@ -242,13 +258,12 @@ class LocalScorer(ABC):
         return dict(found)
 
     def _reward(self, values: dict[str, Tensor]) -> Tensor:
-        if not self.component_weights:
-            return values[self.name]
-        return composed(values, self.component_weights)
+        raw = composed(values, self.component_weights) if self.component_weights else values[self.name]
+        return raw if self._normalisation is None else self._normalisation(raw)
 
     def _components(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self.component_weights:
-            return {self.name: values[self.name].clone()}
+            return {self.name: self._reward(values).clone()}
         return {f"{self.name}/{key}": value for key, value in values.items()}
 
 

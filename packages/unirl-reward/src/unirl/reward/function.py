@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unirl.reward.base import LocalScorer
+from unirl.reward.catalog import CATALOG
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.reward import RewardRequest
@@ -31,6 +32,8 @@ class FunctionRewardScorer(LocalScorer):
     kwargs: passed on to the function.
     Raises ConfigError where the dotted path leads nowhere.
     """
+
+    card = CATALOG["function"]
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ Legend: b samples, u distinct prompts among them, D embedding.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
+from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import CropPreprocessing, at_least_float32
 from unirl.reward.local.pretrained import DTYPES, check_dtype, check_source, load_transformers
@@ -40,8 +40,9 @@ class CLIPModelScorer(LocalScorer):
         device: str,
         name: str,
         batch_size: int,
+        normalise: bool = False,
     ) -> None:
-        super().__init__(name=name, batch_size=batch_size, device=device)
+        super().__init__(name=name, batch_size=batch_size, device=device, normalise=normalise)
         self._model = model.to(device=device, dtype=DTYPES[dtype]).eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._scale = scale
@@ -89,31 +90,31 @@ class CLIPModelScorer(LocalScorer):
 
 
 class CLIPRewardScorer(CLIPModelScorer):
-    """exp(logit_scale) * cos(picture, prompt) / `divisor`.
+    """exp(logit_scale) * cos(picture, prompt), / 30 where `normalise`.
 
     model: folder or hub id of a CLIP model. processor: folder or hub id of its tokenizer and image processor, the
     model's own where None. Needs the extra `clip`.
-    divisor: 30 brings the logits of CLIP ViT-L/14, about 15 to 35, near 1.
+    normalise: the division by 30 brings the logits of CLIP ViT-L/14, about 15 to 35, near 1.
     dtype: of the two towers, "fp32", "bf16" or "fp16".
     Pictures go through transformers' image processor; with gradients through `CropPreprocessing`, which differs by what
     rounding to bytes does.
     Raises ConfigError where a model cannot be loaded, ImportError without transformers.
     """
 
+    card = CATALOG["clip"]
+
     def __init__(
         self,
         *,
         model: str = "openai/clip-vit-large-patch14",
         processor: str | None = None,
-        divisor: float = 30.0,
+        normalise: bool = True,
         dtype: str = "fp32",
         device: str = "cpu",
         name: str = "clip",
         batch_size: int = 8,
     ) -> None:
         check_dtype(dtype, name)
-        if not (math.isfinite(divisor) and divisor != 0):
-            raise ConfigError(f"scorer {name}: divisor = {divisor} must be a finite number other than 0")
         transformers = load_transformers(f"scorer {name}")
         processor = model if processor is None else processor
         for source, option in ((model, "model"), (processor, "processor")):
@@ -130,14 +131,14 @@ class CLIPRewardScorer(CLIPModelScorer):
         super().__init__(
             model=loaded,
             tokenizer=tokenizer,
-            scale=loaded.logit_scale.detach().float().exp().item() / divisor,
+            scale=loaded.logit_scale.detach().float().exp().item(),
             dtype=dtype,
             device=device,
             name=name,
             batch_size=batch_size,
+            normalise=normalise,
         )
         self._preprocess = CropPreprocessing.of(self._processor, f"scorer {name}: processor {processor!r}")
-        self.divisor = divisor
 
     def model_input(self, pixels_bCHW: Tensor) -> Tensor:
         """Of transformers' processor, on PIL pictures."""

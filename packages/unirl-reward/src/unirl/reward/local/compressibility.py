@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.reward.base import LocalScorer
+from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import to_pictures
 from unirl.types.reward import RewardRequest
 
@@ -29,10 +30,17 @@ def jpeg_kilobytes(pixels_bCHW: Tensor, quality: int = 95) -> Tensor:
 
 
 class JPEGIncompressibilityScorer(LocalScorer):
-    """Size of the JPEG in kB: detail is rewarded. Runs on the CPU."""
+    """Size of the JPEG in kB: detail is rewarded. Runs on the CPU.
 
-    def __init__(self, *, quality: int = 95, name: str = "jpeg_incompressibility", batch_size: int = 64) -> None:
-        super().__init__(name=name, batch_size=batch_size)
+    normalise: divided by 500, as Flow-GRPO (arXiv 2505.05470) does.
+    """
+
+    card = CATALOG["jpeg_incompressibility"]
+
+    def __init__(
+        self, *, quality: int = 95, normalise: bool = False, name: str = "jpeg_incompressibility", batch_size: int = 64
+    ) -> None:
+        super().__init__(name=name, batch_size=batch_size, normalise=normalise)
         self.quality = quality
 
     def score_batch(self, request: RewardRequest) -> Tensor:
@@ -41,10 +49,17 @@ class JPEGIncompressibilityScorer(LocalScorer):
 
 
 class JPEGCompressibilityScorer(LocalScorer):
-    """Minus the size of the JPEG in kB: smoothness is rewarded. Runs on the CPU."""
+    """Minus the size of the JPEG in kB: smoothness is rewarded. Runs on the CPU.
 
-    def __init__(self, *, quality: int = 95, name: str = "jpeg_compressibility", batch_size: int = 64) -> None:
-        super().__init__(name=name, batch_size=batch_size)
+    normalise: divided by 500, as Flow-GRPO (arXiv 2505.05470) does.
+    """
+
+    card = CATALOG["jpeg_compressibility"]
+
+    def __init__(
+        self, *, quality: int = 95, normalise: bool = False, name: str = "jpeg_compressibility", batch_size: int = 64
+    ) -> None:
+        super().__init__(name=name, batch_size=batch_size, normalise=normalise)
         self.quality = quality
 
     def score_batch(self, request: RewardRequest) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from unirl.reward.catalog import CATALOG
 from unirl.reward.local.clip import CLIPModelScorer
 from unirl.reward.local.pixels import to_bytes
 from unirl.reward.local.preprocess import PadPreprocessing
@@ -57,6 +58,8 @@ class HPSv2RewardScorer(CLIPModelScorer):
     Raises ConfigError where weights cannot be loaded or do not fit, ImportError without transformers.
     Source: Human Preference Score v2 (arXiv 2306.09341).
     """
+
+    card = CATALOG["hpsv2"]
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
+from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import CropPreprocessing, at_least_float32
 from unirl.reward.local.pretrained import (
@@ -57,6 +58,7 @@ _VISION_BLOCK = {
 class ImageRewardScorer(LocalScorer):
     """(head(text tower(prompt, picture)) - REWARD_MEAN) / REWARD_STD, about -2.3 to 2.
 
+    normalise: (score + 2) / 4, about 0 to 1.
     model: folder or hub id with ImageReward.pt and med_config.json, as published. tokenizer: folder or hub id of the
     BERT tokenizer; the two words that BLIP adds to it never occur in a prompt.
     dtype: of the two towers, "fp32", "bf16" or "fp16"; the head runs in fp32. Needs the extra `clip`.
@@ -69,18 +71,20 @@ class ImageRewardScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
+    card = CATALOG["image_reward"]
 
     def __init__(
         self,
         *,
         model: str = "THUDM/ImageReward",
         tokenizer: str = "google-bert/bert-base-uncased",
+        normalise: bool = False,
         dtype: str = "fp32",
         device: str = "cpu",
         name: str = "image_reward",
         batch_size: int = 8,
     ) -> None:
-        super().__init__(name=name, batch_size=batch_size, device=device)
+        super().__init__(name=name, batch_size=batch_size, device=device, normalise=normalise)
         check_dtype(dtype, name)
         transformers = load_transformers(f"scorer {name}")
         option = f"scorer {name}: model"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
+from unirl.reward.catalog import CATALOG
 from unirl.types.errors import ConfigError
 from unirl.types.given import given_score
 from unirl.types.protocols import Scorer
@@ -19,6 +20,8 @@ class LabelScorer(LocalScorer):
     Without it they raise ConfigError. The two are never mixed in one mean: training rows bring scores, evaluation
     rows do not.
     """
+
+    card = CATALOG["labels"]
 
     def __init__(self, *, otherwise: Scorer | None = None, name: str = "labels", batch_size: int = 64) -> None:
         super().__init__(name=name, batch_size=batch_size)

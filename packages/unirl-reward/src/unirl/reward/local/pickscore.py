@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from unirl.reward.catalog import CATALOG
 from unirl.reward.local.clip import CLIPRewardScorer
 
 
 class PickScoreRewardScorer(CLIPRewardScorer):
     """exp(logit_scale) * cos(picture, prompt) / 26 of a CLIP-H model tuned on people's choices.
 
-    divisor: 26 brings the model's logits, about 18 to 24, near 0.8, as Flow-GRPO (arXiv 2505.05470) does; 1 gives
-    the score of the paper. Other arguments as in CLIPRewardScorer.
+    normalise: the division by 26 brings the model's logits, about 18 to 24, near 0.8, as Flow-GRPO (arXiv 2505.05470)
+    does; without it the score is that of the paper. Other arguments as in CLIPRewardScorer.
     Source: Pick-a-Pic (arXiv 2305.01569).
     """
+
+    card = CATALOG["pickscore"]
 
     def __init__(
         self,
         *,
         model: str = "yuvalkirstain/PickScore_v1",
         processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        divisor: float = 26.0,
+        normalise: bool = True,
         dtype: str = "fp32",
         device: str = "cpu",
         name: str = "pickscore",
@@ -27,7 +30,7 @@ class PickScoreRewardScorer(CLIPRewardScorer):
         super().__init__(
             model=model,
             processor=processor,
-            divisor=divisor,
+            normalise=normalise,
             dtype=dtype,
             device=device,
             name=name,

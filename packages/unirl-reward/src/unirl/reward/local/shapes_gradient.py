@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
+from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import check_pixels
 from unirl.reward.local.shapes_grammar import COLORS, PALETTE, RELATIONS, SHAPES, PromptSpec, parse_prompt
 from unirl.types.errors import ConfigError, ContractError
@@ -53,6 +54,7 @@ class ShapesGradientScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
+    card = CATALOG["shapes_gradient"]
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from unirl.reward.base import LocalScorer
+from unirl.reward.catalog import CATALOG
 from unirl.types.reward import RewardRequest
 
 
@@ -14,6 +15,8 @@ class ShapesRewardScorer(LocalScorer):
     Components: strict (0 or 1) and soft (in [0, 1], 1 exactly when strict is). Needs the extra `shapes`.
     Runs on the CPU whatever the device of the pictures.
     """
+
+    card = CATALOG["shapes"]
 
     def __init__(
         self, *, strict_weight: float = 1.0, soft_weight: float = 1.0, name: str = "shapes", batch_size: int = 64

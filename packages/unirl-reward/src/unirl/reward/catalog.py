@@ -1,0 +1,182 @@
+"""Every scorer that comes with the package: what it takes, the numbers that it gives, what it needs. Imports no torch.
+
+Selection is by `_target_`; this is for people who choose, for `trainer list rewards`, and for servers that take names.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Medium = Literal["image", "video", "text"]
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """The published way to bring a scorer's values near [0, 1]: (value + offset) / divisor."""
+
+    divisor: float
+    offset: float = 0.0
+    is_default: bool = False
+    """Whether the scorer does it unless told otherwise."""
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Of raw values, in their precision."""
+        return (values + self.offset) / self.divisor
+
+    def __str__(self) -> str:
+        """As a formula of x."""
+        shifted = f"(x {'+' if self.offset > 0 else '-'} {abs(self.offset):g})" if self.offset else "x"
+        return f"{shifted} / {self.divisor:g}"
+
+
+@dataclass(frozen=True)
+class ScorerCard:
+    """What a scorer states about itself. The scorer's class holds its card as `card`."""
+
+    target: str
+    """Dotted path of the class, the `_target_` of a recipe."""
+    summary: str
+    """One line: what is rewarded."""
+    media: tuple[Medium, ...]
+    """Kinds of generated media that it scores."""
+    source: str
+    """Paper, model or project that defines it."""
+    low: float = -math.inf
+    high: float = math.inf
+    """Bounds of its values as published, before `normalisation`; higher is better."""
+    typical: str = ""
+    """What its values look like where the bounds do not say it, and their unit."""
+    needs: str = ""
+    """What it reads besides the generated media."""
+    extra: str | None = None
+    """Of unirl-reward, where it needs one."""
+    normalisation: Normalisation | None = None
+    """None: the values are used as published."""
+
+    @property
+    def inputs(self) -> str:
+        """Media and needs in words, such as "image + prompt"."""
+        return " + ".join([" or ".join(self.media), *([self.needs] if self.needs else [])])
+
+    @property
+    def scale(self) -> str:
+        """Bounds, what is typical, and the normalisation with its default."""
+        bounds = f"[{self.low:g}, {self.high:g}]" if math.isfinite(self.low) and math.isfinite(self.high) else ""
+        shown = [part for part in (bounds, self.typical) if part]
+        if self.normalisation is not None:
+            state = "on" if self.normalisation.is_default else "off"
+            shown.append(f"normalise: {self.normalisation}, {state} by default")
+        return "; ".join(shown)
+
+
+CATALOG: dict[str, ScorerCard] = {
+    "clip": ScorerCard(
+        target="unirl.reward.local.clip.CLIPRewardScorer",
+        summary="how well a picture fits its prompt",
+        media=("image",),
+        needs="prompt",
+        low=-100,
+        high=100,
+        typical="logit, 15 to 35",
+        normalisation=Normalisation(30, is_default=True),
+        extra="clip",
+        source="CLIP, arXiv 2103.00020",
+    ),
+    "function": ScorerCard(
+        target="unirl.reward.function.FunctionRewardScorer",
+        summary="a Python function of your own",
+        media=("image", "video", "text"),
+        typical="as the function gives",
+        source="yours",
+    ),
+    "hpsv2": ScorerCard(
+        target="unirl.reward.local.hpsv2.HPSv2RewardScorer",
+        summary="which picture people prefer for a prompt; HPSv2.1, or 2 by `file`",
+        media=("image",),
+        needs="prompt",
+        low=-1,
+        high=1,
+        typical="cosine, 0.2 to 0.35",
+        extra="clip",
+        source="HPSv2, arXiv 2306.09341",
+    ),
+    "image_reward": ScorerCard(
+        target="unirl.reward.local.image_reward.ImageRewardScorer",
+        summary="how much people like a picture for a prompt",
+        media=("image",),
+        needs="prompt",
+        typical="standard deviations, -2.3 to 2",
+        normalisation=Normalisation(4, offset=2),
+        extra="clip",
+        source="ImageReward, arXiv 2304.05977",
+    ),
+    "jpeg_compressibility": ScorerCard(
+        target="unirl.reward.local.compressibility.JPEGCompressibilityScorer",
+        summary="minus the size of the JPEG: smoothness",
+        media=("image",),
+        high=0,
+        typical="-kB of 1000 bytes",
+        normalisation=Normalisation(500),
+        source="DDPO, arXiv 2305.13301",
+    ),
+    "jpeg_incompressibility": ScorerCard(
+        target="unirl.reward.local.compressibility.JPEGIncompressibilityScorer",
+        summary="the size of the JPEG: detail",
+        media=("image",),
+        low=0,
+        typical="kB of 1000 bytes",
+        normalisation=Normalisation(500),
+        source="DDPO, arXiv 2305.13301",
+    ),
+    "labels": ScorerCard(
+        target="unirl.reward.local.labels.LabelScorer",
+        summary="the score that the data file gives to the sample",
+        media=("image", "video", "text"),
+        needs="metadata scores",
+        typical="as the data gives",
+        source="the data file",
+    ),
+    "pickscore": ScorerCard(
+        target="unirl.reward.local.pickscore.PickScoreRewardScorer",
+        summary="which picture people would pick for a prompt",
+        media=("image",),
+        needs="prompt",
+        low=-100,
+        high=100,
+        typical="logit, 18 to 24",
+        normalisation=Normalisation(26, is_default=True),
+        extra="clip",
+        source="Pick-a-Pic, arXiv 2305.01569",
+    ),
+    "shapes": ScorerCard(
+        target="unirl.reward.local.shapes_scorer.ShapesRewardScorer",
+        summary="does the picture show what a prompt of the shapes world asks for",
+        media=("image",),
+        needs="prompt",
+        low=0,
+        high=2,
+        typical="strict (0 or 1) + soft in [0, 1]",
+        extra="shapes",
+        source="the shapes world of this project",
+    ),
+    "shapes_gradient": ScorerCard(
+        target="unirl.reward.local.shapes_gradient.ShapesGradientScorer",
+        summary="probability that it does, differentiable; its logarithm by `output`",
+        media=("image",),
+        needs="prompt",
+        low=0,
+        high=1,
+        source="the shapes world of this project",
+    ),
+}
+"""Name -> card. The name is also what the scorer is called unless told otherwise."""
+
+
+def named_as(target: str) -> str | None:
+    """Name of the scorer with this dotted path, None where the package does not ship it."""
+    return next((name for name, card in CATALOG.items() if card.target == target), None)

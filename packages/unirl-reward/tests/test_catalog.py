@@ -1,0 +1,132 @@
+"""The catalogue says of every scorer what its class does."""
+
+import importlib
+import inspect
+import math
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import unirl.reward.local
+from unirl.reward.base import LocalScorer
+from unirl.reward.catalog import CATALOG, Normalisation, ScorerCard, named_as
+from unirl.reward.function import FunctionRewardScorer, imported
+from unirl.reward.local.clip import CLIPRewardScorer
+from unirl.reward.local.compressibility import JPEGCompressibilityScorer, JPEGIncompressibilityScorer
+from unirl.reward.local.hpsv2 import HPSv2RewardScorer
+from unirl.reward.service import RewardService
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.media import Texts
+from unirl.types.reward import RewardRequest
+
+
+def shipped_scorers():
+    """Every concrete scorer class of the package."""
+    names = [f"unirl.reward.local.{module.name}" for module in pkgutil.iter_modules(unirl.reward.local.__path__)]
+    modules = [importlib.import_module(name) for name in ["unirl.reward.function", *names]]
+    return {
+        f"{value.__module__}.{value.__name__}": value
+        for module in modules
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, LocalScorer)
+        and not inspect.isabstract(value)
+        and value.__module__ == module.__name__
+    }
+
+
+def test_every_scorer_of_the_package_is_in_the_catalogue_and_holds_its_card():
+    scorers = shipped_scorers()
+    assert {target: named_as(target) for target in scorers if named_as(target) is None} == {}
+    held = {name: scorers.get(card.target, LocalScorer).card for name, card in CATALOG.items()}
+    assert held == CATALOG
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_a_card_says_what_the_constructor_does(name):
+    card = CATALOG[name]
+    keywords = inspect.signature(imported(card.target)).parameters
+    if name not in ("function", "labels"):
+        assert keywords["name"].default == name
+    if card.normalisation is None:
+        assert "normalise" not in keywords, "a switch that could only be refused"
+    else:
+        assert keywords["normalise"].default is card.normalisation.is_default
+    assert card.low < card.high and card.summary and card.source and card.media
+    assert math.isfinite(card.low + card.high) or card.typical, "an open range needs a word on what is usual"
+
+
+def test_the_catalogue_is_read_without_torch():
+    code = "import sys, unirl.reward.catalog; assert not {'torch', 'numpy', 'PIL'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_inputs_and_scale_in_words():
+    assert CATALOG["pickscore"].inputs == "image + prompt"
+    assert CATALOG["function"].inputs == "image or video or text"
+    assert CATALOG["image_reward"].scale == "standard deviations, -2.3 to 2; normalise: (x + 2) / 4, off by default"
+    assert CATALOG["shapes_gradient"].scale == "[0, 1]"
+
+
+def test_normalised_and_raw_rewards_differ_by_the_published_formula(make_request):
+    request = make_request(num_samples=3, size=32)
+    raw = JPEGCompressibilityScorer().score(request)
+    found = JPEGCompressibilityScorer(normalise=True).score(request)
+    torch.testing.assert_close(found.rewards, raw.rewards / 500, rtol=0, atol=0)
+    assert torch.equal(found.component_rewards["jpeg_compressibility"], found.rewards)
+    up = RewardService([JPEGIncompressibilityScorer(normalise=True)]).score(request)
+    assert torch.equal(up.rewards, -found.rewards)
+
+
+class TwoParts(LocalScorer):
+    card = ScorerCard(
+        target="test.TwoParts", summary="two", media=("image",), source="here", normalisation=Normalisation(4, offset=2)
+    )
+
+    def __init__(self, normalise=True):
+        super().__init__(name="two", component_weights={"a": 1.0, "b": 2.0}, normalise=normalise)
+
+    def score_batch(self, request):
+        number = len(request.sample_ids)
+        return {"a": torch.ones(number), "b": torch.full((number,), 0.5)}
+
+
+def test_the_reward_is_normalised_and_its_components_stay_raw(make_request):
+    found = TwoParts().score(make_request(num_samples=2))
+    assert found.rewards.tolist() == [1.0, 1.0]  # (1 + 2 * 0.5 + 2) / 4
+    assert {key: value.tolist() for key, value in found.component_rewards.items()} == {
+        "two/a": [1.0, 1.0],
+        "two/b": [0.5, 0.5],
+    }
+
+
+def test_normalising_where_nothing_is_published_is_refused():
+    class Plain(LocalScorer):
+        def score_batch(self, request):
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError, match="scorer plain: normalise is on, but Plain has no published normalisation"):
+        Plain(name="plain", normalise=True)
+
+
+def test_media_that_a_scorer_cannot_see_are_named():
+    request = RewardRequest(sample_ids=["a"], generated={"text": Texts(texts=["hello"])})
+    with pytest.raises(
+        ContractError, match=r"jpeg_compressibility scores generated image; this request has \['text'\]"
+    ):
+        JPEGCompressibilityScorer().score(request)
+
+
+def test_normalise_brings_clip_logits_down_by_30_and_hpsv2_keeps_its_cosine(clip_folder, make_request):
+    request = make_request()
+    raw = CLIPRewardScorer(model=clip_folder, normalise=False).score(request).rewards
+    assert torch.equal(CLIPRewardScorer(model=clip_folder).score(request).rewards, raw / 30)
+    cosine = HPSv2RewardScorer(checkpoint=None, model=clip_folder).score(request).rewards
+    assert cosine.abs().max() <= CATALOG["hpsv2"].high
+
+
+def test_a_function_has_a_card_too():
+    assert FunctionRewardScorer(lambda images, prompts, metadata: [0.0], name="mine").card is CATALOG["function"]
