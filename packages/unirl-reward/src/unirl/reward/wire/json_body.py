@@ -1,0 +1,226 @@
+"""The JSON body of POST /score: what clients in any language write by hand.
+
+    {"requests": [{"history": [{"text", "image_b64"? , "video_b64"? , "video_path"?}, ...],
+                   "required_rewards": [name, ...], "metadata"?: {...}}]}
+
+The last turn holds what was generated; an earlier one holds the input image of an edit. Beyond that a turn may have
+`completion`, a generated text, and `fps`, and a request `id` and `group_id`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from unirl.reward.wire.media import Budget, animated_png, decoded_base64, decoded_image, decoded_video, png
+from unirl.reward.wire.samples import Limits, SchemaError, ScoreCall, WireSample
+from unirl.types.errors import ContractError, DataError
+
+JSON_TYPE = "application/json"
+
+
+def encode_json(samples: Sequence[WireSample], rewards: Sequence[str]) -> bytes:
+    """The body that asks for `rewards` of every sample; images as PNG, videos as animated PNG, both lossless.
+
+    Raises ContractError for float32 media, which PNG would round.
+    """
+    return json.dumps({"requests": [_entry(sample, rewards) for sample in samples]}).encode()
+
+
+def decode_json(
+    body: bytes | memoryview, limits: Limits, read_video: Callable[[str], bytes] | None = None
+) -> ScoreCall:
+    """The samples of a body.
+
+    read_video: content of a `video_path`, raising DataError where it may not be read; None refuses the field.
+    Raises SchemaError for a missing field or a wrong type, DataError for other wrong values; both name the place.
+    """
+    requests = _field(parsed_json(body, limits, "the body"), "requests", list, "the body")
+    if not 1 <= len(requests) <= limits.max_samples:
+        raise DataError(f"requests has {len(requests)} entries; 1 to {limits.max_samples} fit into one body")
+    budget = Budget(limits)
+    samples, rewards = [], []
+    for i, entry in enumerate(requests):
+        where = f"requests[{i}]"
+        _require(entry, dict, where)
+        samples.append(_sample(entry, i, budget, read_video))
+        rewards.append(checked_rewards(_field(entry, "required_rewards", list, where), f"{where}.required_rewards"))
+    return ScoreCall(samples, rewards)
+
+
+def parsed_json(text: bytes | memoryview, limits: Limits, what: str) -> dict[str, Any]:  # Any: JSON values
+    """A JSON object. Raises SchemaError for anything else, or for one with more values than the limit."""
+    data = bytes(text)
+    # Two bytes of text can become a list of 56 bytes, so values are counted before they are parsed.
+    if sum(data.count(mark) for mark in (b",", b"[", b"{")) > limits.max_json_nodes:
+        raise SchemaError(f"{what} has more than max_json_nodes = {limits.max_json_nodes} values")
+    try:
+        found = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise SchemaError(f"{what} is not JSON: {error}") from error
+    _require(found, dict, what)
+    return found
+
+
+def checked_rewards(names: list[Any], where: str) -> tuple[str, ...]:  # Any: JSON values
+    """Names of rewards, each once. Raises DataError for none, SchemaError for what is no string."""
+    for name in names:
+        _require(name, str, where)
+    if not names:
+        raise DataError(f"{where} is empty; name at least one reward")
+    return tuple(dict.fromkeys(names))
+
+
+def checked_text(value: Any, where: str, limits: Limits) -> str | None:  # Any: JSON values
+    """A text or None. Raises SchemaError for another type and DataError for one that is too long."""
+    if value is None:
+        return None
+    _require(value, str, where)
+    if len(value) > limits.max_text_chars:
+        raise DataError(f"{where} has {len(value)} characters, more than max_text_chars = {limits.max_text_chars}")
+    return value
+
+
+def checked_fps(value: Any, where: str) -> float | None:  # Any: JSON values
+    """Frames a second or None. Raises SchemaError for what is no positive number."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
+        raise SchemaError(f"{where} must be a positive number of frames a second, got {str(value)[:40]}")
+    return float(value)
+
+
+def _entry(sample: WireSample, rewards: Sequence[str]) -> dict[str, Any]:  # Any: JSON values
+    last: dict[str, Any] = {} if sample.prompt is None else {"text": sample.prompt}
+    if isinstance(sample.media, str):
+        last["completion"] = sample.media
+    elif sample.kind == "image":
+        last["image_b64"] = png(_bytes_only(sample.media, sample.id))
+    else:
+        last["video_b64"] = animated_png(_bytes_only(sample.media, sample.id))
+        if sample.fps is not None:
+            last["fps"] = sample.fps
+    history = [last]
+    if sample.source is not None:
+        history.insert(0, {"text": "", "image_b64": png(_bytes_only(sample.source, sample.id))})
+    entry = {"id": sample.id, "history": history, "required_rewards": list(rewards)}
+    optional = {"group_id": sample.group_id, "metadata": sample.metadata}
+    return entry | {key: value for key, value in optional.items() if value is not None}
+
+
+def _bytes_only(pixels: np.ndarray, name: str) -> np.ndarray:
+    if pixels.dtype != np.uint8:
+        raise ContractError(
+            f"sample {name}: JSON carries 8-bit PNG, which would round its float32 pixels. Send them in the binary "
+            "body, or ask for pixels='uint8' where rounding is meant."
+        )
+    return pixels
+
+
+def _sample(entry: dict[str, Any], index: int, budget: Budget, read_video: Callable[[str], bytes] | None) -> WireSample:
+    where = f"requests[{index}]"
+    limits = budget.limits
+    history = _field(entry, "history", list, where)
+    if not 1 <= len(history) <= 2:
+        raise DataError(
+            f"{where}.history has {len(history)} turns; it takes the generated one, and before it the input image of "
+            "an edit"
+        )
+    turns = [_Turn(turn, f"{where}.history[{i}]", budget, read_video) for i, turn in enumerate(history)]
+    source = None
+    if len(turns) == 2:
+        source = turns[0].image()
+        if source is None:
+            raise DataError(f"{where}.history[0] must have image_b64: before the last turn stands an input image")
+    kind, media, fps = turns[-1].generated()
+    # An edit's instruction may stand at either turn.
+    texts = [turn.text for turn in reversed(turns) if turn.text] or [turns[-1].text]
+    metadata = entry.get("metadata")
+    if metadata is not None:
+        _require(metadata, dict, f"{where}.metadata")
+    name = checked_text(entry.get("id"), f"{where}.id", limits)
+    return WireSample(
+        id=str(index) if name is None else name,
+        kind=kind,
+        media=media,
+        prompt=texts[0],
+        source=source,
+        group_id=checked_text(entry.get("group_id"), f"{where}.group_id", limits),
+        fps=fps,
+        metadata=metadata,
+    )
+
+
+class _Turn:
+    """One turn of a history."""
+
+    def __init__(
+        self,
+        turn: Any,  # Any: JSON values
+        where: str,
+        budget: Budget,
+        read_video: Callable[[str], bytes] | None,
+    ) -> None:
+        _require(turn, dict, where)
+        self._turn = turn
+        self._where = where
+        self._budget = budget
+        self._read_video = read_video
+        self.text = self._text("text")
+
+    def _text(self, key: str) -> str | None:
+        return checked_text(self._turn.get(key), f"{self._where}.{key}", self._budget.limits)
+
+    def _data(self, key: str) -> bytes | None:
+        value = self._turn.get(key)
+        if value is None:
+            return None
+        _require(value, str, f"{self._where}.{key}")
+        return decoded_base64(value, f"{self._where}.{key}")
+
+    def image(self) -> np.ndarray | None:
+        data = self._data("image_b64")
+        return None if data is None else decoded_image(data, f"{self._where}.image_b64", self._budget)
+
+    def generated(self) -> tuple[Any, Any, float | None]:  # Any: Kind and its media
+        given = [key for key in _MEDIA if self._turn.get(key) is not None]
+        if len(given) != 1:
+            raise DataError(f"{self._where} must have exactly one of {', '.join(_MEDIA)}; it has {given}")
+        if given == ["image_b64"]:
+            return "image", self.image(), None
+        if given == ["completion"]:
+            return "text", self._text("completion"), None
+        data = self._data("video_b64") if given == ["video_b64"] else self._from_path()
+        frames, fps = decoded_video(data or b"", f"{self._where}.{given[0]}", self._budget)
+        return "video", frames, checked_fps(self._turn.get("fps"), f"{self._where}.fps") or fps
+
+    def _from_path(self) -> bytes:
+        path = self._text("video_path")
+        if self._read_video is None or path is None:
+            raise DataError(f"{self._where}.video_path: this server reads no files; send video_b64")
+        return self._read_video(path)
+
+
+_MEDIA = ("image_b64", "video_b64", "video_path", "completion")
+
+
+def _require(value: Any, kind: type, where: str) -> None:  # Any: JSON values
+    if not isinstance(value, kind):
+        raise SchemaError(f"{where} must be {_NAMES[kind]}, got {type(value).__name__}")
+
+
+_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
+
+
+def _field(owner: dict[str, Any], key: str, kind: type, where: str) -> Any:  # Any: JSON values
+    if key not in owner:
+        raise SchemaError(f"{where} has no {key}")
+    _require(owner[key], kind, f"{where}.{key}")
+    return owner[key]
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")

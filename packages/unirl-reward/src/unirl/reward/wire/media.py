@@ -1,0 +1,180 @@
+"""Pictures and videos inside JSON: base64 of files, decoded within limits.
+
+Legend: T frames, H W pixels.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+import io
+import struct
+import zlib
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageSequence
+
+from unirl.reward.wire.samples import Limits
+from unirl.types.errors import DataError
+
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
+ANIMATED_FORMATS = ("PNG", "GIF", "WEBP")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+"""8 bits a channel or less. Deeper pictures would be clipped by the conversion to RGB."""
+
+# What Pillow raises for malformed files, by its own test-suite and by fuzzing.
+_DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, struct.error, zlib.error)
+
+
+class Budget:
+    """Counts the decoded bytes of one body against `Limits.max_media_bytes`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.used = 0
+
+    def take(self, num_bytes: int, where: str) -> None:
+        """Raises DataError where the media of the body would become too large."""
+        self.used += num_bytes
+        if self.used > self.limits.max_media_bytes:
+            raise DataError(
+                f"{where}: the media of this request take more than max_media_bytes = {self.limits.max_media_bytes} "
+                "when decoded; send fewer samples at a time"
+            )
+
+
+def check_size(width: int, height: int, where: str, limits: Limits) -> None:
+    """Raises DataError for a picture without pixels or with too many."""
+    if width < 1 or height < 1 or width * height > limits.max_pixels:
+        raise DataError(f"{where} is {width} x {height}; it must have 1 to {limits.max_pixels} pixels")
+
+
+def decoded_base64(text: str, where: str) -> bytes:
+    """Raises DataError for what is not base64. A data URL's prefix is dropped."""
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{where} is not base64: {error}") from error
+
+
+def decoded_image(data: bytes, where: str, budget: Budget) -> np.ndarray:
+    """uint8 [H, W, 3] of a PNG, JPEG or WebP file; alpha is dropped. Raises DataError."""
+    with _opened(data, where, IMAGE_FORMATS, budget) as picture:
+        return _rgb(picture, where)
+
+
+def decoded_video(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, float | None]:
+    """uint8 [T, H, W, 3] and frames a second of an animated PNG, GIF or WebP, or of what PyAV reads (extra `video`).
+
+    Raises DataError, also where PyAV is needed and missing.
+    """
+    if data[:8] == b"\x89PNG\r\n\x1a\n" or data[:4] == b"GIF8" or data[8:12] == b"WEBP":
+        return _animation(data, where, budget)
+    return _container(data, where, budget)
+
+
+def png(pixels: np.ndarray) -> str:
+    """base64 PNG of uint8 [H, W, 3]."""
+    return _saved(Image.fromarray(pixels), format="PNG", compress_level=1)
+
+
+def animated_png(frames: np.ndarray) -> str:
+    """base64 animated PNG of uint8 [T, H, W, 3], lossless. It holds no durations: Pillow would join equal frames."""
+    first, *rest = [Image.fromarray(frame) for frame in frames]
+    return _saved(first, format="PNG", compress_level=1, save_all=True, append_images=rest)
+
+
+def _saved(picture: Image.Image, **options: Any) -> str:  # Any: keywords of Pillow's writers
+    buffer = BytesIO()
+    picture.save(buffer, **options)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _opened(data: bytes, where: str, formats: tuple[str, ...], budget: Budget) -> Image.Image:
+    """The header of a picture, its size checked and counted; no pixel is decoded yet."""
+    try:
+        picture = Image.open(BytesIO(data), formats=list(formats))
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{where} has too many pixels; the limit is {budget.limits.max_pixels}") from error
+    except _DECODE_ERRORS as error:
+        raise DataError(f"{where} is not a {', '.join(formats)} file") from error
+    check_size(*picture.size, where, budget.limits)
+    if picture.mode not in _MODES:
+        raise DataError(f"{where} has mode {picture.mode}; send 8 bits a channel")
+    budget.take(picture.width * picture.height * 3, where)
+    return picture
+
+
+def _rgb(picture: Image.Image, where: str) -> np.ndarray:
+    try:
+        return np.asarray(picture.convert("RGB"))
+    except _DECODE_ERRORS as error:
+        raise DataError(f"{where} is damaged: its pixels cannot be decoded") from error
+
+
+def _animation(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, float | None]:
+    with _opened(data, where, ANIMATED_FORMATS, budget) as picture:
+        frames = []
+        for frame in _frames(picture, where):
+            _count_frame(len(frames), picture.width, picture.height, where, budget)
+            frames.append(_rgb(frame, where))
+        duration_ms = picture.info.get("duration")
+        return np.stack(frames), 1000 / duration_ms if duration_ms else None
+
+
+def _frames(picture: Image.Image, where: str) -> Iterator[Image.Image]:
+    walk = iter(ImageSequence.Iterator(picture))
+    while True:
+        try:
+            frame = next(walk)
+        except StopIteration:
+            return
+        except _DECODE_ERRORS as error:
+            raise DataError(f"{where} is damaged: its frames cannot be decoded") from error
+        yield frame
+
+
+def _count_frame(index: int, width: int, height: int, where: str, budget: Budget) -> None:
+    if index >= budget.limits.max_frames:
+        raise DataError(f"{where} has more than max_frames = {budget.limits.max_frames} frames")
+    if index:
+        budget.take(width * height * 3, where)
+
+
+def _container(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, float | None]:
+    try:
+        av: Any = importlib.import_module("av")  # Any: optional, absent where types are checked
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{where} is no animated PNG, GIF or WebP, and reading other videos needs PyAV on the server. Install it "
+            "there with: pip install 'unirl-reward[video]', or send an animated PNG"
+        ) from error
+    try:
+        with av.open(io.BytesIO(data), metadata_errors="ignore") as container:
+            if not container.streams.video:
+                raise DataError(f"{where} holds no video stream")
+            stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise DataError(f"{where} is not a video that can be decoded: its codec is unknown")
+            check_size(stream.codec_context.width, stream.codec_context.height, where, budget.limits)
+            frames: list[np.ndarray] = []
+            for frame in container.decode(stream):
+                check_size(frame.width, frame.height, where, budget.limits)
+                if not frames:
+                    budget.take(frame.width * frame.height * 3, where)
+                _count_frame(len(frames), frame.width, frame.height, where, budget)
+                frames.append(frame.to_ndarray(format="rgb24"))
+            fps = float(stream.average_rate) if stream.average_rate else None
+    except (av.FFmpegError, *_DECODE_ERRORS) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{where} is not a video that can be decoded") from error
+    if not frames or len({frame.shape for frame in frames}) > 1:
+        raise DataError(f"{where} has no frames, or frames of several sizes")
+    return np.stack(frames), fps

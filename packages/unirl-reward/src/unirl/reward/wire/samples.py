@@ -1,0 +1,203 @@
+"""One sample as it travels, and the way from and to the requests that scorers know.
+
+Legend: B samples, T frames, H W pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unirl.reward.local.pixels import RANGE_TOLERANCE
+from unirl.types.errors import ContractError, DataError
+from unirl.types.media import Images, Primitive, Texts, Videos
+from unirl.types.reward import RewardRequest
+
+Kind = Literal["image", "video", "text"]
+Pixels = Literal["lossless", "uint8"]
+"""`lossless`: as bytes where bytes hold every pixel exactly, as float32 otherwise. `uint8`: round(255 * pixel), what
+a PNG would hold; a quarter of the size."""
+
+
+class SchemaError(DataError):
+    """A body lacks a field or holds a value of a wrong type. Servers answer 422; 400 is for other wrong values."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a body may ask of its reader. All are checked before the memory is taken."""
+
+    max_samples: int = 1024
+    """Samples of one body."""
+    max_pixels: int = 4096 * 4096
+    """Pixels of one picture or frame."""
+    max_frames: int = 1024
+    """Frames of one video."""
+    max_media_bytes: int = 1024**3
+    """Decoded media of one body, all samples together."""
+    max_text_chars: int = 1_000_000
+    """Characters of one text."""
+    max_json_nodes: int = 1_000_000
+    """Values of one JSON document, about; bounds what parsing it allocates."""
+
+
+@dataclass(frozen=True, eq=False)
+class WireSample:
+    """One generated sample with what it was made from."""
+
+    id: str
+    kind: Kind
+    media: np.ndarray | str
+    """Image [H, W, 3] or video [T, H, W, 3], uint8, or float32 in [0, 1]; a text is a str."""
+    prompt: str | None = None
+    source: np.ndarray | None = None
+    """The input image [H, W, 3] of an edit or of a question about a picture."""
+    group_id: str | None = None
+    fps: float | None = None
+    """Of a video."""
+    metadata: dict[str, Any] | None = None  # Any: rows of a user's data file
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreCall:
+    """The body of one POST /score."""
+
+    samples: list[WireSample]
+    rewards: list[tuple[str, ...]]
+    """For each sample the names of the rewards that it asks for."""
+
+
+def samples_of(request: RewardRequest, pixels: Pixels = "lossless") -> list[WireSample]:
+    """The B samples of a request.
+
+    Raises ContractError for what does not travel: audio, several generated media, inputs other than text and image,
+    pixels that are not finite or not in [0, 1], and metadata that JSON would change.
+    """
+    extra = sorted(set(request.primitives) - {"text", "image"})
+    if extra:
+        raise ContractError(f"inputs {extra} cannot be sent to a reward server; it takes text and image")
+    if len(request.generated) != 1:
+        raise ContractError(f"one generated medium can be sent at a time; the request has {sorted(request.generated)}")
+    [(slot, generated)] = request.generated.items()
+    ids = request.sample_ids
+    media = _media_of(generated, slot, ids, pixels)
+    sources = request.primitives.get("image")
+    if sources is not None and not isinstance(sources, Images):
+        raise ContractError(f"the input image must be Images, got {type(sources).__name__}")
+    arrays = [None] * len(ids) if sources is None else _arrays(list(sources.pixels), ids, pixels)
+    prompts = request.prompts if "text" in request.primitives else [None] * len(ids)
+    return [
+        WireSample(
+            id=ids[i],
+            kind=_KINDS[type(generated)],
+            media=media[i],
+            prompt=prompts[i],
+            source=arrays[i],
+            group_id=request.group_ids[i] if request.group_ids else None,
+            fps=generated.fps if isinstance(generated, Videos) else None,
+            metadata=_checked_metadata(request.metadata[i], ids[i]) if request.metadata else None,
+        )
+        for i in range(len(ids))
+    ]
+
+
+def batch_key(sample: WireSample) -> tuple[object, ...]:
+    """Samples with equal keys fit into one request."""
+    media_shape = sample.media.shape[-3:] if isinstance(sample.media, np.ndarray) else None
+    source_shape = None if sample.source is None else sample.source.shape
+    return sample.kind, media_shape, source_shape, sample.prompt is None, sample.group_id is None, sample.fps
+
+
+def request_of(samples: Sequence[WireSample]) -> RewardRequest:
+    """Samples of one `batch_key` as the request that scorers take; pixels are float32, a byte k is k / 255.
+
+    Raises ContractError where the samples do not fit together.
+    """
+    keys = {batch_key(sample) for sample in samples}
+    if len(keys) != 1:
+        raise ContractError(
+            f"{len(samples)} samples of {len(keys)} shapes do not make one request: {sorted(map(str, keys))}"
+        )
+    first = samples[0]
+    primitives: dict[str, Primitive] = {}
+    if first.prompt is not None:
+        primitives["text"] = Texts(texts=[str(sample.prompt) for sample in samples])
+    if first.source is not None:
+        primitives["image"] = Images(pixels=_channels_first([sample.source for sample in samples]))
+    return RewardRequest(
+        sample_ids=[sample.id for sample in samples],
+        group_ids=[] if first.group_id is None else [str(sample.group_id) for sample in samples],
+        primitives=primitives,
+        generated={first.kind: _generated(samples)},
+        metadata=[sample.metadata for sample in samples],
+    )
+
+
+_KINDS: dict[type, Kind] = {Images: "image", Videos: "video", Texts: "text"}
+
+
+def _media_of(generated: Primitive, slot: str, ids: list[str], pixels: Pixels) -> list[np.ndarray] | list[str]:
+    if isinstance(generated, Texts):
+        return generated.texts
+    if isinstance(generated, Images):
+        return _arrays(list(generated.pixels), ids, pixels)
+    if isinstance(generated, Videos):
+        return _arrays(generated.unpack("frames"), ids, pixels)
+    raise ContractError(f"generated {slot} ({type(generated).__name__}) cannot be sent to a reward server")
+
+
+def _arrays(media: list[Tensor], ids: list[str], pixels: Pixels) -> list[np.ndarray]:
+    """[..., 3, H, W] -> [..., H, W, 3]. One sample at a time, so that the extra memory stays small."""
+    found = []
+    for name, value in zip(ids, media, strict=True):
+        value = value.detach().to("cpu", torch.float32)
+        if value.shape[-3] != 3:
+            raise ContractError(f"sample {name}: media must have 3 channels, got {tuple(value.shape)}")
+        low, high = (value.min().item(), value.max().item()) if value.numel() else (math.nan, math.nan)
+        if not (low >= -RANGE_TOLERANCE and high <= 1 + RANGE_TOLERANCE):
+            raise ContractError(f"sample {name}: pixels must be finite and in [0, 1], got {low:.4g} to {high:.4g}")
+        scaled = (value.clamp(0, 1) * 255).round()
+        is_exact = pixels == "uint8" or bool((scaled / 255 == value).all())
+        kept = scaled.to(torch.uint8) if is_exact else value
+        found.append(np.ascontiguousarray(kept.movedim(-3, -1).numpy()))
+    return found
+
+
+def _generated(samples: Sequence[WireSample]) -> Primitive:
+    kind = samples[0].kind
+    if kind == "text":
+        return Texts(texts=[str(sample.media) for sample in samples])
+    if kind == "image":
+        return Images(pixels=_channels_first([sample.media for sample in samples]))
+    return Videos.pack(frames=[_floats(sample.media) for sample in samples], fps=samples[0].fps)
+
+
+def _channels_first(arrays: Sequence[np.ndarray | str | None]) -> Tensor:
+    return torch.stack([_floats(array) for array in arrays])
+
+
+def _floats(array: np.ndarray | str | None) -> Tensor:
+    """[..., H, W, 3] -> float32 [..., 3, H, W]."""
+    if not isinstance(array, np.ndarray):
+        raise ContractError(f"expected pixels, got {type(array).__name__}")
+    values = torch.from_numpy(np.array(array)).movedim(-1, -3).contiguous()
+    return values if values.is_floating_point() else values.float() / 255
+
+
+def _checked_metadata(row: dict[str, Any] | None, name: str) -> dict[str, Any] | None:  # Any: a user's data
+    try:
+        is_kept = json.loads(json.dumps(row, allow_nan=False)) == row
+    except (TypeError, ValueError) as error:
+        raise ContractError(f"sample {name}: its metadata cannot be sent as JSON: {error}") from error
+    if not is_kept:
+        raise ContractError(
+            f"sample {name}: its metadata would change in JSON (a tuple, or a key that is no string): {str(row)[:200]}"
+        )
+    return row
