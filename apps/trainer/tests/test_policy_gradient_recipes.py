@@ -55,7 +55,7 @@ def test_flow_grpo_has_the_published_numbers():
     assert (sampling["num_inference_steps"], sampling["guidance_scale"], sampling["eta"]) == (10, 4.5, 0.7)
     assert sampling["negative_prompt"] == "" and sampling["scheduler"]["exclude_last"] is True
     assert (recipe["batch_size"], sampling["samples_per_prompt"], recipe["num_devices"]) == (48, 24, 32)
-    assert (algorithm["kl_coef"], algorithm["kl_estimator"], algorithm["clip_range"]) == (0.04, "flow_grpo", 1e-4)
+    assert (algorithm["kl_coef"], algorithm["kl_estimator"], algorithm["clip_range"]) == (0.01, "flow_grpo", 1e-4)
     assert recipe["pipeline"]["schedule"]["convention"] == "diffusers"
     assert recipe["eval"]["policy"] == "ema" and recipe["eval"]["num_inference_steps"] == 40
     assert (recipe["backend"]["ema"]["decay"], recipe["backend"]["ema"]["every"]) == (0.9, 8)
