@@ -471,6 +471,7 @@ def test_the_picture_grows_with_the_number_of_recipes(tmp_path):
     few, more = (np.asarray(Image.open(tmp_path / name).convert("L")) for name in ("few.png", "many.png"))
     assert more.shape[0] > few.shape[0] > 400
     assert few.min() < 64 and few.std() > 5
+    assert more.min() < 64 and more.std() > 5
 
 
 def test_a_run_of_the_trainer_is_what_a_child_is_told(here):
