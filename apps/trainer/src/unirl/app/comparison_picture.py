@@ -70,7 +70,8 @@ def _overlaid(recipes: Sequence[Mapping[str, Any]]) -> Figure:
 def _panels(recipes: Sequence[Mapping[str, Any]]) -> Figure:
     num_rows = math.ceil(len(recipes) / PANEL_COLUMNS)
     figure = Figure(figsize=(13.0, 2 * (1.75 * num_rows + 0.4)), layout="constrained")
-    for part, (axis, title) in zip(np.ravel(figure.subfigures(2, 1)), AXES, strict=True):
+    halves: np.ndarray = figure.subfigures(2, 1)
+    for part, (axis, title) in zip(halves, AXES, strict=True):
         grid = part.subplots(num_rows, PANEL_COLUMNS, sharex=True, sharey=True).flatten()
         for index, (axes, recipe) in enumerate(zip(grid, recipes, strict=False)):
             for other in recipes:
