@@ -70,8 +70,9 @@ def _overlaid(recipes: Sequence[Mapping[str, Any]]) -> Figure:
 def _panels(recipes: Sequence[Mapping[str, Any]]) -> Figure:
     num_rows = math.ceil(len(recipes) / PANEL_COLUMNS)
     figure = Figure(figsize=(13.0, 2 * (1.75 * num_rows + 0.4)), layout="constrained")
-    halves: np.ndarray = figure.subfigures(2, 1)
-    for part, (axis, title) in zip(halves, AXES, strict=True):
+    halves = figure.add_gridspec(len(AXES), 1)
+    for half, (axis, title) in enumerate(AXES):
+        part = figure.add_subfigure(halves[half])
         grid = part.subplots(num_rows, PANEL_COLUMNS, sharex=True, sharey=True).flatten()
         for index, (axes, recipe) in enumerate(zip(grid, recipes, strict=False)):
             for other in recipes:
