@@ -15,11 +15,14 @@ from torch import Tensor
 
 from unirl.reward.base import SAMPLE_ERRORS, Isolation, LocalScorer, describe_failures
 from unirl.reward.compose import Aggregation, checked_weights, composed, failed_groups
+from unirl.reward.shaping import LengthShaping, TruncatedReward
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse, media_slot
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
 
 FailurePolicy = Literal["raise", "retry", "drop_group"]
 
@@ -36,6 +39,8 @@ class RewardService:
     failed samples again, up to max_retries times, then RewardError. `drop_group`: every sample of its group gets
     success False and reward NaN, counted, for the trainer to leave out and refill.
     device: moves every local scorer with modules there; None leaves each where its own `device` says.
+    truncated_reward, overlong_buffer_len, overlong_penalty_factor: what the length of generated texts does to the
+    rewards that `score_and_attach` attaches, see `unirl.reward.shaping.LengthShaping`; images and videos have none.
     Raises ConfigError for an impossible value.
     """
 
@@ -47,6 +52,9 @@ class RewardService:
         max_retries: int = 2,
         aggregation: Aggregation = "weighted_sum",
         device: str | None = None,
+        truncated_reward: TruncatedReward = "zero",
+        overlong_buffer_len: int | None = None,
+        overlong_penalty_factor: float | None = None,
     ) -> None:
         if on_failure not in get_args(FailurePolicy):
             raise ConfigError(f"on_failure = {on_failure!r} must be one of {get_args(FailurePolicy)}")
@@ -59,6 +67,7 @@ class RewardService:
         self.on_failure: FailurePolicy = on_failure
         self.max_retries = max_retries
         self.aggregation: Aggregation = aggregation
+        self._shaping = LengthShaping(truncated_reward, overlong_buffer_len, overlong_penalty_factor)
         if device is not None:
             for scorer in self._local_scorers():
                 scorer.move_to(device)
@@ -98,13 +107,14 @@ class RewardService:
     def score_and_attach(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
         """Score the root track's decoded media and write `rewards` and `component_rewards` into that track.
 
+        Rewards of texts are shaped by their length; `component_rewards` stay as the scorers gave them.
         Changes `resp` in place. Raises ContractError where the track already has rewards or does not hold the
         samples of `req`.
         """
         track = resp.root_track()
         if track.rewards is not None:
             raise ContractError("this response already has rewards; score each rollout once")
-        scored = self.score(reward_request(track, req))
+        scored = self._shaped(self.score(reward_request(track, req)), track, req)
         track.rewards = scored.rewards
         track.component_rewards = dict(scored.component_rewards)
         resp.reward_compute_s += scored.compute_s
@@ -146,6 +156,13 @@ class RewardService:
         """Move every local scorer's modules back to its device."""
         for scorer in self._local_scorers():
             scorer.onload()
+
+    def _shaped(self, scored: RewardResponse, track: RolloutTrack, req: RolloutReq) -> RewardResponse:
+        if not isinstance(track.segment, TextSegment):
+            return scored
+        params = req.sampling_params
+        max_len = params.max_new_tokens if isinstance(params, ARSamplingParams) else None
+        return scored.replace(rewards=self._shaping(scored.rewards, track.segment, max_len))
 
     def _local_scorers(self) -> list[LocalScorer]:
         return [scorer for scorer in self.scorers.values() if isinstance(scorer, LocalScorer)]
