@@ -14,7 +14,7 @@ rules = importlib.util.module_from_spec(_SPEC)
 sys.modules["architecture_rules"] = rules  # dataclasses look their module up
 _SPEC.loader.exec_module(rules)
 
-EXTRAS = frozenset({"sglang", "vllm", "ocr"})
+EXTRAS = frozenset({"sglang", "vllm", "paddleocr"})
 
 
 def none_of(violations: list[str]) -> None:
@@ -55,7 +55,7 @@ def test_bounds_contain_the_versions_of_the_workspace():
     none_of(rules.wrong_bounds(ROOT))
 
 
-def test_engines_and_ocr_are_declared_conflicting():
+def test_engines_and_paddleocr_are_declared_conflicting():
     none_of(rules.missing_conflicts(ROOT, EXTRAS))
 
 
@@ -286,8 +286,8 @@ def test_an_import_that_is_not_required_is_found(tmp_path):
 def test_a_missing_conflict_is_found(tmp_path):
     two = '[tool.uv]\nconflicts = [[{ extra = "sglang" }, { extra = "vllm" }]]\n'
     assert rules.missing_conflicts(plant(tmp_path, {"pyproject.toml": two}), EXTRAS) == [
-        "extras ocr and sglang are not declared conflicting",
-        "extras ocr and vllm are not declared conflicting",
+        "extras paddleocr and sglang are not declared conflicting",
+        "extras paddleocr and vllm are not declared conflicting",
     ]
     assert len(rules.missing_conflicts(plant(tmp_path, {"pyproject.toml": "[project]\n"}), EXTRAS)) == 3
 
