@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -29,6 +30,14 @@ bugs of the code and are never isolated, nor are ConfigError and ContractError."
 
 _MAX_NAMED = 4
 """Failed samples that a message names; it counts the rest."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Values of b samples as `score_batch` gives them, and why a sample whose value is NaN has none."""
+
+    values: Tensor | Mapping[str, Tensor]
+    reasons: Sequence[str | None]
 
 
 class LocalScorer(ABC):
@@ -81,11 +90,12 @@ class LocalScorer(ABC):
         self.is_offloaded = False
 
     @abstractmethod
-    def score_batch(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
+    def score_batch(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor] | Scored:
         """Values of b samples whose media lie on `self.device`.
 
-        A tensor [b], or a mapping with exactly the keys of `component_weights` to tensors [b]. A sample that
-        cannot be scored gets NaN or makes the call raise one of SAMPLE_ERRORS; it never gets an invented number.
+        A tensor [b], or a mapping with exactly the keys of `component_weights` to tensors [b]; `Scored` adds reasons.
+        A sample that cannot be scored gets NaN or makes the call raise one of SAMPLE_ERRORS; it never gets an
+        invented number.
         """
 
     def score_batch_with_gradient(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
@@ -203,7 +213,9 @@ class LocalScorer(ABC):
         """Write values and errors of `rows`, one batch."""
         ids = [request.sample_ids[row] for row in rows]
         try:
-            named = self._named(self.score_batch(request.select(rows).to(self.device)), len(rows))
+            scored = self.score_batch(request.select(rows).to(self.device))
+            reasons = list(scored.reasons) if isinstance(scored, Scored) else [None] * len(rows)
+            named = self._named(scored.values if isinstance(scored, Scored) else scored, len(rows))
             found = {key: value.detach().to("cpu", torch.float32) for key, value in named.items()}
         except (ConfigError, ContractError):
             raise
@@ -222,7 +234,7 @@ class LocalScorer(ABC):
             values[key][rows] = value_b
             for position in (~value_b.isfinite()).nonzero().flatten().tolist():
                 label = f"component {key} is" if self.component_weights else "value is"
-                errors[rows[position]] = f"its {label} {value_b[position].item()}"
+                errors[rows[position]] = reasons[position] or f"its {label} {value_b[position].item()}"
         self._raise_if([errors[row] for row in rows], ids, isolation)
 
     def _raise_if(self, errors: list[str | None], ids: list[str], isolation: Isolation) -> None:
