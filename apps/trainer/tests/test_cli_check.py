@@ -10,7 +10,7 @@ from unirl.app.environment import register_resolvers
 from unirl.config.catalog import available, packaged_name
 from unirl.config.check import build_values, check_recipe
 from unirl.config.recipes import compose, resolve
-from unirl.config.rules import Machine
+from unirl.config.rules import Machine, async_reward_has_chunks
 from unirl.types.errors import ConfigError
 
 RECIPES = list(available())
@@ -214,6 +214,16 @@ MISTAKES = [
     ({"reward.scorers": {}}, "reward.scorers is empty"),
     ({"reward.weights": {"shape": 1.0}}, "reward.weights names ['shape'], reward.scorers ['shapes']"),
 ]
+
+
+def test_async_rewards_need_an_engine_that_hands_samples_over(recipes):
+    recipe = changed(recipes["diffusion/sd3_shapes"], {"reward.is_async": True})
+    check_recipe(recipe)
+    whole = changed(recipe, {"engine._target_": "unirl.rollout.engine.base.BaseRolloutEngine"})
+    (message,) = async_reward_has_chunks(whole)
+    assert "BaseRolloutEngine makes whole responses only. Set reward.is_async: false" in message
+    with pytest.raises(ConfigError, match="has no argument 'async'. Did you mean is_async"):
+        check_recipe(changed(recipe, {"reward.async": True}))
 
 
 def test_a_critic_needs_rewards_that_are_not_centred_on_their_group(recipes):

@@ -1,4 +1,4 @@
-"""The README's program runs as it stands."""
+"""The README's programs run as they stand, one after the other."""
 
 import re
 from pathlib import Path
@@ -6,11 +6,10 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_program_in_the_readme_runs(capsys):
+def test_the_programs_in_the_readme_run(capsys):
     programs = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(programs) == 1
     names = {"__name__": "readme"}
-    exec(compile(programs[0], str(README), "exec"), names)
+    exec(compile("\n".join(programs), str(README), "exec"), names)
     assert "brightness" in capsys.readouterr().out
 
 

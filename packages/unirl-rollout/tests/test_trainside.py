@@ -8,11 +8,13 @@ import torch
 from rollout_fakes import PARAMS, SHAPE, LinearPipeline, engine, request
 
 from unirl.rollout import checks
+from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.sde.schedule import compressed_tail, linear_sigmas
 from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import RolloutEngine
+from unirl.types.rollout import RolloutResp
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.storage import load_rollout
 
@@ -44,6 +46,29 @@ def test_batches_are_as_large_as_asked():
     pipeline = LinearPipeline()
     engine(pipeline=pipeline, forward_batch_size=3).generate(request(7))
     assert pipeline.batch_sizes == [3, 3, 1]
+
+
+def test_chunks_are_announced_in_order_and_are_the_response():
+    req = request()
+    quiet, loud = engine().generate(req), engine()
+    heard = []
+    loud.announce_to(lambda chunk, part: heard.append((chunk, part)))
+    resp = loud.generate(req)
+    assert resp.equals(quiet) and RolloutResp.concat([chunk for chunk, _ in heard]).equals(resp)
+    assert [chunk.root_track().sample_ids for chunk, _ in heard] == [part.sample_ids for _, part in heard]
+    assert [part.batch_size for _, part in heard] == [2] * (req.batch_size // 2)
+
+
+def test_an_engine_of_whole_responses_has_nothing_to_announce():
+    class Whole(BaseRolloutEngine):
+        def plan(self, params):
+            raise NotImplementedError
+
+        def generate(self, req, policy=None):
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError, match="Whole makes whole responses only.*reward.is_async: false"):
+        Whole().announce_to(print)
 
 
 def test_samples_of_a_group_may_share_their_start_but_not_their_steps():

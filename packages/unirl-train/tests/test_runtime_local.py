@@ -29,6 +29,19 @@ def test_an_unknown_role_lists_the_roles(runtime) -> None:
         runtime.role("engine")
 
 
+def test_leaving_a_runtime_closes_the_components_that_hold_something() -> None:
+    class Holds:
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    holds = Holds()
+    with LocalRuntime(lambda context: {"holds": holds, "plain": object()}):
+        assert not holds.is_closed
+    assert holds.is_closed
+
+
 def test_an_unmarked_method_cannot_be_called(runtime) -> None:
     with pytest.raises(AttributeError, match="Source.private is not marked"):
         runtime.role("source").private()

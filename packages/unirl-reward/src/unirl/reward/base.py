@@ -149,9 +149,11 @@ class LocalScorer(ABC):
         for row in _non_finite_media(request):
             errors[row] = "its generated media holds non-finite pixels"
         self._raise_if(errors, request.sample_ids, isolation)
-        rows = [row for row in range(num_samples) if errors[row] is None]
-        for start in range(0, len(rows), self.batch_size):
-            self._score_rows(request, rows[start : start + self.batch_size], isolation, values, errors)
+        for start in range(0, num_samples, self.batch_size):
+            # A batch keeps its place when a sample before it fails, so that no value depends on other batches.
+            batch = range(start, min(start + self.batch_size, num_samples))
+            if rows := [row for row in batch if errors[row] is None]:
+                self._score_rows(request, rows, isolation, values, errors)
         return RewardResponse(
             sample_ids=list(request.sample_ids),
             rewards=self._reward(values),

@@ -5,28 +5,33 @@ Legend: B samples.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import itertools
+import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from unirl.reward.base import SAMPLE_ERRORS, Isolation, LocalScorer, describe_failures
+from unirl.reward.asking import FailurePolicy, asked, settled
+from unirl.reward.base import LocalScorer
 from unirl.reward.compose import Aggregation, checked_weights, composed, failed_groups
+from unirl.reward.lanes import Lanes, Stream, Ticket, gauges
 from unirl.reward.shaping import LengthShaping, TruncatedReward
-from unirl.types.errors import ConfigError, ContractError, RewardError
-from unirl.types.protocols import Scorer
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.protocols import Closeable, ConcurrentScorer, Scorer
 from unirl.types.reward import RewardRequest, RewardResponse, media_slot
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
-FailurePolicy = Literal["raise", "retry", "drop_group"]
-
-_ISOLATION: dict[FailurePolicy, Isolation] = {"raise": "none", "retry": "batch", "drop_group": "sample"}
+logger = logging.getLogger(__name__)
 
 
 class RewardService:
@@ -41,6 +46,8 @@ class RewardService:
     device: moves every local scorer with modules there; None leaves each where its own `device` says.
     truncated_reward, overlong_buffer_len, overlong_penalty_factor: what the length of generated texts does to the
     rewards that `score_and_attach` attaches, see `unirl.reward.shaping.LengthShaping`; images and videos have none.
+    is_async: the engine hands its samples over as they are made, and they are scored meanwhile (`take`). The rewards
+    are the same, bit for bit.
     Raises ConfigError for an impossible value.
     """
 
@@ -55,6 +62,7 @@ class RewardService:
         truncated_reward: TruncatedReward = "zero",
         overlong_buffer_len: int | None = None,
         overlong_penalty_factor: float | None = None,
+        is_async: bool = False,
     ) -> None:
         if on_failure not in get_args(FailurePolicy):
             raise ConfigError(f"on_failure = {on_failure!r} must be one of {get_args(FailurePolicy)}")
@@ -68,6 +76,16 @@ class RewardService:
         self.max_retries = max_retries
         self.aggregation: Aggregation = aggregation
         self._shaping = LengthShaping(truncated_reward, overlong_buffer_len, overlong_penalty_factor)
+        self.is_async = is_async
+        # A scorer with buffers or a device of its own is asked by one thread at a time.
+        self._locks = {
+            name: nullcontext() if isinstance(scorer, ConcurrentScorer) else threading.Lock()
+            for name, scorer in self.scorers.items()
+        }
+        self._lanes: Lanes | None = None
+        self._numbers = itertools.count()
+        self._open: dict[Ticket, tuple[list[RewardRequest], dict[str, Stream]]] = {}
+        self._taken: Ticket | None = None
         if device is not None:
             for scorer in self._local_scorers():
                 scorer.move_to(device)
@@ -77,31 +95,24 @@ class RewardService:
         """Rewards of B samples. component_rewards has each scorer's reward under its name, and
         `scorer/component` for a scorer with several. Raises RewardError as `on_failure` says."""
         started = time.perf_counter()
-        counters = {"failed_samples": 0, "dropped_groups": 0, "retried_samples": 0}
-        answers = {name: self._answer(name, scorer, request, counters) for name, scorer in self.scorers.items()}
-        rewards_B = composed({name: answer.rewards for name, answer in answers.items()}, self.weights, self.aggregation)
-        errors: list[str | None] = [None] * len(request.sample_ids)
-        for name, answer in answers.items():
-            for row, error in enumerate(answer.errors):
-                if error is not None and errors[row] is None:
-                    errors[row] = f"scorer {name}: {error}"
-        counters["failed_samples"] = sum(error is not None for error in errors)
-        counters["dropped_groups"] = _drop_groups(request, errors)
-        failed = torch.tensor([error is not None for error in errors])
-        return RewardResponse(
-            sample_ids=list(request.sample_ids),
-            rewards=torch.where(failed, torch.nan, rewards_B),
-            component_rewards=_component_rewards(answers),
-            successes=(~failed).tolist(),
-            errors=errors,
-            compute_s=time.perf_counter() - started,
-            counters=counters,
-        )
+        scored = self._composed(request, lambda name: self._ask(name, request))
+        return scored.replace(compute_s=time.perf_counter() - started)
 
     @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
     def score_media(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
         """Score the root track's decoded media and leave the response as it is (evaluation)."""
-        return self.score(reward_request(resp.root_track(), req))
+        request = reward_request(resp.root_track(), req)
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return self.score(request)
+        ids = [name for part in self._open[taken][0] for name in part.sample_ids]
+        if ids != request.sample_ids:
+            self._discard(taken)
+            raise ContractError(
+                f"the engine handed over samples {ids[:3]}... ({len(ids)}) but {request.sample_ids[:3]}... "
+                f"({len(request.sample_ids)}) are to be scored; score every response before the next is generated"
+            )
+        return self.collect(taken)
 
     @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
     def score_and_attach(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
@@ -114,11 +125,89 @@ class RewardService:
         track = resp.root_track()
         if track.rewards is not None:
             raise ContractError("this response already has rewards; score each rollout once")
-        scored = self._shaped(self.score(reward_request(track, req)), track, req)
+        scored = self._shaped(self.score_media(resp, req), track, req)
         track.rewards = scored.rewards
         track.component_rewards = dict(scored.component_rewards)
         resp.reward_compute_s += scored.compute_s
         return scored
+
+    # Rewards as futures -----------------------------------------------------------------------------------------
+
+    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
+    def submit(self, request: RewardRequest) -> Ticket:
+        """Begin to score B samples in the background, each scorer in threads of its own; `collect` has the rewards."""
+        ticket = self.submit_part(request)
+        for stream in self._open[ticket][1].values():
+            stream.finish()
+        return ticket
+
+    def submit_part(self, request: RewardRequest, ticket: Ticket | None = None) -> Ticket:
+        """Begin to score samples to which more may come; `ticket` adds them to those that it stands for.
+
+        `collect` then answers as `score` does on all of them in the order of submission, bit for bit: batches are cut
+        as there. A scorer that is no LocalScorer sees the parts as they were submitted.
+        """
+        if not request.sample_ids:
+            raise ContractError("a request without sample_ids was submitted")
+        if self._lanes is None:
+            self._lanes = Lanes(
+                self.scorers, functools.partial(_asked_alone, self.scorers, self._locks, self.on_failure)
+            )
+            weakref.finalize(self, self._lanes.close)
+        if ticket is None:
+            ticket = Ticket(next(self._numbers))
+            self._open[ticket] = ([], self._lanes.open())
+        requests, streams = self._of(ticket)
+        requests.append(request)
+        for stream in streams.values():
+            stream.add(request)
+        return ticket
+
+    @distributed(Dispatch.SCATTER, Collect.CONCAT)
+    def collect(self, ticket: Ticket) -> RewardResponse:
+        """The rewards of a ticket's samples; waits until all are scored. A ticket is collected once.
+
+        Failed samples are asked again here, as `on_failure` says. compute_s is the time that scorers worked, gauges
+        say how scoring kept up. Raises what `score` would; ContractError for a ticket that is not open.
+        """
+        requests, streams = self._of(ticket)
+        try:
+            for stream in streams.values():
+                stream.finish()
+            began = time.perf_counter()
+            scored = self._composed(RewardRequest.concat(requests), lambda name: streams[name].answer())
+            measured = gauges(streams, began)
+        finally:
+            self._discard(ticket)
+        busy_s = sum(stream.busy_s() for stream in streams.values())
+        return scored.replace(compute_s=busy_s, gauges=measured)
+
+    def take(self, resp: RolloutResp, req: RolloutReq) -> None:
+        """What an engine calls with every chunk of a response that it has made; `score_and_attach` or `score_media` of
+        the whole response then collects them."""
+        self._taken = self.submit_part(reward_request(resp.root_track(), req), self._taken)
+
+    def close(self) -> None:
+        """End the background threads and close scorers that hold connections. Samples not collected are given up."""
+        if self._open:
+            logger.warning("closed with %d tickets of samples that nobody collected", len(self._open))
+        for ticket in list(self._open):
+            self._discard(ticket)
+        for scorer in self.scorers.values():
+            if isinstance(scorer, Closeable):
+                scorer.close()
+        if self._lanes is not None:
+            self._lanes.close()
+
+    def _of(self, ticket: Ticket) -> tuple[list[RewardRequest], dict[str, Stream]]:
+        if ticket not in self._open:
+            raise ContractError(f"{ticket} is not open: it was collected before, or given by another service")
+        return self._open[ticket]
+
+    def _discard(self, ticket: Ticket) -> None:
+        _, streams = self._open.pop(ticket)
+        for stream in streams.values():
+            stream.cancel()
 
     def score_with_gradient(self, request: RewardRequest) -> Tensor:
         """The reward float32 [B] as `score` composes it, with gradients to the pixels of the request's images.
@@ -167,40 +256,45 @@ class RewardService:
     def _local_scorers(self) -> list[LocalScorer]:
         return [scorer for scorer in self.scorers.values() if isinstance(scorer, LocalScorer)]
 
-    def _answer(self, name: str, scorer: Scorer, request: RewardRequest, counters: dict[str, int]) -> RewardResponse:
-        """One scorer's answer under the failure policy, its non-finite values marked as failures."""
-        answer = self._ask(name, scorer, request)
-        if self.on_failure == "retry":
-            for _ in range(self.max_retries):
-                rows = _failed_rows(answer)
-                if not rows:
-                    break
-                counters["retried_samples"] += len(rows)
-                answer = _patched(answer, rows, self._ask(name, scorer, request.select(rows)))
-        rows = _failed_rows(answer)
-        if rows and self.on_failure != "drop_group":
-            failed = {request.sample_ids[row]: str(answer.errors[row]) for row in rows}
-            tried = f" (after {self.max_retries} retries)" if self.on_failure == "retry" else ""
-            raise RewardError(describe_failures(name, failed) + tried)
-        return answer
+    def _ask(self, name: str, request: RewardRequest) -> RewardResponse:
+        return _asked_alone(self.scorers, self._locks, self.on_failure, name, request)
 
-    def _ask(self, name: str, scorer: Scorer, request: RewardRequest) -> RewardResponse:
-        if isinstance(scorer, LocalScorer):
-            try:
-                return scorer.score_isolated(request, _ISOLATION[self.on_failure])
-            except RewardError as error:
-                if scorer.name == name:
-                    raise
-                raise RewardError(f"reward {name}: {error}") from error
-        try:
-            answer = scorer.score(request)
-        except (ConfigError, ContractError):
-            raise
-        except SAMPLE_ERRORS as error:
-            if self.on_failure == "raise":
-                raise RewardError(f"scorer {name} failed: {type(error).__name__}: {error}") from error
-            return _failure(request, f"{type(error).__name__}: {error}")
-        return _checked_answer(name, answer, request)
+    def _composed(self, request: RewardRequest, first: Callable[[str], RewardResponse]) -> RewardResponse:
+        """One response of all scorers, failures treated as the policy says. first: scorer's name -> first answer."""
+        final: dict[str, RewardResponse] = {}
+        num_retried = 0
+        for name in self.scorers:
+            ask = functools.partial(self._ask, name)
+            final[name], retried = settled(name, ask, request, first(name), self.on_failure, self.max_retries)
+            num_retried += retried
+        errors: list[str | None] = [None] * len(request.sample_ids)
+        for name, answer in final.items():
+            for row, error in enumerate(answer.errors):
+                if error is not None and errors[row] is None:
+                    errors[row] = f"scorer {name}: {error}"
+        num_failed = sum(error is not None for error in errors)
+        num_dropped = _drop_groups(request, errors)
+        failed = torch.tensor([error is not None for error in errors])
+        rewards_B = composed({name: answer.rewards for name, answer in final.items()}, self.weights, self.aggregation)
+        return RewardResponse(
+            sample_ids=list(request.sample_ids),
+            rewards=torch.where(failed, torch.nan, rewards_B),
+            component_rewards=_component_rewards(final),
+            successes=(~failed).tolist(),
+            errors=errors,
+            counters={"failed_samples": num_failed, "dropped_groups": num_dropped, "retried_samples": num_retried},
+        )
+
+
+def _asked_alone(
+    scorers: Mapping[str, Scorer],
+    locks: Mapping[str, AbstractContextManager[Any]],
+    on_failure: FailurePolicy,
+    name: str,
+    request: RewardRequest,
+) -> RewardResponse:
+    with locks[name]:
+        return asked(name, scorers[name], request, on_failure)
 
 
 def reward_request(track: RolloutTrack, req: RolloutReq) -> RewardRequest:
@@ -239,61 +333,6 @@ def _by_name(scorers: Mapping[str, Scorer] | Sequence[Scorer]) -> dict[str, Scor
         if not isinstance(scorer, Scorer):
             raise ConfigError(f"{name} is a {type(scorer).__name__}, which is no scorer: it needs `name` and `score`")
     return {str(name): scorer for name, scorer in named}
-
-
-def _failed_rows(answer: RewardResponse) -> list[int]:
-    return [row for row, success in enumerate(answer.successes) if not success]
-
-
-def _failure(request: RewardRequest, reason: str) -> RewardResponse:
-    num_samples = len(request.sample_ids)
-    return RewardResponse(
-        sample_ids=list(request.sample_ids),
-        rewards=torch.full((num_samples,), torch.nan),
-        successes=[False] * num_samples,
-        errors=[reason] * num_samples,
-    )
-
-
-def _checked_answer(name: str, answer: RewardResponse, request: RewardRequest) -> RewardResponse:
-    """An answer of a scorer that is not ours: right samples, and no non-finite value that counts as a success."""
-    if answer.sample_ids != request.sample_ids or answer.rewards.shape != (len(request.sample_ids),):
-        raise ContractError(
-            f"scorer {name} answered for {answer.sample_ids[:3]}..., rewards {tuple(answer.rewards.shape)}; it was "
-            f"asked about {len(request.sample_ids)} samples {request.sample_ids[:3]}..."
-        )
-    errors: list[str | None] = list(answer.errors) or [None] * len(request.sample_ids)
-    successes = list(answer.successes) or [True] * len(request.sample_ids)
-    for row, value in enumerate(answer.rewards.tolist()):
-        if errors[row] is None and not successes[row]:
-            errors[row] = "it reported a failure without a reason"
-        elif errors[row] is None and not torch.isfinite(answer.rewards[row]):
-            errors[row] = f"its value is {value}"
-    return dataclasses.replace(
-        answer,
-        rewards=answer.rewards.detach().to("cpu", torch.float32),
-        successes=[error is None for error in errors],
-        errors=errors,
-    )
-
-
-def _patched(answer: RewardResponse, rows: list[int], again: RewardResponse) -> RewardResponse:
-    """`answer` with `rows` replaced by the rows of `again`."""
-    rewards = answer.rewards.clone()
-    rewards[rows] = again.rewards
-    components = {key: value.clone() for key, value in answer.component_rewards.items()}
-    for key, value in again.component_rewards.items():
-        components.setdefault(key, torch.full_like(rewards, torch.nan))[rows] = value
-    errors = list(answer.errors)
-    for row, error in zip(rows, again.errors, strict=True):
-        errors[row] = error
-    return dataclasses.replace(
-        answer,
-        rewards=rewards,
-        component_rewards=components,
-        errors=errors,
-        successes=[error is None for error in errors],
-    )
 
 
 def _drop_groups(request: RewardRequest, errors: list[str | None]) -> int:

@@ -466,6 +466,16 @@ def evaluated_policy_exists(recipe: Recipe) -> Messages:
         yield f"eval.policy = {policy!r} is not kept by this recipe; there are {', '.join(sorted(kept))}.{hint}"
 
 
+def async_reward_has_chunks(recipe: Recipe) -> Messages:
+    """Scoring can overlap with generation where the engine hands samples over before all are made."""
+    target = str(recipe["engine"].get(TARGET))
+    if recipe["reward"].get("is_async") and _constant(target, "announces_chunks") is False:
+        yield (
+            f"reward.is_async: true scores samples while others are generated, but engine {target.rsplit('.', 1)[-1]} "
+            "makes whole responses only. Set reward.is_async: false."
+        )
+
+
 def weights_name_scorers(recipe: Recipe) -> Messages:
     """Reward weights and scorers have the same names."""
     scorers, weights = recipe["reward"].get("scorers"), recipe["reward"].get("weights")
@@ -582,6 +592,7 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     images_are_given,
     device_options_fit,
     evaluated_policy_exists,
+    async_reward_has_chunks,
     weights_name_scorers,
 )
 MACHINE_RULES: tuple[Callable[[Recipe, Machine], Messages], ...] = (

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol, Self, TypeVar, runtime_checkable
 
 from unirl.distributed.dispatch import HeldKey, collected, rank_arguments, scatter
 from unirl.types.errors import ConfigError, ContractError, UniRLError
+from unirl.types.protocols import Closeable
 from unirl.types.roles import Collect, Dispatch, RemoteMethod, remote_method
 from unirl.types.rollout import RolloutResp
 
@@ -123,6 +124,12 @@ class Worker:
         """What this process used so far."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return Usage(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+
+    def close(self) -> None:
+        """Close the components that hold something until they are closed."""
+        for component in self._components.values():
+            if isinstance(component, Closeable):
+                component.close()
 
     def release(self, key: HeldKey) -> None:
         """Forget a held value."""
@@ -327,4 +334,5 @@ class LocalRuntime(Runtime):
         return self._worker.component(name)
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Close the components that hold threads or connections."""
+        self._worker.close()

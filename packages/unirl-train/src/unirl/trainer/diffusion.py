@@ -307,6 +307,7 @@ class DiffusionTrainer:
         for name, values in reply.component_rewards.items():
             metrics[f"reward/{name}/mean"] = float(values.mean())
             metrics[f"reward/{name}/std"] = float(values.std(unbiased=False))
+        metrics.update({f"reward/{name}": value for name, value in (reply.gauges or {}).items()})
         metrics.update(group_metrics(reply.rewards, req.group_ids))
         return metrics
 

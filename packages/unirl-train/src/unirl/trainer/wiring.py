@@ -40,6 +40,8 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
     stack = instantiate(recipe["stack"], backend=backend, algorithm=algorithm)
     reward = instantiate(recipe["reward"], device=context.device)
     algorithm.use_reward(reward)
+    if recipe["reward"].get("is_async"):
+        engine.announce_to(reward.take)
     save = recipe.get("save", {})
     checkpointer = Checkpointer(
         backend,

@@ -307,6 +307,23 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
+class ConcurrentScorer(Scorer, Protocol):
+    """A scorer that several threads may ask at once: one that waits for others to compute."""
+
+    max_concurrency: int
+    """Requests that are worth having under way at one time."""
+
+
+@runtime_checkable
+class Closeable(Protocol):
+    """Holds threads, connections or processes until it is closed."""
+
+    def close(self) -> None:
+        """Stop and release everything. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
 class DifferentiableReward(Protocol):
     """A reward with gradients, in the process that trains."""
 

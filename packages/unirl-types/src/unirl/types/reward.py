@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from unirl.types.batch import Batch, peak, per_sample, shared
 from unirl.types.errors import ContractError
 from unirl.types.media import Audios, Images, Primitive, Texts, Videos
 from unirl.types.rollout import RolloutTrack
+
+NumberT = TypeVar("NumberT", int, float)
 
 _SLOTS: dict[type, str] = {Images: "image", Videos: "video", Texts: "text", Audios: "audio"}
 
@@ -64,14 +68,30 @@ class RewardResponse(Batch):
     """Seconds of scoring; of shards that ran side by side, the longest."""
     counters: dict[str, int] | None = shared(default=None)
     """Counts of the whole batch (failures, retries). They add up when shards join; select and slice keep them."""
+    gauges: dict[str, float] | None = shared(default=None)
+    """Measurements of the whole batch (waiting, utilisation). The largest stays when shards join."""
 
     @classmethod
     def _align(cls, parts: list[Self]) -> list[Self]:
-        if all(part.counters is None for part in parts):
-            return parts
-        names = sorted({name for part in parts for name in part.counters or {}})
-        total = {name: sum((part.counters or {}).get(name, 0) for part in parts) for name in names}
-        return [part.replace(counters=total) for part in parts]
+        keys = {key for part in parts for key in part.component_rewards}
+        totals = _merged([part.counters for part in parts], sum)
+        peaks = _merged([part.gauges for part in parts], max)
+        return [part.replace(counters=totals, gauges=peaks, component_rewards=part._with(keys)) for part in parts]
+
+    def _with(self, keys: set[str]) -> dict[str, Tensor]:
+        """The component rewards; NaN for all of `keys` where nothing could be scored and components are unknown."""
+        if any(self.successes) or not self.successes or keys == set(self.component_rewards):
+            return self.component_rewards
+        return {key: self.component_rewards.get(key, torch.full_like(self.rewards, torch.nan)) for key in sorted(keys)}
+
+
+def _merged(
+    parts: list[dict[str, NumberT] | None], merge: Callable[[list[NumberT]], NumberT]
+) -> dict[str, NumberT] | None:
+    """Numbers of several shards by name; None where no shard has any."""
+    present = [part for part in parts if part is not None]
+    names = sorted({name for part in present for name in part})
+    return {name: merge([part[name] for part in present if name in part]) for name in names} if present else None
 
 
 def request_for_track(track: RolloutTrack, media: Primitive) -> RewardRequest:

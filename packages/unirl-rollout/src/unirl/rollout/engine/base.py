@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
+from unirl.types.errors import ConfigError
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -23,8 +26,15 @@ class DiffusionPlan:
     """Name of the kernel of the stochastic steps."""
 
 
+ChunkListener = Callable[[RolloutResp, RolloutReq], None]
+"""Called with samples that are ready and the part of the request that they answer."""
+
+
 class BaseRolloutEngine(ABC):
     """Base of the engines: generates responses; frees and restores device memory between phases."""
+
+    announces_chunks: ClassVar[bool] = False
+    """Whether samples can be had before the whole response is there (`announce_to`)."""
 
     @abstractmethod
     def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
@@ -33,6 +43,16 @@ class BaseRolloutEngine(ABC):
     @abstractmethod
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """One response for one request; `policy` names a kept copy of the weights."""
+
+    def announce_to(self, listener: ChunkListener) -> None:
+        """From now on call `listener` with each chunk of a response as soon as it is made, in the order of the request.
+
+        Raises ConfigError in an engine that makes whole responses only.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} makes whole responses only, so nothing can be scored while it generates. "
+            "Set reward.is_async: false."
+        )
 
     def sleep(self) -> None:  # noqa: B027 (engines that hold no memory of their own do nothing)
         """Free device memory."""

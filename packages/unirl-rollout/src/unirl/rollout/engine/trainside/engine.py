@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -16,7 +17,7 @@ from unirl.rollout.checks import (
     step_noise_keys,
     verify_segment,
 )
-from unirl.rollout.engine.base import BaseRolloutEngine, DiffusionPlan
+from unirl.rollout.engine.base import BaseRolloutEngine, ChunkListener, DiffusionPlan
 from unirl.types.errors import ConfigError
 from unirl.types.media import Texts
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
@@ -35,6 +36,8 @@ class TrainsideRolloutEngine(BaseRolloutEngine):
     drop_text_encoders: encode every prompt of the run before it starts, then free the encoders.
     dump_dir: where requests and responses are written as safetensors, one file a rollout and rank; None writes none.
     """
+
+    announces_chunks: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -58,6 +61,11 @@ class TrainsideRolloutEngine(BaseRolloutEngine):
         self._drops_text_encoders = drop_text_encoders
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._track = track
+        self._listener: ChunkListener | None = None
+
+    def announce_to(self, listener: ChunkListener) -> None:
+        """Call `listener` with every `forward_batch_size` samples once they are decoded."""
+        self._listener = listener
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
@@ -91,7 +99,7 @@ class TrainsideRolloutEngine(BaseRolloutEngine):
         same_kernel(params, self._pipeline.strategy_name)
         with self._pipeline.evaluating(), self._policy(policy):
             chunks = [
-                self._generate_chunk(req.slice(start, start + self._forward_batch_size), params)
+                self._announced(req.slice(start, start + self._forward_batch_size), params)
                 for start in range(0, req.batch_size, self._forward_batch_size)
             ]
         resp = RolloutResp.concat(chunks)
@@ -106,6 +114,12 @@ class TrainsideRolloutEngine(BaseRolloutEngine):
         if self._policies is None:
             raise ConfigError(f"a rollout under policy {name!r} needs the engine to be given the backend")
         return self._policies.using_policy(name)
+
+    def _announced(self, req: RolloutReq, params: DiffusionSamplingParams) -> RolloutResp:
+        resp = self._generate_chunk(req, params)
+        if self._listener is not None:
+            self._listener(resp, req)
+        return resp
 
     def _generate_chunk(self, req: RolloutReq, params: DiffusionSamplingParams) -> RolloutResp:
         sigmas = pinned_sigmas(req, params)
