@@ -261,15 +261,15 @@ def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message:
 def test_sampling_that_differs_between_rollout_and_replay_is_named():
     params = sampling()
     segment = segment_of(rollout(FieldPipeline(AffineField()), params).tracks["image"])
-    assert sampled_with(segment, None) is params
-    assert sampled_with(segment, sampling(sde_indices=None, scheduler=None)) is params
+    assert sampled_with(segment.params, None) is params
+    assert sampled_with(segment.params, sampling(sde_indices=None, scheduler=None)) is params
     with pytest.raises(ContractError) as caught:
-        sampled_with(segment, sampling(guidance_scale=4.5, negative_prompt="", eta=0.3))
+        sampled_with(segment.params, sampling(guidance_scale=4.5, negative_prompt="", eta=0.3))
     message = str(caught.value)
     assert "guidance_scale: rollout 1.0, replay 4.5" in message and "eta: rollout 0.7, replay 0.3" in message
     assert "sde_indices" not in message
-    with pytest.raises(ContractError, match="must set LatentSegment.params"):
-        sampled_with(segment.replace(params=None), params)
+    with pytest.raises(ContractError, match="must set its params"):
+        sampled_with(None, params)
     made = setup(DiffusionGRPO, model=AffineField(), params=sampling(seed=1))
     with pytest.raises(ContractError, match="seed: rollout 42, replay 1"):
         made.stack.train(rollout(made.pipeline, params), some_advantages(6), progress=0.0)

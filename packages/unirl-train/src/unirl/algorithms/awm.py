@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_clipped
+from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, check_advantage_clip, report_clipped
 from unirl.algorithms.forward_process import ForwardProcessAlgorithm, ForwardRows
 from unirl.algorithms.losses import clipped_surrogate, matching_logp, velocity_distance
 from unirl.types.errors import ConfigError
@@ -50,8 +50,7 @@ class AWM(ForwardProcessAlgorithm):
         super().__init__(pipeline, policies, **options)
         if not 0 < clip_range <= 1:
             raise ConfigError(f"algorithm.clip_range = {clip_range} must lie in (0, 1]")
-        if advantage_clip is not None and advantage_clip <= 0:
-            raise ConfigError(f"algorithm.advantage_clip = {advantage_clip} must be above 0, or null")
+        check_advantage_clip(advantage_clip)
         if weighting not in get_args(Weighting):
             raise ConfigError(f"algorithm.weighting = {weighting!r} must be one of {', '.join(get_args(Weighting))}")
         if not 0 < ghuber_power <= 1:

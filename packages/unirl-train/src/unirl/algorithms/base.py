@@ -9,14 +9,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutTrack
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
 
@@ -29,12 +29,16 @@ class RowMetrics:
 
     def mean(self, name: str, values: Tensor) -> None:
         """Report the mean of `values` over all rows of the update."""
-        total, count = self.sums.get(name, (torch.zeros((), dtype=torch.float64), 0))
-        self.sums[name] = (total + values.detach().double().sum().cpu(), count + values.numel())
+        self.add(name, values.detach().double().sum(), values.numel())
+
+    def add(self, name: str, total: Tensor, count: int) -> None:
+        """Report sum of `total` over sum of `count` of all calls."""
+        so_far, counted = self.sums.get(name, (torch.zeros((), dtype=torch.float64), 0))
+        self.sums[name] = (so_far + total.detach().double().cpu(), counted + count)
 
     def max(self, name: str, values: Tensor) -> None:
-        """Report the largest of `values` over all rows of the update."""
-        largest = values.detach().double().max().cpu()
+        """Report the largest of `values` over all rows of the update; nothing where there are none."""
+        largest = values.detach().double().max().cpu() if values.numel() else torch.tensor(-math.inf).double()
         self.maxima[name] = torch.maximum(self.maxima[name], largest) if name in self.maxima else largest
 
     def merge(self, other: RowMetrics) -> None:
@@ -63,7 +67,7 @@ class MicroBatch:
     advantages: Tensor
     """[B] float32."""
     anchor: dict[str, Tensor]
-    """Fields frozen before the first update, [B, ...] each; empty for algorithms without an anchor."""
+    """Fields frozen before the first update, [B, ...] each or a value a token; empty where no anchor is taken."""
     update: int
     """Which optimizer step of this rollout, from 0."""
     progress: float
@@ -128,10 +132,24 @@ class StageAlgorithm(ABC):
         """Restore `state_dict`."""
 
 
+def report_ratio(metrics: RowMetrics, log_ratio_R: Tensor) -> None:
+    """The ratio's statistics, under the names that all algorithms share."""
+    log_ratio = log_ratio_R.detach()
+    metrics.mean("policy/ratio_mean", log_ratio.exp())
+    metrics.max("policy/ratio_max_abs_dev", (log_ratio.exp() - 1).abs())
+    metrics.mean("policy/approx_kl", 0.5 * log_ratio.square())
+
+
 def report_clipped(metrics: RowMetrics, advantage_R: Tensor, limit: float | None) -> None:
     """The fraction of advantages beyond +- limit, under the name that all algorithms share; None clips none."""
     is_clipped = advantage_R.abs() > (math.inf if limit is None else limit)
     metrics.mean("advantage/clipped_fraction", is_clipped.float())
+
+
+def check_advantage_clip(limit: float | None) -> None:
+    """Raises ConfigError for a limit that leaves nothing; None sets no limit."""
+    if limit is not None and limit <= 0:
+        raise ConfigError(f"algorithm.advantage_clip = {limit} must be above 0, or null for no clipping")
 
 
 def check_rows_per_forward(rows_per_forward: int | None) -> None:
@@ -146,17 +164,20 @@ def row_chunks(num_rows: int, rows_per_forward: int | None) -> list[slice]:
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-def sampled_with(segment: LatentSegment, expected: DiffusionSamplingParams | None) -> DiffusionSamplingParams:
-    """The parameters a segment was sampled with. Raises ContractError where they are absent or differ from `expected`
+ParamsT = TypeVar("ParamsT", DiffusionSamplingParams, ARSamplingParams)
+
+
+def sampled_with(params: ParamsT | None, expected: ParamsT | None) -> ParamsT:
+    """`params`, which a segment was sampled with. Raises ContractError where they are absent or differ from `expected`
     in anything but the stochastic steps, which change from rollout to rollout."""
-    if segment.params is None:
-        raise ContractError("the segment does not say how it was sampled; the engine must set LatentSegment.params")
+    if params is None:
+        raise ContractError("the segment does not say how it was sampled; the engine must set its params")
     if expected is not None:
         changes = [
-            f"{name}: rollout {getattr(segment.params, name)!r}, replay {getattr(expected, name)!r}"
+            f"{name}: rollout {getattr(params, name)!r}, replay {getattr(expected, name)!r}"
             for name in vars(expected)
-            if name not in ("scheduler", "sde_indices") and getattr(segment.params, name) != getattr(expected, name)
+            if name not in ("scheduler", "sde_indices") and getattr(params, name) != getattr(expected, name)
         ]
         if changes:
             raise ContractError("rollout and replay were sampled differently: " + "; ".join(changes))
-    return segment.params
+    return params

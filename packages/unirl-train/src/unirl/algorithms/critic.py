@@ -1,6 +1,7 @@
-"""The value of a state of denoising: what reward to expect from a latent at a noise level, given the text.
+"""The value of a state: what reward to expect from a latent at a noise level given the text, or from a text so far.
 
-Legend: R rows, P width of the pooled text, C channels, H hidden width, E features of the noise level.
+Legend: R rows, P width of the pooled text, C channels, H hidden width, E features of the noise level, N tokens, D width
+of a language model.
 """
 
 from __future__ import annotations
@@ -87,6 +88,38 @@ class LatentCritic(nn.Module):
         if x_R.ndim == 5:
             features = features.mean(dim=2)
         return functional.adaptive_avg_pool2d(features, self.grid).flatten(1)
+
+
+class TokenCritic(nn.Module):
+    """V(text so far): a perceptron on the language model's last hidden state, before the next token is chosen.
+
+    hidden_size: D of the model. width: of the hidden layer. seed: of the starting weights, which do not depend on the
+    global generator. The last layer starts at zero, so V = 0 everywhere. Computes in the dtype of its parameters.
+    """
+
+    def __init__(self, hidden_size: int, *, width: int = 256, seed: int = 0) -> None:
+        super().__init__()
+        for name, value in (("hidden_size", hidden_size), ("width", width)):
+            if value < 1:
+                raise ConfigError(f"algorithm.critic.{name} = {value} must be at least 1")
+        self.hidden_size = hidden_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.hidden = nn.Linear(hidden_size, width)
+            self.value = nn.Linear(width, 1)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        """Values [N] of hidden states [N, D]. Raises ContractError for another width."""
+        if hidden_ND.shape[-1] != self.hidden_size:
+            raise ContractError(
+                f"algorithm.critic.hidden_size = {self.hidden_size}, the model's hidden states have "
+                f"{hidden_ND.shape[-1]}. Set it to that."
+            )
+        # Hidden states of different models differ in scale.
+        features = functional.layer_norm(hidden_ND.to(self.value.weight.dtype), (self.hidden_size,))
+        return self.value(functional.silu(self.hidden(features))).squeeze(-1)
 
 
 def noise_level_features(sigma_R: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
+from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_ratio
 from unirl.algorithms.losses import clipped_surrogate
-from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows, report_ratio
+from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 

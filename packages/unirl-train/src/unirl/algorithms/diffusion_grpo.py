@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from unirl.algorithms.base import RowMetrics
+from unirl.algorithms.base import RowMetrics, report_ratio
 from unirl.algorithms.losses import clipped_surrogate
-from unirl.algorithms.schedules import CLIP_SCHEDULES, clip_factor
-from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows, report_ratio
+from unirl.algorithms.schedules import clip_factor, require_clip_schedule
+from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
@@ -41,8 +41,7 @@ class DiffusionGRPO(TransitionAlgorithm):
         for name, value in (("clip_range", clip_range), ("clip_range_high", clip_range_high)):
             if value is not None and not 0 < value < 1:
                 raise ConfigError(f"algorithm.{name} = {value} must lie in (0, 1)")
-        if clip_schedule not in CLIP_SCHEDULES:
-            raise ConfigError(f"algorithm.clip_schedule = {clip_schedule!r} must be one of {', '.join(CLIP_SCHEDULES)}")
+        require_clip_schedule(clip_schedule)
         self.clip_low = clip_range
         self.clip_high = clip_range_high if clip_range_high is not None else clip_range
         self.clip_schedule = clip_schedule

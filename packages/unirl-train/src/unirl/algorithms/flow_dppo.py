@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from unirl.algorithms.base import RowMetrics
+from unirl.algorithms.base import RowMetrics, report_ratio
 from unirl.algorithms.losses import masked_surrogate
-from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows, report_ratio
+from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
 from unirl.sde.likelihood import transition_kl
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore

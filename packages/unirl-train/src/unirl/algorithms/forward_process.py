@@ -140,7 +140,7 @@ class ForwardProcessAlgorithm(PenalisedAlgorithm):
     def forward_rows(self, micro: MicroBatch) -> Iterator[tuple[slice, ForwardRows]]:
         """The rows of a micro-batch, `rows_per_forward` at a time, with their place among all of its rows."""
         segment = micro.segment
-        params = sampled_with(segment, self._params)
+        params = sampled_with(segment.params, self._params)
         x0_B = segment.clean_latents.float()
         device = x0_B.device
         keys = self.noise_keys(micro.track)

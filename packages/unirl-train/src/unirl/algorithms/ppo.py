@@ -7,7 +7,6 @@ Legend: B samples, S stochastic steps, C of them trained a sample, R = B C rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -18,18 +17,11 @@ from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, row_chunks
 from unirl.algorithms.critic import LatentCritic, pooled_text
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.gae import generalized_advantages
+from unirl.algorithms.values import check_value_options, explain_variance, report_values, value_loss
 from unirl.sde.loop import transition_rows
 from unirl.train.backend.auxiliary import ModuleStore
 from unirl.train.configs import OptimizerConfig
-from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline
-
-_RETURN = "ppo/return_mean"
-_RETURN_SQUARE, _ERROR, _ERROR_SQUARE = "return_square", "value_error", "value_error_square"
-"""Summed over rows to become `ppo/explained_variance`."""
-
-ROUNDING = 1e-12
-"""Relative variance below which returns count as equal: a difference of float64 means is no more exact."""
 
 
 class DiffusionPPO(DiffusionGRPO):
@@ -67,12 +59,7 @@ class DiffusionPPO(DiffusionGRPO):
         **options: Any,  # Any: the keywords of DiffusionGRPO
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-            raise ConfigError(f"algorithm.gamma = {gamma} and algorithm.lam = {lam} must lie in [0, 1]")
-        if value_coef < 0:
-            raise ConfigError(f"algorithm.value_coef = {value_coef} must be at least 0")
-        if value_clip is not None and value_clip <= 0:
-            raise ConfigError(f"algorithm.value_clip = {value_clip} must be above 0, or null for no clipping")
+        check_value_options(gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip)
         self._modules = policies
         self.critic = critic
         self.critic_optimizer = critic_optimizer
@@ -116,24 +103,13 @@ class DiffusionPPO(DiffusionGRPO):
         for part, rows in zip(super().losses(micro), chunks, strict=True):
             value_R = self._values(micro, sample_R[rows], step_R[rows])
             loss_R = value_loss(value_R, old_R[rows], return_R[rows], clip=self.value_clip)
-            error_R = (return_R[rows] - value_R).detach().double()
-            metrics = part.metrics
-            metrics.mean("ppo/value_loss", loss_R)
-            metrics.mean("ppo/value_mean", value_R)
-            metrics.mean(_RETURN, return_R[rows])
-            metrics.mean(_RETURN_SQUARE, return_R[rows].double().square())
-            metrics.mean(_ERROR, error_R)
-            metrics.mean(_ERROR_SQUARE, error_R.square())
-            yield LossPart(part.loss + self.value_coef * loss_R.sum(), part.num_terms, metrics)
+            report_values(part.metrics, value_R, return_R[rows], loss_R)
+            yield LossPart(part.loss + self.value_coef * loss_R.sum(), part.num_terms, part.metrics)
 
     def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
-        """Turn the sums of squares into the explained variance, 1 - Var(R - V) / Var(R); nan where R does not vary."""
+        """Say how much of the returns' variance the critic explains."""
         super().after_update(metrics, num_samples)
-        mean_square = metrics.pop(_RETURN_SQUARE)
-        variance = mean_square - metrics[_RETURN] ** 2
-        residual = metrics.pop(_ERROR_SQUARE) - metrics.pop(_ERROR) ** 2
-        varies = variance > ROUNDING * mean_square
-        metrics["ppo/explained_variance"] = 1 - residual / variance if varies else math.nan
+        explain_variance(metrics)
 
     def _values(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
         """V [R] of the latents before the steps, under the present critic."""
@@ -143,17 +119,3 @@ class DiffusionPPO(DiffusionGRPO):
             x_R, _, sigma_R, _ = micro.segment.transitions(sample_R[rows], step_R[rows])
             values.append(self.critic(x_R, sigma_R, None if text is None else text[sample_R[rows]]))
         return torch.cat(values)
-
-
-def value_loss(value_R: Tensor, old_R: Tensor, return_R: Tensor, *, clip: float | None) -> Tensor:
-    """1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2), [R]; without clip 1/2 (V - R)^2.
-
-    value_R carries gradients. old_R: the values before the first update. return_R: what to regress to.
-    A value that left the band in the direction of its return gets no gradient.
-    Source: the value clipping of PPO's first implementation (OpenAI baselines), as in TRL.
-    """
-    plain = (value_R - return_R).square()
-    if clip is None:
-        return 0.5 * plain
-    clipped = old_R + (value_R - old_R).clamp(-clip, clip)
-    return 0.5 * torch.maximum(plain, (clipped - return_R).square())

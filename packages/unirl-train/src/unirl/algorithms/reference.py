@@ -103,6 +103,10 @@ class ReferenceKL:
             )
         return transition_kl(policy.mean, reference.mean, policy.std_R)
 
+    def of_actions(self, logp_R: Tensor, reference_R: Tensor) -> Tensor:
+        """KL [R] from the log-probs of sampled actions that have no closed form, such as tokens, by k1, k2 or k3."""
+        return sampled_kl(logp_R, reference_R, self.estimator)
+
     def penalty(
         self, kl_R: Tensor, metrics: RowMetrics, step_R: Tensor | None = None, steps: Sequence[int] = ()
     ) -> Tensor:

@@ -218,7 +218,7 @@ class RewardGradient(PenalisedAlgorithm):
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """One part for every `rows_per_forward` rows: sum of the samples' losses."""
-        params = sampled_with(micro.segment, self._params)
+        params = sampled_with(micro.segment.params, self._params)
         limit = self.rows_per_forward
         samples = None if limit is None else limit // self.rows_per_sample
         for rows in row_chunks(micro.track.batch_size, samples):

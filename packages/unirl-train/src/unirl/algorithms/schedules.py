@@ -10,6 +10,12 @@ from unirl.types.errors import ConfigError
 CLIP_SCHEDULES = ("constant", "linear_decay", "cosine_decay")
 
 
+def require_clip_schedule(name: str) -> None:
+    """Raises ConfigError for an unknown schedule of clip ranges."""
+    if name not in CLIP_SCHEDULES:
+        raise ConfigError(f"algorithm.clip_schedule = {name!r} must be one of {', '.join(CLIP_SCHEDULES)}")
+
+
 def clip_factor(schedule: str, progress: float) -> float:
     """Multiplier of a clip range at `progress` in [0, 1]: 1, 1 - p/2, or (1 + cos(pi p)) / 2."""
     if schedule == "linear_decay":

@@ -18,6 +18,7 @@ from unirl.algorithms.base import (
     LossPart,
     MicroBatch,
     RowMetrics,
+    check_advantage_clip,
     check_rows_per_forward,
     report_clipped,
     row_chunks,
@@ -62,14 +63,6 @@ class TransitionRows:
         return self.policy.logp_R - self.anchor_logp_R
 
 
-def report_ratio(metrics: RowMetrics, log_ratio_R: Tensor) -> None:
-    """The ratio's statistics, under the names that all algorithms share."""
-    log_ratio = log_ratio_R.detach()
-    metrics.mean("policy/ratio_mean", log_ratio.exp())
-    metrics.max("policy/ratio_max_abs_dev", (log_ratio.exp() - 1).abs())
-    metrics.mean("policy/approx_kl", 0.5 * log_ratio.square())
-
-
 class TransitionAlgorithm(PenalisedAlgorithm):
     """Base of the policy gradients: anchor, rows, credit, reference penalty. A subclass writes `surrogate`.
 
@@ -109,8 +102,7 @@ class TransitionAlgorithm(PenalisedAlgorithm):
                 f"{type(self).__name__} compares transition means, which a rollout does not keep. "
                 "Set algorithm.old_logp_source: replay."
             )
-        if advantage_clip is not None and advantage_clip <= 0:
-            raise ConfigError(f"algorithm.advantage_clip = {advantage_clip} must be above 0, or null for no clipping")
+        check_advantage_clip(advantage_clip)
         if not 0 < step_fraction <= 1:
             raise ConfigError(f"algorithm.step_fraction = {step_fraction} must lie in (0, 1]")
         check_rows_per_forward(rows_per_forward)
@@ -248,5 +240,5 @@ class TransitionAlgorithm(PenalisedAlgorithm):
         return logp_BS[sample_R, [columns[step] for step in step_R.tolist()]]
 
     def _replay(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> TransitionStats:
-        params = sampled_with(micro.segment, self._params)
+        params = sampled_with(micro.segment.params, self._params)
         return self._pipeline.replay(micro.track.conditions, micro.segment, sample_R, step_R, params)

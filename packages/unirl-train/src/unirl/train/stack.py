@@ -6,8 +6,9 @@ terms of the mini-batch on all devices, whatever the sizes of the micro-batches.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -93,7 +94,7 @@ class TrainStack:
         anchor_s = time.perf_counter() - started
         updates = [self._update(micro_list) for micro_list in micros]
         after = self._algorithm.after_rollout()
-        metrics = {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
+        metrics = _means(updates)
         metrics.update(gap)
         metrics.update(after)
         if "policy/ratio_max_abs_dev" in updates[0]:
@@ -125,20 +126,22 @@ class TrainStack:
     def _update(self, micros: list[MicroBatch]) -> dict[str, float]:
         backend = self._backend
         backend.zero_grad()
-        own_terms = sum(self._algorithm.num_terms(micro.track) for micro in micros)
-        total = backend.all_reduce_sum(torch.tensor([float(own_terms)], dtype=torch.float64, device=backend.device))
-        # Gradients are averaged over devices, so the sum over all terms needs dp_size on top of 1 / total.
-        scale = backend.dp_size / float(total)
+        own_terms = [self._algorithm.num_terms(micro.track) for micro in micros]
+        counted = torch.tensor([float(sum(own_terms))], dtype=torch.float64, device=backend.device)
+        # Gradients are averaged over devices, so the sum over all terms needs dp_size on top of 1 / total. Without any
+        # term (every token masked) the sum is 0 whatever it is divided by.
+        scale = backend.dp_size / max(float(backend.all_reduce_sum(counted)), 1.0)
         record = RowMetrics()
-        yielded = 0
-        parts = (part for micro in micros for part in self._algorithm.losses(micro))
-        for part, is_last in with_last_backward(parts, own_terms):
-            with backend.accumulating(is_last):
-                (part.loss * scale).backward()
-            record.merge(part.metrics)
-            yielded += part.num_terms
-        if yielded != own_terms:
-            raise ContractError(f"the algorithm announced {own_terms} loss terms and yielded {yielded}")
+        for micro, num_terms in zip(micros, own_terms, strict=True):
+            yielded = 0
+            for part, ends_micro in with_last_backward(self._algorithm.losses(micro), num_terms):
+                # The last micro-batch is the same on every device, the last term need not be.
+                with backend.accumulating(ends_micro and micro is micros[-1]):
+                    (part.loss * scale).backward()
+                record.merge(part.metrics)
+                yielded += part.num_terms
+            if yielded != num_terms:
+                raise ContractError(f"the algorithm announced {num_terms} loss terms and yielded {yielded}")
         stats = backend.optimizer_step(self._max_grad_norm)
         metrics = self._reduced(record)
         metrics["train/loss"] = metrics.get("policy/loss", 0.0)
@@ -166,12 +169,19 @@ class TrainStack:
         if names:
             packed = torch.stack([record.maxima[n] for n in names]).to(backend.device)
             largest = backend.all_reduce_max(packed).cpu()
-            metrics.update({name: float(largest[i]) for i, name in enumerate(names)})
+            metrics.update({name: float(largest[i]) for i, name in enumerate(names) if largest[i] > -math.inf})
         return metrics
 
 
+def _means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the updates that measured it (one without a trained token measures little)."""
+    names = dict.fromkeys(name for update in updates for name in update)
+    found = {name: [update[name] for update in updates if name in update] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
 def with_last_backward(parts: Iterable[LossPart], num_terms: int) -> Iterator[tuple[LossPart, bool]]:
-    """Loss parts with whether each is the last of the update, known from the announced number of terms.
+    """Loss parts with whether each is the last, known from the announced number of terms.
 
     Counting terms instead of looking ahead keeps one graph alive at a time.
     """

@@ -1,0 +1,53 @@
+"""CISPO: importance weights that are cut off instead of tokens, so that every token keeps its gradient.
+
+Source: MiniMax 2025 (arXiv 2506.13585).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from unirl.algorithms.base import RowMetrics
+from unirl.algorithms.token_losses import truncated_ratio_loss
+from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
+from unirl.types.errors import ConfigError
+from unirl.types.protocols import AutoregressivePipeline, PolicyStore
+
+
+class ARCISPO(TokenAlgorithm):
+    """-sg(clamp(r, ratio_min, ratio_max)) A log p for every token.
+
+    ratio_max: largest importance weight; ratio_min: smallest one, 0 for none. With both at 1 it is REINFORCE.
+    Everything else: see `TokenAlgorithm`.
+    """
+
+    def __init__(
+        self,
+        pipeline: AutoregressivePipeline,
+        policies: PolicyStore,
+        *,
+        ratio_max: float = 5.0,
+        ratio_min: float = 0.0,
+        **options: Any,  # Any: the keywords of TokenAlgorithm
+    ) -> None:
+        super().__init__(pipeline, policies, **options)
+        if not 0 <= ratio_min <= 1 <= ratio_max:
+            raise ConfigError(
+                f"algorithm.ratio_min = {ratio_min} and algorithm.ratio_max = {ratio_max} must have 1 between them, "
+                "and ratio_min be at least 0"
+            )
+        self.ratio_max = ratio_max
+        self.ratio_min = ratio_min
+
+    def surrogate(self, rows: TokenRows) -> tuple[Tensor, RowMetrics]:
+        """The truncated policy gradient."""
+        loss_N = truncated_ratio_loss(
+            rows.log_ratio_N, rows.logp_N, rows.advantage_N, ratio_min=self.ratio_min, ratio_max=self.ratio_max
+        )
+        ratio_N = rows.log_ratio_N.detach().exp()
+        metrics = RowMetrics()
+        metrics.mean("policy/clipfrac_high", (ratio_N > self.ratio_max).float())
+        metrics.mean("policy/clipfrac_low", (ratio_N < self.ratio_min).float())
+        return loss_N, metrics

@@ -1,0 +1,130 @@
+"""PPO on tokens with a value head and generalised advantages: every token is trained on what it added.
+
+Sources: Schulman et al. 2017 (arXiv 1707.06347) and 2016 (arXiv 1506.02438); as in Ziegler et al. 2019 (arXiv
+1909.08593), where the penalty towards the reference is part of the reward.
+Legend: B samples, N trained tokens of all of them, T tokens of the longest, D width of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from unirl.algorithms.ar_grpo import ARGRPO
+from unirl.algorithms.base import MicroBatch, RowMetrics
+from unirl.algorithms.critic import TokenCritic
+from unirl.algorithms.gae import generalized_advantages
+from unirl.algorithms.reference import METRIC as REFERENCE_KL
+from unirl.algorithms.token_losses import sequence_sum
+from unirl.algorithms.tokens import TrainedTokens
+from unirl.algorithms.values import check_value_options, explain_variance, report_values, value_loss
+from unirl.train.backend.auxiliary import ModuleStore
+from unirl.train.configs import OptimizerConfig
+from unirl.types.protocols import AutoregressivePipeline, TokenStats
+
+
+class ARPPO(ARGRPO):
+    """ARGRPO's surrogate on generalised advantages, and a critic that learns the returns beside it.
+
+    What the stack passes as advantages is the reward here, given at the last trained token: centred on nothing or on
+    the batch (`advantages: {center: batch, scale: batch}`), never on its group, whose mean is the critic's to learn.
+    `advantage_clip` bounds the generalised advantage.
+
+    critic: V(text so far), trained in place on the model's hidden states. critic_optimizer: its AdamW, under the
+        backend's schedule. critic_max_grad_norm: its own clipping.
+    gamma, lam: discount and trace decay a token. lam = 1 trusts the reward alone, lam = 0 the critic alone.
+    value_coef: weight of the value loss. value_clip: half-width of the band around the old value outside of which a
+        value gains nothing, in units of the reward; None leaves it out.
+    value_trains_policy: whether the value loss also moves the language model that the critic reads.
+    kl_in_reward: the penalty is a reward of -kl_coef * k1 at every token instead of a part of the loss.
+    Everything else: see `ARGRPO`.
+    """
+
+    learns_value: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        pipeline: AutoregressivePipeline,
+        policies: ModuleStore,
+        *,
+        critic: TokenCritic,
+        critic_optimizer: OptimizerConfig,
+        critic_max_grad_norm: float = 1.0,
+        gamma: float = 1.0,
+        lam: float = 0.95,
+        value_coef: float = 0.5,
+        value_clip: float | None = 0.2,
+        value_trains_policy: bool = False,
+        kl_in_reward: bool = False,
+        **options: Any,  # Any: the keywords of ARGRPO
+    ) -> None:
+        super().__init__(pipeline, policies, **options)
+        check_value_options(gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip)
+        self._modules = policies
+        self.critic = critic
+        self.critic_optimizer = critic_optimizer
+        self.critic_max_grad_norm = critic_max_grad_norm
+        self.gamma = gamma
+        self.lam = lam
+        self.value_coef = value_coef
+        self.value_clip = value_clip
+        self.value_trains_policy = value_trains_policy
+        self.penalises_reward = kl_in_reward
+        self.uses_anchor = True
+
+    def prepare(self) -> None:
+        """Let the critic train beside the policy."""
+        super().prepare()
+        self._modules.add_module("critic", self.critic, self.critic_optimizer, max_grad_norm=self.critic_max_grad_norm)
+
+    def anchor_fields(
+        self,
+        micro: MicroBatch,
+        stats: TokenStats,
+        trained: TrainedTokens,
+        reference_logp_N: Tensor | None,
+        metrics: RowMetrics,
+    ) -> dict[str, Tensor]:
+        """Value, advantage and return [N] under the critic before the first update."""
+        lengths = trained.lengths_B.tolist()
+        with torch.no_grad():
+            value_N = self.critic(trained.of(stats.hidden_V))
+        rewards: Tensor = micro.advantages
+        if reference_logp_N is not None:
+            k1_N = trained.of(stats.logp_V) - reference_logp_N
+            metrics.mean(REFERENCE_KL, k1_N)
+            rewards = _padded(-self.reference.coef * k1_N, lengths).double()
+            rewarded = trained.lengths_B.nonzero().flatten()
+            rewards[rewarded, trained.lengths_B[rewarded] - 1] += micro.advantages[rewarded].double()
+            penalty_B = sequence_sum(k1_N, trained.lengths_B)
+            metrics.mean("ppo/penalty_in_reward", -self.reference.coef * penalty_B)
+        advantages_BT, returns_BT = generalized_advantages(
+            rewards, _padded(value_N, lengths), gamma=self.gamma, lam=self.lam, lengths_B=trained.lengths_B
+        )
+        is_token = torch.arange(advantages_BT.shape[1], device=value_N.device) < trained.lengths_B[:, None]
+        return {"value": value_N, "advantage": advantages_BT[is_token].float(), "return": returns_BT[is_token].float()}
+
+    def token_advantages(self, micro: MicroBatch, trained: TrainedTokens) -> Tensor:
+        """The generalised advantage of every token [N]."""
+        return micro.anchor["advantage"]
+
+    def added_loss(self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, metrics: RowMetrics) -> Tensor:
+        """The value loss [N]."""
+        hidden_ND = trained.of(stats.hidden_V)
+        value_N = self.critic(hidden_ND if self.value_trains_policy else hidden_ND.detach())
+        loss_N = value_loss(value_N, micro.anchor["value"], micro.anchor["return"], clip=self.value_clip)
+        report_values(metrics, value_N, micro.anchor["return"], loss_N)
+        return self.value_coef * loss_N
+
+    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
+        """Say how much of the returns' variance the critic explains."""
+        super().after_update(metrics, num_samples)
+        explain_variance(metrics)
+
+
+def _padded(values_N: Tensor, lengths: list[int]) -> Tensor:
+    """[B, T], zeros behind each sample's tokens."""
+    return pad_sequence(list(values_N.split(lengths)), batch_first=True)

@@ -1,0 +1,311 @@
+"""Policy gradients on generated tokens: everything but the surrogate, which each algorithm writes.
+
+A completion is an episode whose actions are its tokens; the model's softmax gives each a probability.
+Legend: B samples, V tokens of their segments, N of them trained (the loss mask leaves the others out), lengths_B
+trained tokens of each sample.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import (
+    LossPart,
+    MicroBatch,
+    RowMetrics,
+    check_advantage_clip,
+    report_clipped,
+    report_ratio,
+    sampled_with,
+)
+from unirl.algorithms.kl import AdaptiveKL
+from unirl.algorithms.reference import KLEstimator, PenalisedAlgorithm, ReferenceKL
+from unirl.algorithms.rollout_correction import RolloutCorrection
+from unirl.algorithms.token_losses import (
+    ImportanceLevel,
+    LossAggregation,
+    aggregation_weights,
+    importance_log_ratio,
+    require_choice,
+    sequence_index,
+    sequence_sum,
+)
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.protocols import AutoregressivePipeline, PolicyStore, TokenStats
+from unirl.types.rollout import RolloutTrack
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus, TextSegment
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """N trained tokens as a surrogate sees them."""
+
+    logp_N: Tensor
+    """[N] float32, nats, under the weights being trained, with gradients."""
+    anchor_logp_N: Tensor
+    """[N] float32 under the policy before the first update."""
+    log_ratio_N: Tensor
+    """[N] float32 log of the importance ratio at the algorithm's level, with gradients."""
+    advantage_N: Tensor
+    """[N] float32, clipped."""
+    lengths_B: Tensor
+    """[B] int64, summing to N."""
+    progress: float
+    """Fraction of the run done, in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """Which tokens of a micro-batch train."""
+
+    chosen_V: Tensor
+    """[V] bool."""
+    lengths_B: Tensor
+    """[B] int64."""
+
+    def of(self, values_V: Tensor) -> Tensor:
+        """The values of the trained tokens, [N, ...]."""
+        return values_V[self.chosen_V]
+
+
+class TokenAlgorithm(PenalisedAlgorithm):
+    """Base of the policy gradients on tokens: anchor, masks, aggregation, reference penalty. A subclass writes
+    `surrogate`.
+
+    importance_level: what a ratio is of, see `token_losses.importance_log_ratio`.
+    loss_agg_mode, horizon: how token losses become one number, see `token_losses.aggregation_weights`; horizon is the
+        constant length of seq-mean-token-sum-norm and must be given with it alone.
+    advantage_clip: advantages are clamped to +- this; None leaves them.
+    old_logp_source: "replay" takes the anchor by a replay at the very micro-batches of training (ratio exactly 1 at the
+        first update); "rollout" trusts the engine's log-probs and saves a forward pass.
+    rollout_correction: weights for the gap between engine and trainer; None has none.
+    mask_truncated: leave out samples that ran into the length limit, whose reward says little of what they began.
+    kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`; from the sampled tokens.
+    entropy_coef: weight of the entropy that is rewarded beside the surrogate.
+    """
+
+    penalises_reward: bool = False
+    """Whether the penalty towards the reference goes into a reward a token instead of the loss."""
+
+    def __init__(
+        self,
+        pipeline: AutoregressivePipeline,
+        policies: PolicyStore,
+        *,
+        importance_level: ImportanceLevel = "token",
+        loss_agg_mode: LossAggregation = "token-mean",
+        horizon: int | None = None,
+        advantage_clip: float | None = None,
+        old_logp_source: Literal["rollout", "replay"] = "replay",
+        rollout_correction: RolloutCorrection | None = None,
+        mask_truncated: bool = False,
+        kl_coef: float = 0.0,
+        kl_estimator: KLEstimator = "k3",
+        adaptive_kl: AdaptiveKL | None = None,
+        entropy_coef: float = 0.0,
+        params: ARSamplingParams | None = None,
+    ) -> None:
+        require_choice("algorithm.importance_level", importance_level, ImportanceLevel)
+        require_choice("algorithm.loss_agg_mode", loss_agg_mode, LossAggregation)
+        if (horizon is None) == (loss_agg_mode == "seq-mean-token-sum-norm") or (horizon is not None and horizon < 1):
+            raise ConfigError(
+                f"algorithm.horizon = {horizon} with algorithm.loss_agg_mode = {loss_agg_mode}: the constant length "
+                "(at least 1 token, usually sampling.max_new_tokens) belongs to seq-mean-token-sum-norm alone."
+            )
+        if old_logp_source not in ("rollout", "replay"):
+            raise ConfigError(f"algorithm.old_logp_source = {old_logp_source!r} must be 'rollout' or 'replay'")
+        if rollout_correction is not None and old_logp_source == "rollout":
+            raise ConfigError(
+                "algorithm.rollout_correction compares a replay with the rollout. "
+                "Set algorithm.old_logp_source: replay."
+            )
+        check_advantage_clip(advantage_clip)
+        if entropy_coef < 0:
+            raise ConfigError(f"algorithm.entropy_coef = {entropy_coef} must be at least 0")
+        if kl_estimator not in ("k1", "k2", "k3"):
+            raise ConfigError(f"algorithm.kl_estimator = {kl_estimator!r}: tokens have k1, k2 and k3")
+        # No draw depends on the seed here.
+        super().__init__(ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl), seed=0)
+        self._pipeline = pipeline
+        self._policies = policies
+        self.importance_level: ImportanceLevel = importance_level
+        self.loss_agg_mode: LossAggregation = loss_agg_mode
+        self.horizon = horizon or 1
+        self.advantage_clip = advantage_clip
+        self.old_logp_source = old_logp_source
+        self.uses_anchor = old_logp_source == "replay"
+        self.rollout_correction = rollout_correction
+        self.mask_truncated = mask_truncated
+        self.entropy_coef = entropy_coef
+        self._params = params
+
+    @abstractmethod
+    def surrogate(self, rows: TokenRows) -> tuple[Tensor, RowMetrics]:
+        """Loss of every token [N], to be minimised, with gradients; and what it measured."""
+
+    def num_terms(self, track: RolloutTrack) -> int:
+        """Trained tokens under token-mean, samples otherwise."""
+        if self.loss_agg_mode == "token-mean":
+            return int(self._trained(track).lengths_B.sum())
+        return track.batch_size
+
+    def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
+        """Log-probs [N] before the first update with the engine's correction [N], and the gap to the rollout's."""
+        trained = self._trained(micro.track)
+        reference = self.reference.evaluate(lambda: self._replay(micro)) if self.penalises_reward else None
+        with torch.no_grad():
+            stats = self._replay(micro)
+        logp_N = trained.of(stats.logp_V)
+        metrics = self._gap(micro, trained, logp_N)
+        fields = {"logp": logp_N} if self.old_logp_source == "replay" else {}
+        if self.rollout_correction is not None:
+            fields["correction"] = self._correction(micro, trained, logp_N, metrics)
+        reference_N = None if reference is None else trained.of(reference.logp_V)
+        fields.update(self.anchor_fields(micro, stats, trained, reference_N, metrics))
+        return fields, metrics
+
+    def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
+        """One part: the weighted sum over tokens of surrogate + kl_coef * KL - entropy_coef * entropy."""
+        trained = self._trained(micro.track)
+        reference = None if self.penalises_reward else self.reference.evaluate(lambda: self._replay(micro))
+        stats = self._replay(micro)
+        logp_N = trained.of(stats.logp_V)
+        anchor_N = micro.anchor["logp"] if "logp" in micro.anchor else trained.of(rollout_logp(micro.track))
+        given_N = self.token_advantages(micro, trained)
+        advantage_N = given_N
+        if self.advantage_clip is not None:
+            advantage_N = given_N.clamp(-self.advantage_clip, self.advantage_clip)
+        rows = TokenRows(
+            logp_N=logp_N,
+            anchor_logp_N=anchor_N,
+            log_ratio_N=importance_log_ratio(logp_N, anchor_N, trained.lengths_B, level=self.importance_level),
+            advantage_N=advantage_N,
+            lengths_B=trained.lengths_B,
+            progress=micro.progress,
+        )
+        loss_N, metrics = self.surrogate(rows)
+        if "correction" in micro.anchor:
+            loss_N = loss_N * micro.anchor["correction"]
+        weight_N, num_terms = aggregation_weights(trained.lengths_B, mode=self.loss_agg_mode, horizon=self.horizon)
+        weight_N = weight_N.to(loss_N.device)
+        metrics.add("policy/loss", (weight_N * loss_N.detach()).sum(), num_terms)
+        report_ratio(metrics, rows.log_ratio_N)
+        report_clipped(metrics, given_N, self.advantage_clip)
+        report_responses(metrics, micro.track)
+        entropy_N = trained.of(stats.entropy_V)
+        metrics.mean("policy/entropy", entropy_N)
+        if self.entropy_coef > 0:
+            loss_N = loss_N - self.entropy_coef * entropy_N
+        if reference is not None:
+            kl_N = self.reference.of_actions(logp_N, trained.of(reference.logp_V))
+            loss_N = loss_N + self.reference.penalty(kl_N, metrics)
+        added_N = self.added_loss(micro, stats, trained, metrics)
+        if added_N is not None:
+            loss_N = loss_N + added_N
+        yield LossPart((weight_N.to(loss_N) * loss_N).sum(), num_terms, metrics)
+
+    # What subclasses may refine ---------------------------------------------------------------------------------
+
+    def token_advantages(self, micro: MicroBatch, trained: TrainedTokens) -> Tensor:
+        """Advantage of every trained token [N], before it is clipped: that of its sample."""
+        return micro.advantages[sequence_index(trained.lengths_B)]
+
+    def anchor_fields(
+        self,
+        micro: MicroBatch,
+        stats: TokenStats,
+        trained: TrainedTokens,
+        reference_logp_N: Tensor | None,
+        metrics: RowMetrics,
+    ) -> dict[str, Tensor]:
+        """More to freeze before the first update, from the anchor's replay, without gradients.
+
+        reference_logp_N: the reference's log-probs, where the algorithm `penalises_reward` and the penalty is on.
+        """
+        return {}
+
+    def added_loss(
+        self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, metrics: RowMetrics
+    ) -> Tensor | None:
+        """A loss [N] to add to the surrogate, from the replay with gradients."""
+        return None
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _trained(self, track: RolloutTrack) -> TrainedTokens:
+        segment = text_segment(track)
+        chosen_V = segment.trained
+        index_V = sequence_index(segment.lengths).to(chosen_V.device)
+        if self.mask_truncated and segment.status is not None:
+            chosen_V = chosen_V & (segment.status != SegmentStatus.TRUNCATED)[index_V]
+        lengths_B = sequence_sum(chosen_V.long(), segment.lengths.to(chosen_V.device))
+        return TrainedTokens(chosen_V, lengths_B)
+
+    def _gap(self, micro: MicroBatch, trained: TrainedTokens, logp_N: Tensor) -> RowMetrics:
+        metrics = RowMetrics()
+        if text_segment(micro.track).log_probs is not None:
+            gap_N = (logp_N - trained.of(rollout_logp(micro.track))).abs()
+            metrics.mean("mismatch/logp_absdiff/mean", gap_N)
+            metrics.max("mismatch/logp_absdiff/max", gap_N)
+        return metrics
+
+    def _correction(self, micro: MicroBatch, trained: TrainedTokens, logp_N: Tensor, metrics: RowMetrics) -> Tensor:
+        if self.rollout_correction is None:
+            raise ContractError("there is no rollout_correction")
+        versions_B, staleness_B = micro.track.policy_versions, None
+        if versions_B is not None:
+            staleness_B = (self._policies.num_optimizer_steps - versions_B).to(logp_N.device)
+            metrics.mean("mismatch/staleness/mean", staleness_B.float())
+            metrics.max("mismatch/staleness/max", staleness_B.float())
+        gap_N = logp_N - trained.of(rollout_logp(micro.track))
+        weight_N = self.rollout_correction.weights(gap_N, trained.lengths_B, staleness_B)
+        metrics.mean("mismatch/correction/mean", weight_N)
+        metrics.mean("mismatch/correction/dropped_fraction", (weight_N == 0).float())
+        return weight_N
+
+    def _replay(self, micro: MicroBatch) -> TokenStats:
+        segment = text_segment(micro.track)
+        return self._pipeline.replay(micro.track.conditions, segment, sampled_with(segment.params, self._params))
+
+
+def text_segment(track: RolloutTrack) -> TextSegment:
+    """The track's tokens. Raises ContractError for another kind of segment."""
+    if not isinstance(track.segment, TextSegment):
+        raise ContractError(f"expected a text segment, the track holds {type(track.segment).__name__}")
+    return track.segment
+
+
+def rollout_logp(track: RolloutTrack) -> Tensor:
+    """The engine's log-probs [V]. Raises ContractError where it gave none, or not a number for a trained token."""
+    segment = text_segment(track)
+    if segment.log_probs is None:
+        raise ContractError(
+            "the engine returned no log-probs. Set algorithm.old_logp_source: replay and rollout_correction: null."
+        )
+    wrong = segment.trained & ~torch.isfinite(segment.log_probs)
+    if bool(wrong.any()):
+        index_V = sequence_index(segment.lengths).to(wrong.device)
+        samples = sorted({track.sample_ids[row] for row in index_V[wrong].tolist()})
+        raise ContractError(
+            f"the engine returned log-probs that are not finite for {int(wrong.sum())} tokens of {samples[:4]}"
+        )
+    return segment.log_probs
+
+
+def report_responses(metrics: RowMetrics, track: RolloutTrack) -> None:
+    """Lengths in tokens and the fraction that ran into the limit, under the names that all algorithms share."""
+    segment = text_segment(track)
+    lengths = segment.lengths.float()
+    metrics.mean("response/length_mean", lengths)
+    metrics.max("response/length_max", lengths)
+    is_truncated = (
+        torch.zeros(track.batch_size) if segment.status is None else segment.status == SegmentStatus.TRUNCATED
+    )
+    metrics.mean("response/truncated_fraction", is_truncated.float())

@@ -1,0 +1,334 @@
+"""A causal language model of a few hundred numbers and its pipeline: what the token algorithms are tested on.
+
+Legend: B samples, V tokens, L positions of a prompt and its completion, D width.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from diffusion_fakes import JOIN_TIMEOUT_S, RecordingBackend
+from torch import Tensor, nn
+
+from unirl.algorithms.ar_cispo import ARCISPO
+from unirl.algorithms.ar_dppo import ARDPPO
+from unirl.algorithms.ar_drpo import ARDRPO
+from unirl.algorithms.ar_grpo import ARGRPO
+from unirl.algorithms.ar_ppo import ARPPO
+from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.critic import TokenCritic
+from unirl.algorithms.rollout_correction import RolloutCorrection
+from unirl.train.configs import OptimizerConfig
+from unirl.train.stack import TrainStack
+from unirl.types.conditions import Condition, PromptCondition
+from unirl.types.media import Primitive, Texts
+from unirl.types.protocols import Conditions
+from unirl.types.rollout import RolloutResp, RolloutTrack
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus, TextSegment
+
+VOCABULARY = 7
+WIDTH = 6
+STOP = 0
+
+
+class MixingBlock(nn.Module):
+    """Stands for a transformer block: the mean of what came before, and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2 * WIDTH, WIDTH)
+        self.outer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_LD: Tensor) -> Tensor:
+        """[L, D] to the same shape; causal."""
+        before = x_LD.cumsum(0) / torch.arange(1, len(x_LD) + 1)[:, None]
+        return x_LD + self.outer(torch.tanh(self.inner(torch.cat([x_LD, before], dim=1))))
+
+
+class TinyLM(nn.Module):
+    """Embedding, one block, and a projection to the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.block = MixingBlock()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, samples: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Logits [L, vocabulary] and hidden states [L, D] of each sequence of tokens."""
+        hidden = [self.block(self.embedding(tokens)) for tokens in samples]
+        return [(self.head(each), each) for each in hidden]
+
+
+class LMBundle:
+    """The language model as the only component of a bundle."""
+
+    block_class_names: tuple[str, ...] = ("MixingBlock",)
+    lora_target_modules: tuple[str, ...] = ("inner", "outer")
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = TinyLM()
+
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        """The model."""
+        return {"transformer": self.model}
+
+    def export_lora(
+        self,
+        folder: str,
+        lora_state: Mapping[str, Mapping[str, Tensor]],
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: Sequence[str],
+    ) -> None:
+        """Nothing here exports."""
+
+    def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Nothing here exports."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Tokens under the present weights."""
+
+    logp_V: Tensor
+    entropy_V: Tensor
+    hidden_V: Tensor
+
+
+class LMPipeline:
+    """Implements unirl.types.protocols.AutoregressivePipeline. A text is a string of digits, a token each."""
+
+    context_length = 64
+
+    def __init__(self, model: TinyLM) -> None:
+        self.model = model
+        self.num_replays = 0
+
+    def stop_token_ids(self, params: ARSamplingParams) -> tuple[int, ...]:
+        """One, and those asked for."""
+        return tuple(sorted({STOP, *params.stop_token_ids}))
+
+    def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
+        """A token a digit."""
+        texts = primitives["text"]
+        assert isinstance(texts, Texts)
+        return {"prompt": PromptCondition.pack(tokens=[torch.tensor([int(digit) for digit in t]) for t in texts.texts])}
+
+    def decode(self, segment: TextSegment) -> Texts:
+        """A digit a token, without the stop token."""
+        return Texts(
+            texts=["".join(str(t) for t in tokens.tolist() if t != STOP) for tokens in segment.unpack("tokens")]
+        )
+
+    def generate(
+        self,
+        conditions: Conditions,
+        params: ARSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+        any_rank: Callable[[bool], bool] | None = None,
+    ) -> TextSegment:
+        """Sample by sample; a key's characters seed its draws."""
+        prompt = conditions["prompt"]
+        assert isinstance(prompt, PromptCondition)
+        samples, logps, status = [], [], []
+        for key, start in zip(noise_keys, prompt.unpack("tokens"), strict=True):
+            generator = torch.Generator().manual_seed(params.seed + sum(map(ord, key)) * 31 + len(key))
+            tokens, own = start, []
+            for _ in range(params.max_new_tokens):
+                logits = self.model([tokens])[0][0][-1]
+                if params.is_greedy:
+                    token, logp = logits.argmax(), torch.zeros(())
+                else:
+                    scaled = (logits / params.temperature).log_softmax(0)
+                    token = torch.multinomial(scaled.exp(), 1, generator=generator)[0]
+                    logp = scaled[token]
+                tokens, own = torch.cat([tokens, token[None]]), [*own, logp]
+                if int(token) == STOP:
+                    break
+            samples.append(tokens[len(start) :])
+            logps.append(torch.stack(own))
+            status.append(SegmentStatus.COMPLETED if int(tokens[-1]) == STOP else SegmentStatus.TRUNCATED)
+        return TextSegment.pack(
+            tokens=samples, log_probs=None if params.is_greedy else logps, status=torch.tensor(status), params=params
+        )
+
+    def replay(self, conditions: Conditions, segment: TextSegment, params: ARSamplingParams) -> Stats:
+        """All tokens in one call of the model."""
+        self.num_replays += 1
+        prompt = conditions["prompt"]
+        assert isinstance(prompt, PromptCondition)
+        starts, ends = prompt.unpack("tokens"), segment.unpack("tokens")
+        found = self.model([torch.cat(pair) for pair in zip(starts, ends, strict=True)])
+        logits, hidden = (
+            torch.cat([each[which][len(a) - 1 : -1] for each, a in zip(found, starts, strict=True)]) for which in (0, 1)
+        )
+        scaled = (logits / params.temperature).log_softmax(1)
+        logp = scaled.gather(1, segment.tokens[:, None]).squeeze(1)
+        return Stats(logp, -(scaled.exp() * scaled).sum(1), hidden)
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Without gradients."""
+        with torch.no_grad():
+            yield
+
+
+def sampling(**changes: Any) -> ARSamplingParams:
+    """Three samples a prompt of at most six tokens."""
+    options: dict[str, Any] = {"temperature": 0.8, "samples_per_prompt": 3, "max_new_tokens": 6}
+    return ARSamplingParams(**{**options, **changes})
+
+
+def response(num_prompts: int = 4, *, masked: bool = True, params: ARSamplingParams | None = None) -> RolloutResp:
+    """Completions of the untrained model, three a prompt. masked: a third of the tokens is not trained on, nor is any
+    of the last sample."""
+    params = params if params is not None else sampling()
+    pipeline = LMPipeline(LMBundle().model)
+    repeats = params.samples_per_prompt
+    prompts = [["3", "12", "456", "1", "22"][i % 5] for i in range(num_prompts) for _ in range(repeats)]
+    conditions = pipeline.encode({"text": Texts(texts=prompts)}, params)
+    ids = [f"prompt:{i}:sample:{j}" for i in range(num_prompts) for j in range(repeats)]
+    with pipeline.evaluating():
+        segment = pipeline.generate(conditions, params, noise_keys=ids)
+    if masked:
+        mask = torch.rand(segment.tokens.numel(), generator=torch.Generator().manual_seed(1)) < 0.67
+        mask[int(segment.cu_seqlens[-2]) :] = False
+        segment = segment.replace(loss_mask=mask)
+    track = RolloutTrack(
+        sample_ids=ids,
+        parent_ids=[name.rsplit(":sample", 1)[0] for name in ids],
+        conditions=conditions,
+        segment=segment,
+        decoded=pipeline.decode(segment),
+        policy_versions=torch.zeros(len(ids), dtype=torch.long),
+    )
+    return RolloutResp(tracks={"text": track})
+
+
+@dataclass
+class Setup:
+    """A language model under training."""
+
+    backend: RecordingBackend
+    pipeline: LMPipeline
+    algorithm: Any  # Any: whichever the test asked for
+    stack: TrainStack
+
+
+def setup(
+    kind: type[StageAlgorithm],
+    *,
+    lr: float = 1e-2,
+    micro: int = 100,
+    updates: int = 1,
+    keep_reference: bool = False,
+    displaced: float = 0.0,
+    critic_seed: int | None = None,
+    critic_lr: float = 1e-2,
+    **options: Any,
+) -> Setup:
+    """Backend, pipeline, algorithm and stack on the untrained model, prepared.
+
+    displaced: how far the model is moved from the one that `response` sampled from. critic_seed: makes a critic with a
+    last layer that is not zero.
+    """
+    bundle = LMBundle()
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in bundle.model.parameters():
+            parameter.add_(displaced * torch.randn(parameter.shape, generator=generator))
+    backend = RecordingBackend(bundle, optimizer=OptimizerConfig(learning_rate=lr), keep_reference=keep_reference)
+    if critic_seed is not None:
+        critic = TokenCritic(WIDTH, width=4, seed=critic_seed)
+        torch.manual_seed(critic_seed)
+        nn.init.normal_(critic.value.weight)
+        options.update(critic=critic, critic_optimizer=OptimizerConfig(learning_rate=critic_lr))
+    pipeline = LMPipeline(bundle.model)
+    algorithm = kind(pipeline, backend, **options)  # ty: ignore[too-many-positional-arguments]
+    stack = TrainStack(
+        backend, algorithm, micro_batch_size=micro, num_updates_per_batch=updates, max_grad_norm=1e9, track="text"
+    )
+    stack.prepare()
+    return Setup(backend, pipeline, algorithm, stack)
+
+
+# Two processes ----------------------------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"kind": ARGRPO, "kl_coef": 0.1, "keep_reference": True, "entropy_coef": 0.01},
+    "gspo": {"kind": ARGRPO, "importance_level": "sequence", "loss_agg_mode": "seq-mean-token-mean"},
+    "dr_grpo": {"kind": ARGRPO, "loss_agg_mode": "seq-mean-token-sum-norm", "horizon": 6, "mask_truncated": True},
+    "corrected": {"kind": ARGRPO, "rollout_correction": RolloutCorrection(mode="mask", upper=1.05), "displaced": 0.1},
+    "cispo": {"kind": ARCISPO, "ratio_max": 1.2},
+    "dppo": {"kind": ARDPPO, "threshold": 0.05},
+    "drpo": {"kind": ARDRPO, "old_logp_source": "rollout"},
+    "ppo": {"kind": ARPPO, "critic_seed": 5, "kl_coef": 0.1, "keep_reference": True, "kl_in_reward": True},
+}
+
+
+def advantages_of(count: int) -> Tensor:
+    """Advantages [count] of both signs."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(3))
+
+
+def trained(case: str, micro: int = 2) -> dict[str, Any]:
+    """Gradients and metrics of two rollouts of two updates on this rank's shard of twelve samples, the last of which
+    trains no token."""
+    made = setup(**CASES[case], micro=micro, updates=2)
+    resp = response()
+    advantages = advantages_of(resp.batch_size)
+    shard = resp.batch_size // made.backend.dp_size
+    own = slice(shard * made.backend.dp_rank, shard * (made.backend.dp_rank + 1))
+    for _ in range(2):
+        result = made.stack.train(resp.slice(own.start, own.stop), advantages[own].clone(), progress=0.0)
+    return {"gradients": made.backend.gradients, "metrics": result.metrics}
+
+
+def run_rank(rank: int, world_size: int, folder: str) -> None:
+    """All cases as one rank of a gloo group; results, or the traceback, go to a file."""
+    torch.set_num_threads(1)
+    path = Path(folder)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+    )
+    results: dict[str, Any] = {}
+    try:
+        for case in CASES:
+            results[case] = trained(case, micro=1)
+    except Exception:  # noqa: BLE001 - the parent shows it
+        results["error"] = traceback.format_exc()
+    torch.save(results, path / f"results-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def results_of_ranks(folder: Path, world_size: int = 2) -> list[dict[str, Any]]:
+    """Results of all cases by rank, from processes of their own."""
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=run_rank, args=(rank, world_size, str(folder))) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(JOIN_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * world_size, f"ranks ended with {codes}"
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in range(world_size)]
