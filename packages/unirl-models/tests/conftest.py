@@ -52,3 +52,20 @@ def reference(sd3_folder: Path) -> Any:  # Any: diffusers types its classes as u
     from .tiny import load_reference
 
     return load_reference(sd3_folder)
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 folder. Read-only: tests that change files copy it."""
+    from .tiny_text import qwen3, save_text_model
+
+    return save_text_model(qwen3(), tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def qwen3_pipeline(qwen3_folder: Path) -> Any:  # Any: the import below waits until a test needs it
+    """The folder loaded once. Read-only: tests that adapt or change weights load their own."""
+    from unirl.models.qwen3.bundle import Qwen3Bundle
+    from unirl.models.qwen3.pipeline import Qwen3Pipeline
+
+    return Qwen3Pipeline(Qwen3Bundle(str(qwen3_folder)))

@@ -28,6 +28,17 @@ def test_the_readme_example_runs_on_a_tiny_checkpoint(sd3_folder: Path, tmp_path
     assert names["gap"] < 1e-2  # bf16, other rows than the rollout
 
 
+def test_the_readme_example_of_a_language_model_runs_on_a_tiny_checkpoint(qwen3_folder: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), flags=re.DOTALL)
+    code = blocks[1]
+    for original, tiny in {'"Qwen/Qwen3-0.6B", dtype="bf16"': repr(str(qwen3_folder)), '"cuda"': '"cpu"'}.items():
+        assert original in code
+        code = code.replace(original, tiny)
+    names: dict[str, Any] = {}  # Any: what the example defines
+    exec(code, names)  # the example is the test
+    assert names["gap"] < 1e-5
+
+
 def test_only_the_model_folders_import_a_framework() -> None:
     source = PACKAGE / "src" / "unirl" / "models"
     for file in source.glob("*.py"):
@@ -43,3 +54,20 @@ def test_sd3_without_diffusers_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "diffusers.models.transformers.transformer_sd3", None)
     with pytest.raises(ImportError, match=r"pip install 'unirl-models\[diffusers\]'"):
         importlib.import_module("unirl.models.sd3.export")
+
+
+def test_language_models_without_transformers_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("unirl.models.causal_lm.attention")
+    monkeypatch.delitem(sys.modules, "unirl.models.causal_lm.attention")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'unirl-models\[transformers\]'"):
+        importlib.import_module("unirl.models.causal_lm.attention")
+
+
+def test_the_stages_import_without_a_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("unirl.models")]:
+        monkeypatch.delitem(sys.modules, name)
+    for framework in ("transformers", "diffusers"):
+        monkeypatch.setitem(sys.modules, framework, None)
+    for name in ("unirl.models.text_pipeline", "unirl.models.pipeline"):
+        importlib.import_module(name)

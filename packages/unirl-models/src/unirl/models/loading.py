@@ -1,7 +1,8 @@
-"""A diffusers pipeline folder: found, checked and described before any weight is read.
+"""Folders of pretrained models: found, checked and described before any weight is read.
 
-A folder holds `model_index.json` and one subfolder per component. A hub id ("owner/name") is downloaded into the hub's
-cache first, its index alone before the weights, so that a wrong id or class costs nothing.
+A diffusers pipeline folder holds `model_index.json` and one subfolder per component, a transformers model folder
+`config.json` beside its weights. A hub id ("owner/name") is downloaded into the hub's cache first, its index or
+configuration alone before the weights, so that a wrong id or class costs nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from unirl.types.sampling import PRECISIONS
 logger = logging.getLogger(__name__)
 
 INDEX_FILE = "model_index.json"
+CONFIG_FILE = "config.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -115,6 +117,48 @@ def open_pipeline_folder(pretrained_model: str, pipeline_class: str) -> Pipeline
         patterns = [f"{name}/*" for name in folder.components]
         _download(pretrained_model, [INDEX_FILE, *patterns])
     return folder
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A local folder of one transformers model, whose configuration has been read."""
+
+    path: Path
+    config: dict[str, Any]  # Any: JSON values
+    """Content of `config.json`."""
+
+
+def open_model_folder(pretrained_model: str, model_types: Sequence[str]) -> ModelFolder:
+    """The model of a local folder or hub id, checked to be of one of `model_types` (empty: any). Reads no weights.
+
+    Raises CheckpointError where there is no such folder, no configuration or no weights in it, ConfigError for another
+    type.
+    """
+    path = Path(pretrained_model).expanduser()
+    is_hub_id = not path.exists() and _HUB_ID.fullmatch(pretrained_model) is not None
+    if is_hub_id:
+        path = _download(pretrained_model, [CONFIG_FILE])
+    if not path.is_dir() or not (path / CONFIG_FILE).is_file():
+        state = "is a file" if path.is_file() else f"has no {CONFIG_FILE}" if path.is_dir() else "is not there"
+        raise CheckpointError(
+            f"PRETRAINED_MODEL = {pretrained_model!r} {state}. Give the folder that save_pretrained wrote, or a hub id "
+            "such as owner/name."
+        )
+    config = _read_json(path / CONFIG_FILE, "the model")
+    found = config.get("model_type")
+    if model_types and found not in model_types:
+        raise ConfigError(
+            f"{path} holds a model of type {found!r}; this bundle loads {' or '.join(model_types)}. Point "
+            "PRETRAINED_MODEL at such a checkpoint or choose the model group of the recipe that fits it."
+        )
+    if is_hub_id:
+        _download(pretrained_model, ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"])
+    if not any(file.suffix in WEIGHT_SUFFIXES for file in path.iterdir()):
+        raise CheckpointError(
+            f"{path} holds no weights (*.safetensors); it has {sorted(file.name for file in path.iterdir())[:8]}. "
+            "The download or copy is incomplete: fetch the folder again."
+        )
+    return ModelFolder(path=path, config=config)
 
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:  # Any: JSON values

@@ -5,14 +5,14 @@ Implements `unirl.types.protocols.DiffusionPipeline`. Shape letters: see `unirl.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor
 
 from unirl.models.adapter import DiffusionAdapter
 from unirl.models.diffusion import DiffusionStage, ReplayedTransitions
+from unirl.models.evaluation_mode import evaluating
 from unirl.sde.kernels import SDEStrategy
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.conditions import Condition
@@ -121,17 +121,6 @@ class DiffusionPipeline:
         """Free the text encoders; prompts that were encoded before still encode. See `DiffusionAdapter`."""
         self.adapter.drop_text_encoders()
 
-    @contextmanager
-    def evaluating(self) -> Generator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; each submodule gets its own mode back afterwards."""
-        modes = [
-            (module, module.training) for root in self.bundle.trainable_modules().values() for module in root.modules()
-        ]
-        for module, _ in modes:
-            module.training = False
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, was_training in modes:
-                module.training = was_training
+        return evaluating(self.bundle)

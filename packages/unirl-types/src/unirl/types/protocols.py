@@ -240,6 +240,17 @@ class PolicyStore(Protocol):
         ...
 
 
+class ShardedPolicyStore(PolicyStore, Protocol):
+    """A policy store whose model may be spread over ranks that must run it equally often."""
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank that shares the model's shards; `value` itself where it is not sharded.
+
+        A collective where it is: every rank calls it equally often.
+        """
+        ...
+
+
 class ModelBundle(Protocol):
     """The bare modules of a model and what training needs to know of them."""
 

@@ -37,10 +37,6 @@ class BaseRolloutEngine(ABC):
     """Whether samples can be had before the whole response is there (`announce_to`)."""
 
     @abstractmethod
-    def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
-        """Sigmas, latent shape and kernel for these parameters."""
-
-    @abstractmethod
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """One response for one request; `policy` names a kept copy of the weights."""
 
@@ -62,3 +58,11 @@ class BaseRolloutEngine(ABC):
 
     def shutdown(self) -> None:  # noqa: B027
         """Stop what the engine started."""
+
+
+class DiffusionRolloutEngine(BaseRolloutEngine):
+    """Base of the engines of diffusion models, which tell the driver what to pin on a request."""
+
+    @abstractmethod
+    def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
+        """Sigmas, latent shape and kernel for these parameters."""

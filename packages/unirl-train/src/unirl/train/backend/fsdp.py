@@ -366,6 +366,13 @@ class FSDPBackend:
         """Maximum over the data-parallel ranks; the tensor itself on one device."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank; `value` itself where the model is not sharded. Implements
+        unirl.types.protocols.ShardedPolicyStore. Every rank calls it; a collective inside where sharded."""
+        if not self.is_sharded or self.dp_size == 1:
+            return value
+        return bool(self.all_reduce_max(torch.tensor(float(value), device=self.device)))
+
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.dp_size == 1:
             return tensor

@@ -17,7 +17,7 @@ from unirl.rollout.checks import (
     step_noise_keys,
     verify_segment,
 )
-from unirl.rollout.engine.base import BaseRolloutEngine, ChunkListener, DiffusionPlan
+from unirl.rollout.engine.base import ChunkListener, DiffusionPlan, DiffusionRolloutEngine
 from unirl.types.errors import ConfigError
 from unirl.types.media import Texts
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
@@ -27,7 +27,7 @@ from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.storage import save_rollout
 
 
-class TrainsideRolloutEngine(BaseRolloutEngine):
+class TrainsideRolloutEngine(DiffusionRolloutEngine):
     """Samples with the pipeline that trains.
 
     forward_batch_size: samples denoised together; the memory knob of the rollout. Where it equals the training

@@ -1,0 +1,122 @@
+"""Attention over packed samples: each attends to itself alone, and nothing is computed for padding or across samples.
+
+Registered with transformers under `NAME`. A call with a `packing` holds samples end to end in one row and is cut at
+their boundaries; any other call is transformers' own SDPA.
+Legend: B samples, N positions of all samples, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from unirl.models.packing import Packing
+from unirl.types.errors import ContractError
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+except ImportError as error:
+    raise ImportError("text models need transformers: pip install 'unirl-models[transformers]'") from error
+
+NAME = "unirl_packed_sdpa"
+
+PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Types of layers in which samples meet in the attention alone. Recurrent ones carry state from sample to sample."""
+
+
+class Unpackable(ContractError):
+    """A model asks its attention for what packed SDPA does not do."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,  # Any: keywords of transformers' own attention
+) -> tuple[Tensor, None]:
+    """Causal attention [1, N, H, D] of query [1, H, N, D] and key, value [1, H', N, D], sample by sample.
+
+    packing: absent for padded batches. Source of the interface: transformers, `AttentionInterface`.
+    Raises Unpackable for soft caps, sinks, biases and attention to the future, which transformers' SDPA ignores or does
+    without packing alone.
+    """
+    if packing is None:
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            **kwargs,
+        )
+    beyond = sorted(name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None)
+    if beyond or kwargs.get("is_causal") is False:
+        raise Unpackable(f"packed attention is causal SDPA and knows nothing of {beyond or ['is_causal = False']}")
+    if attention_mask is not None or query.shape[2] != key.shape[2] or query.shape[2] != sum(packing.lengths):
+        raise ContractError(
+            f"packed samples of {sum(packing.lengths)} positions lie in one row without mask and cache, got queries "
+            f"{tuple(query.shape)}, keys {tuple(key.shape)} and {'a' if attention_mask is not None else 'no'} mask"
+        )
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
+        longest = max(packing.lengths)
+        out = varlen_attn(
+            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+            packing.boundaries,
+            packing.boundaries,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=True,
+        )
+        return out[None], None  # ty: ignore[invalid-argument-type] - a pair only where it is asked for
+    # Float32 and CPUs have no kernel for ragged rows; one call a sample is exact, and on a CPU as fast as any.
+    parts = zip(*(tensor.split(packing.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = [
+        scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=(window := _window(q.shape[2], sliding_window, q.device)),
+            is_causal=window is None,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        for q, k, v in parts
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[length, length] bool of a causal window; None where the window covers all."""
+    if window is None or length <= window:
+        return None
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:  # Any: see transformers
+    """SDPA's own mask for padded batches; packed ones, which come without a padding mask, need none."""
+    return None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **kwargs)
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, _mask)

@@ -1,0 +1,280 @@
+"""A transformers language model as a bundle: loaded from a folder or hub id, checked, and exported again.
+
+Model families derive from `CausalLMBundle` and name their classes; the base alone loads any causal language model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from unirl.models.causal_lm.attention import NAME as PACKED_ATTENTION
+from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
+from unirl.models.loading import ModelFolder, open_model_folder, torch_dtype
+from unirl.models.packing import Packing
+from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
+from unirl.types.errors import CheckpointError, ConfigError, ContractError
+
+try:
+    import transformers
+    from safetensors import SafetensorError
+except ImportError as error:
+    raise ImportError("text models need transformers: pip install 'unirl-models[transformers]'") from error
+
+COMPONENT = "model"
+"""Name of the one module that trains."""
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+
+
+class CausalLMBundle:
+    """A causal language model with its tokenizer.
+
+    pretrained_model: a folder that save_pretrained wrote, or a hub id. dtype: of the weights ("fp32", "bf16", "fp16"),
+        whatever the file holds.
+    chunk_logits: logits that scoring holds at once, see `unirl.models.token_scores`; the memory knob of replay.
+    Raises CheckpointError or ConfigError before weights are read where the folder is missing, incomplete or of another
+    model; CheckpointError for weights that do not fit and for a tokenizer of more words than the model.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    """`model_type` of the configurations that the bundle loads; empty loads any."""
+    auto_class: ClassVar[Any] = transformers.AutoModelForCausalLM  # Any: transformers types its auto classes loosely
+    lora_target_modules: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Suffixes of the attention projections, which nearly every family names so."""
+
+    def __init__(
+        self,
+        pretrained_model: str,
+        dtype: str = "fp32",
+        device: str | torch.device = "cpu",
+        *,
+        chunk_logits: int = CHUNK_LOGITS,
+    ) -> None:
+        weights_dtype = torch_dtype(dtype, where="dtype")
+        self.pretrained_model = pretrained_model
+        self.folder: ModelFolder = open_model_folder(pretrained_model, self.model_types)
+        self.device = torch.device(device)
+        self.tokenizer = self._load_tokenizer()
+        self.model = self._load_model(weights_dtype).to(self.device).eval()
+        self.head = self._scoring_head(chunk_logits)
+        self._check_tokenizer()
+        self._check_blocks()
+        self._check_logits()
+        self.is_packable = self._pack()
+        """Whether replay can do without padding: attention alone joins tokens, and it is what SDPA does."""
+
+    # What the stage asks ---------------------------------------------------------------------------------------------
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Words that the model has logits for; may exceed the tokenizer's."""
+        return self.head.out_features
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the model was made for."""
+        return int(self.model.config.get_text_config().max_position_embeddings)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence: the generation configuration's, else the configuration's or the tokenizer's."""
+        for found in (
+            self.model.generation_config.eos_token_id,
+            self.model.config.get_text_config().eos_token_id,
+            self.tokenizer.eos_token_id,
+        ):
+            if found is not None:
+                return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+        return ()
+
+    def new_cache(self) -> transformers.DynamicCache:
+        """An empty KV cache."""
+        return transformers.DynamicCache(config=self.model.config)
+
+    # What training asks ----------------------------------------------------------------------------------------------
+
+    @property
+    def block_class_names(self) -> tuple[str, ...]:
+        """The decoder layers, as transformers declares them."""
+        return tuple(sorted(self.model._no_split_modules or ()))
+
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        """The whole model."""
+        return {COMPONENT: self.model}
+
+    def export_lora(
+        self,
+        folder: str,
+        lora_state: Mapping[str, Mapping[str, Tensor]],
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: Sequence[str],
+    ) -> None:
+        """Writes the adapter as peft does, for `PeftModel.from_pretrained(model, folder)` and engines that load LoRA.
+
+        lora_state: {"model": state of peft's get_peft_model_state_dict}. Raises ContractError for another component, an
+        empty state, or tensors of another rank.
+        """
+        state = _only_component(lora_state)
+        wrong = {
+            name: tuple(tensor.shape)
+            for name, tensor in state.items()
+            if tensor.shape[0 if name.endswith(".lora_A.weight") else 1] != rank
+        }
+        if not state or wrong:
+            raise ContractError(f"LoRA weights of rank {rank} expected, got {wrong or 'none'}")
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.pretrained_model,
+            "r": rank,
+            "lora_alpha": alpha,
+            "target_modules": sorted(target_modules),
+            "bias": "none",
+            "inference_mode": True,
+        }
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        weights = {f"base_model.model.{name}": tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
+        save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
+        (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Writes a whole model folder with the given weights: save_pretrained, and the checkpoint's other files copied.
+
+        state: {"model": name -> tensor}, LoRA already merged; tied weights may be named once. Tensors keep their dtype.
+        Raises ConfigError where `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
+        """
+        weights = {name: tensor.detach().to("cpu") for name, tensor in _only_component(state).items()}
+        target = Path(folder)
+        if target.resolve() == self.folder.path.resolve():
+            raise ConfigError(f"the export folder {folder} is the checkpoint that was loaded. Export elsewhere.")
+        with torch.device("meta"):
+            model = type(self.model)(self.model.config)
+        ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        weights.update({name: weights[source] for name, source in ties.items() if source in weights})
+        expected = dict(model.named_parameters(remove_duplicate=False))
+        wrong = {
+            "missing": sorted(set(expected) - set(weights)),
+            "unexpected": sorted(set(weights) - set(expected) - {name for name, _ in self.model.named_buffers()}),
+            "shape": sorted(n for n in set(weights) & set(expected) if weights[n].shape != expected[n].shape),
+        }
+        if any(wrong.values()):
+            raise CheckpointError(f"the merged state does not fit {self.folder.path}: {wrong}")
+        dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(
+            self.folder.path, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*", "onnx")
+        )
+        model.load_state_dict(weights, strict=False, assign=True)
+        if len(dtypes) == 1:
+            model.config.dtype = dtypes.pop()
+        model.save_pretrained(target, state_dict={name: weights[name] for name in expected if name not in ties})
+
+    # Loading ---------------------------------------------------------------------------------------------------------
+
+    def _load_tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder.path)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise CheckpointError(f"{self.folder.path} has no tokenizer that loads: {error}") from error
+        if tokenizer is None:
+            raise CheckpointError(f"{self.folder.path} has no tokenizer. Fetch the folder again.")
+        return tokenizer
+
+    def _load_model(self, dtype: torch.dtype) -> Any:  # Any: PreTrainedModel without the attributes of its families
+        path = self.folder.path
+        try:
+            model, info = self.auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"{path} does not load: {error}") from error
+        wrong = {kind: sorted(map(str, info.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
+        if any(wrong.values()):
+            # transformers would go on with random weights in these places.
+            raise CheckpointError(f"{path} does not hold all weights of {type(model).__name__}: {wrong}.")
+        return model
+
+    def _scoring_head(self, chunk_logits: int) -> ScoringHead:
+        projection = self.model.get_output_embeddings()
+        if type(projection) is not nn.Linear:
+            raise ConfigError(
+                f"{type(self.model).__name__} projects onto its vocabulary by a {type(projection).__name__}; tokens "
+                "can be scored behind a plain linear layer only."
+            )
+        head = ScoringHead(projection, chunk_logits=chunk_logits)
+        self.model.set_output_embeddings(head)
+        return head
+
+    def _check_tokenizer(self) -> None:
+        largest = max(self.tokenizer.get_vocab().values())
+        rows = min(self.vocabulary_size, self.model.get_input_embeddings().num_embeddings)
+        if largest >= rows:
+            raise CheckpointError(
+                f"{self.folder.path}: tokenizer and model disagree, the tokenizer's largest id is {largest} and the "
+                f"model has {rows} words. The tokenizer's files are of another model: fetch the folder again."
+            )
+
+    def _check_blocks(self) -> None:
+        names = set(self.block_class_names)
+        if not any(type(module).__name__ in names for module in self.model.modules()):
+            raise ConfigError(
+                f"{type(self.model).__name__} declares the blocks {sorted(names)} and has none of them. Derive a "
+                "bundle that names its block_class_names."
+            )
+
+    def _check_logits(self) -> None:
+        """Raises ConfigError for a model that does more to its logits than project, which scoring would leave out."""
+        ramp = torch.linspace(-100, 100, self.vocabulary_size, dtype=self.head.weight.dtype, device=self.device)
+        handle = self.head.register_forward_hook(lambda _, __, output: ramp.expand_as(output))
+        try:
+            with torch.no_grad():
+                logits = self.model(input_ids=self._two_tokens(), use_cache=False).logits
+        finally:
+            handle.remove()
+        if not torch.equal(logits, ramp.expand_as(logits)):
+            raise ConfigError(
+                f"{type(self.model).__name__} scales or caps its logits behind the projection; its tokens cannot be "
+                "scored. Switch that off in the configuration where it is allowed (final_logit_softcapping: null)."
+            )
+
+    def _pack(self) -> bool:
+        """Switch the decoder to packed attention where it can do without what that leaves out; whether it did."""
+        config = self.model.config.get_text_config()
+        layers = set(getattr(config, "layer_types", None) or ["full_attention"])  # only mixed models list them
+        if not self.model._supports_attention_backend or not layers <= PACKABLE_LAYERS:
+            return False
+        before = config._attn_implementation
+        self._set_attention(PACKED_ATTENTION)
+        ids = self._two_tokens()
+        packing = Packing.of([1, 1], ids.device)
+        try:
+            with torch.no_grad():
+                self.model(input_ids=ids, position_ids=self._probe_positions(ids), packing=packing, use_cache=False)
+        except Unpackable:
+            self._set_attention(before)
+            return False
+        return True
+
+    def _set_attention(self, name: str) -> None:
+        self.model.set_attn_implementation(name)
+
+    def _two_tokens(self) -> Tensor:
+        return torch.zeros(1, 2, dtype=torch.long, device=self.device)
+
+    def _probe_positions(self, ids: Tensor) -> Tensor:
+        return torch.zeros_like(ids)
+
+
+def _only_component(state: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    if set(state) != {COMPONENT}:
+        raise ContractError(f"a language model trains one component, {COMPONENT!r}; got {sorted(state)}")
+    return state[COMPONENT]

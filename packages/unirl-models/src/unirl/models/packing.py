@@ -1,0 +1,25 @@
+"""Where samples begin and end that lie end to end in one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where the samples of a packed row begin and end."""
+
+    lengths: tuple[int, ...]
+    """Positions of each of B samples."""
+    boundaries: Tensor
+    """int32 [B+1] on the device of the model, starting with 0."""
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> Self:
+        """The packing of samples of these lengths."""
+        boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(lengths=tuple(lengths), boundaries=boundaries.to(device))

@@ -1,0 +1,1 @@
+"""Qwen3: dense and mixture-of-experts language models."""

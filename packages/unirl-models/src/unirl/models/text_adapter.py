@@ -1,0 +1,125 @@
+"""The contract of an autoregressive model: how it reads a prompt, where its tokens stand, and what it is made of.
+
+Nothing here draws or scores a token: `unirl.models.ar` does that for every adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unirl.types.conditions import Condition, PromptCondition
+from unirl.types.errors import ConfigError
+from unirl.types.media import Primitive, Texts
+from unirl.types.protocols import Conditions
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
+
+if TYPE_CHECKING:  # the contract imports without transformers
+    from unirl.models.causal_lm.bundle import CausalLMBundle
+
+
+class TextAdapter:
+    """A causal language model that reads text alone; the base of those that read more.
+
+    chat_template: whether a prompt is one user's message to which the tokenizer's chat template is applied; False takes
+        it as it is. None applies a template where the tokenizer has one.
+    system_prompt: message of the system ahead of it. template_kwargs: of the template, e.g. enable_thinking.
+    Raises ConfigError where a template is asked for that is not there.
+    """
+
+    def __init__(
+        self,
+        bundle: CausalLMBundle,
+        *,
+        chat_template: bool | None = None,
+        system_prompt: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,  # Any: whatever the template reads
+    ) -> None:
+        has_template = bundle.tokenizer.chat_template is not None
+        if chat_template and not has_template:
+            raise ConfigError(
+                f"chat_template = true, but the tokenizer of {bundle.pretrained_model} has no template. Base models "
+                "are prompted as they are: set chat_template: false."
+            )
+        uses_template = has_template if chat_template is None else chat_template
+        if not uses_template and (system_prompt is not None or template_kwargs):
+            raise ConfigError("system_prompt and template_kwargs do nothing without a chat template. Remove them.")
+        self.bundle = bundle
+        self._uses_template = uses_template
+        self._system_prompt = system_prompt
+        self._template_kwargs = dict(template_kwargs or {})
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its completion together."""
+        return self.bundle.context_length
+
+    def stop_token_ids(self, params: ARSamplingParams) -> tuple[int, ...]:
+        """The model's end-of-sequence ids and those of `params`, sorted. Raises ConfigError beyond the vocabulary."""
+        beyond = [token for token in params.stop_token_ids if token >= self.bundle.vocabulary_size]
+        if beyond:
+            raise ConfigError(
+                f"stop_token_ids {beyond} lie beyond the vocabulary of {self.bundle.vocabulary_size} words"
+            )
+        return tuple(sorted({*self.bundle.eos_token_ids, *params.stop_token_ids}))
+
+    def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
+        """{"prompt": PromptCondition} of B texts, on the model's device.
+
+        Raises ConfigError where slots are missing or not understood, or a prompt leaves no room for max_new_tokens.
+        """
+        if set(primitives) != {"text"} or not isinstance(primitives["text"], Texts):
+            found = {name: type(value).__name__ for name, value in primitives.items()}
+            raise ConfigError(f"{type(self).__name__} reads {{'text': Texts}}, the request has {found}")
+        prompts = [self.prompt_tokens(text) for text in primitives["text"].texts]
+        self.check_context([len(prompt) for prompt in prompts], params.max_new_tokens)
+        device = self.bundle.device
+        tokens = [torch.tensor(prompt, dtype=torch.long, device=device) for prompt in prompts]
+        return {"prompt": PromptCondition.pack(tokens=tokens)}
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        """Tokens of one prompt, chat template included."""
+        tokenizer = self.bundle.tokenizer
+        if not self._uses_template:
+            return tokenizer(text)["input_ids"]
+        system = [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
+        messages = [*system, {"role": "user", "content": self.message_content(text)}]
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+        )
+        # The template has written every special token that it wants.
+        return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+    def message_content(self, text: str) -> Any:  # Any: text, or the list of parts that a multimodal template takes
+        """Content of the user's message in the chat template."""
+        return text
+
+    def decode(self, segment: TextSegment) -> Texts:
+        """The text of each sample, without special tokens."""
+        rows = [row.tolist() for row in segment.unpack("tokens")]
+        return Texts(texts=list(self.bundle.tokenizer.batch_decode(rows, skip_special_tokens=True)))
+
+    def check_context(self, prompt_lengths: Sequence[int], max_new_tokens: int) -> None:
+        """Raises ConfigError where a prompt and max_new_tokens exceed the context."""
+        longest = max(prompt_lengths, default=0)
+        if longest + max_new_tokens > self.context_length:
+            row = list(prompt_lengths).index(longest)
+            raise ConfigError(
+                f"prompt {row} of the batch has {longest} tokens; with max_new_tokens = {max_new_tokens} that is more "
+                f"than the context of {self.context_length}. Shorten or drop the prompt, or lower "
+                f"sampling.max_new_tokens to {max(0, self.context_length - longest)}."
+            )
+
+    def positions(self, conditions: Conditions, lengths: Sequence[int]) -> list[Tensor]:
+        """Where the first `lengths` tokens of each sample (prompt and completion) stand: int64 [n] a sample, or [3, n]
+        (time, row, column) of models with three-axis rotary embeddings. On the device of the prompt."""
+        device = self.bundle.device
+        return [torch.arange(length, device=device) for length in lengths]
+
+    def model_inputs(self, conditions: Conditions) -> dict[str, Tensor]:
+        """What the model's forward takes besides tokens and positions wherever the prompts are part of it."""
+        return {}

@@ -1,0 +1,336 @@
+"""Sampling and replay against transformers' own forward and generate, in float32 on a CPU.
+
+Two computations of one log-prob differ by the order in which float32 sums are taken: some 1e-6 at |logp| below 20.
+"""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from unirl.models.ar import ARStage
+from unirl.models.causal_lm.bundle import CausalLMBundle
+from unirl.models.qwen3.bundle import Qwen3Bundle
+from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.models.text_adapter import TextAdapter
+from unirl.models.text_pipeline import AutoregressivePipeline
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.media import Texts
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus, TextSegment
+
+from .tiny_text import qwen3, save_text_model
+
+ROUNDING = 3e-6
+PARAMS = ARSamplingParams(temperature=0.8, max_new_tokens=12, seed=5)
+PROMPTS = ["hi", "what is 17 + 25?", "hi", "a much longer prompt, to pad the others: " * 3]
+KEYS = ["r0:a", "r0:b", "r0:c", "r0:d"]
+
+
+def sampled(pipeline, prompts=PROMPTS, keys=KEYS, params=PARAMS, **kwargs) -> tuple[Any, TextSegment]:
+    conditions = pipeline.encode({"text": Texts(texts=list(prompts))}, params)
+    with pipeline.evaluating():
+        return conditions, pipeline.generate(conditions, params, noise_keys=list(keys), **kwargs)
+
+
+def own(pipeline, **kwargs):
+    """A pipeline of the same weights whose gradients or weights a test may change."""
+    return Qwen3Pipeline(Qwen3Bundle(pipeline.bundle.pretrained_model), **kwargs)
+
+
+def reference_logp(folder, prompt, completion, temperature) -> torch.Tensor:
+    """From the library's model as it loads it, one sample alone, float64 softmax."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1].double()
+    return (logits / temperature).log_softmax(-1).gather(-1, completion[:, None]).squeeze(-1)
+
+
+def test_log_probs_are_those_of_the_librarys_own_model(qwen3_pipeline, qwen3_folder):
+    conditions, segment = sampled(qwen3_pipeline)
+    replayed = qwen3_pipeline.replay(conditions, segment, PARAMS)
+    for row, (prompt, completion) in enumerate(
+        zip(conditions["prompt"].unpack("tokens"), segment.unpack("tokens"), strict=True)
+    ):
+        expected = reference_logp(qwen3_folder, prompt, completion, 0.8).float()
+        torch.testing.assert_close(segment.unpack("log_probs")[row], expected, rtol=0, atol=ROUNDING)
+        cut = slice(*segment.cu_seqlens[row : row + 2].tolist())
+        torch.testing.assert_close(replayed.logp_V[cut].detach(), expected, rtol=0, atol=ROUNDING)
+
+
+def test_a_replay_of_the_same_samples_gives_the_same_bits(qwen3_pipeline):
+    conditions, segment = sampled(qwen3_pipeline)
+    first, again = (qwen3_pipeline.replay(conditions, segment, PARAMS) for _ in range(2))
+    assert torch.equal(first.logp_V, again.logp_V)
+    assert torch.equal(first.entropy_V, again.entropy_V)
+    with torch.no_grad():
+        assert torch.equal(qwen3_pipeline.replay(conditions, segment, PARAMS).logp_V, first.logp_V)
+
+
+def test_a_sample_does_not_depend_on_its_batch(qwen3_pipeline):
+    _, together = sampled(qwen3_pipeline)
+    order = [3, 0, 2, 1]
+    _, shuffled = sampled(qwen3_pipeline, [PROMPTS[i] for i in order], [KEYS[i] for i in order])
+    assert torch.equal(shuffled.tokens, together.select(order).tokens)
+    for row in range(4):
+        _, alone = sampled(qwen3_pipeline, [PROMPTS[row]], [KEYS[row]])
+        assert torch.equal(alone.tokens, together.unpack("tokens")[row])
+        torch.testing.assert_close(alone.log_probs, together.unpack("log_probs")[row], rtol=0, atol=ROUNDING)
+
+
+def test_samples_of_one_prompt_differ_by_their_keys_alone(qwen3_pipeline):
+    _, segment = sampled(qwen3_pipeline, ["hi"] * 3, ["x", "y", "x"])
+    first, second, third = segment.unpack("tokens")
+    assert torch.equal(first, third) and not torch.equal(first, second)
+
+
+def test_greedy_sampling_is_the_librarys(qwen3_pipeline, qwen3_folder):
+    greedy = replace(PARAMS, temperature=0)
+    conditions, segment = sampled(qwen3_pipeline, params=greedy)
+    assert segment.log_probs is None
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32)
+    for prompt, completion in zip(conditions["prompt"].unpack("tokens"), segment.unpack("tokens"), strict=True):
+        out = model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt[None]), do_sample=False, max_new_tokens=12
+        )
+        assert torch.equal(out[0, len(prompt) :], completion)
+
+
+def test_a_sample_ends_with_its_stop_token_and_the_others_go_on(qwen3_pipeline):
+    """A token that some sample draws in its middle, made a stop token, ends every sample at its first place."""
+    _, free = sampled(qwen3_pipeline)
+    stop = int(free.unpack("tokens")[1][4])
+    params = replace(PARAMS, stop_token_ids=(stop,))
+    _, segment = sampled(qwen3_pipeline, params=params)
+    assert segment.status is not None
+    rows = zip(free.unpack("tokens"), segment.unpack("tokens"), segment.status.tolist(), strict=True)
+    lengths = set()
+    for whole, cut, status in rows:
+        place = whole.tolist().index(stop) + 1 if stop in whole else len(whole)
+        assert cut.tolist() == whole[:place].tolist()
+        assert status == (SegmentStatus.COMPLETED if stop in whole else SegmentStatus.TRUNCATED)
+        lengths.add(place)
+    assert len(lengths) > 1 and 5 in lengths
+
+
+def test_the_models_own_end_of_sequence_stops_too(qwen3_pipeline):
+    end = qwen3_pipeline.bundle.tokenizer.eos_token_id
+    assert qwen3_pipeline.stop_token_ids(replace(PARAMS, stop_token_ids=(9, 3))) == (3, 9, end)
+    with pytest.raises(ConfigError, match=r"\[9999\] lie beyond the vocabulary of 272"):
+        qwen3_pipeline.stop_token_ids(replace(PARAMS, stop_token_ids=(9999,)))
+
+
+def test_ranks_that_are_done_go_on_until_all_are(qwen3_pipeline):
+    """A sharded model is gathered in every step: the ranks must agree on how many there are."""
+    _, free = sampled(qwen3_pipeline)
+    stop = int(free.unpack("tokens")[0][0])
+    params = replace(PARAMS, stop_token_ids=(stop,))
+    forwards = []
+    handle = qwen3_pipeline.bundle.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    asked = []
+    _, alone = sampled(qwen3_pipeline, ["hi"], [KEYS[0]], params)
+    assert alone.lengths.tolist() == [1] and len(forwards) == 1
+    forwards.clear()
+    _, waited = sampled(
+        qwen3_pipeline, ["hi"], [KEYS[0]], params, any_rank=lambda value: asked.append(value) or len(asked) < 6
+    )
+    handle.remove()
+    assert waited.equals(alone)
+    assert asked == [False] * 6 and len(forwards) == 6
+
+
+def test_padded_replay_agrees_with_packed_gradients_included(qwen3_pipeline):
+    conditions, segment = sampled(qwen3_pipeline)
+    weights = torch.randn(2, len(segment.tokens), generator=torch.Generator().manual_seed(0))
+
+    def run(pipeline):
+        out = pipeline.replay(conditions, segment, PARAMS)
+        pipeline.bundle.model.zero_grad()
+        ((weights[0] * out.logp_V).sum() + (weights[1] * out.entropy_V).sum() + out.hidden_V.square().sum()).backward()
+        return out, {name: p.grad.clone() for name, p in pipeline.bundle.model.named_parameters()}
+
+    packed, packed_gradients = run(own(qwen3_pipeline))
+    padded, padded_gradients = run(own(qwen3_pipeline, packed=False))
+    torch.testing.assert_close(packed.logp_V, padded.logp_V, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(packed.hidden_V, padded.hidden_V, rtol=0, atol=ROUNDING)
+    assert set(packed_gradients) == set(padded_gradients)
+    for name, gradient in packed_gradients.items():
+        scale = float(padded_gradients[name].abs().max())
+        torch.testing.assert_close(gradient, padded_gradients[name], rtol=0, atol=2e-5 * scale)
+
+
+def test_packed_replay_runs_the_model_on_no_padding(qwen3_pipeline):
+    conditions, segment = sampled(qwen3_pipeline)
+    seen = []
+    model = qwen3_pipeline.bundle.model
+    handle = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:2]))
+    qwen3_pipeline.replay(conditions, segment, PARAMS)
+    handle.remove()
+    # The last token of a completion predicts nothing that is scored.
+    needed = int(conditions["prompt"].lengths.sum() + segment.lengths.sum()) - segment.batch_size
+    assert seen == [(1, needed)]
+
+
+def test_gradients_are_those_of_finite_differences(qwen3_folder):
+    """In float64 along one direction in the space of all weights."""
+    pipeline = Qwen3Pipeline(Qwen3Bundle(str(qwen3_folder)))
+    conditions, segment = sampled(pipeline)
+    model = pipeline.bundle.model
+    parameters = list(model.parameters())
+    directions = [
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * float(p.detach().std())
+        for i, p in enumerate(parameters)
+    ]
+    out = pipeline.replay(conditions, segment, PARAMS)
+    out.logp_V.mean().backward()
+    slope = sum(float((p.grad.double() * d.double()).sum()) for p, d in zip(parameters, directions, strict=True))
+    step, ends = 2e-3, []
+    for sign in (1, -1):
+        moved = copy.deepcopy(pipeline)
+        for p, d in zip(moved.bundle.model.parameters(), directions, strict=True):
+            p.data.add_(d, alpha=sign * step)
+        with torch.no_grad():
+            ends.append(float(moved.replay(conditions, segment, PARAMS).logp_V.double().mean()))
+    assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=2e-2)
+
+
+def test_completions_of_no_tokens_and_of_one_are_replayed(qwen3_pipeline):
+    conditions, segment = sampled(qwen3_pipeline)
+    lengths = [0, 1, 5, 0]
+    rows = [row[:n] for row, n in zip(segment.unpack("tokens"), lengths, strict=True)]
+    cut = TextSegment.pack(tokens=rows)
+    out = qwen3_pipeline.replay(conditions, cut, PARAMS)
+    whole = qwen3_pipeline.replay(conditions, segment, PARAMS)
+    starts = segment.cu_seqlens.tolist()
+    places = [starts[row] + i for row, n in enumerate(lengths) for i in range(n)]
+    torch.testing.assert_close(out.logp_V, whole.logp_V[places], rtol=0, atol=ROUNDING)
+
+
+def test_hidden_states_are_those_that_the_head_projects(qwen3_pipeline):
+    conditions, segment = sampled(qwen3_pipeline)
+    out = qwen3_pipeline.replay(conditions, segment, PARAMS)
+    logits = out.hidden_V @ qwen3_pipeline.bundle.head.weight.T / 0.8
+    expected = logits.log_softmax(-1).gather(-1, segment.tokens[:, None]).squeeze(-1)
+    torch.testing.assert_close(out.logp_V, expected, rtol=0, atol=ROUNDING)
+
+
+def test_sliding_windows_are_replayed_as_they_were_sampled(tmp_path):
+    """Prompts and completions longer than the window of the second layer."""
+    model = qwen3(use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    assert model.config.layer_types == ["full_attention", "sliding_attention"]
+    pipeline = Qwen3Pipeline(Qwen3Bundle(str(save_text_model(model, tmp_path))))
+    conditions, segment = sampled(pipeline)
+    assert pipeline.ar.is_packed
+    for packed in (True, False):
+        out = ARStage(pipeline.adapter, packed=packed).replay(conditions, segment, PARAMS)
+        torch.testing.assert_close(out.logp_V.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+
+
+LLAMA = transformers.LlamaConfig(
+    vocab_size=272,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+    eos_token_id=258,
+)
+GEMMA = transformers.Gemma2Config(
+    vocab_size=272,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=512,
+    eos_token_id=258,
+    sliding_window=8,
+    attn_logit_softcapping=5.0,
+    final_logit_softcapping=None,
+)
+
+
+@pytest.mark.parametrize(("config", "is_packed"), [(LLAMA, True), (GEMMA, False)], ids=["llama", "gemma2"])
+def test_any_causal_language_model_is_sampled_and_replayed(config, is_packed, tmp_path, caplog):
+    """Gemma 2 caps its attention logits, which packed SDPA does not: it is padded, and the log says so."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    bundle = CausalLMBundle(str(save_text_model(model, tmp_path)))
+    pipeline = AutoregressivePipeline(TextAdapter(bundle))
+    assert pipeline.ar.is_packed is is_packed
+    assert ("cannot be packed" in caplog.text) is not is_packed
+    conditions, segment = sampled(pipeline)
+    out = pipeline.replay(conditions, segment, PARAMS)
+    torch.testing.assert_close(out.logp_V.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+    if not is_packed:
+        with pytest.raises(ConfigError, match="Gemma2ForCausalLM cannot be packed"):
+            AutoregressivePipeline(TextAdapter(bundle), packed=True)
+
+
+def test_a_model_that_caps_its_logits_behind_the_projection_is_refused(tmp_path):
+    config = copy.deepcopy(GEMMA)
+    config.final_logit_softcapping = 30.0
+    folder = save_text_model(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM scales or caps its logits"):
+        CausalLMBundle(str(folder))
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0}, {"top_p": 0.9}, {"top_k": 5}])
+def test_tokens_that_were_not_drawn_from_the_whole_softmax_are_not_replayed(qwen3_pipeline, changes):
+    params = replace(PARAMS, **changes)
+    conditions, segment = sampled(qwen3_pipeline, params=params)
+    with pytest.raises(ConfigError, match="tokens must be drawn from it. Set a temperature above 0, top_p: 1"):
+        qwen3_pipeline.replay(conditions, segment, params)
+
+
+def test_another_temperature_than_the_rollouts_is_refused(qwen3_pipeline):
+    conditions, segment = sampled(qwen3_pipeline)
+    with pytest.raises(ContractError, match=r"sampled at temperature 0\.8 and are to be replayed at 1\.0"):
+        qwen3_pipeline.replay(conditions, segment, replace(PARAMS, temperature=1.0))
+
+
+def test_sizes_that_disagree_are_named(qwen3_pipeline):
+    conditions, segment = sampled(qwen3_pipeline)
+    with pytest.raises(ContractError, match="4 prompts and 2 noise keys"):
+        qwen3_pipeline.generate(conditions, PARAMS, noise_keys=["a", "b"])
+    with pytest.raises(ContractError, match="conditions of 4 samples for a segment of 3"):
+        qwen3_pipeline.replay(conditions, segment.slice(0, 3), PARAMS)
+
+
+def test_a_prompt_that_leaves_no_room_is_named_with_what_would_fit(qwen3_pipeline):
+    with pytest.raises(ConfigError, match=r"prompt 1 of the batch has \d+ tokens.*context of 512.*max_new_tokens to"):
+        qwen3_pipeline.encode({"text": Texts(texts=["hi", "long" * 123])}, PARAMS)
+
+
+def test_chat_templates_are_applied_as_the_tokenizer_does(qwen3_pipeline, qwen3_folder, tmp_path):
+    tokenizer = qwen3_pipeline.bundle.tokenizer
+
+    def prompt(pipeline) -> str:
+        (tokens,) = pipeline.encode({"text": Texts(texts=["hi"])}, PARAMS)["prompt"].unpack("tokens")
+        return tokenizer.decode(tokens.tolist())
+
+    assert prompt(qwen3_pipeline) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    closed = own(qwen3_pipeline, system_prompt="be brief", enable_thinking=False)
+    assert prompt(closed) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    assert prompt(own(qwen3_pipeline, chat_template=False)) == "hi"
+    base = str(save_text_model(qwen3(), tmp_path, chat_template=None))
+    assert prompt(Qwen3Pipeline(Qwen3Bundle(base))) == "hi"
+    with pytest.raises(ConfigError, match=r"has no template.*set chat_template: false"):
+        Qwen3Pipeline(Qwen3Bundle(base), chat_template=True)
+    with pytest.raises(ConfigError, match="do nothing without a chat template"):
+        Qwen3Pipeline(Qwen3Bundle(base), system_prompt="be brief")
+
+
+def test_decoded_texts_hold_no_special_tokens(qwen3_pipeline):
+    ids = qwen3_pipeline.bundle.tokenizer("42<|im_end|>")["input_ids"]
+    segment = TextSegment.pack(tokens=[torch.tensor(ids), torch.tensor(ids[:1])])
+    assert qwen3_pipeline.decode(segment).texts == ["42", "4"]

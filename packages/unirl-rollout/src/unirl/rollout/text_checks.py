@@ -1,0 +1,58 @@
+"""What every engine of language models verifies: the request before it works, the segment before it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unirl.types.errors import ContractError
+from unirl.types.rollout import RolloutReq
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus, TextSegment
+
+LARGEST_LOGP = 1e-5
+"""A certain token has log-prob 0; engines that subtract a logsumexp in float32 may land just above."""
+
+
+def text_params(req: RolloutReq) -> ARSamplingParams:
+    """The request's sampling parameters. Raises ContractError where they are not those of a language model."""
+    params = req.sampling_params
+    if not isinstance(params, ARSamplingParams):
+        raise ContractError(f"this engine needs ARSamplingParams, the request has {type(params).__name__}")
+    return params
+
+
+def verify_text_segment(segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int]) -> None:
+    """Raise ContractError unless every sample has tokens, ended for the reason it names, and has finite log-probs.
+
+    A completed sample ends with one of `stop_token_ids`, a truncated one has max_new_tokens tokens; neither has a stop
+    token before its end. Log-probs are at most 0, and absent where greedy alone.
+    """
+    if segment.params != params:
+        raise ContractError(f"the engine sampled with {segment.params}, the request asked for {params}")
+    stops = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=segment.tokens.device)
+    status = [SegmentStatus.COMPLETED] * segment.batch_size if segment.status is None else segment.status.tolist()
+    for row, (tokens, ending) in enumerate(zip(segment.unpack("tokens"), status, strict=True)):
+        is_stop = torch.isin(tokens, stops)
+        fault = None
+        if ending == SegmentStatus.ABORTED:
+            fault = "was aborted"
+        elif len(tokens) == 0 or len(tokens) > params.max_new_tokens:
+            fault = f"has {len(tokens)} tokens, expected 1 to max_new_tokens = {params.max_new_tokens}"
+        elif bool(is_stop[:-1].any()):
+            fault = f"goes on behind a stop token: {tokens.tolist()}"
+        elif (ending == SegmentStatus.COMPLETED) != bool(is_stop[-1]):
+            fault = f"is {SegmentStatus(ending).name} but its last token is {int(tokens[-1])} (stops: {stops.tolist()})"
+        elif ending == SegmentStatus.TRUNCATED and len(tokens) < params.max_new_tokens:
+            fault = f"is TRUNCATED after {len(tokens)} of max_new_tokens = {params.max_new_tokens}"
+        if fault is not None:
+            raise ContractError(f"sample {row} {fault}")
+    if segment.log_probs is None:
+        if not params.is_greedy:
+            raise ContractError("the engine returned no log-probs; ask it for the log-prob of every sampled token")
+        return
+    wrong = ~(torch.isfinite(segment.log_probs) & (segment.log_probs <= LARGEST_LOGP))
+    if bool(wrong.any()):
+        found = segment.log_probs[wrong][:4].tolist()
+        raise ContractError(f"{int(wrong.sum())} log-probs are not finite numbers of at most 0, first {found}")
