@@ -104,6 +104,16 @@ CATALOG: dict[str, ScorerCard] = {
         typical="as the function gives",
         source="yours",
     ),
+    "geneval": ScorerCard(
+        target="unirl.reward.local.geneval.GenEvalScorer",
+        summary="objects, counts, colours and positions that the prompt asks for, by a detector and rules",
+        media=("image",),
+        needs="metadata include, detector",
+        high=1,
+        typical="0 or 1; partial credit by `score_type`",
+        extra="geneval",
+        source="GenEval, arXiv 2310.11513",
+    ),
     "geneval2": ScorerCard(
         target="unirl.reward.local.geneval2.GenEval2Scorer",
         summary="probability that every atom of the prompt is there (Soft-TIFA), by questions to a judge",
