@@ -1,218 +1,354 @@
-"""The endpoints over loopback, with aiohttp's own test client."""
+"""The HTTP side, with replicas in this process."""
 
 import asyncio
 import base64
 import json
-import threading
 from io import BytesIO
 
 import numpy as np
 import pytest
-import torch
 from aiohttp.test_utils import TestClient, TestServer
 from PIL import Image
 
-from unirl.reward.function import FunctionRewardScorer
-from unirl.reward.service import RewardService
-from unirl.reward_server.app import RewardServer
-from unirl.reward_server.config import ServerConfig
+from unirl.reward.wire import BINARY_TYPE, WireSample, encode_binary, encode_json
+from unirl.reward_server.app import CONNECTION_OPTIONS, RewardServer
+from unirl.reward_server.settings import ServerSettings, Settings
+
+from .fakes import FakeReplica, Maker, reward, sample, until
+
+JSON = {"Content-Type": "application/json"}
+BINARY = {"Content-Type": BINARY_TYPE}
+TOKEN = "a token of some length"
 
 
-def png(value=128, size=(4, 3), mode="RGB"):
-    """base64 PNG of one colour."""
+def png(value=0, size=(8, 8)):
     buffer = BytesIO()
-    Image.new(mode, size, value if mode == "L" else (value,) * len(mode)).save(buffer, "PNG")
+    Image.new("RGB", size, (value,) * 3).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def brightness(images, prompts, metadata):
-    if "explode" in prompts:
-        raise RuntimeError("boom")
-    return images.mean((1, 2, 3))
+def body(*values, rewards=("r",), prompt="p"):
+    turns = [{"text": prompt, "image_b64": png(value)} for value in values]
+    return {"requests": [{"history": [turn], "required_rewards": list(rewards)} for turn in turns]}
 
 
-def colour(images, prompts, metadata):
-    return {"red": images[:, 0].mean((1, 2)), "row": [row.get("row", 0) for row in metadata]}
+async def started(app):
+    """A client of a server that runs as the command would run it."""
+    server = TestServer(app.application())
+    options = {key: value for key, value in CONNECTION_OPTIONS.items() if key != "handler_cancellation"}
+    await server.start_server(lingering_time=0.05, **options)  # TestServer itself cancels handlers
+    return TestClient(server)
 
 
-def a_service():
-    parts = {"red": 1.0, "row": 2.0}
-    scorers = [FunctionRewardScorer(brightness), FunctionRewardScorer(colour, component_weights=parts)]
-    return RewardService(scorers, weights={"brightness": 1.0, "colour": 0.5}, on_failure="drop_group")
-
-
-def ask(*calls, service=None, config=None):
-    """(status, JSON, headers) of each (method, path, body) against a fresh server, one after the other."""
+def serving(test, *, make=None, rewards=None, token=None, **server):
+    """Run `test(client, server, make)` against a server."""
+    make = make or Maker()
 
     async def run():
-        app = RewardServer(service or a_service(), config or ServerConfig()).application()
-        async with TestClient(TestServer(app)) as client:
-            answers = []
-            for method, path, body in calls:
-                data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-                async with client.request(method, path, data=data) as answer:
-                    answers.append((answer.status, await answer.json(), answer.headers))
-            return answers
+        settings = Settings(tuple(rewards or [reward()]), ServerSettings(**server))
+        app = RewardServer(settings, token=token, make_replica=make)
+        async with await started(app) as client:
+            await until(lambda: all(pool.is_ready for pool in app.pools.values()))
+            return await test(client, app, make)
 
-    return asyncio.run(asyncio.wait_for(run(), timeout=30))
+    return asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_health_and_rewards_name_the_scorers_their_weights_and_components():
-    (_, health, _), (_, rewards, _) = ask(("GET", "/health", None), ("GET", "/rewards", None))
-    assert health == {"status": "ok", "rewards": ["brightness", "colour"]}
-    assert rewards == {
-        "rewards": {
-            "brightness": {"weight": 1.0, "components": []},
-            "colour": {"weight": 0.5, "components": ["colour/red", "colour/row"]},
-        },
-        "aggregation": "weighted_sum",
-    }
+async def post(client, data, headers=JSON):
+    content = data if isinstance(data, bytes) else json.dumps(data).encode()
+    async with client.post("/score", data=content, headers=headers) as answer:
+        return answer.status, await answer.json(), answer.headers
 
 
-def test_score_returns_what_the_service_gives_in_the_order_asked():
-    body = {"prompts": ["a", "b"], "images": [png(0), png(255)], "metadata": [{"row": 3}, {}], "ids": ["x", "y"]}
-    [(status, answer, _)] = ask(("POST", "/score", body))
-    assert status == 200 and answer.pop("compute_s") > 0
-    assert answer == {
-        "ids": ["x", "y"],
-        "rewards": [3.0, 1.5],
-        "components": {"brightness": [0, 1], "colour": [6, 1], "colour/red": [0, 1], "colour/row": [3, 0]},
-        "successes": [True, True],
-        "errors": [None, None],
-    }
+def test_the_published_schema_is_answered_as_published():
+    async def test(client, app, make):
+        status, answer, headers = await post(client, body(3, 200, rewards=["r", "q"]))
+        assert status == 200 and headers["Content-Type"].startswith("application/json")
+        numbers = [{"reward": float(value), "frames": 3.0} for value in (3, 200)]
+        assert answer == {"results": [{"r": each, "q": each} for each in numbers], "errors": [{}, {}]}
+        assert [list(each["r"]) for each in answer["results"]] == [["reward", "frames"]] * 2
+        async with client.get("/health") as health:
+            expected = {"status": "ok", "rewards": {"r": ["r-0:ready"], "q": ["q-0:ready", "q-1:ready"]}}
+            assert health.status == 200 and await health.json() == expected
+        async with client.get("/rewards") as roster:
+            assert (await roster.json())["rewards"] == ["r", "q"]
+
+    serving(test, rewards=[reward(), reward("q", num_replicas=2)])
 
 
-def test_pixels_arrive_bit_for_bit_channels_first():
-    seen = []
+def test_both_bodies_give_the_same_numbers_and_samples_may_ask_for_different_rewards():
+    async def test(client, app, make):
+        samples = [sample(i, size=2 + i % 2, value=11 * i) for i in range(5)]
+        rewards = [["r"], ["q"], ["r", "q"], ["q", "r"], ["r"]]
+        binary = b"".join(encode_binary(samples, rewards))
+        status, answer, _ = await post(client, binary, BINARY)
+        assert status == 200 and [set(each) for each in answer["results"]] == [set(names) for names in rewards]
+        assert [each.get("r", each.get("q"))["reward"] for each in answer["results"]] == [0, 11, 22, 33, 44]
+        _, as_json, _ = await post(client, encode_json(samples, ["r", "q"]))
+        _, as_binary, _ = await post(client, b"".join(encode_binary(samples, ["r", "q"])), BINARY)
+        assert as_json == as_binary
 
-    def keep(images, prompts, metadata):
-        seen.append(images.clone())
-        return [0.0] * len(prompts)
-
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-    buffer = BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    body = {"prompts": ["p"], "images": [base64.b64encode(buffer.getvalue()).decode()]}
-    [(status, answer, _)] = ask(("POST", "/score", body), service=RewardService([FunctionRewardScorer(keep)]))
-    assert status == 200 and answer["ids"] == ["0"]
-    assert torch.equal((seen[0][0] * 255).round().byte(), torch.from_numpy(pixels).permute(2, 0, 1))
+    serving(test, rewards=[reward(), reward("q")])
 
 
-def test_a_sample_that_cannot_be_scored_is_null_with_its_reason_and_the_others_are_scored():
-    body = {"prompts": ["explode", "b"], "images": [png(), png(255)]}
-    [(status, answer, _)] = ask(("POST", "/score", body))
-    assert status == 200 and answer["rewards"] == [None, 1.5] and answer["successes"] == [False, True]
-    assert answer["errors"] == ["scorer brightness: RuntimeError: boom", None]
-    assert answer["components"]["colour"][0] is not None
+def test_a_sample_that_fails_has_a_reason_without_folders_and_no_number():
+    async def test(client, app, make):
+        texts = [WireSample(id=p, kind="text", media="abc", prompt=p) for p in ("explode", "fine")]
+        status, answer, _ = await post(client, encode_json(texts, ["r"]))
+        assert status == 200 and answer["results"] == [{}, {"r": {"reward": 3.0}}]
+        assert answer["errors"] == [{"r": "ValueError: cannot open weights.bin: boom"}, {}]
+        async with client.get("/status.json") as page:
+            content = await page.json()
+        assert content["rewards"][0]["failed"] == 1 and "/srv" not in json.dumps(content)
+
+    serving(test)
 
 
 @pytest.mark.parametrize(
-    ("body", "text"),
+    ("data", "status", "text"),
     [
-        (b"{", "the body is not JSON"),
-        (b"\xff\xfe\x00", "the body is not JSON"),
-        (b"[" * 100_000, "the body is not JSON"),
-        ([], "must be a JSON object, got list"),
-        ({"prompts": ["a"]}, "images must be a list, got nothing"),
-        ({"prompts": "a", "images": []}, "prompts must be a list, got str"),
-        ({"prompts": [1], "images": [png()]}, "prompts[0] must be a str, got int"),
-        ({"prompts": [], "images": []}, "at least 1; got 0, 0"),
-        ({"prompts": ["a", "b"], "images": [png()]}, "of one length, at least 1; got 2, 1"),
-        ({"prompts": ["a"], "images": [png()], "ids": []}, "ids has 0 items for 1 prompts"),
-        ({"prompts": ["a"], "images": [png()], "metadata": [3]}, "metadata[0] must be a dict, got int"),
-        ({"prompts": ["a", "b"], "images": [png(), png()], "ids": ["x", "x"]}, "ids repeat"),
-        ({"prompts": ["a"], "images": ["!"]}, "images[0] is not base64"),
-        ({"prompts": ["a"], "images": ["AAAA"]}, "images[0] is not a PNG"),
-        ({"prompts": ["a"], "images": [png()[:60]]}, "images[0] is not"),
-        ({"prompts": ["a"], "images": [png(size=(20, 20))]}, "images[0] is 20 x 20, more than 300 pixels"),
-        ({"prompts": ["a"], "images": [png(mode="RGBA")]}, "images[0] has mode RGBA"),
-        ({"prompts": ["a", "b"], "images": [png(), png(size=(3, 3))]}, "images differ in size"),
-        ({"prompts": ["a"], "images": [png()], "video": 1}, "unknown fields ['video']"),
+        (b"{", 422, "the body is not JSON"),
+        ({}, 422, "the body has no requests"),
+        ({"requests": [{"history": [{"text": "a", "image_b64": png()}]}]}, 422, "has no required_rewards"),
+        ({"requests": []}, 400, "requests has 0 entries"),
+        ({"requests": [{"history": [], "required_rewards": ["r"]}]}, 400, "history has 0 turns"),
+        ({"requests": [{"history": [{"text": "a"}], "required_rewards": ["r"]}]}, 400, "exactly one of image_b64"),
+        ({"requests": [{"history": [{"image_b64": "?"}], "required_rewards": ["r"]}]}, 400, "is not base64"),
+        (
+            {"requests": [{"history": [{"video_path": "/etc/passwd"}], "required_rewards": ["r"]}]},
+            400,
+            "reads no files",
+        ),
+        (body(1, rewards=["reward"]), 400, "there is no reward 'reward'; did you mean r?"),
+        (body(1, 2, 3, 4, 5), 400, "requests has 5 entries; 1 to 4"),
+        ({"requests": [{"history": [{"image_b64": png(size=(30, 9))}], "required_rewards": ["r"]}]}, 400, "30 x 9"),
     ],
 )
-def test_a_bad_request_gets_400_and_one_sentence(body, text):
-    config = ServerConfig(max_image_pixels=300)
-    [(status, answer, _)] = ask(("POST", "/score", body), config=config)
-    assert status == 400 and list(answer) == ["error"] and text in answer["error"]
+def test_a_wrong_body_gets_400_or_422_and_one_sentence(data, status, text):
+    async def test(client, app, make):
+        got, answer, _ = await post(client, data)
+        assert got == status and list(answer) == ["detail"] and text in answer["detail"]
+        assert not make.made[0].batches
+
+    serving(test, max_samples=4, max_image_pixels=256)
 
 
-def test_grey_pictures_are_accepted():
-    body = {"prompts": ["a"], "images": [png(255, mode="L")]}
-    [(status, answer, _)] = ask(("POST", "/score", body))
-    assert status == 200 and answer["rewards"] == [1.5]
+def test_a_cut_binary_body_gets_422_and_other_types_415():
+    async def test(client, app, make):
+        whole = b"".join(encode_binary([sample("a")], ["r"]))
+        assert (await post(client, whole[:-1], BINARY))[0] == 422
+        for headers in ({"Content-Type": "text/plain"}, JSON | {"Content-Encoding": "gzip"}):
+            status, answer, _ = await post(client, json.dumps(body(1)).encode(), headers)
+            assert status == 415 and BINARY_TYPE in answer["detail"]
+        assert (await post(client, whole, BINARY))[0] == 200
+
+    serving(test)
 
 
-def test_a_body_over_the_limit_gets_413_and_the_next_request_works():
-    config = ServerConfig(max_body_bytes=1000, max_queued=1)
-    small = {"prompts": ["a"], "images": [png()]}
-    large = {"prompts": ["a" * 2000], "images": [png()]}
-    (status, answer, _), (second, _, _) = ask(("POST", "/score", large), ("POST", "/score", small), config=config)
-    assert status == 413 and "error" in answer and second == 200
+def test_bodies_over_the_limit_get_413_announced_or_not():
+    async def test(client, app, make):
+        async def pieces():
+            for _ in range(20):
+                yield b"[" * 1000
+
+        assert (await post(client, b"[" * 5001))[0] == 413
+        async with client.post("/score", data=pieces(), headers=JSON) as answer:
+            assert answer.status == 413
+        assert (await post(client, body(1)))[0] == 200
+        assert app._pending_bytes == 0
+
+    serving(test, max_body_bytes=5000)
 
 
-def test_a_bug_of_a_scorer_gets_500_with_its_message_and_the_server_lives_on():
-    service = RewardService([FunctionRewardScorer(lambda *a: [1.0, 2.0], name="f")])
-    body = {"prompts": ["a"], "images": [png()]}
-    (status, answer, _), (health, _, _) = ask(("POST", "/score", body), ("GET", "/health", None), service=service)
-    assert status == 500 and answer["error"].startswith("ContractError: scorer f returned f of shape (2,)")
-    assert health == 200
+def test_requests_that_hold_too_much_memory_together_get_429():
+    async def test(client, app, make):
+        make.made[0].may_score.clear()
+        data = b"".join(encode_binary([sample("a", size=20)], ["r"]))
+        first = asyncio.create_task(post(client, data, BINARY))
+        await make.made[0].asked.wait()
+        status, answer, headers = await post(client, data, BINARY)
+        assert status == 429 and "max_pending_bytes" in answer["detail"] and headers["Retry-After"] == "1"
+        make.made[0].may_score.set()
+        assert (await first)[0] == 200 and (await post(client, data, BINARY))[0] == 200
+
+    serving(test, max_pending_bytes=2000)
+
+
+def test_a_full_queue_gets_429_with_retry_after_and_nothing_of_the_request_is_queued():
+    async def test(client, app, make):
+        for replica in make.made:
+            replica.may_score.clear()
+        first = asyncio.create_task(post(client, body(1, 2)))
+        await make.made[0].asked.wait()
+        second = asyncio.create_task(post(client, body(1, 2, 3)))
+        await until(lambda: app.pools["r"].num_waiting == 3)
+        status, answer, headers = await post(client, body(1, rewards=["q", "r"]))
+        assert status == 429 and "max_queue = 3" in answer["detail"] and int(headers["Retry-After"]) >= 1
+        assert app.pools["q"].num_waiting == 0 and not make.made[1].batches
+        for replica in make.made:
+            replica.may_score.set()
+        assert [(await task)[0] for task in (first, second)] == [200, 200]
+
+    serving(test, rewards=[reward(max_queue=3), reward("q")])
+
+
+def test_what_is_not_scored_in_time_has_an_error_and_other_rewards_their_numbers():
+    async def test(client, app, make):
+        make.made[0].may_score.clear()
+        status, answer, _ = await post(client, body(5, rewards=["r", "q"]))
+        assert status == 200 and answer["results"][0]["q"]["reward"] == 5
+        assert list(answer["errors"][0]) == ["r"] and "not scored within" in answer["errors"][0]["r"]
+
+    serving(test, rewards=[reward(), reward("q")], score_timeout_s=0.1)
+
+
+def test_a_client_that_leaves_cancels_its_samples():
+    async def test(client, app, make):
+        make.made[0].may_score.clear()
+        task = asyncio.create_task(post(client, body(1)))
+        await make.made[0].asked.wait()
+        waiting = asyncio.create_task(post(client, body(1, 2, 3)))
+        await until(lambda: app.pools["r"].num_waiting == 3)
+        for each in (task, waiting):
+            each.cancel()
+        await until(lambda: make.made[0].cancelled == 1 and app.pools["r"].num_waiting == 0)
+        await until(lambda: app._pending_bytes == 0 and app._num_requests == 0)
+
+    serving(test)
+
+
+def test_a_half_sent_body_gets_408_and_frees_what_it_held():
+    async def test(client, app, make):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        head = "POST /score HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+        writer.write(head.encode())
+        answer = await reader.read()
+        assert b" 408 " in answer and b"body_timeout_s = 0.1 s" in answer and app._pending_bytes == 0
+        writer.close()
+        assert (await post(client, body(1)))[0] == 200
+
+    serving(test, body_timeout_s=0.1)
+
+
+def test_every_path_but_the_page_and_readiness_needs_the_token():
+    async def test(client, app, make):
+        good = {"Authorization": f"Bearer {TOKEN}"}
+        for path in ("/health", "/rewards", "/metrics", "/status.json", "/nowhere"):
+            async with client.get(path) as answer:
+                assert answer.status == 401 and answer.headers["WWW-Authenticate"] == "Bearer"
+                assert "r" not in (await answer.json()).get("rewards", {})
+        for path in ("/", "/ready", "/openapi.json"):
+            async with client.get(path) as answer:
+                assert answer.status == 200
+        for wrong in (f"Bearer {TOKEN}x", f"Basic {TOKEN}", TOKEN, "Bearer ", "Bearer \xff"):
+            assert (await post(client, body(1), JSON | {"Authorization": wrong}))[0] == 401
+        assert (await post(client, body(1), JSON | good))[0] == 200
+        async with client.get("/health", headers=good) as answer:
+            assert answer.status == 200
+
+    serving(test, token=TOKEN)
+
+
+def test_a_draining_server_finishes_what_it_has_and_refuses_the_rest():
+    async def test(client, app, make):
+        make.made[0].may_score.clear()
+        first = asyncio.create_task(post(client, body(9)))
+        await make.made[0].asked.wait()
+        draining = asyncio.create_task(app.drain())
+        await until(lambda: app.is_draining)
+        status, answer, headers = await post(client, body(1))
+        assert status == 503 and "stopping" in answer["detail"] and "Retry-After" in headers
+        async with client.get("/ready") as ready:
+            assert ready.status == 503
+        assert not draining.done()
+        make.made[0].may_score.set()
+        assert (await first)[1]["results"][0]["r"]["reward"] == 9
+        await draining
+
+    serving(test)
+
+
+def test_ready_says_503_until_every_reward_is_loaded():
+    class Slow(FakeReplica):
+        async def start(self):
+            await self.may_score.wait()
+
+    async def run():
+        slow = Slow()
+        slow.may_score.clear()
+        app = RewardServer(Settings((reward(),)), make_replica=Maker(slow))
+        async with await started(app) as client:
+            async with client.get("/ready") as answer:
+                assert answer.status == 503 and (await answer.json())["detail"] == "1 rewards are not ready"
+            async with client.get("/health") as answer:
+                assert (await answer.json())["rewards"] == {"r": ["r-0:starting"]}
+            slow.may_score.set()
+            await until(lambda: app.pools["r"].is_ready)
+            async with client.get("/ready") as answer:
+                assert answer.status == 200
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_videos_are_read_below_the_roots_only(tmp_path):
+    root, outside = tmp_path / "clips", tmp_path / "secret"
+    root.mkdir()
+    outside.mkdir()
+    frames = [Image.fromarray(np.full((4, 4, 3), 10 * i, np.uint8)) for i in range(3)]
+    for folder in (root, outside):
+        frames[0].save(folder / "a.png", save_all=True, append_images=frames[1:])
+    (root / "link.png").symlink_to(outside / "a.png")
+    (root / "inner.png").symlink_to(root / "a.png")
+
+    async def test(client, app, make):
+        async def ask(path):
+            turn = {"text": "p", "video_path": str(path)}
+            return await post(client, {"requests": [{"history": [turn], "required_rewards": ["r"]}]})
+
+        for path in (root / "a.png", "a.png", "inner.png"):
+            status, answer, _ = await ask(path)
+            assert status == 200 and answer["results"][0]["r"] == {"reward": 10.0, "frames": 4.0}
+        answers = [
+            await ask(path)
+            for path in (outside / "a.png", "../secret/a.png", "link.png", "no.png", ".", "a\0b", "/nowhere")
+        ]
+        assert {status for status, _, _ in answers} == {400}
+        assert len({json.dumps(answer) for _, answer, _ in answers}) == 1 and str(tmp_path) not in str(answers)
+
+    serving(test, video_roots=[str(root)])
+
+
+def test_metrics_count_what_happened_and_the_page_allows_only_its_own_script():
+    async def test(client, app, make):
+        await post(client, body(1, 2))
+        await post(client, {})
+        async with client.get("/metrics") as answer:
+            text = await answer.text()
+        assert 'reward_server_requests_total{path="/score",status="200"} 1.0' in text
+        assert 'reward_server_requests_total{path="/score",status="422"} 1.0' in text
+        assert 'reward_server_samples_total{outcome="scored",reward="r"} 2.0' in text
+        assert 'reward_server_replicas{reward="r",state="ready"} 1.0' in text
+        async with client.get("/") as answer:
+            assert "script-src 'sha256-" in answer.headers["Content-Security-Policy"]
+            assert "Reward server" in await answer.text()
+
+    serving(test)
 
 
 def test_unknown_paths_and_methods_are_json_errors_too():
-    (lost, answer, _), (wrong, _, headers) = ask(("GET", "/nowhere", None), ("GET", "/score", None))
-    assert lost == 404 and "error" in answer
-    assert wrong == 405 and headers["Allow"] == "POST"
+    async def test(client, app, make):
+        async with client.get("/nowhere") as answer:
+            assert answer.status == 404 and "detail" in await answer.json()
+        async with client.get("/score") as answer:
+            assert answer.status == 405 and answer.headers["Allow"] == "POST"
+
+    serving(test)
 
 
-def waiting_service(started, proceed):
-    def slow(images, prompts, metadata):
-        started.set()
-        proceed.wait(timeout=20)
-        return [1.0] * len(prompts)
+def test_a_bug_of_the_server_is_a_500_without_its_trace(monkeypatch):
+    async def test(client, app, make):
+        monkeypatch.setattr(app, "_answers", lambda call: 1 / 0)
+        status, answer, _ = await post(client, body(1))
+        assert status == 500 and answer == {"detail": "internal error; the server's log has it"}
 
-    return RewardService([FunctionRewardScorer(slow)])
-
-
-def test_a_full_queue_gets_503_and_recovers():
-    started, proceed = threading.Event(), threading.Event()
-    body = json.dumps({"prompts": ["a"], "images": [png()]}).encode()
-
-    async def run():
-        app = RewardServer(waiting_service(started, proceed), ServerConfig(max_queued=2)).application()
-        async with TestClient(TestServer(app)) as client:
-            held = [asyncio.create_task(client.post("/score", data=body)) for _ in range(2)]
-            while not started.is_set():
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)
-            async with client.post("/score", data=body) as refused:
-                answer = await refused.json()
-                assert refused.status == 503 and refused.headers["Retry-After"] == "1"
-                assert answer == {"error": "2 requests are waiting; try again later"}
-            proceed.set()
-            assert [answer.status for answer in await asyncio.gather(*held)] == [200, 200]
-            async with client.post("/score", data=body) as again:
-                assert again.status == 200
-
-    asyncio.run(asyncio.wait_for(run(), timeout=30))
-
-
-def test_a_slow_scorer_gets_504_and_keeps_its_slot_until_it_ends():
-    started, proceed = threading.Event(), threading.Event()
-    body = json.dumps({"prompts": ["a"], "images": [png()]}).encode()
-
-    async def run():
-        config = ServerConfig(max_queued=1, score_timeout_s=0.2)
-        app = RewardServer(waiting_service(started, proceed), config).application()
-        async with TestClient(TestServer(app)) as client:
-            async with client.post("/score", data=body) as late:
-                assert late.status == 504 and "score_timeout_s = 0.2" in (await late.json())["error"]
-            async with client.post("/score", data=body) as refused:
-                assert refused.status == 503
-            proceed.set()
-            status = 503
-            while status == 503:
-                async with client.post("/score", data=body) as again:
-                    status = again.status
-            assert status == 200
-
-    asyncio.run(asyncio.wait_for(run(), timeout=30))
+    serving(test)

@@ -1,101 +1,379 @@
-"""The aiohttp application: three endpoints in front of one RewardService."""
+"""The aiohttp application: requests in, pools of replicas behind, limits around."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import logging
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from unirl.reward.base import LocalScorer
-from unirl.reward.service import RewardService
-from unirl.reward_server.config import ServerConfig
-from unirl.reward_server.payload import as_json, parsed_request
-from unirl.types.errors import DataError, UniRLError
+from unirl.reward.wire import (
+    BINARY_TYPE,
+    JSON_TYPE,
+    Limits,
+    SampleAnswer,
+    SchemaError,
+    ScoreCall,
+    decode_binary,
+    decode_json,
+    encode_answer,
+)
+from unirl.reward_server.access import is_allowed, video_reader, without_paths
+from unirl.reward_server.gpus import placed
+from unirl.reward_server.metrics import Metrics
+from unirl.reward_server.openapi import document
+from unirl.reward_server.page import PAGE, PAGE_POLICY
+from unirl.reward_server.pool import QueueFull, RewardPool
+from unirl.reward_server.replica import Found, ProcessReplica, Replica
+from unirl.reward_server.settings import RewardSettings, Settings
+from unirl.types.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1
-"""What a full queue tells clients to wait."""
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MakeReplica = Callable[[RewardSettings, Sequence[str]], Replica]
+
+OPEN_PATHS = ("/", "/ready", "/openapi.json")
+"""They tell nothing about rewards, so that load balancers need no token."""
+
+CONNECTION_OPTIONS: dict[str, Any] = {  # Any: keywords of aiohttp's runner
+    "handler_cancellation": True,  # a client that leaves cancels its samples
+    "auto_decompress": False,  # a compressed body could be a bomb
+    "read_bufsize": 2**20,
+}
+"""How connections must be served."""
+
+_DECODE_THREADS = 2
+_POLL_S = 0.05
 
 
 class RewardServer:
-    """Handlers of one service. Scoring runs in one thread, so requests never share the device."""
+    """Handlers and pools of one server.
 
-    def __init__(self, service: RewardService, config: ServerConfig) -> None:
-        self._service = service
-        self._config = config
-        self._slots = threading.BoundedSemaphore(config.max_queued)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+    token: what clients must send as bearer; None where only this machine reaches the server.
+    gpus: those that replicas may have. make_replica: by default a process.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        token: str | None = None,
+        gpus: Sequence[str] = (),
+        make_replica: MakeReplica | None = None,
+    ) -> None:
+        server = settings.server
+        self._settings = server
+        self._rewards = settings.rewards
+        self._token = token
+        self._gpus = placed(settings.rewards, gpus)
+        self._make_replica = make_replica or (lambda reward, gpus: ProcessReplica(reward, gpus, server.start_timeout_s))
+        self._limits = Limits(
+            max_samples=server.max_samples,
+            max_pixels=server.max_image_pixels,
+            max_frames=server.max_video_frames,
+            max_media_bytes=server.max_media_bytes,
+            max_text_chars=server.max_text_chars,
+        )
+        self._read_video = video_reader(server.video_roots, server.max_body_bytes)
+        self._decoders = ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="decode")
+        self._pending_bytes = 0
+        self._num_requests = 0
+        self._started = time.time()
+        self.metrics = Metrics()
+        self.is_draining = False
+        self.pools: dict[str, RewardPool] = {}
 
     def application(self) -> web.Application:
-        """The routes, with every error as JSON {"error": text}. Its cleanup stops the scoring thread."""
-        app = web.Application(middlewares=[_errors_as_json], client_max_size=self._config.max_body_bytes)
+        """The routes, with every error as JSON {"detail": text}. The pools live as long as the application."""
+        app = web.Application(middlewares=[self._guard], client_max_size=self._settings.max_body_bytes)
         app.add_routes(
-            [web.get("/health", self.health), web.get("/rewards", self.rewards), web.post("/score", self.score)]
+            [
+                web.get("/", self.page),
+                web.get("/health", self.health),
+                web.get("/ready", self.ready),
+                web.get("/rewards", self.rewards),
+                web.get("/metrics", self.prometheus),
+                web.get("/status.json", self.status),
+                web.get("/openapi.json", self.openapi),
+                web.post("/score", self.score),
+            ]
         )
         app.cleanup_ctx.append(self._lifetime)
         return app
 
+    async def failed(self) -> str:
+        """Return, with the reason, when a reward that loads at the start cannot be loaded at all."""
+        eager = [pool.failure for pool in self.pools.values() if pool.settings.load == "start"]
+        if not eager:
+            await asyncio.Event().wait()
+        await asyncio.wait(eager, return_when=asyncio.FIRST_COMPLETED)
+        return next(failure.result() for failure in eager if failure.done())
+
+    async def drain(self) -> None:
+        """Take no new samples and wait for those in work, at most `drain_timeout_s`."""
+        self.is_draining = True
+        end = time.monotonic() + self._settings.drain_timeout_s
+        while self._num_requests and time.monotonic() < end:
+            await asyncio.sleep(_POLL_S)
+        if self._num_requests:
+            logger.warning("%d requests were not answered within drain_timeout_s", self._num_requests)
+
+    async def page(self, request: web.Request) -> web.Response:
+        """GET /: the status page."""
+        return web.Response(
+            text=PAGE,
+            content_type="text/html",
+            headers={"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-store"},
+        )
+
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: the server runs, and which rewards it has."""
-        return web.json_response({"status": "ok", "rewards": list(self._service.scorers)})
+        """GET /health: the server runs, and the state of every replica."""
+        states = {
+            name: [f"{name}-{i}:{seat.state}" for i, seat in enumerate(pool.seats)] for name, pool in self.pools.items()
+        }
+        return web.json_response({"status": "ok", "rewards": states})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """GET /ready: 200 when every reward can be scored, 503 while one is loading or the server stops."""
+        missing = [name for name, pool in self.pools.items() if not pool.is_ready]
+        if self.is_draining or missing:
+            text = "the server is stopping" if self.is_draining else f"{len(missing)} rewards are not ready"
+            return web.json_response({"status": "not ready", "detail": text}, status=503, headers={"Retry-After": "1"})
+        return web.json_response({"status": "ready"})
 
     async def rewards(self, request: web.Request) -> web.Response:
-        """GET /rewards: weight and components of each scorer."""
-        found = {}
-        for name, scorer in self._service.scorers.items():
-            parts = list(scorer.component_weights) if isinstance(scorer, LocalScorer) else []
-            found[name] = {
-                "weight": self._service.weights[name],
-                "components": [f"{name}/{part}" for part in parts],
+        """GET /rewards: names, and what each scorer says about itself once it was loaded."""
+        return web.json_response(
+            {"rewards": list(self.pools), "scorers": {name: pool.card for name, pool in self.pools.items()}}
+        )
+
+    async def prometheus(self, request: web.Request) -> web.Response:
+        """GET /metrics."""
+        for name, pool in self.pools.items():
+            self.metrics.waiting.labels(name).set(pool.num_waiting)
+            for state in ("starting", "ready", "waiting", "offloaded", "stopped"):
+                count = sum(seat.state == state for seat in pool.seats)
+                self.metrics.replicas.labels(name, state).set(count)
+        self.metrics.pending_bytes.set(self._pending_bytes)
+        return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """GET /openapi.json."""
+        return web.json_response(document(self._settings, needs_token=self._token is not None))
+
+    async def status(self, request: web.Request) -> web.Response:
+        """GET /status.json: what the status page shows."""
+        return web.json_response(
+            {
+                "now": time.time(),
+                "uptime_s": time.time() - self._started,
+                "is_draining": self.is_draining,
+                "requests_in_work": self._num_requests,
+                "pending_bytes": self._pending_bytes,
+                "rewards": [_shown(pool) for pool in self.pools.values()],
+                "problems": [
+                    {"at": at, "reward": reward, "text": without_paths(text)}
+                    for at, reward, text in reversed(self.metrics.problems)
+                ],
             }
-        return web.json_response({"rewards": found, "aggregation": self._service.aggregation})
+        )
 
     async def score(self, request: web.Request) -> web.Response:
-        """POST /score: rewards of a batch. 400 bad body, 413 too large, 500 scorer bug, 503 queue full, 504 slow."""
-        if not self._slots.acquire(blocking=False):
-            raise web.HTTPServiceUnavailable(
-                text=f"{self._config.max_queued} requests are waiting; try again later",
-                headers={"Retry-After": str(RETRY_AFTER_S)},
-            )
-        with contextlib.ExitStack() as slot:
-            slot.callback(self._slots.release)
-            body = await request.read()
-            work = self._thread.submit(self._scored, body)
-            # From here the work holds the slot, also when its client leaves or the wait below times out.
-            slot.pop_all()
-            work.add_done_callback(lambda _: self._slots.release())
+        """POST /score. See the document at /openapi.json for bodies and status codes."""
+        if self.is_draining:
+            raise _refused(web.HTTPServiceUnavailable, "the server is stopping", 1)
+        started = time.monotonic()
+        self._num_requests += 1
         try:
-            return web.json_response(await asyncio.wait_for(asyncio.wrap_future(work), self._config.score_timeout_s))
+            with contextlib.ExitStack() as held:
+                held.enter_context(self._room(self._body_size(request)))
+                body = await self._body(request)
+                call = await self._call(request.content_type, body)
+                held.enter_context(self._room(_media_bytes(call) if request.content_type == JSON_TYPE else 0))
+                answers = await self._answers(call)
+                return web.Response(body=encode_answer(answers), content_type=JSON_TYPE)
+        finally:
+            self._num_requests -= 1
+            self.metrics.request_seconds.observe(time.monotonic() - started)
+
+    def _body_size(self, request: web.Request) -> int:
+        if request.content_type not in (JSON_TYPE, BINARY_TYPE) or "Content-Encoding" in request.headers:
+            raise web.HTTPUnsupportedMediaType(text=f"send {JSON_TYPE} or {BINARY_TYPE}, without Content-Encoding")
+        limit = self._settings.max_body_bytes
+        size = limit if request.content_length is None else request.content_length
+        if size > limit:
+            raise web.HTTPRequestEntityTooLarge(
+                limit, size, text=f"the body has more than max_body_bytes = {limit} bytes"
+            )
+        return size
+
+    @contextlib.contextmanager
+    def _room(self, num_bytes: int) -> Generator[None]:
+        limit = self._settings.max_pending_bytes
+        if self._pending_bytes + num_bytes > limit:
+            raise _refused(
+                web.HTTPTooManyRequests, f"the requests in work hold max_pending_bytes = {limit}; try again later", 1
+            )
+        self._pending_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._pending_bytes -= num_bytes
+
+    async def _body(self, request: web.Request) -> bytearray:
+        """The body, read into one buffer."""
+        limit = self._settings.max_body_bytes
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                async for chunk in request.content.iter_any():
+                    body += chunk
+                    if len(body) > limit:
+                        raise web.HTTPRequestEntityTooLarge(
+                            limit, len(body), text=f"the body has more than max_body_bytes = {limit} bytes"
+                        )
         except TimeoutError as error:
-            raise web.HTTPGatewayTimeout(
-                text=f"not scored within score_timeout_s = {self._config.score_timeout_s} s"
-            ) from error
+            text = f"the body was not sent within body_timeout_s = {self._settings.body_timeout_s:g} s"
+            raise web.HTTPRequestTimeout(text=text, headers={"Connection": "close"}) from error
+        self.metrics.body_bytes.labels("json" if request.content_type == JSON_TYPE else "binary").inc(len(body))
+        return body
+
+    async def _call(self, content_type: str, body: bytearray) -> ScoreCall:
+        try:
+            if content_type == BINARY_TYPE:
+                return decode_binary(memoryview(body).toreadonly(), self._limits)
+            # Pictures are decompressed here, which would hold up every other request.
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._decoders, decode_json, bytes(body), self._limits, self._read_video)
+        except SchemaError as error:
+            raise web.HTTPUnprocessableEntity(text=str(error)) from error
         except DataError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        except UniRLError as error:
-            logger.exception("scoring failed")
-            raise web.HTTPInternalServerError(text=f"{type(error).__name__}: {error}") from error
 
-    def _scored(self, body: bytes) -> dict[str, object]:
-        return as_json(self._service.score(parsed_request(body, self._config.max_image_pixels)))
+    async def _answers(self, call: ScoreCall) -> list[SampleAnswer]:
+        """Ask every reward side by side and wait at most `score_timeout_s`; then what is missing is cancelled."""
+        rows: dict[str, list[int]] = {}
+        for i, names in enumerate(call.rewards):
+            for name in names:
+                rows.setdefault(name, []).append(i)
+        self._check_names(rows)
+        try:
+            for name, indices in rows.items():
+                self.pools[name].check_room(len(indices))
+        except QueueFull as error:
+            raise _refused(web.HTTPTooManyRequests, str(error), error.retry_after_s) from error
+        asked = {name: self.pools[name].submit([call.samples[i] for i in indices]) for name, indices in rows.items()}
+        everything = [future for futures in asked.values() for future in futures]
+        try:
+            await asyncio.wait(everything, timeout=self._settings.score_timeout_s)
+        finally:
+            if any([future.cancel() for future in everything]):
+                for name in rows:
+                    self.pools[name].forget()
+        answers = [SampleAnswer() for _ in call.samples]
+        for name, futures in asked.items():
+            for i, future in zip(rows[name], futures, strict=True):
+                self._put(answers[i], name, future)
+        return answers
+
+    def _put(self, answer: SampleAnswer, name: str, future: asyncio.Future[Found]) -> None:
+        if future.cancelled():
+            problems = [seat.problem for seat in self.pools[name].seats if seat.problem]
+            because = f"; its replicas: {problems[0]}" if problems else ""
+            self.metrics.samples.labels(name, "late").inc()
+            found: Found = f"not scored within score_timeout_s = {self._settings.score_timeout_s:g} s{because}"
+        else:
+            found = future.result()
+        if isinstance(found, str):
+            answer.errors[name] = without_paths(found)
+        else:
+            answer.results[name] = found
+
+    def _check_names(self, rows: dict[str, list[int]]) -> None:
+        for name in rows:
+            if name not in self.pools:
+                near = difflib.get_close_matches(name, self.pools, n=3) or list(self.pools)
+                raise web.HTTPBadRequest(
+                    text=f"there is no reward {name[:100]!r}; did you mean {' or '.join(near[:8])}?"
+                )
 
     async def _lifetime(self, app: web.Application) -> AsyncIterator[None]:
+        for reward in self._rewards:
+            gpus = self._gpus[reward.name]
+            self.pools[reward.name] = RewardPool(
+                reward,
+                lambda i, reward=reward, gpus=gpus: self._make_replica(reward, gpus[i]),
+                self.metrics.of(reward.name),
+                self._settings.score_timeout_s,
+            )
+        for pool in self.pools.values():
+            pool.start()
         yield
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+        self._decoders.shutdown(wait=False, cancel_futures=True)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the token; make every error a short JSON; count."""
+        path = request.match_info.route.resource.canonical if request.match_info.route.resource else "other"
+        try:
+            if path not in OPEN_PATHS and not is_allowed(request.headers.get("Authorization"), self._token):
+                raise web.HTTPUnauthorized(
+                    text="send the server's token: Authorization: Bearer <token>",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            response = await handler(request)
+        except web.HTTPException as error:
+            names = ("Allow", "Connection", "Retry-After", "WWW-Authenticate")
+            kept = {name: error.headers[name] for name in names if name in error.headers}
+            text = without_paths(error.text or error.reason)
+            response = web.json_response({"detail": text}, status=error.status, headers=kept)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception:
+            logger.exception("%s %s failed", request.method, path)
+            response = web.json_response({"detail": "internal error; the server's log has it"}, status=500)
+        self.metrics.requests.labels(path, str(response.status)).inc()
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        return response
 
 
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        kept = {name: error.headers[name] for name in ("Allow", "Retry-After") if name in error.headers}
-        return web.json_response({"error": error.text or error.reason}, status=error.status, headers=kept)
+def _refused(kind: type[web.HTTPException], text: str, retry_after_s: int) -> web.HTTPException:
+    return kind(text=text, headers={"Retry-After": str(retry_after_s)})
+
+
+def _media_bytes(call: ScoreCall) -> int:
+    arrays = [array for sample in call.samples for array in (sample.media, sample.source)]
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
+
+def _shown(pool: RewardPool) -> dict[str, Any]:  # Any: JSON values
+    return {
+        "name": pool.settings.name,
+        "summary": pool.card.get("summary", ""),
+        "waiting": pool.num_waiting,
+        "max_queue": pool.settings.max_queue,
+        "samples": pool.metrics.num_samples,
+        "failed": pool.metrics.num_failed,
+        "samples_per_s": pool.metrics.samples_per_s(),
+        "latency_s": pool.metrics.latency_s(),
+        "replicas": [
+            {
+                "state": seat.state,
+                "in_work": seat.in_work,
+                "restarts": seat.num_restarts,
+                "problem": None if seat.problem is None else without_paths(seat.problem),
+                "pid": None if seat.replica is None else seat.replica.pid,
+            }
+            for seat in pool.seats
+        ],
+    }

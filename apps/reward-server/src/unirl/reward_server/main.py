@@ -3,34 +3,93 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
+import os
+import signal
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aiohttp import web
 
-from unirl.reward_server.app import RewardServer
-from unirl.reward_server.config import build_service, read_config
+from unirl.reward_server.access import checked_token, read_token
+from unirl.reward_server.app import CONNECTION_OPTIONS, RewardServer
+from unirl.reward_server.settings import Settings, read_settings
 from unirl.types.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "REWARD_SERVER_TOKEN"  # noqa: S105 - the name of a variable
+
+_BACKLOG = 2048
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Load the scorers of a configuration, then serve until SIGINT or SIGTERM. Exits with 2 for a wrong one."""
-    parser = argparse.ArgumentParser(prog="reward-server", description="The reward service behind HTTP.")
-    parser.add_argument("--config", required=True, help="JSON or YAML file that lists the scorers by _target_")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=8080, help="port to listen on (default: 8080)")
+    """Load the rewards of a configuration and serve until SIGTERM or SIGINT. Exits with 2 for a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog="reward-server",
+        description="Scores images, videos and texts over HTTP. Without --config: scorers for the CPU.",
+    )
+    parser.add_argument("--config", help="YAML file with `server` and `rewards`")
+    parser.add_argument("--host", help="address to listen on (server.host, 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (server.port, 8080)")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        config = read_config(options.config)
-        service = build_service(config)
-    except (ConfigError, ImportError) as error:
-        parser.error(str(error))
-    logging.getLogger(__name__).info("serving %s on http://%s:%d", list(service.scorers), options.host, options.port)
-    web.run_app(
-        RewardServer(service, config).application(),
-        host=options.host,
-        port=options.port,
-        print=None,
-        handler_cancellation=True,
+        settings = read_settings(options.config)
+        given = {key: value for key, value in (("host", options.host), ("port", options.port)) if value is not None}
+        settings = replace(settings, server=replace(settings.server, **given))
+        asyncio.run(serve(settings))
+    except ConfigError as error:
+        parser.exit(2, f"reward-server: {error}\n")
+
+
+async def serve(settings: Settings) -> None:
+    """Serve until a signal, then drain. Raises ConfigError where a reward cannot be loaded or the port is taken."""
+    server = settings.server
+    token = os.environ.get(TOKEN_VARIABLE) or (read_token(server.token_file) if server.token_file else None)
+    app = RewardServer(settings, token=checked_token(server.host, token), gpus=visible_gpus(settings))
+    runner = web.AppRunner(
+        app.application(),
+        access_log=None,
+        shutdown_timeout=1.0,
+        **CONNECTION_OPTIONS,
     )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _stop, stop)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, server.host, server.port, backlog=_BACKLOG).start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {server.host}:{server.port}: {error.strerror}") from error
+        logger.info("serving %s on http://%s:%d", list(app.pools), server.host, server.port)
+        stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(app.failed())
+        await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            raise ConfigError(failed.result())
+        failed.cancel()
+        logger.info("stopping: waiting for the requests in work")
+        await app.drain()
+    finally:
+        await runner.cleanup()
+
+
+def visible_gpus(settings: Settings) -> list[str]:
+    """GPUs of this process, as CUDA_VISIBLE_DEVICES names them. Empty where no reward asks for one."""
+    if not any(reward.num_gpus for reward in settings.rewards):
+        return []
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [name.strip() for name in listed.split(",") if name.strip()]
+    import torch  # here alone: a server of CPU scorers does not ask the driver
+
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _stop(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        sys.exit(1)
+    stop.set()

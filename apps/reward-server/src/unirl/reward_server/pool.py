@@ -1,0 +1,359 @@
+"""The queue and the replicas of one reward: batches across requests, retries, restarts, and rest when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from unirl.reward.wire import WireSample, batch_key
+from unirl.reward_server.metrics import RewardMetrics
+from unirl.reward_server.replica import Found, Replica, ReplicaDied, ReplicaFailed
+from unirl.reward_server.settings import RewardSettings
+
+logger = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "waiting", "offloaded", "stopped"]
+"""`waiting`: it died or could not be built, and is started again after a while."""
+
+End = Literal["useful", "useless", "rested"]
+"""How a replica ended: after it had scored something, before, or because nobody needed it."""
+
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 60.0
+_STOP_TIMEOUT_S = 10.0
+
+
+class QueueFull(Exception):
+    """The samples do not fit. retry_after_s: when they may."""
+
+    def __init__(self, text: str, retry_after_s: int) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(eq=False)
+class Job:
+    """One sample that waits for one reward. Cancelling the future takes it out of the queue."""
+
+    sample: WireSample
+    future: asyncio.Future[Found]
+    since: float
+    """time.monotonic() of its arrival."""
+    num_deaths: int = 0
+    """Replicas that ended while they worked on it."""
+
+
+@dataclass(eq=False)
+class Seat:
+    """Where a replica runs: what it was last, and what it is now."""
+
+    state: State = "offloaded"
+    replica: Replica | None = None
+    num_restarts: int = 0
+    problem: str | None = None
+    """Why it is not ready."""
+    in_work: int = 0
+
+
+@dataclass(eq=False)
+class RewardPool:
+    """Scores samples of one reward on several replicas.
+
+    make_replica: a new replica for a seat. Call `start` once, `close` at the end; all in one event loop.
+    """
+
+    settings: RewardSettings
+    make_replica: Callable[[int], Replica]
+    metrics: RewardMetrics
+    score_timeout_s: float = 120.0
+    first_backoff_s: float = FIRST_BACKOFF_S
+    card: dict[str, Any] = field(default_factory=dict)  # Any: JSON values
+    """What the scorer said about itself when it was last built."""
+
+    def __post_init__(self) -> None:
+        self.seats = [Seat() for _ in range(self.settings.num_replicas)]
+        self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Set where a replica cannot be built and trying again will not help."""
+        self._queues: dict[object, deque[Job]] = {}
+        self._retries: deque[Job] = deque()
+        self._num_waiting = 0
+        self._arrived = asyncio.Event()
+        self._forming = asyncio.Lock()
+        self._wanted = asyncio.Event()
+        self._unwanted = asyncio.Event()
+        self._last_use = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closing = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples in the queue."""
+        return self._num_waiting
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a replica can score, or none is needed until somebody asks."""
+        states = [seat.state for seat in self.seats]
+        return "ready" in states or all(state == "offloaded" for state in states)
+
+    def start(self) -> None:
+        """Start the replicas, or wait for the first request, as `load` says."""
+        if self.settings.load == "start":
+            self._want(True)
+        self._tasks = [asyncio.create_task(self._keep_alive(i)) for i in range(len(self.seats))]
+        if self.settings.idle_stop_s is not None:
+            self._tasks.append(asyncio.create_task(self._rest_when_idle(self.settings.idle_stop_s)))
+
+    async def close(self) -> None:
+        """Stop every replica. Samples that wait are answered with a reason."""
+        self._is_closing = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
+        for job in [*self._retries, *(job for jobs in self._queues.values() for job in jobs)]:
+            self._finish(job, "the server is stopping")
+
+    def check_room(self, num_samples: int) -> None:
+        """Raises QueueFull where so many more samples would not fit."""
+        if self._num_waiting + num_samples > self.settings.max_queue:
+            rate = self.metrics.samples_per_s()
+            wait_s = round(self._num_waiting / rate) if rate else 1
+            raise QueueFull(
+                f"reward {self.settings.name}: {self._num_waiting} samples are waiting and {num_samples} more do not "
+                f"fit into max_queue = {self.settings.max_queue}; try again later, or send fewer at a time",
+                min(max(wait_s, 1), 60),
+            )
+
+    def submit(self, samples: Sequence[WireSample]) -> list[asyncio.Future[Found]]:
+        """A future for every sample, of its numbers or of the reason why it has none. Call `check_room` before."""
+        loop = asyncio.get_running_loop()
+        now = time.monotonic()
+        futures = []
+        for sample in samples:
+            job = Job(sample, loop.create_future(), now)
+            self._num_waiting += 1
+            self._queues.setdefault(batch_key(sample), deque()).append(job)
+            futures.append(job.future)
+        self._last_use = now
+        self._want(True)
+        self._arrived.set()
+        return futures
+
+    def _want(self, is_wanted: bool) -> None:
+        on, off = (self._wanted, self._unwanted) if is_wanted else (self._unwanted, self._wanted)
+        on.set()
+        off.clear()
+
+    async def _keep_alive(self, index: int) -> None:
+        """Run the replicas of a seat, one after the other, until cancelled."""
+        seat = self.seats[index]
+        backoff_s = self.first_backoff_s
+        try:
+            while True:
+                await self._wanted.wait()
+                try:
+                    end = await self._run_once(seat, index)
+                except ReplicaFailed as error:
+                    end, seat.problem = "useless", str(error)
+                    if error.is_final:
+                        self._give_up(str(error))
+                except ReplicaDied as error:
+                    end, seat.problem = "useless", str(error)
+                if end == "rested":
+                    seat.state = "offloaded"
+                    continue
+                seat.num_restarts += 1
+                self.metrics.restarted(seat.problem or "its process ended")
+                backoff_s = self.first_backoff_s if end == "useful" else min(backoff_s * 2, MAX_BACKOFF_S)
+                seat.state = "waiting"
+                logger.warning(
+                    "reward %s: replica %d ended (%s); starting again in %.1f s",
+                    self.settings.name,
+                    index,
+                    seat.problem,
+                    backoff_s,
+                )
+                await asyncio.sleep(backoff_s)
+        finally:
+            seat.state = "stopped"
+
+    def _give_up(self, reason: str) -> None:
+        """Answer whoever waits, where no replica is left to score."""
+        if not self.failure.done():
+            self.failure.set_result(f"reward {self.settings.name}: {reason}")
+        if any(seat.state == "ready" for seat in self.seats):
+            return
+        for job in [*self._retries, *(job for jobs in self._queues.values() for job in jobs)]:
+            self._finish(job, f"its scorer cannot be loaded: {reason}")
+        self.forget()
+
+    async def _run_once(self, seat: Seat, index: int) -> End:
+        """One replica from its start to its end."""
+        seat.state = "starting"
+        seat.replica = self.make_replica(index)
+        done_before = self.metrics.num_batches
+        slots: list[asyncio.Task[Any]] = []  # Any: nobody reads what they return
+        try:
+            await seat.replica.start()
+            self.card = dict(seat.replica.card)
+            seat.state, seat.problem = "ready", None
+            slots = [asyncio.create_task(self._work(seat, seat.replica)) for _ in range(self.settings.max_concurrency)]
+            resting = asyncio.create_task(self._unwanted.wait())
+            died = asyncio.create_task(seat.replica.died())
+            slots += [resting, died]
+            await asyncio.wait(slots, return_when=asyncio.FIRST_COMPLETED)
+            for task in slots:
+                if task.done():
+                    task.result()
+            if resting.done():
+                return "rested"
+            if died.done():
+                seat.problem = "its process ended"
+            return "useful" if self.metrics.num_batches > done_before else "useless"
+        finally:
+            # Work in flight ends by ReplicaDied, which puts its samples back; then nothing else is pulled.
+            seat.state = "stopped" if self._is_closing else "waiting"
+            await seat.replica.stop()
+            for task in slots:
+                task.cancel()
+            if slots:
+                await asyncio.wait(slots)
+            seat.replica = None
+
+    async def _work(self, seat: Seat, replica: Replica) -> None:
+        """Pull batches and score them until the replica dies."""
+        while True:
+            jobs = await self._next_batch(replica)
+            seat.in_work += len(jobs)
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(self.score_timeout_s):
+                    await self._score(replica, jobs)
+            except asyncio.CancelledError:
+                self._put_back(jobs)
+                raise
+            except TimeoutError:
+                seat.problem = f"a batch of {len(jobs)} took longer than score_timeout_s = {self.score_timeout_s:g} s"
+                for job in jobs:
+                    self._finish(job, f"not scored within {self.score_timeout_s:g} s")
+                return
+            except ReplicaDied as error:
+                seat.problem = str(error)
+                self._put_back(jobs)
+                return
+            finally:
+                seat.in_work -= len(jobs)
+            self.metrics.scored_batch(len(jobs), time.monotonic() - started)
+
+    async def _score(self, replica: Replica, jobs: list[Job]) -> None:
+        """Ask the replica, unless everybody who waits leaves first."""
+        call = asyncio.ensure_future(replica.score([job.sample for job in jobs]))
+        left = len(jobs)
+
+        def count(_: object) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                call.cancel()
+
+        for job in jobs:
+            job.future.add_done_callback(count)
+        try:
+            found = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ReplicaDied):
+                await call
+            me = asyncio.current_task()
+            if left == 0 and me is not None and not me.cancelling():
+                return
+            raise
+        finally:
+            for job in jobs:
+                job.future.remove_done_callback(count)
+        for job, item in zip(jobs, found, strict=True):
+            self._finish(job, item)
+
+    def _finish(self, job: Job, found: Found) -> None:
+        if not job.future.done():
+            job.future.set_result(found)
+            self.metrics.finished(found, time.monotonic() - job.since)
+
+    def _put_back(self, jobs: list[Job]) -> None:
+        """Give samples of a replica that died to another one, once, and each alone: one of them may have killed it."""
+        for job in jobs:
+            job.num_deaths += 1
+            if job.future.done():
+                continue
+            if job.num_deaths > 1:
+                self._finish(job, "two replicas ended while they scored this sample")
+                continue
+            self._num_waiting += 1
+            self._retries.append(job)
+            self.metrics.retried()
+        self._arrived.set()
+
+    async def _next_batch(self, replica: Replica) -> list[Job]:
+        """The next samples that fit together: as many as a batch takes, or fewer after `max_wait_ms`."""
+        size = self.settings.max_batch or int(replica.card.get("batch_size", 8))
+        wait_s = self.settings.max_wait_ms / 1000
+        async with self._forming:
+            while True:
+                self._arrived.clear()
+                while self._retries:
+                    job = self._retries.popleft()
+                    self._num_waiting -= 1
+                    if not job.future.done():
+                        return [job]
+                self._forget_cancelled()
+                oldest = min(self._queues.values(), key=lambda jobs: jobs[0].since, default=None)
+                if oldest is not None:
+                    age_s = time.monotonic() - oldest[0].since
+                    if len(oldest) >= size or age_s >= wait_s:
+                        return self._taken(oldest, size)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None if oldest is None else wait_s - age_s):
+                        await self._arrived.wait()
+
+    def _taken(self, jobs: deque[Job], size: int) -> list[Job]:
+        batch: list[Job] = []
+        while jobs and len(batch) < size:
+            job = jobs.popleft()
+            self._num_waiting -= 1
+            if not job.future.done():
+                batch.append(job)
+        self.metrics.waited(time.monotonic() - job.since for job in batch)
+        return batch
+
+    def _forget_cancelled(self) -> None:
+        """Drop samples at the heads of the queues that nobody waits for, and empty queues."""
+        for key, jobs in list(self._queues.items()):
+            while jobs and jobs[0].future.done():
+                jobs.popleft()
+                self._num_waiting -= 1
+            if not jobs:
+                del self._queues[key]
+
+    def forget(self) -> None:
+        """Take samples that nobody waits for out of all queues. Called after a request has left."""
+        live = {key: deque(job for job in jobs if not job.future.done()) for key, jobs in self._queues.items()}
+        self._queues = {key: jobs for key, jobs in live.items() if jobs}
+        self._retries = deque(job for job in self._retries if not job.future.done())
+        self._num_waiting = sum(map(len, self._queues.values())) + len(self._retries)
+
+    async def _rest_when_idle(self, idle_s: float) -> None:
+        """Stop the replicas after `idle_s` seconds without work."""
+        while True:
+            await asyncio.sleep(max(0.05, idle_s - (time.monotonic() - self._last_use)))
+            if self._num_waiting or any(seat.in_work for seat in self.seats):
+                self._last_use = time.monotonic()
+            elif time.monotonic() - self._last_use >= idle_s and self._wanted.is_set():
+                logger.info("reward %s: idle for %g s, replicas stop", self.settings.name, idle_s)
+                self._want(False)

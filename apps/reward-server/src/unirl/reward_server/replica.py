@@ -1,0 +1,212 @@
+"""The server's side of one replica: its process, and calls to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from unirl.reward.wire import WireSample, encode_binary
+from unirl.reward_server.frames import HEAD_BYTES, Frame, head, parsed_head
+from unirl.reward_server.settings import RewardSettings
+
+logger = logging.getLogger(__name__)
+
+Found = dict[str, float] | str
+"""Numbers of one sample, or the reason why it has none."""
+
+
+class ReplicaDied(Exception):
+    """The process ended before it answered."""
+
+
+class ReplicaFailed(Exception):
+    """The scorer cannot be built. is_final: the configuration or the environment must change, trying again is vain."""
+
+    def __init__(self, text: str, is_final: bool) -> None:
+        super().__init__(text)
+        self.is_final = is_final
+
+
+class Replica(Protocol):
+    """What a pool needs of a replica."""
+
+    card: Mapping[str, Any]  # Any: JSON values
+    """What the scorer says about itself; filled by `start`."""
+    pid: int | None
+
+    async def start(self) -> None:
+        """Return when warm. Raises ReplicaFailed, or ReplicaDied where the process ended."""
+        ...
+
+    async def score(self, samples: Sequence[WireSample]) -> list[Found]:
+        """One entry a sample. Raises ReplicaDied. Cancelling the call cancels the work."""
+        ...
+
+    async def died(self) -> None:
+        """Return when the process has ended."""
+        ...
+
+    async def stop(self) -> None:
+        """End the process, whatever it does."""
+        ...
+
+
+class ProcessReplica:
+    """A replica in a process of its own, reached over a socket pair that nobody else can open."""
+
+    def __init__(self, settings: RewardSettings, gpus: Sequence[str], start_timeout_s: float) -> None:
+        self.card: Mapping[str, Any] = {}
+        self.pid: int | None = None
+        self._settings = settings
+        self._gpus = gpus
+        self._start_timeout_s = start_timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[list[Found]]] = {}
+        self._next_task = 1
+
+    async def start(self) -> None:
+        """Spawn the process and wait until its scorer is warm."""
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *worker_command(self._settings),
+                "--fd",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if _has_number(sys.stderr) else asyncio.subprocess.DEVNULL,
+                env=worker_environment(self._settings, self._gpus),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            raise ReplicaFailed(f"cannot start {worker_command(self._settings)[0]}: {error.strerror}", True) from error
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
+        told = {
+            "name": self._settings.name,
+            "target": self._settings.target,
+            "params": dict(self._settings.params),
+            "device": "cuda" if self._gpus else "cpu",
+            "num_cpus": self._settings.num_cpus,
+            "max_concurrency": self._settings.max_concurrency,
+            "warm_up": self._settings.warm_up,
+        }
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._send(Frame.START, 0, [json.dumps(told).encode()])
+                kind, _, payload = await _read_frame(reader)
+        except TimeoutError as error:
+            await self.stop()
+            raise ReplicaFailed(f"not loaded within start_timeout_s = {self._start_timeout_s} s", False) from error
+        except (EOFError, OSError) as error:
+            await self.stop()
+            raise ReplicaDied(f"its process ended with code {self._process.returncode} while it loaded") from error
+        content = json.loads(payload)
+        if kind == Frame.FAILED:
+            await self.stop()
+            raise ReplicaFailed(f"{content['kind']}: {content['text']}", content["is_final"])
+        self.card = content
+        self._reading = asyncio.create_task(self._read_answers(reader))
+
+    async def score(self, samples: Sequence[WireSample]) -> list[Found]:
+        """One entry a sample."""
+        task, self._next_task = self._next_task, self._next_task % (2**32 - 1) + 1
+        answer: asyncio.Future[list[Found]] = asyncio.get_running_loop().create_future()
+        self._waiting[task] = answer
+        try:
+            await self._send(Frame.SCORE, task, encode_binary(samples, [self._settings.name]))
+            return await answer
+        except OSError as error:
+            raise ReplicaDied("its process closed the connection") from error
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError, ReplicaDied):
+                await self._send(Frame.CANCEL, task, [])
+            raise
+        finally:
+            self._waiting.pop(task, None)
+
+    async def died(self) -> None:
+        """Return when the process has closed its end."""
+        if self._reading is not None:
+            await asyncio.shield(self._reading)
+
+    async def stop(self) -> None:
+        """Kill the process with its children and wait for its end. A scorer has nothing to save."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
+            # The session: `uv run` and data loaders are processes of their own.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+
+    async def _send(self, kind: Frame, task: int, payload: Sequence[bytes | memoryview]) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise ReplicaDied("its connection is closed")
+        self._writer.writelines([head(kind, task, payload), *payload])
+        await self._writer.drain()
+
+    async def _read_answers(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                _, task, payload = await _read_frame(reader)
+                answer = self._waiting.get(task)
+                if answer is not None and not answer.done():
+                    answer.set_result(json.loads(payload))
+        except (EOFError, OSError) as error:
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(ReplicaDied(f"its process ended: {error or 'connection lost'}"))
+
+
+def worker_command(settings: RewardSettings) -> list[str]:
+    """The program and first arguments of a reward's replicas."""
+    module = ["-m", "unirl.reward_server.worker"]
+    if settings.python is not None:
+        return [settings.python, *module]
+    if settings.runtime_env is None and not settings.packages:
+        return [sys.executable, *module]
+    # The environment of the server, with more on top.
+    command = ["uv", "run", "--no-project", "--python", sys.executable]
+    if settings.runtime_env is not None:
+        command += ["--with-requirements", settings.runtime_env]
+    for requirement in settings.packages:
+        command += ["--with", requirement]
+    return [*command, "python", *module]
+
+
+def worker_environment(settings: RewardSettings, gpus: Sequence[str]) -> dict[str, str]:
+    """This process' environment without its token, with the replica's own GPUs and threads."""
+    threads = str(max(1, int(settings.num_cpus)))
+    kept = {key: value for key, value in os.environ.items() if key != "REWARD_SERVER_TOKEN"}
+    if settings.runtime_env is not None or settings.packages:
+        kept["PYTHONPATH"] = os.pathsep.join([*sys.path[1:], kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return kept | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[Frame, int, bytes]:
+    kind, task, length = parsed_head(await reader.readexactly(HEAD_BYTES))
+    return kind, task, await reader.readexactly(length)
+
+
+def _has_number(stream: Any) -> bool:  # Any: tests replace stderr by objects without a file
+    try:
+        stream.fileno()
+    except (AttributeError, OSError):
+        return False
+    return True

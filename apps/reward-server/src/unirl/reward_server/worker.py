@@ -1,0 +1,243 @@
+"""The process of one replica: builds a scorer, then answers score calls until the server is gone.
+
+    python -m unirl.reward_server.worker --fd N
+
+N is the replica's end of a socket pair. This module imports no web server: the environment of a scorer stays small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import torch
+
+from unirl.reward.base import LocalScorer
+from unirl.reward.service import RewardService
+from unirl.reward.wire import Limits, WireSample, decode_binary, request_of, sub_metrics
+from unirl.reward_server.frames import Frame, receive_frame, send_frame
+from unirl.types.errors import ConfigError, ContractError, UniRLError
+from unirl.types.media import Images, Texts, Videos
+from unirl.types.protocols import Scorer
+from unirl.types.reward import RewardRequest, RewardResponse
+
+logger = logging.getLogger(__name__)
+
+UNLIMITED = Limits(
+    max_samples=2**31,
+    max_pixels=2**40,
+    max_frames=2**31,
+    max_media_bytes=2**50,
+    max_text_chars=2**40,
+    max_json_nodes=2**40,
+)
+"""The server has checked its clients' bodies; what it passes on is not checked twice."""
+
+Found = dict[str, float] | str
+"""Numbers of one sample, or the reason why it has none."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve the socket whose number is given."""
+    parser = argparse.ArgumentParser(prog="python -m unirl.reward_server.worker")
+    parser.add_argument("--fd", type=int, required=True)
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the server decides when we end
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with socket.socket(fileno=options.fd) as link:
+        serve(link)
+
+
+def serve(link: socket.socket) -> None:
+    """Build what the first frame says, then answer until the connection ends."""
+    _, _, payload = receive_frame(link)
+    start = json.loads(bytes(payload))
+    try:
+        torch.set_num_threads(max(1, int(start["num_cpus"])))
+        judge = Judge(start["name"], built(start["target"], start["params"], start["device"]))
+        if start["warm_up"]:
+            judge.warm_up()
+    except Exception as error:  # whatever a scorer's constructor raises is the server's to report
+        logger.exception("reward %s cannot be built", start["name"])
+        told = {"kind": type(error).__name__, "is_final": isinstance(error, (ConfigError, ImportError))}
+        send_frame(link, Frame.FAILED, 0, json.dumps(told | {"text": str(error)}).encode())
+        return
+    send_frame(link, Frame.READY, 0, json.dumps(judge.card()).encode())
+    _answer_all(link, judge, int(start["max_concurrency"]))
+
+
+def built(target: str, params: Any, device: str) -> Scorer:  # Any: values of a configuration file
+    """The scorer. device goes to constructors that take one, unless params say it.
+
+    Raises ConfigError naming the class for keywords that it does not take.
+    """
+    keywords = {str(key): _with_targets(value, f"params.{key}") for key, value in params.items()}
+    cls = _imported(target)
+    try:
+        if "device" in inspect.signature(cls).parameters:
+            keywords.setdefault("device", device)
+        inspect.signature(cls).bind(**keywords)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scorer {target}: {error}") from error
+    scorer = cls(**keywords)
+    if not isinstance(scorer, Scorer):
+        raise ConfigError(f"scorer {target} is a {type(scorer).__name__}, which has no score(request)")
+    if isinstance(scorer, LocalScorer) and "reward" in scorer.component_weights:
+        raise ConfigError(f"scorer {target} has a component called reward, which is what the sum is called. Rename it.")
+    return scorer
+
+
+class Judge:
+    """A scorer with the isolation that strangers' samples need: one that fails takes no other with it."""
+
+    def __init__(self, name: str, scorer: Scorer) -> None:
+        self.name = name
+        self._scorer = scorer
+        # Ungrouped, so that a failed sample drops nobody else.
+        self._service = (
+            None if isinstance(scorer, LocalScorer) else RewardService({name: scorer}, on_failure="drop_group")
+        )
+        self.batch_size = scorer.batch_size if isinstance(scorer, LocalScorer) else 8
+
+    def card(self) -> dict[str, Any]:  # Any: JSON values
+        """What the server tells about this reward."""
+        card = self._scorer.card if isinstance(self._scorer, LocalScorer) else None
+        return {
+            "batch_size": self.batch_size,
+            "components": list(self._scorer.component_weights) if isinstance(self._scorer, LocalScorer) else [],
+            "media": [] if card is None else list(card.media),
+            "summary": "" if card is None else card.summary,
+            "needs": "" if card is None else card.needs,
+            "source": "" if card is None else card.source,
+        }
+
+    def warm_up(self) -> None:
+        """Score one grey sample of each kind that the scorer takes. A scorer may refuse it; that too has warmed it."""
+        for kind in self.card()["media"] or ["image"]:
+            media = {
+                "image": Images(pixels=torch.full((1, 3, 64, 64), 0.5)),
+                "video": Videos.pack(frames=[torch.full((8, 3, 64, 64), 0.5)], fps=8.0),
+                "text": Texts(texts=["0"]),
+            }[kind]
+            request = RewardRequest(
+                sample_ids=["warm-up"],
+                primitives={"text": Texts(texts=["a red circle"])},
+                generated={kind: media},
+                metadata=[None],
+            )
+            try:
+                self._scored(request)
+            except (UniRLError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+                logger.info("reward %s warmed up on a sample that it refused: %s", self.name, error)
+
+    def found(self, samples: Sequence[WireSample], is_cancelled: threading.Event) -> Iterator[list[Found]]:
+        """Numbers or a reason for every sample, `batch_size` at a time, until the task is cancelled."""
+        for start in range(0, len(samples), self.batch_size):
+            if is_cancelled.is_set():
+                return
+            yield self._chunk(samples[start : start + self.batch_size])
+
+    def _chunk(self, samples: Sequence[WireSample]) -> list[Found]:
+        try:
+            return list(sub_metrics(self._scored(request_of(samples))))
+        except Exception as error:
+            if len(samples) > 1:
+                return [found for sample in samples for found in self._chunk([sample])]
+            logger.exception("reward %s cannot score sample %s", self.name, samples[0].id)
+            return [f"{type(error).__name__}: {error}"]
+
+    @torch.no_grad()
+    def _scored(self, request: RewardRequest) -> RewardResponse:
+        if isinstance(self._scorer, LocalScorer):
+            return self._scorer.score_isolated(request, "sample")
+        if self._service is None:
+            raise ContractError(f"reward {self.name} has neither a scorer of its own kind nor a service")
+        return self._service.score(request.replace(group_ids=[]))
+
+
+def _answer_all(link: socket.socket, judge: Judge, max_concurrency: int) -> None:
+    tasks: queue.SimpleQueue[tuple[int, memoryview]] = queue.SimpleQueue()
+    cancelled: dict[int, threading.Event] = {}
+    sending = threading.Lock()
+
+    def answer(task: int, payload: memoryview) -> None:
+        samples = decode_binary(payload, UNLIMITED).samples
+        found = [item for chunk in judge.found(samples, cancelled[task]) for item in chunk]
+        del cancelled[task]
+        with sending:
+            send_frame(link, Frame.ANSWER, task, json.dumps(found).encode())
+
+    def read() -> None:
+        try:
+            while True:
+                kind, task, payload = receive_frame(link)
+                if kind == Frame.CANCEL and task in cancelled:
+                    cancelled[task].set()
+                elif kind == Frame.SCORE:
+                    cancelled[task] = threading.Event()
+                    tasks.put((task, payload))
+        except (EOFError, OSError):
+            # The server is gone, so nobody waits for what this process computes, however long it would take.
+            os._exit(0)
+
+    threading.Thread(target=read, name="reader", daemon=True).start()
+    if max_concurrency == 1:
+        while True:
+            answer(*tasks.get())
+    with ThreadPoolExecutor(max_concurrency) as pool:
+        while True:
+            pool.submit(answer, *tasks.get()).add_done_callback(_die_of_bugs)
+
+
+def _die_of_bugs(done: Any) -> None:  # Any: a future of nothing
+    """A failure outside the scorer loses an answer; the server restarts a replica that ends and asks again."""
+    if done.exception() is not None:
+        logger.critical("replica ends", exc_info=done.exception())
+        os._exit(1)
+
+
+def _imported(target: str) -> Any:  # Any: whatever stands at a dotted path
+    module, _, name = target.rpartition(".")
+    try:
+        owner = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"scorer {target}: {error}. Install it in the environment of this reward.") from error
+    if not hasattr(owner, name):
+        raise ConfigError(f"scorer {target}: module {module} has no {name}")
+    found = vars(owner)[name]
+    if not callable(found):
+        raise ConfigError(f"scorer {target} is a {type(found).__name__}, which cannot be called")
+    return cast("Any", found)
+
+
+def _with_targets(node: Any, where: str) -> Any:  # Any: values of a configuration file
+    """`node` with every mapping that has a `_target_` replaced by the object it describes."""
+    if isinstance(node, list):
+        return [_with_targets(item, f"{where}[{i}]") for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    ready = {str(key): _with_targets(value, f"{where}.{key}") for key, value in node.items() if key != "_target_"}
+    if "_target_" not in node:
+        return ready
+    target = _imported(str(node["_target_"]))
+    try:
+        inspect.signature(target).bind(**ready)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}, _target_ {node['_target_']}: {error}") from error
+    return target(**ready)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,190 @@
+"""The command with real replicas: the README, equal numbers, a killed replica, the end."""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp.test_utils import unused_port
+
+from unirl.reward.local.compressibility import JPEGCompressibilityScorer
+from unirl.reward.local.shapes_scorer import ShapesRewardScorer
+from unirl.reward.wire import BINARY_TYPE, JSON_TYPE, decode_answer, encode_binary, encode_json, samples_of
+from unirl.reward_server.frames import Frame, receive_frame, send_frame
+from unirl.reward_server.replica import worker_command, worker_environment
+from unirl.types.media import Images, Texts
+from unirl.types.reward import RewardRequest
+
+from .fakes import reward, sample
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+COMMAND = [sys.executable, "-c", "from unirl.reward_server.main import main; main()"]
+SCORERS = {"shapes": ShapesRewardScorer(), "jpeg_compressibility": JPEGCompressibilityScorer()}
+
+
+def opened(url, data=None, kind=JSON_TYPE):
+    call = urllib.request.Request(url, data=data, headers={"Content-Type": kind})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(call, timeout=120) as answer:
+        return answer.read()
+
+
+class Running:
+    """A server in a process; its log is read until it listens."""
+
+    def __init__(self, folder, config):
+        path = folder / "service.yaml"
+        path.write_text(config)
+        self.url = f"http://127.0.0.1:{unused_port()}"
+        self.process = subprocess.Popen(
+            [*COMMAND, "--config", str(path), "--port", self.url.rpartition(":")[2]], stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stderr is not None
+        self.log = ""
+        for line in self.process.stderr:
+            self.log += line
+            if "serving" in line:
+                break
+        # What follows is read on, so that the pipe never fills.
+        self.rest = concurrent.futures.ThreadPoolExecutor(1).submit(self.process.stderr.read)
+
+    def status(self):
+        return json.loads(opened(f"{self.url}/status.json"))
+
+    def score(self, request, kind, pixels="uint8"):
+        samples = samples_of(request, pixels)
+        encoded = (
+            b"".join(encode_binary(samples, list(SCORERS)))
+            if kind == BINARY_TYPE
+            else encode_json(samples, list(SCORERS))
+        )
+        return decode_answer(opened(f"{self.url}/score", encoded, kind), request.sample_ids, list(SCORERS))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    [config] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    running = Running(tmp_path_factory.mktemp("server"), config)
+    yield running
+    running.process.terminate()
+    assert running.process.wait(timeout=30) == 0
+    assert "Traceback" not in running.rest.result()
+
+
+def pictures(num, seed=0):
+    prompts = ["a red circle", "three blue squares", "a green triangle"]
+    pixels = torch.randint(0, 256, (num, 3, 32, 32), generator=torch.Generator().manual_seed(seed)).float() / 255
+    return RewardRequest(
+        sample_ids=[f"s{i}" for i in range(num)],
+        primitives={"text": Texts(texts=[prompts[i % 3] for i in range(num)])},
+        generated={"image": Images(pixels=pixels)},
+    )
+
+
+def assert_same(found, expected):
+    assert torch.equal(found.rewards, expected.rewards) and found.successes == expected.successes
+    assert list(found.component_rewards) == list(expected.component_rewards)
+    for key, values in expected.component_rewards.items():
+        assert torch.equal(found.component_rewards[key], values)
+
+
+def test_the_readme_works_as_it_stands(server, capsys, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    names: dict[str, Any] = {"__name__": "readme"}
+    for program in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(program.replace("http://127.0.0.1:8080", server.url), names)
+    [scored] = names["scored"]["results"]
+    assert names["scored"]["errors"] == [{}] and scored["jpeg_compressibility"]["reward"] < 0
+    assert list(scored["shapes"]) == ["reward", "strict", "soft"]
+    assert all(names["response"].successes) and "shapes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [JSON_TYPE, BINARY_TYPE])
+def test_the_server_gives_the_numbers_that_the_scorers_give_here_bit_for_bit(server, kind):
+    request = pictures(100)
+    found = server.score(request, kind)
+    for name, scorer in SCORERS.items():
+        assert_same(found[name], scorer.score(request))
+
+
+def test_floats_arrive_unrounded_in_the_binary_body(server):
+    request = pictures(3)
+    pixels = Images(pixels=torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
+    found = server.score(request.replace(generated={"image": pixels}), BINARY_TYPE, "lossless")
+    assert_same(found["shapes"], SCORERS["shapes"].score(request.replace(generated={"image": pixels})))
+
+
+def test_a_replica_killed_under_load_loses_and_doubles_nothing(server):
+    requests = [pictures(8, seed=i) for i in range(24)]
+    [shapes] = [each for each in server.status()["rewards"] if each["name"] == "shapes"]
+    before = {each["pid"] for each in shapes["replicas"]}
+    assert len(before) == 2
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(server.score, request, BINARY_TYPE) for request in requests]
+        concurrent.futures.wait(calls[:4], return_when=concurrent.futures.FIRST_COMPLETED)
+        os.kill(min(before), signal.SIGKILL)
+        answers = [call.result() for call in calls]
+    for request, answer in zip(requests, answers, strict=True):
+        for name, scorer in SCORERS.items():
+            assert_same(answer[name], scorer.score(request))
+    [shapes] = [each for each in server.status()["rewards"] if each["name"] == "shapes"]
+    assert sum(each["restarts"] for each in shapes["replicas"]) == 1 and shapes["failed"] == 0
+
+
+def test_a_scorer_that_cannot_be_built_ends_the_command_with_its_message(tmp_path):
+    config = "rewards: [{name: a, scorer: jpeg_compressibility, num_gpus: 0, params: {qualty: 3}}]"
+    path = tmp_path / "service.yaml"
+    path.write_text(config)
+    done = subprocess.run(
+        [*COMMAND, "--config", str(path), "--port", str(unused_port())], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "reward-server: reward a: ConfigError: scorer unirl.reward." in done.stderr
+    assert "unexpected keyword argument 'qualty'" in done.stderr
+
+
+def test_a_worker_answers_several_tasks_at_a_time_and_ends_with_its_server():
+    ours, theirs = socket.socketpair()
+    settings = reward("shapes", max_concurrency=2)
+    with theirs:
+        worker = subprocess.Popen(
+            [*worker_command(settings), "--fd", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=worker_environment(settings, []),
+        )
+    with ours:
+        start = {"name": "shapes", "target": settings.target, "params": {}, "device": "cpu", "num_cpus": 1}
+        send_frame(ours, Frame.START, 0, json.dumps(start | {"max_concurrency": 2, "warm_up": True}).encode())
+        kind, _, card = receive_frame(ours)
+        assert kind == Frame.READY and json.loads(bytes(card))["components"] == ["strict", "soft"]
+        for task, prompt in ((5, "a red circle"), (6, "nonsense")):
+            samples = [sample("a", size=32, prompt=prompt)]
+            send_frame(ours, Frame.SCORE, task, b"".join(encode_binary(samples, ["shapes"])))
+        answers = {}
+        for _ in range(2):
+            kind, task, content = receive_frame(ours)
+            answers[task] = json.loads(bytes(content))
+        assert answers[5] == [{"reward": 0.0, "strict": 0.0, "soft": 0.0}]
+        assert "is not a sentence of the shapes world" in answers[6][0]
+    assert worker.wait(timeout=30) == 0
+
+
+def test_replicas_run_in_the_environment_that_their_reward_asks_for(monkeypatch):
+    monkeypatch.setenv("REWARD_SERVER_TOKEN", "secret")
+    assert worker_command(reward())[:2] == [sys.executable, "-m"]
+    assert worker_command(reward(python="/opt/env/bin/python"))[0] == "/opt/env/bin/python"
+    command = worker_command(reward(runtime_env="/etc/r.txt", packages=["x==1", "y"]))
+    assert " ".join(command).startswith("uv run --no-project --python")
+    assert " ".join(command).endswith(
+        "--with-requirements /etc/r.txt --with x==1 --with y python -m unirl.reward_server.worker"
+    )
+    environment = worker_environment(reward(num_cpus=3), ["2", "5"])
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("2,5", "3")
+    assert "REWARD_SERVER_TOKEN" not in environment
