@@ -48,6 +48,14 @@ class RewardRequest(Batch):
         return images.pixels
 
     @property
+    def texts(self) -> list[str]:
+        """Generated texts. Raises ContractError where the request has none."""
+        texts = self.generated.get("text")
+        if not isinstance(texts, Texts):
+            raise ContractError(f"this request has no generated text; it has {sorted(self.generated)}")
+        return texts.texts
+
+    @property
     def is_video(self) -> bool:
         """Whether the generated media are videos."""
         return isinstance(self.generated.get("video"), Videos)
