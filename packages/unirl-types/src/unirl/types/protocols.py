@@ -6,7 +6,7 @@ D width of the hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
+from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
 Conditions = Mapping[str, Condition]
 
@@ -303,6 +304,65 @@ class RolloutEngine(Protocol):
 
     def shutdown(self) -> None:
         """Stop for good and release everything. Safe to call twice."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """An engine whose policy is pushed to it. All or nothing: until `finish_weights` returns, no weight has changed.
+
+    Every method raises WeightSyncError with the list of what is wrong, and the engine keeps the policy it has.
+    """
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the policy that it generates with."""
+        ...
+
+    def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
+        """Announce all tensors of a push: names, shapes and dtypes (no checksums yet). Drops a push left unfinished."""
+        ...
+
+    def receive_weights(self, bucket: WeightBucket) -> None:
+        """Take some of the announced tensors and compare them with their checksums."""
+        ...
+
+    def finish_weights(self, policy_version: int) -> WeightReceipt:
+        """Load what has arrived, forget what was cached for the old weights, and generate with the new version."""
+        ...
+
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig) -> WeightReceipt:
+        """Put a LoRA adapter in the place of the last one, all at once. Names as peft saves them, without its prefix
+        "base_model.model."."""
+        ...
+
+
+class PushedEngine(RolloutEngine, WeightReceiver, Protocol):
+    """An engine with weights of its own."""
+
+
+class WeightSource(Protocol):
+    """Weights of the policy that trains, under the names of the model's checkpoint. Every rank calls every method, and
+    in the same order: sharded weights are gathered tensor by tensor."""
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """The policy's version."""
+        ...
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of `weights`, without moving one."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model, whole and in host memory, adapters merged; tied ones once."""
+        ...
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """The adapter's factors as peft names them. Raises ConfigError without an adapter."""
+        ...
+
+    def adapter_config(self) -> AdapterConfig:
+        """Rank, alpha and targets of the adapter. Raises ConfigError without one."""
         ...
 
 

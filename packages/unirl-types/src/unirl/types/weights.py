@@ -33,6 +33,29 @@ def weight_spec(name: str, tensor: Tensor) -> WeightSpec:
     return WeightSpec(name, tuple(tensor.shape), str(tensor.dtype), tensor_checksum(tensor))
 
 
+@dataclass(frozen=True)
+class WeightReceipt:
+    """What an engine says after weights were loaded."""
+
+    policy_version: int
+    """Version of the policy that it generates with from now on."""
+    num_tensors: int
+    """Tensors that arrived."""
+    num_bytes: int
+    num_bound: int
+    """Parameters of the engine's own model that took values from them (fused ones count once); for an adapter, layers
+    that it acts on."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What the tensors of a LoRA adapter do not say."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class WeightBucket:
     """Some named tensors of one push."""
@@ -54,6 +77,23 @@ class WeightBucket:
             found = weight_spec(spec.name, self.tensors[spec.name])
             if found != spec:
                 raise WeightSyncError(f"weights arrived changed: expected {spec}, found {found}")
+
+
+def unlike(sent: Iterable[WeightSpec], expected: Iterable[WeightSpec]) -> list[str]:
+    """How names, shapes and dtypes that were sent differ from the expected ones, a line each; empty where they agree.
+
+    Checksums are left alone, and an empty dtype on the expected side takes any.
+    """
+    found, wanted = {spec.name: spec for spec in sent}, {spec.name: spec for spec in expected}
+    lines = [f"missing: {name} {list(wanted[name].shape)}" for name in sorted(set(wanted) - set(found))]
+    lines += [f"unknown: {name} {list(found[name].shape)}" for name in sorted(set(found) - set(wanted))]
+    for name in sorted(set(found) & set(wanted)):
+        own, other = found[name], wanted[name]
+        if own.shape != other.shape:
+            lines.append(f"shape: {name} is {list(own.shape)}, expected {list(other.shape)}")
+        if other.dtype and own.dtype != other.dtype:
+            lines.append(f"dtype: {name} is {own.dtype}, expected {other.dtype}")
+    return lines
 
 
 def weight_buckets(

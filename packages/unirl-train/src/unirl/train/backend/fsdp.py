@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -41,6 +41,7 @@ from unirl.train.precision import check_frozen_dtype, dtype_named, keep_in
 from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
 from unirl.types.protocols import ModelBundle
 from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.weights import AdapterConfig
 
 logger = logging.getLogger(__name__)
 
@@ -513,8 +514,13 @@ class FSDPBackend:
         self._on_rank_zero(lambda: self._bundle.export_merged(folder, state))
 
     def _merged_state(self, component: str, module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        tensors = {name: values.get(f"{component}.{name}", tensor) for name, tensor in module.state_dict().items()}
-        merged: dict[str, Tensor] = {}
+        return dict(self._merged_weights(component, module, module.state_dict(), values))
+
+    def _merged_weights(
+        self, component: str, module: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in host memory under the names that the model has without adapters, one after the other."""
+        tensors = {name: values.get(f"{component}.{name}", tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             plain = plain_base_name(name)
             if plain is None:
@@ -523,8 +529,45 @@ class FSDPBackend:
             if self._lora is not None and is_adapted(name):
                 a, b = (self._whole(tensors[factor]) for factor in lora_factor_names(name))
                 whole = merged_weight(whole, a, b, rank=self._lora.rank, alpha=self._lora.alpha)
-            merged[plain] = whole
-        return merged
+            yield plain, whole
+
+    # Weights for an engine (unirl.types.protocols.WeightSource) ---------------------------------------------------
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of `weights`, by its name in the model's checkpoint, without moving one."""
+        _, module = self._only_component()
+        names = ((plain_base_name(name), tensor) for name, tensor in _without_ties(module).items())
+        return {name: tuple(tensor.shape) for name, tensor in names if name is not None}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained policy tensor by tensor, adapters merged, whole and in host memory. Every rank goes through all.
+
+        Raises ConfigError for a model of several trainable components, whose names would not say which.
+        """
+        component, module = self._only_component()
+        values = self.policy_values(CURRENT_POLICY)
+        self._reshard()
+        yield from self._merged_weights(component, module, _without_ties(module), values)
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """The trained policy's LoRA factors, whole and in host memory, as peft names them. Every rank calls it."""
+        component, _ = self._only_component()
+        self.adapter_config()
+        return {
+            plain_lora_name(name.removeprefix(f"{component}.")): self._whole(tensor)
+            for name, tensor in self.policy_values(CURRENT_POLICY).items()
+        }
+
+    def adapter_config(self) -> AdapterConfig:
+        """Rank, alpha and targets of the adapters. Raises ConfigError for full fine-tuning."""
+        if self._lora is None:
+            raise ConfigError("there is no adapter to push: set backend.lora, or push full weights")
+        return AdapterConfig(self._lora.rank, self._lora.alpha, tuple(self._lora_targets))
+
+    def _only_component(self) -> tuple[str, nn.Module]:
+        if len(self._modules) != 1:
+            raise ConfigError(f"weights of {sorted(self._modules)} cannot be pushed: an engine takes one component")
+        return next(iter(self._modules.items()))
 
     @torch.no_grad()
     def _whole(self, tensor: Tensor) -> Tensor:
@@ -543,3 +586,10 @@ class FSDPBackend:
                 dist.broadcast(is_written, src=0)
         if not bool(is_written):
             raise CheckpointError("rank 0 could not write the export; its own error says why")
+
+
+def _without_ties(module: nn.Module) -> dict[str, Tensor]:
+    """The module's state, a parameter with two names once, under its first."""
+    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    tied = every - {name for name, _ in module.named_parameters()}
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}

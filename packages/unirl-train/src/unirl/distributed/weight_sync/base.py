@@ -1,0 +1,109 @@
+"""What every push does: send, compare what the engine says it took, and ask it for log-probs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unirl.distributed.weight_sync.canary import LogProbCanary
+from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.protocols import AutoregressivePipeline, PushedEngine, WeightSource
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.sampling import Precision
+from unirl.types.weights import WeightReceipt
+
+logger = logging.getLogger(__name__)
+
+_DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Metrics = dict[str, float]
+
+
+class WeightSync(ABC):
+    """Pushes the backend's policy to an engine. Every rank pushes to the engine beside it, or rank 0 to one elsewhere.
+
+    backend: the weights that train. engine: the engine of this worker; None where `connect` names one elsewhere.
+    pipeline: replays the canary. dtype: what the engine keeps weights in; tensors are rounded to it before they leave.
+    canary_prompts: short texts that the engine continues after every push. canary_tolerance: largest difference in nats
+        between its log-probs and the trainer's; rounding gives 1e-5 where both compute in fp32, about 0.1 in bf16.
+    Raises WeightSyncError, and the run stops, where anything is not as it was sent.
+    """
+
+    def __init__(
+        self,
+        backend: WeightSource,
+        engine: PushedEngine | None,
+        pipeline: AutoregressivePipeline,
+        *,
+        dtype: Precision = "bf16",
+        canary_prompts: Sequence[str] = ("The quick brown fox", "1 + 2 ="),
+        canary_tolerance: float = 0.3,
+        rank: int = 0,
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise ConfigError(f"sync.dtype = {dtype!r} must be one of {', '.join(_DTYPES)}")
+        self._source = backend
+        self._engine = engine
+        self._dtype = _DTYPES[dtype]
+        self._rank = rank
+        self._canary = LogProbCanary(pipeline, canary_prompts, canary_tolerance)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def connect(self, engine: PushedEngine) -> None:
+        """Push to an engine of other workers from now on: rank 0 sends, the others only gather with it."""
+        self._engine = engine if self._rank == 0 else None
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def push(self) -> Metrics:
+        """Make the engine sample from the present policy; every rank calls it.
+
+        Returns sync/seconds, sync/megabytes, sync/tensors, sync/bound and the canary's sync/logprob_gap_{max,mean}.
+        """
+        begin = time.perf_counter()
+        version = self._source.num_optimizer_steps
+        engine = self._engine
+        if engine is None:  # its shards are gathered for the rank that sends, in the push and in the canary's replay
+            self._gather()
+            self._canary.replay_only()
+            return {}
+        receipt = self._send(engine, version)
+        if receipt.policy_version != version:
+            raise WeightSyncError(f"version {version} was pushed, the engine says it has {receipt.policy_version}")
+        seconds = time.perf_counter() - begin
+        largest, mean = self._canary.check(engine, version)
+        logger.info(
+            "pushed policy version %d: %d tensors, %.1f MB in %.2f s; log-prob gap %.1e",
+            version,
+            receipt.num_tensors,
+            receipt.num_bytes / 1e6,
+            seconds,
+            largest,
+        )
+        return {
+            "sync/seconds": seconds,
+            "sync/megabytes": receipt.num_bytes / 1e6,
+            "sync/tensors": float(receipt.num_tensors),
+            "sync/bound": float(receipt.num_bound),
+            "sync/logprob_gap_max": largest,
+            "sync/logprob_gap_mean": mean,
+        }
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the engine's policy is not the present one."""
+        return self._engine is not None and self._engine.policy_version != self._source.num_optimizer_steps
+
+    @abstractmethod
+    def _send(self, engine: PushedEngine, version: int) -> WeightReceipt:
+        """Send the policy, and return the engine's receipt."""
+
+    @abstractmethod
+    def _gather(self) -> None:
+        """The collectives of `_send`, on a rank that has no engine."""
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,56 @@
+"""All weights of the policy, in buckets. For full fine-tuning, and for adapters that are merged on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unirl.distributed.weight_sync.base import WeightSync
+from unirl.types.errors import WeightSyncError
+from unirl.types.protocols import AutoregressivePipeline, PushedEngine, WeightSource
+from unirl.types.sampling import Precision
+from unirl.types.weights import WeightReceipt, WeightSpec, weight_buckets
+
+
+class FullWeightSync(WeightSync):
+    """Gathers the model tensor by tensor and sends it in buckets; the engine loads it when all of it is there.
+
+    bucket_bytes: most bytes that are on their way at once (a larger tensor travels alone). The rest: see `WeightSync`.
+    """
+
+    def __init__(
+        self,
+        backend: WeightSource,
+        engine: PushedEngine | None,
+        pipeline: AutoregressivePipeline,
+        *,
+        dtype: Precision = "bf16",
+        canary_prompts: Sequence[str] = ("The quick brown fox", "1 + 2 ="),
+        canary_tolerance: float = 0.3,
+        bucket_bytes: int = 512 << 20,
+        rank: int = 0,
+    ) -> None:
+        super().__init__(
+            backend,
+            engine,
+            pipeline,
+            dtype=dtype,
+            canary_prompts=canary_prompts,
+            canary_tolerance=canary_tolerance,
+            rank=rank,
+        )
+        self._bucket_bytes = bucket_bytes
+
+    def _gather(self) -> None:
+        for _ in self._source.weights():
+            pass
+
+    def _send(self, engine: PushedEngine, version: int) -> WeightReceipt:
+        shapes = self._source.weight_shapes()
+        engine.begin_weights(version, [WeightSpec(name, shape, str(self._dtype), "") for name, shape in shapes.items()])
+        rounded = ((name, self._rounded(tensor)) for name, tensor in self._source.weights())
+        for bucket in weight_buckets(rounded, policy_version=version, max_bytes=self._bucket_bytes):
+            engine.receive_weights(bucket)
+        receipt = engine.finish_weights(version)
+        if receipt.num_tensors != len(shapes):
+            raise WeightSyncError(f"{len(shapes)} tensors were sent, the engine counts {receipt.num_tensors}")
+        return receipt

@@ -1,0 +1,28 @@
+"""The LoRA adapter of the policy alone: some megabytes instead of the model."""
+
+from __future__ import annotations
+
+from unirl.distributed.weight_sync.base import WeightSync
+from unirl.types.errors import WeightSyncError
+from unirl.types.protocols import PushedEngine
+from unirl.types.weights import WeightBucket, WeightReceipt, weight_spec
+
+
+class LoraWeightSync(WeightSync):
+    """Swaps the engine's adapter for the present one; base weights stay where they are. Options: see `WeightSync`."""
+
+    def _gather(self) -> None:
+        self._source.adapter_weights()
+
+    def _send(self, engine: PushedEngine, version: int) -> WeightReceipt:
+        tensors = {name: self._rounded(tensor) for name, tensor in self._source.adapter_weights().items()}
+        config = self._source.adapter_config()
+        specs = tuple(weight_spec(name, tensor) for name, tensor in tensors.items())
+        receipt = engine.load_adapter(WeightBucket(version, tensors, specs), config)
+        # Each adapted layer has an A and a B.
+        if (receipt.num_tensors, 2 * receipt.num_bound) != (len(tensors), len(tensors)):
+            raise WeightSyncError(
+                f"an adapter of {len(tensors)} tensors was sent; the engine took {receipt.num_tensors}, which act on "
+                f"{receipt.num_bound} layers"
+            )
+        return receipt

@@ -1,0 +1,218 @@
+"""Pushes to an engine that only remembers: what is sent, what is compared, and what stops the run."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from train_fakes import make_backend
+
+from unirl.distributed.weight_sync.full import FullWeightSync
+from unirl.distributed.weight_sync.lora import LoraWeightSync
+from unirl.train.configs import LoraConfig
+from unirl.types.conditions import PromptCondition
+from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.rollout import RolloutResp
+from unirl.types.segments import TextSegment
+from unirl.types.weights import WeightReceipt, unlike
+
+
+class OneWeightPipeline:
+    """Stands for a language model whose every log-prob is one weight of the backend, taken by `read`."""
+
+    def __init__(self, read):
+        self.read = read
+        self.num_replays = 0
+
+    def encode(self, primitives, params):
+        return {"prompt": PromptCondition.pack(tokens=[torch.tensor([1]) for _ in primitives["text"].texts])}
+
+    def evaluating(self):
+        return nullcontext()
+
+    def replay(self, conditions, segment, params):
+        self.num_replays += 1
+        return SimpleNamespace(logp_V=torch.full((segment.tokens.numel(),), self.read()))
+
+
+class RememberingEngine:
+    """Stands for an engine: keeps what is pushed and answers with log-probs that `read` finds in it."""
+
+    def __init__(self, expected=None, read=None):
+        self.expected = expected
+        self.read = read or (lambda tensors: 0.0)
+        self.policy_version = -1
+        self.sizes = []
+        self.pushed: dict[str, torch.Tensor] = {}
+        self.num_tensors_off = 0
+
+    def begin_weights(self, policy_version, specs):
+        wrong = [] if self.expected is None else unlike(specs, self.expected)
+        if wrong:
+            raise WeightSyncError("\n".join(wrong))
+        self.announced, self.sizes, self.pushed = specs, [], {}
+
+    def receive_weights(self, bucket):
+        bucket.verify()
+        self.sizes.append(bucket.num_bytes)
+        self.pushed.update({name: tensor.clone() for name, tensor in bucket.tensors.items()})
+
+    def finish_weights(self, policy_version):
+        self.policy_version = policy_version
+        return WeightReceipt(policy_version, len(self.pushed) + self.num_tensors_off, sum(self.sizes), 1)
+
+    def load_adapter(self, bucket, config):
+        self.begin_weights(bucket.policy_version, bucket.specs)
+        self.receive_weights(bucket)
+        self.config, self.policy_version = config, bucket.policy_version
+        return WeightReceipt(bucket.policy_version, len(bucket.tensors), bucket.num_bytes, len(bucket.tensors) // 2)
+
+    def generate(self, req, policy=None):
+        num = req.batch_size
+        value = self.read(self.pushed)
+        segment = TextSegment.pack(
+            tokens=[torch.zeros(3, dtype=torch.long)] * num, log_probs=[torch.full((3,), value)] * num
+        )
+        track = req.make_root_track(conditions={}, segment=segment, decoded=None)
+        return RolloutResp(tracks={"text": track.replace(policy_versions=torch.full((num,), self.policy_version))})
+
+
+def make_sync(kind, backend, engine, pipeline=None, **options) -> Any:
+    pipeline = pipeline or OneWeightPipeline(lambda: 0.0)
+    return kind(backend, engine, pipeline, dtype="fp32", canary_tolerance=1e-6, **options)
+
+
+def first_weight(tensors) -> float:
+    return float(next(iter(tensors.values())).flatten()[0])
+
+
+def test_all_weights_arrive_whole_under_the_models_names_in_buckets():
+    backend, engine = make_backend(), RememberingEngine()
+    metrics = make_sync(FullWeightSync, backend, engine, bucket_bytes=500).push()
+    assert {name: tuple(tensor.shape) for name, tensor in engine.pushed.items()} == backend.weight_shapes()
+    for name, parameter in backend.parameters.items():
+        assert torch.equal(engine.pushed[name.removeprefix("transformer.")], parameter)
+    assert len(engine.sizes) > 1
+    assert metrics["sync/tensors"] == len(engine.pushed)
+    assert metrics["sync/megabytes"] == pytest.approx(sum(engine.sizes) / 1e6)
+    assert engine.policy_version == 0
+
+
+def test_adapters_are_merged_into_full_weights():
+    backend = make_backend(lora=LoraConfig(rank=2, alpha=4))
+    with torch.no_grad():
+        for name, parameter in backend.parameters.items():
+            if "lora_B" in name:
+                parameter.fill_(0.5)
+    engine = RememberingEngine()
+    make_sync(FullWeightSync, backend, engine).push()
+    assert not any("lora" in name or "base_layer" in name for name in engine.pushed)
+    state = backend._modules["transformer"].state_dict()
+    base = next(name for name in state if name.endswith("to_q.base_layer.weight"))
+    layer = base.removesuffix(".base_layer.weight")
+    a, b = (state[f"{layer}.lora_{factor}.default.weight"] for factor in "AB")
+    assert torch.allclose(engine.pushed[f"{layer}.weight"], state[base] + 2 * b @ a)
+
+
+def test_an_adapter_travels_alone_with_its_scale():
+    backend, engine = make_backend(lora=LoraConfig(rank=2, alpha=4)), RememberingEngine()
+    make_sync(LoraWeightSync, backend, engine).push()
+    assert len(engine.pushed) == len(backend.parameters)
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in engine.pushed)
+    assert (engine.config.rank, engine.config.alpha) == (2, 4)
+    assert set(engine.config.target_modules) == {"to_q", "to_out"}
+    with pytest.raises(ConfigError, match="set backend.lora, or push full weights"):
+        make_sync(LoraWeightSync, make_backend(), engine).push()
+
+
+def test_tensors_are_rounded_to_the_engines_dtype_before_they_leave():
+    backend, engine = make_backend(), RememberingEngine()
+    sync = FullWeightSync(backend, engine, OneWeightPipeline(lambda: 0.0), dtype="bf16")  # ty: ignore[invalid-argument-type]
+    sync.push()
+    assert {tensor.dtype for tensor in engine.pushed.values()} == {torch.bfloat16}
+    assert {spec.dtype for spec in engine.announced} == {"torch.bfloat16"}
+
+
+def test_a_push_that_does_not_fit_stops_before_a_tensor_moves():
+    backend, engine = make_backend(), RememberingEngine()
+    make_sync(FullWeightSync, backend, engine).push()
+    engine.expected = engine.announced[1:]
+    engine.pushed = {}
+    with pytest.raises(WeightSyncError, match=f"unknown: {engine.announced[0].name}"):
+        make_sync(FullWeightSync, backend, engine).push()
+    assert engine.pushed == {}
+
+
+def test_an_engine_that_counts_otherwise_stops_the_run():
+    engine = RememberingEngine()
+    engine.num_tensors_off = -1
+    with pytest.raises(WeightSyncError, match=r"tensors were sent, the engine counts"):
+        make_sync(FullWeightSync, make_backend(), engine).push()
+
+
+def test_the_canary_compares_the_engine_with_the_trainer():
+    backend = make_backend()
+    pipeline = OneWeightPipeline(lambda: first_weight(dict(backend.weights())))
+    engine = RememberingEngine(read=first_weight)
+    sync = make_sync(FullWeightSync, backend, engine, pipeline)
+    assert sync.push()["sync/logprob_gap_max"] == 0
+    engine.read = lambda tensors: first_weight(tensors) + 0.25
+    with pytest.raises(WeightSyncError, match=r"differ by up to 0\.25 nats .*canary_tolerance is 1e-06"):
+        sync.push()
+    engine.read = lambda tensors: float("nan")
+    with pytest.raises(WeightSyncError, match="differ by up to nan"):
+        sync.push()
+
+
+def test_samples_of_another_version_fail_the_canary():
+    backend, engine = make_backend(), RememberingEngine()
+    sync = make_sync(FullWeightSync, backend, engine)
+    sync.push()
+    with pytest.raises(WeightSyncError, match=r"version 7 was pushed, but the engine samples with \[0\]"):
+        sync._canary.check(engine, 7)
+
+
+def test_a_push_is_due_after_an_optimizer_step_only():
+    backend, engine = make_backend(), RememberingEngine()
+    sync = make_sync(FullWeightSync, backend, engine)
+    assert sync.is_due
+    sync.push()
+    assert not sync.is_due
+    for parameter in backend.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    backend.optimizer_step(1.0)
+    assert sync.is_due
+    sync.push()
+    assert engine.policy_version == 1
+
+
+def test_a_rank_without_an_engine_gathers_and_replays_with_the_others():
+    backend, pipeline = make_backend(), OneWeightPipeline(lambda: 0.0)
+    sync = make_sync(FullWeightSync, backend, RememberingEngine(), pipeline, rank=1)
+    sync.connect(RememberingEngine())
+    assert sync.push() == {}
+    assert pipeline.num_replays == 1
+    assert not sync.is_due
+
+
+def test_a_tied_head_travels_once():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Linear(2, 3, bias=False)
+            self.head = torch.nn.Linear(2, 3, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    bundle: Any = SimpleNamespace(block_class_names=("Linear",), trainable_modules=lambda: {"model": model})
+    backend, engine = make_backend(bundle), RememberingEngine()
+    make_sync(FullWeightSync, backend, engine).push()
+    assert list(engine.pushed) == ["embed.weight"]
+
+
+def test_a_model_of_several_components_is_refused():
+    from train_fakes import TinyBundle
+
+    with pytest.raises(ConfigError, match=r"\['transformer', 'transformer_2'\] cannot be pushed"):
+        make_sync(FullWeightSync, make_backend(TinyBundle(num_components=2)), RememberingEngine()).push()
