@@ -164,6 +164,16 @@ CATALOG: dict[str, ScorerCard] = {
         extra="clip",
         source="HPSv2, arXiv 2306.09341",
     ),
+    "hpsv3": ScorerCard(
+        target="unirl.reward.local.hpsv3.HPSv3Scorer",
+        summary="how much people like a picture for a prompt, by a vision-language model with a reward head",
+        media=("image",),
+        needs="prompt",
+        typical="-10 to 15",
+        normalisation=Normalisation(15, is_default=True),
+        extra="clip",
+        source="HPSv3, arXiv 2508.03789",
+    ),
     "image_reward": ScorerCard(
         target="unirl.reward.local.image_reward.ImageRewardScorer",
         summary="how much people like a picture for a prompt",
@@ -281,6 +291,15 @@ CATALOG: dict[str, ScorerCard] = {
         needs="what its picture scorer needs",
         typical="0.7 of the picture scorer's value + 0.3 of a consistency in [0, 1]",
         source="this project",
+    ),
+    "video_align": ScorerCard(
+        target="unirl.reward.local.video_align.VideoAlignScorer",
+        summary="visual quality, motion quality and text alignment, by a vision-language model with a reward head",
+        media=("video",),
+        needs="prompt",
+        typical="standard deviations, summed over the three",
+        extra="clip",
+        source="VideoAlign, arXiv 2501.13918",
     ),
     "video_pickscore": ScorerCard(
         target="unirl.reward.local.video.VideoPickScoreScorer",

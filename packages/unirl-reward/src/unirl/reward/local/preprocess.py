@@ -61,7 +61,7 @@ class CropPreprocessing:
         short = min(height, width)
         edge = self.shortest_edge
         size = (int(edge * height / short), edge) if width <= height else (edge, int(edge * width / short))
-        pixels = _as_pil_resizes(pixels_bCHW, size)
+        pixels = as_pil_resizes(pixels_bCHW, size)
         top, left = (size[0] - self.crop_hw[0]) // 2, (size[1] - self.crop_hw[1]) // 2
         cropped = pixels[..., top : top + self.crop_hw[0], left : left + self.crop_hw[1]]
         return normalised(cropped, self.mean, self.std)
@@ -80,7 +80,7 @@ class PadPreprocessing:
         height, width = pixels_bCHW.shape[-2:]
         scale = self.side / max(height, width)
         size = (round(height * scale), round(width * scale))
-        pixels = _resized(pixels_bCHW, size) if scale != 1 else pixels_bCHW
+        pixels = resized(pixels_bCHW, size) if scale != 1 else pixels_bCHW
         below, beside = self.side - size[0], self.side - size[1]
         around = (beside // 2, beside - beside // 2, below // 2, below - below // 2)
         return normalised(nn.functional.pad(pixels, around), self.mean, self.std)
@@ -92,14 +92,15 @@ def normalised(pixels_bCHW: Tensor, mean: Sequence[float], std: Sequence[float])
     return (pixels_bCHW - mean_C[:, None, None]) / std_C[:, None, None]
 
 
-def _resized(pixels_bCHW: Tensor, size: tuple[int, int]) -> Tensor:
+def resized(pixels_bCHW: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bicubic with antialiasing; may overshoot the range."""
     return nn.functional.interpolate(pixels_bCHW, size=size, mode="bicubic", antialias=True, align_corners=False)
 
 
-def _as_pil_resizes(pixels_bCHW: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bicubic, across and then down, with overshoots clipped after each pass, as bytes are."""
-    across = _resized(pixels_bCHW, (pixels_bCHW.shape[-2], size[1])).clamp(0, 1)
-    return _resized(across, size).clamp(0, 1)
+def as_pil_resizes(pixels_bCHW: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bicubic with antialiasing, across and then down, with overshoots clipped after each pass, as bytes are."""
+    across = resized(pixels_bCHW, (pixels_bCHW.shape[-2], size[1])).clamp(0, 1)
+    return resized(across, size).clamp(0, 1)
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ def check_source(source: str, what: str) -> None:
 
 
 def load_state(source: str, file: str, what: str) -> dict[str, Tensor]:
-    """The tensors of `file` in a folder or on the hub, on the CPU; a "state_dict" inside it is unwrapped.
+    """The tensors of `file` in a folder or on the hub, on the CPU; a "state_dict" or "model" inside it is unwrapped.
+
+    A file that ends in .safetensors is read as such, any other as torch saves.
 
     what: the option that names `source`, for messages. Raises ConfigError where there is no such file or it holds
     something else.
@@ -46,10 +48,15 @@ def load_state(source: str, file: str, what: str) -> dict[str, Tensor]:
     check_source(source, what)
     path = source_file(source, file, what)
     try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what torch raises depends on how the file is broken
         raise ConfigError(f"{what}: {path} is no file of weights: {on_one_line(error)}") from error
-    state = state.get("state_dict", state) if isinstance(state, dict) else state
+    for wrapper in ("state_dict", "model"):
+        state = state.get(wrapper, state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(f"{what}: {path} holds no tensors by name. Give the published checkpoint.")
     return state

@@ -1,7 +1,9 @@
 """Inputs of Qwen2-VL, Qwen2.5-VL and Qwen3-VL from pictures and text.
 
 Built on the tokenizer and the PIL image processor, because transformers' own processor of these models wants
-torchvision for videos; texts and pixels come out as from it. Legend: b rows, T tokens, N patches.
+torchvision for videos; texts and pixels come out as from it.
+
+Legend: b rows, T tokens, N patches, F frames, C H W pixels.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from unirl.reward.local.preprocess import normalised
 from unirl.reward.local.pretrained import check_source, load_transformers
 from unirl.types.errors import ConfigError
 
@@ -108,6 +111,32 @@ class QwenVLReader:
         if token not in self.tokenizer.get_vocab():
             raise ConfigError(f"{self._owner}: the tokenizer of model {source!r} has no {token}; use a Qwen-VL model")
         return self.tokenizer.convert_tokens_to_ids(token)
+
+    def patches(self, frames_FCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Patches [N, values of a patch] and grid [1, 3] of a video, or of a picture as its only frame.
+
+        frames: [F, 3, H, W] in [0, 1], H and W multiples of a merged patch; with gradients. They are normalised, and
+        the last is repeated to a multiple of the temporal patch.
+        """
+        settings = self.image_processor
+        patch, merge, together = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+        frames = normalised(frames_FCHW, settings.image_mean, settings.image_std)
+        frames = torch.cat([frames, frames[-1:].expand(-len(frames) % together, -1, -1, -1)])
+        count, channels, height, width = frames.shape
+        grid = (count // together, height // patch, width // patch)
+        split = frames.reshape(
+            grid[0], together, channels, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
+        )
+        # Patches in the order of their merged blocks; in each the values of channel, frame, row and column.
+        found = split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).flatten(5).flatten(0, 4)
+        return found, torch.tensor([grid])
+
+    def resized_hw(self, height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+        """The size nearest to a picture's shape whose sides are multiples of a merged patch and whose area fits."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        factor = self.image_processor.patch_size * self.image_processor.merge_size
+        return smart_resize(height, width, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
 def _padded(rows: Sequence[list[int]], value: int, side: Literal["left", "right"]) -> Tensor:
