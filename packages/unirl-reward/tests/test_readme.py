@@ -3,13 +3,18 @@
 import re
 from pathlib import Path
 
+from unirl.reward.local.compressibility import JPEGCompressibilityScorer
+
+from .fake_server import FakeServer
+
 README = Path(__file__).parents[1] / "README.md"
 
 
 def test_the_programs_in_the_readme_run(capsys):
     programs = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    names = {"__name__": "readme"}
-    exec(compile("\n".join(programs), str(README), "exec"), names)
+    with FakeServer({"jpeg_compressibility": JPEGCompressibilityScorer()}) as server:
+        text = "\n".join(programs).replace("http://127.0.0.1:8080", server.url)
+        exec(compile(text, str(README), "exec"), {"__name__": "readme"})
     assert "brightness" in capsys.readouterr().out
 
 

@@ -3,8 +3,6 @@
 import gc
 import logging
 import math
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -261,27 +259,6 @@ def test_a_service_that_is_forgotten_ends_its_threads(make_request):
     gc.collect()
     assert gone() is None
     assert not any(thread.name.startswith("reward-forgotten") for thread in threading.enumerate())
-
-
-def test_a_process_ends_while_a_scorer_hangs():
-    code = """
-import threading, torch
-import unirl.reward.lanes as lanes
-from unirl.reward.service import RewardService
-from unirl.types.reward import RewardRequest
-lanes._LEAVE_TIMEOUT_S = 0.1
-class Hangs:
-    name = "hangs"
-    def score(self, request):
-        begun.set()
-        threading.Event().wait()
-begun = threading.Event()
-service = RewardService([Hangs()])
-service.submit(RewardRequest(sample_ids=["s0"]))
-begun.wait()
-"""
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
-    assert done.returncode == 0 and "still busy" in done.stderr, done.stderr
 
 
 def test_media_of_scored_samples_are_not_kept_by_an_idle_lane(make_request):

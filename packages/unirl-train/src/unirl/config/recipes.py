@@ -83,7 +83,7 @@ def _ready(override: Override, base: DictConfig) -> str:
     """The override as Hydra takes it: a plain assignment to an absent key becomes an addition."""
     line = override.input_line or ""
     is_plain = override.type is not None and override.type.name == "CHANGE" and override.package is None
-    if not is_plain:
+    if not is_plain or "/" in override.key_or_group:  # with a slash it chooses a part, such as parts/reward=remote
         return line
     parts = override.key_or_group.split(".")
     node: Any = base  # Any: walks through mappings, lists and scalars

@@ -28,7 +28,9 @@ Recipe = Mapping[str, Any]
 
 
 def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> dict[str, object]:
-    """The components of one worker: bundle, pipeline, backend, engine, algorithm, stack, reward, checkpointer."""
+    """The components of one worker: reward, bundle, pipeline, backend, engine, algorithm, stack, checkpointer."""
+    # First, since a reward server that is not there or has other rewards shall be known before models load.
+    reward = instantiate(recipe["reward"], device=context.device)
     seed_everything(recipe["seed"])
     bundle = instantiate(recipe["bundle"], device=context.device)
     pipeline = instantiate(recipe["pipeline"], bundle=bundle)
@@ -38,7 +40,6 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
     )
     algorithm = instantiate(recipe["algorithm"], pipeline=pipeline, policies=backend)
     stack = instantiate(recipe["stack"], backend=backend, algorithm=algorithm)
-    reward = instantiate(recipe["reward"], device=context.device)
     algorithm.use_reward(reward)
     if recipe["reward"].get("is_async"):
         engine.announce_to(reward.take)

@@ -81,7 +81,8 @@ class RewardResponse(Batch):
 
     @classmethod
     def _align(cls, parts: list[Self]) -> list[Self]:
-        keys = {key for part in parts for key in part.component_rewards}
+        known = [part for part in parts if any(part.successes) or not part.successes]
+        keys = {key for part in known or parts for key in part.component_rewards}
         totals = _merged([part.counters for part in parts], sum)
         peaks = _merged([part.gauges for part in parts], max)
         return [part.replace(counters=totals, gauges=peaks, component_rewards=part._with(keys)) for part in parts]
