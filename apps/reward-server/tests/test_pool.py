@@ -178,7 +178,10 @@ async def test_a_scorer_that_can_never_be_built_answers_who_waits_and_reports_th
     assert pool.is_ready and not make.made
     [found] = pool.submit([sample("a")])
     assert await found == "its scorer cannot be loaded: ConfigError: no such folder"
-    assert await pool.failure == "reward r: ConfigError: no such folder" and not pool.is_ready
+    assert await pool.failure == "reward r: ConfigError: no such folder" and len(make.made) == 1
+    await until(lambda: pool.seats[0].state == "offloaded")
+    [again] = pool.submit([sample("b")])
+    assert "cannot be loaded" in await again and len(make.made) == 2
     await pool.close()
 
 

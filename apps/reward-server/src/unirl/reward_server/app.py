@@ -360,6 +360,7 @@ def _shown(pool: RewardPool) -> dict[str, Any]:  # Any: JSON values
     return {
         "name": pool.settings.name,
         "summary": pool.card.get("summary", ""),
+        "is_ready": pool.is_ready,
         "waiting": pool.num_waiting,
         "max_queue": pool.settings.max_queue,
         "samples": pool.metrics.num_samples,

@@ -93,3 +93,7 @@ def _stop(stop: asyncio.Event) -> None:
     if stop.is_set():
         sys.exit(1)
     stop.set()
+
+
+if __name__ == "__main__":
+    main()

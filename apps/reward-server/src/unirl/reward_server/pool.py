@@ -98,9 +98,9 @@ class RewardPool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a replica can score, or none is needed until somebody asks."""
+        """Whether a replica can score, or none has to until somebody asks."""
         states = [seat.state for seat in self.seats]
-        return "ready" in states or all(state == "offloaded" for state in states)
+        return self.settings.load == "demand" or "ready" in states or all(state == "offloaded" for state in states)
 
     def start(self) -> None:
         """Start the replicas, or wait for the first request, as `load` says."""
@@ -164,6 +164,7 @@ class RewardPool:
                     end, seat.problem = "useless", str(error)
                     if error.is_final:
                         self._give_up(str(error))
+                        end = "useless" if self._wanted.is_set() else "rested"
                 except ReplicaDied as error:
                     end, seat.problem = "useless", str(error)
                 if end == "rested":
@@ -190,6 +191,8 @@ class RewardPool:
             self.failure.set_result(f"reward {self.settings.name}: {reason}")
         if any(seat.state == "ready" for seat in self.seats):
             return
+        if self.settings.load == "demand":
+            self._want(False)  # the next request tries again, in case the environment has changed
         for job in [*self._retries, *(job for jobs in self._queues.values() for job in jobs)]:
             self._finish(job, f"its scorer cannot be loaded: {reason}")
         self.forget()

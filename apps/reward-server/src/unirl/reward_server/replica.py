@@ -125,6 +125,8 @@ class ProcessReplica:
         """One entry a sample."""
         task, self._next_task = self._next_task, self._next_task % (2**32 - 1) + 1
         answer: asyncio.Future[list[Found]] = asyncio.get_running_loop().create_future()
+        # Where sending fails first, nobody awaits the answer; asking for its exception marks that as meant.
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting[task] = answer
         try:
             await self._send(Frame.SCORE, task, encode_binary(samples, [self._settings.name]))

@@ -1,0 +1,357 @@
+"""Loads and hurts a reward server of its own, and prints what happened as Markdown.
+
+    uv run --package unirl-reward-server python apps/reward-server/bench/load.py [load|faults|fuzz|steady ...]
+
+    load    throughput and latency at 1, 8, 64 and 256 clients; CPU time per image of the server and of its replica;
+            the binary body against JSON
+    faults  a replica killed under load, a slow scorer, a full queue, clients that leave, half-sent bodies
+    fuzz    10,000 damaged requests
+    steady  memory over --minutes of load
+Every client is a keep-alive connection that waits for its answer before it asks again.
+"""
+
+# ruff: noqa: INP001 - a script, no package
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import torch
+import yaml
+from aiohttp.test_utils import unused_port
+from scorers import tiny_clip
+
+from unirl.reward.wire import BINARY_TYPE, JSON_TYPE, encode_binary, encode_json, samples_of
+from unirl.types.media import Images, Texts
+from unirl.types.reward import RewardRequest
+
+CLIENTS = (1, 8, 64, 256)
+
+
+def body_of(reward: str, *, num: int, side: int, kind: str, seed: int = 0) -> tuple[bytes, list[float]]:
+    """A body of random pictures and what the null scorer must answer."""
+    pixels = torch.randint(0, 256, (num, 3, side, side), generator=torch.Generator().manual_seed(seed)).float() / 255
+    request = RewardRequest(
+        sample_ids=[f"s{i}" for i in range(num)],
+        primitives={"text": Texts(texts=["a red circle"] * num)},
+        generated={"image": Images(pixels=pixels)},
+    )
+    samples = samples_of(request, "uint8")
+    encoded = encode_json(samples, [reward]) if kind == JSON_TYPE else b"".join(encode_binary(samples, [reward]))
+    return encoded, pixels[:, :, 0].mean((1, 2)).tolist()
+
+
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, folder: Path, rewards: list[dict[str, Any]], **server: Any) -> None:  # Any: settings
+        self.url = f"http://127.0.0.1:{unused_port()}"
+        self.port = int(self.url.rpartition(":")[2])
+        self._config = folder / "service.yaml"
+        server = {"port": self.port, **server}
+        self._config.write_text(yaml.safe_dump({"server": server, "rewards": [{"num_gpus": 0, **r} for r in rewards]}))
+        self.log = folder / "server.log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the server itself, without its replicas."""
+        if self._process is None:
+            raise RuntimeError("the server does not run")
+        return self._process.pid
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncGenerator[aiohttp.ClientSession]:
+        """A session with the server once it is ready; it is stopped by SIGTERM."""
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        with self.log.open("w") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "unirl.reward_server.main", "--config", str(self._config)),
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
+            async with asyncio.timeout(300):
+                while not await self._is_ready(session):
+                    await asyncio.sleep(0.2)
+            yield session
+        self._process.send_signal(signal.SIGTERM)
+        code = await self._process.wait()
+        if code != 0:
+            raise RuntimeError(f"the server ended with {code}: {self.log.read_text()[-2000:]}")
+
+    async def _is_ready(self, session: aiohttp.ClientSession) -> bool:
+        with contextlib.suppress(aiohttp.ClientConnectionError):
+            async with session.get(f"{self.url}/ready") as answer:
+                return answer.status == 200
+        return False
+
+    async def status(self, session: aiohttp.ClientSession) -> dict[str, Any]:  # Any: JSON values
+        """What the status page shows."""
+        async with session.get(f"{self.url}/status.json") as answer:
+            return await answer.json()
+
+    async def score(self, session: aiohttp.ClientSession, body: bytes, kind: str) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        async with session.post(f"{self.url}/score", data=body, headers={"Content-Type": kind}) as answer:
+            return answer.status, await answer.read()
+
+
+def cpu_s(pid: int) -> float:
+    """User and system seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_mib(pid: int) -> float:
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+async def hammer(
+    server: Server, session: aiohttp.ClientSession, body: bytes, kind: str, *, clients: int, seconds: float
+) -> tuple[list[float], Counter[int], float]:
+    """Latencies, statuses and the time it took."""
+    latencies: list[float] = []
+    statuses: Counter[int] = Counter()
+    end = time.monotonic() + seconds
+
+    async def client() -> None:
+        while time.monotonic() < end:
+            started = time.monotonic()
+            status, _ = await server.score(session, body, kind)
+            latencies.append(time.monotonic() - started)
+            statuses[status] += 1
+
+    started = time.monotonic()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return latencies, statuses, time.monotonic() - started
+
+
+async def load(folder: Path, seconds: float) -> None:
+    """Throughput, latency, CPU and the two bodies."""
+    tiny_clip(str(folder / "clip"))
+    rewards = [
+        {"name": "null", "scorer": "scorers.NullScorer"},
+        {"name": "clip", "scorer": "clip", "params": {"model": str(folder / "clip"), "batch_size": 32}},
+    ]
+    server = Server(folder, rewards)
+    async with server.running() as session:
+        say("| scorer | body | clients | images/s | p50 ms | p95 ms | p99 ms | server ms CPU | replica ms CPU |")
+        say("|---|---|---|---|---|---|---|---|---|")
+        for index, (reward, side, num) in enumerate((("null", 64, 1), ("clip", 224, 4))):
+            for clients in CLIENTS:
+                body, _ = body_of(reward, num=num, side=side, kind=BINARY_TYPE)
+                await measure(server, session, (reward, index), body, BINARY_TYPE, num, clients, seconds)
+        for kind in (BINARY_TYPE, JSON_TYPE):
+            body, _ = body_of("null", num=4, side=512, kind=kind)
+            await measure(server, session, ("null", 0), body, kind, 4, 8, seconds)
+
+
+async def measure(
+    server: Server,
+    session: aiohttp.ClientSession,
+    reward: tuple[str, int],
+    body: bytes,
+    kind: str,
+    num: int,
+    clients: int,
+    seconds: float,
+) -> None:
+    """One row of the table of `load`."""
+    await hammer(server, session, body, kind, clients=clients, seconds=seconds / 5)
+    replica = (await server.status(session))["rewards"][reward[1]]["replicas"][0]["pid"]
+    before = cpu_s(server.pid), cpu_s(replica)
+    latencies, statuses, took = await hammer(server, session, body, kind, clients=clients, seconds=seconds)
+    used = cpu_s(server.pid) - before[0], cpu_s(replica) - before[1]
+    if set(statuses) != {200}:
+        raise RuntimeError(f"statuses {statuses}")
+    images = len(latencies) * num
+    p50, p95, p99 = np.percentile(latencies, [50, 95, 99]) * 1000
+    per_image = [f"{1000 * value / images:.2f}" for value in used]
+    name = f"{'binary' if kind == BINARY_TYPE else 'JSON'}, {num} x {len(body) // num // 1024} KiB"
+    say(
+        f"| {reward[0]} | {name} | {clients} | {images / took:.0f} | {p50:.1f} | {p95:.1f} | {p99:.1f} | "
+        f"{per_image[0]} | {per_image[1]} |"
+    )
+
+
+async def faults(folder: Path, seconds: float) -> None:
+    """What happens when something breaks."""
+    rewards = [
+        {"name": "null", "scorer": "scorers.NullScorer", "num_replicas": 2},
+        {"name": "slow", "scorer": "scorers.SlowScorer", "params": {"seconds": 0.2}, "max_queue": 16},
+    ]
+    server = Server(folder, rewards, score_timeout_s=5, body_timeout_s=1)
+    async with server.running() as session:
+        await kill_replica(server, session, seconds)
+        body, _ = body_of("slow", num=2, side=16, kind=BINARY_TYPE)
+        latencies, statuses, _ = await hammer(server, session, body, BINARY_TYPE, clients=32, seconds=seconds)
+        p50 = 1000 * float(np.median(latencies))
+        say(f"- Slow scorer, 32 clients, queue of 16 samples: statuses {dict(statuses)}, p50 {p50:.0f} ms.")
+        await leave(server, session, body)
+        await half_sent(server, session)
+        status, _ = await server.score(session, body, BINARY_TYPE)
+        say(f"- After all that: status {status}, bytes held {(await server.status(session))['pending_bytes']}.")
+
+
+async def kill_replica(server: Server, session: aiohttp.ClientSession, seconds: float) -> None:
+    """SIGKILL under load; every answer is compared with what it must be."""
+    bodies = [body_of("null", num=4, side=32, kind=BINARY_TYPE, seed=i) for i in range(32)]
+    end = time.monotonic() + seconds
+    right = wrong = kills = 0
+
+    async def client(index: int) -> None:
+        nonlocal right, wrong
+        rng = random.Random(index)
+        while time.monotonic() < end:
+            body, expected = rng.choice(bodies)
+            status, content = await server.score(session, body, BINARY_TYPE)
+            got = [each["null"]["reward"] for each in json.loads(content)["results"]] if status == 200 else None
+            right, wrong = (right + 1, wrong) if got == expected else (right, wrong + 1)
+
+    async def killer() -> None:
+        nonlocal kills
+        while time.monotonic() < end:
+            await asyncio.sleep(seconds / 5)
+            [null] = [each for each in (await server.status(session))["rewards"] if each["name"] == "null"]
+            ready = [each["pid"] for each in null["replicas"] if each["state"] == "ready"]
+            if len(ready) == 2:
+                os.kill(ready[0], signal.SIGKILL)
+                kills += 1
+
+    await asyncio.gather(killer(), *(client(i) for i in range(16)))
+    say(f"- {kills} replicas killed under load of 16 clients: {right} requests answered right, {wrong} wrong or lost.")
+
+
+async def leave(server: Server, session: aiohttp.ClientSession, body: bytes) -> None:
+    """Clients that hang up while they wait."""
+    calls = [asyncio.create_task(server.score(session, body, BINARY_TYPE)) for _ in range(8)]
+    while not (await server.status(session))["requests_in_work"]:
+        await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    started = time.monotonic()
+    while (await server.status(session))["requests_in_work"]:
+        await asyncio.sleep(0.01)
+    say(
+        f"- 8 clients gone while waiting: their work was cancelled within {1000 * (time.monotonic() - started):.0f} ms."
+    )
+
+
+async def half_sent(server: Server, session: aiohttp.ClientSession) -> None:
+    """Bodies that never end."""
+    head = b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n{"
+    links = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(50)]
+    for _, writer in links:
+        writer.write(head)
+    answers = Counter([(await reader.readline()).decode().strip() for reader, _ in links])
+    for _, writer in links:
+        writer.close()
+    say(f"- 50 half-sent bodies: {dict(answers)}.")
+
+
+async def fuzz(folder: Path, num: int) -> None:
+    """Damaged bodies and heads."""
+    server = Server(folder, [{"name": "null", "scorer": "scorers.NullScorer"}], body_timeout_s=2)
+    rng = random.Random(0)
+    bodies = [(kind, body_of("null", num=2, side=8, kind=kind)[0]) for kind in (JSON_TYPE, BINARY_TYPE)]
+    statuses: Counter[str] = Counter()
+
+    async def one(index: int) -> None:
+        kind, body = bodies[index % 2]
+        content = damaged(body, rng)
+        head = f"POST /score HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Type: {kind}\r\n"
+        head_bytes = f"{head}Content-Length: {len(content)}\r\n\r\n".encode()
+        if index % 5 == 0:
+            head_bytes = damaged(head_bytes, rng)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        with contextlib.suppress(ConnectionError):
+            writer.write(head_bytes + content)
+            if index % 5 == 0:
+                writer.write_eof()
+            line = await asyncio.wait_for(reader.readline(), 60)
+            statuses[line.split(b" ")[1].decode() if line else "closed"] += 1
+        writer.close()
+
+    async with server.running() as session:
+        before = memory_mib(server.pid)
+        for start in range(0, num, 32):
+            await asyncio.gather(*(one(i) for i in range(start, min(start + 32, num))))
+        content, _ = body_of("null", num=1, side=8, kind=JSON_TYPE)
+        status, _ = await server.score(session, content, JSON_TYPE)
+        after = memory_mib(server.pid)
+        say(f"- {num} damaged requests: {dict(sorted(statuses.items()))}; then one whole: {status}.")
+        say(f"- Memory of the server before and after them: {before:.0f} and {after:.0f} MiB.")
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Cut, or with some bytes replaced, added or taken away."""
+    content = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(content))
+        content[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3))
+    return bytes(content[: rng.randrange(1, len(content))] if rng.random() < 0.2 else content)
+
+
+async def steady(folder: Path, minutes: float) -> None:
+    """Memory of the server and its replica under mixed load."""
+    server = Server(folder, [{"name": "null", "scorer": "scorers.NullScorer"}])
+    bodies = [(kind, body_of("null", num=4, side=256, kind=kind)[0]) for kind in (BINARY_TYPE, JSON_TYPE)]
+    async with server.running() as session:
+        rows, num, parts = [], 0, 10
+        for _ in range(parts):
+            for kind, body in bodies:
+                latencies, _, _ = await hammer(
+                    server, session, body, kind, clients=8, seconds=60 * minutes / parts / len(bodies)
+                )
+                num += len(latencies)
+            replica = (await server.status(session))["rewards"][0]["replicas"][0]["pid"]
+            rows.append((memory_mib(server.pid), memory_mib(replica)))
+        shown = [" ".join(f"{row[i]:.0f}" for row in rows) for i in (0, 1)]
+        say(f"- {minutes:g} minutes, {num} requests: MiB of the server {shown[0]}; of its replica {shown[1]}.")
+
+
+def say(line: str) -> None:
+    """Print at once, for who watches."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Run the parts that are named, all without names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=["load", "faults", "fuzz", "steady"])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of steady")
+    parser.add_argument("--requests", type=int, default=10_000, help="of fuzz")
+    options = parser.parse_args()
+    run: dict[str, Callable[[Path], Any]] = {  # Any: coroutines
+        "load": lambda folder: load(folder, options.seconds),
+        "faults": lambda folder: faults(folder, options.seconds),
+        "fuzz": lambda folder: fuzz(folder, options.requests),
+        "steady": lambda folder: steady(folder, options.minutes),
+    }
+    for part in options.parts or run:
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(run[part](Path(folder)))
+
+
+if __name__ == "__main__":
+    main()
