@@ -10,7 +10,7 @@ from diffusers import StableDiffusion3Pipeline
 
 from unirl.app.environment import packaged_shapes_path
 from unirl.sde.noise import initial_noise
-from unirl.trainer.evaluation import EVAL_ROLLOUT_ID
+from unirl.trainer.evaluation import EVAL_ROLLOUT_ID, Evaluator
 from unirl.trainer.request import build_request
 from unirl.trainer.wiring import evaluate_recipe, export_recipe, make_evaluator, run_recipe
 
@@ -28,7 +28,7 @@ LORA = [
 def stock_images(pipeline, recipe, labels):
     """The images that a stock pipeline draws from the evaluation's prompts, noise and noise levels."""
     evaluator = make_evaluator(recipe)
-    assert evaluator is not None
+    assert isinstance(evaluator, Evaluator)
     params = evaluator.params
     steps = params.num_inference_steps
     req = build_request(

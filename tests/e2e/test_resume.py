@@ -28,6 +28,9 @@ class StopAfter:
     def image(self, name, picture, step):
         pass
 
+    def table(self, name, rows, step):
+        pass
+
     def finish(self, summary):
         pass
 

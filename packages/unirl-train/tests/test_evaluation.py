@@ -169,7 +169,7 @@ def test_parameters_are_deterministic_and_otherwise_those_of_training():
     [
         ({"num_samples": 0}, "eval.num_samples = 0 must be at least 1"),
         ({"batch_size": 0}, "eval.batch_size = 0 must be at least 1"),
-        ({"interval": -1}, "eval.interval and eval.num_images must be at least 0"),
+        ({"interval": -1}, "eval.interval = -1 must be at least 0"),
         ({"interval_cpu_s": 0.0}, "eval.interval_cpu_s = 0.0 must be above 0, or null"),
         (
             {"interval": 8, "interval_cpu_s": 20.0},

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from unirl.algorithms.prompt_statistics import PromptStatistics
 from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, WorkerContext
+from unirl.tracking.base import TableRow
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
+from unirl.trainer.base import TrainerSettings
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.diffusion import DiffusionTrainer, TrainerSettings
+from unirl.trainer.diffusion import DiffusionTrainer
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
@@ -89,6 +91,10 @@ class Notes:
     def image(self, name: str, picture: Image.Image, step: int) -> None:
         """Names of the pictures."""
         self.pictures.append((name, step))
+
+    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+        """Images come as pictures."""
+        raise AssertionError("a trainer of images shows no table")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The summary."""

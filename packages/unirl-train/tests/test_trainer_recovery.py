@@ -2,7 +2,7 @@
 
 import pytest
 
-from unirl.trainer.diffusion import check_same_algorithm
+from unirl.trainer.base import check_same_algorithm
 from unirl.types.errors import CheckpointError
 
 

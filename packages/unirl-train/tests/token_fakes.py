@@ -31,8 +31,11 @@ from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack
 from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.media import Primitive, Texts
-from unirl.types.protocols import Conditions
-from unirl.types.rollout import RolloutResp, RolloutTrack
+from unirl.types.noise import noise_key
+from unirl.types.protocols import Conditions, PolicyStore
+from unirl.types.reward import RewardResponse
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
@@ -264,6 +267,66 @@ def setup(
     )
     stack.prepare()
     return Setup(backend, pipeline, algorithm, stack)
+
+
+# Roles ------------------------------------------------------------------------------------------------------------
+
+
+class LMEngine:
+    """Samples with the pipeline that trains."""
+
+    def __init__(self, pipeline: LMPipeline, policies: PolicyStore) -> None:
+        self.pipeline = pipeline
+        self.policies = policies
+        self.requests: list[RolloutReq] = []
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """One completion a row."""
+        self.requests.append(req)
+        params = req.sampling_params
+        assert isinstance(params, ARSamplingParams)
+        with self.pipeline.evaluating():
+            conditions = self.pipeline.encode(req.primitives, params)
+            keys = [noise_key(req.rollout_id, name) for name in req.sample_ids]
+            segment = self.pipeline.generate(conditions, params, noise_keys=keys)
+        decoded = self.pipeline.decode(segment)
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
+        track.policy_versions = torch.full((req.batch_size,), self.policies.num_optimizer_steps, dtype=torch.long)
+        return RolloutResp(tracks={"text": track})
+
+
+class FirstDigitReward:
+    """1 for a completion that begins with the digit that the prompt's metadata names.
+
+    same: group ids whose samples all get 0.
+    """
+
+    def __init__(self, same: Callable[[str], bool] = lambda group: False) -> None:
+        self.same = same
+
+    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
+    def score_media(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
+        """Scores without a trace."""
+        decoded = resp.tracks["text"].decoded
+        assert isinstance(decoded, Texts)
+        wanted = [str((row or {})["answer"]) for row in req.metadata]
+        right = [float(text.startswith(answer)) for text, answer in zip(decoded.texts, wanted, strict=True)]
+        right = [0.0 if self.same(group) else value for value, group in zip(right, req.group_ids, strict=True)]
+        return RewardResponse(
+            sample_ids=list(req.sample_ids),
+            rewards=torch.tensor(right),
+            component_rewards={"match": torch.tensor(right)},
+            successes=[True] * len(right),
+            errors=[None] * len(right),
+        )
+
+    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
+    def score_and_attach(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
+        """Scores, and writes the rewards into the response."""
+        scored = self.score_media(resp, req)
+        resp.tracks["text"].rewards = scored.rewards
+        return scored
 
 
 # Two processes ----------------------------------------------------------------------------------------------------

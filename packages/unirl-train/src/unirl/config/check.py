@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from unirl.config.annotations import mismatch
-from unirl.config.injection import INJECTED
+from unirl.config.injection import INJECTED, INJECTED_IF_TAKEN
 from unirl.config.instantiation import RESERVED, TARGET, instantiate_at
 from unirl.config.rules import MACHINE_RULES, RULES, Machine, Recipe
 from unirl.config.signatures import Target, read_target
@@ -25,7 +25,7 @@ OPTION_SECTIONS = {
     "guardrails": "unirl.trainer.guardrails.GuardrailConfig",
     "selection": "unirl.algorithms.selection.SampleSelection",
 }
-"""Sections without `_target_`: the trainer builds exactly this class from them."""
+"""Sections whose `_target_` may be left out: the trainer builds this class from them."""
 SCALARS: dict[str, tuple[type, ...]] = {
     "recipe": (str,),
     "seed": (int,),
@@ -56,6 +56,7 @@ TOP_LEVEL = (
     *REQUIRED_SECTIONS,
     *OPTION_SECTIONS,
     "advantages",
+    "trainer",
     "save",
     "trackers",
 )
@@ -120,7 +121,7 @@ def _keys(recipe: Recipe) -> Iterator[str]:
     for key, allowed in CHOICES.items():
         if isinstance(recipe.get(key), str) and recipe[key] not in allowed:
             yield f"{key} = {recipe[key]!r} must be one of {', '.join(allowed)}."
-    for key in (*REQUIRED_SECTIONS, *OPTION_SECTIONS, "advantages", "save", "trackers"):
+    for key in (*REQUIRED_SECTIONS, *OPTION_SECTIONS, "advantages", "trainer", "save", "trackers"):
         value = recipe.get(key)
         if value is not None and not isinstance(value, Mapping):
             yield f"{key} = {value!r} must be a mapping."
@@ -141,14 +142,14 @@ def _scalar(name: str, value: Value, types: tuple[type, ...]) -> Iterator[str]:
 
 def _signatures(recipe: Recipe) -> Iterator[str]:
     """Every `_target_` resolves and takes the keywords it is given."""
-    for section in (*REQUIRED_SECTIONS, "advantages"):
+    for section in (*REQUIRED_SECTIONS, "advantages", "trainer"):
         node = recipe.get(section)
         if node is None:
             continue
         if TARGET not in node:
             yield f"{section}: has no _target_. Give the import path of what to build."
             continue
-        yield from _bound(node, section, INJECTED[section])
+        yield from _bound(node, section, INJECTED[section], INJECTED_IF_TAKEN.get(section, frozenset()))
     for section, path in OPTION_SECTIONS.items():
         if recipe.get(section):
             yield from _bound({TARGET: path, **recipe[section]}, section, frozenset())
@@ -163,12 +164,15 @@ def _signatures(recipe: Recipe) -> Iterator[str]:
         yield from _bound({key: value for key, value in node.items() if key != ENABLED}, place, frozenset())
 
 
-def _bound(node: Mapping[str, Value], place: str, injected: frozenset[str]) -> Iterator[str]:
+def _bound(
+    node: Mapping[str, Value], place: str, injected: frozenset[str], if_taken: frozenset[str] = frozenset()
+) -> Iterator[str]:
     try:
         target = read_target(str(node[TARGET]))
     except ConfigError as error:
         yield f"{place}: {error}"
         return
+    injected |= if_taken & set(target.parameters)
     for key, value in node.items():
         if key in RESERVED:
             continue

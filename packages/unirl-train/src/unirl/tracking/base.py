@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +10,8 @@ from PIL import Image
 
 Summary = Mapping[str, Any]  # Any: JSON values
 Config = Mapping[str, Any]  # Any: JSON values
+TableRow = dict[str, str | float]
+"""Column -> value; rows of one table may have different columns."""
 
 
 class Tracker(Protocol):
@@ -25,6 +27,10 @@ class Tracker(Protocol):
 
     def image(self, name: str, picture: Image.Image, step: int) -> None:
         """A finished picture, such as a labelled grid of samples."""
+        ...
+
+    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+        """Samples of text with their prompts and scores; they also lie in the run directory."""
         ...
 
     def finish(self, summary: Summary) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from unirl.tracking.base import Config, Summary
+from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.tables import columns, shown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 FINE_BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
 SPARKLINE_WIDTH = 32
 PHASES = ("rollout", "reward", "train", "eval", "checkpoint", "other")
+SHOWN_ROWS = 4
+"""Rows of a table that the terminal shows; the run directory has all."""
+MAX_CELL = 120
+"""Characters of a cell before it is cut."""
 SHOWN = ("reward/mean", "group/zero_std_ratio", "train/loss", "train/grad_norm", "train/lr", "policy/clipfrac_high")
 
 
@@ -97,6 +102,18 @@ class ConsoleTracker:
 
     def image(self, name: str, picture: Image.Image, step: int) -> None:
         """Pictures are written to the run directory; a terminal shows none."""
+
+    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+        """The first rows, above the live display."""
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        names = columns(rows)
+        table = RichTable(*names, title=f"{name} at {step}")
+        for row in rows[:SHOWN_ROWS]:
+            # Text, because a completion may hold what rich takes for markup.
+            table.add_row(*(Text(shown(row.get(name, ""), MAX_CELL)) for name in names))
+        self._console.print(table)
 
     def finish(self, summary: Summary) -> None:
         """End the live display."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 
 from PIL import Image
 
-from unirl.tracking.base import Config, Summary
+from unirl.tracking.base import Config, Summary, TableRow
 from unirl.types.errors import ContractError
 
 
@@ -38,6 +38,9 @@ class JsonlTracker:
 
     def image(self, name: str, picture: Image.Image, step: int) -> None:
         """Pictures lie beside the metrics; nothing to write here."""
+
+    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+        """Tables lie beside the metrics; nothing to write here."""
 
     def finish(self, summary: Summary) -> None:
         """Close the file."""

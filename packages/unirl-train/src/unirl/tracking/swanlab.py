@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from unirl.tracking.base import Config, Summary
+from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.tables import markdown
 from unirl.tracking.wandb import run_id
 
 
@@ -56,6 +57,10 @@ class SwanLabTracker:
     def image(self, name: str, picture: Image.Image, step: int) -> None:
         """One picture."""
         self._run.log({f"samples/{name}": self._swanlab.Image(picture)}, step=step)
+
+    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+        """One text, a Markdown table."""
+        self._run.log({f"samples/{name}": self._swanlab.Text(markdown(rows))}, step=step)
 
     def finish(self, summary: Summary) -> None:
         """Close the run."""

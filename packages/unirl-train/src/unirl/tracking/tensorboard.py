@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-from unirl.tracking.base import Config, Summary
+from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.tables import markdown
 from unirl.types.errors import ContractError
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class TensorBoardTracker:
     def image(self, name: str, picture: Image.Image, step: int) -> None:
         """One picture."""
         self._open().add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+        """One text, a Markdown table."""
+        self._open().add_text(name, markdown(rows), step)
 
     def finish(self, summary: Summary) -> None:
         """Flush and close."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from unirl.tracking.base import Config, Summary
+from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.tables import columns
 
 
 def run_id(run_dir: Path) -> str:
@@ -56,6 +57,12 @@ class WandbTracker:
     def image(self, name: str, picture: Image.Image, step: int) -> None:
         """One picture, on the axis of its step."""
         self._run.log({f"samples/{name}": self._wandb.Image(picture)}, step=step)
+
+    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+        """One table, on the axis of its step."""
+        names = columns(rows)
+        data = [[row.get(name) for name in names] for row in rows]
+        self._run.log({f"samples/{name}": self._wandb.Table(columns=names, data=data)}, step=step)
 
     def finish(self, summary: Summary) -> None:
         """Write the run's summary and close it."""

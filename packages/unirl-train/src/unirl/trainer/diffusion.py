@@ -1,214 +1,38 @@
-"""The trainer of diffusion models: rollout, reward, advantage, train, evaluate, save."""
+"""The trainer of diffusion models: requests with pinned sigmas and noise, pictures to look at."""
 
 from __future__ import annotations
 
-import json
-import logging
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from unirl.algorithms.advantages import Advantages, group_metrics
-from unirl.algorithms.selection import SampleSelection, zero_variance_groups
-from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import Held, Runtime
-from unirl.tracking.base import Tracker
+from unirl.distributed.runtime import Held
 from unirl.tracking.media import before_after, grid
-from unirl.train.stack import TrainStepResult
-from unirl.trainer.clock import PhaseClock
-from unirl.trainer.evaluation import Evaluator, take_images
-from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.base import Trainer
+from unirl.trainer.evaluation import EvaluationResult, take_images
 from unirl.trainer.request import build_request, shortened
-from unirl.trainer.versions import versions
-from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from unirl.types.media import Texts
 from unirl.types.reward import RewardResponse
-from unirl.types.roles import PerSample
-from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
-
-logger = logging.getLogger(__name__)
 
 FIRST_IMAGES = "eval-000000.safetensors"
 """The images from before training, kept so that a resumed run can still show them side by side."""
+NUM_PICTURES = 16
 
 
-@dataclass(frozen=True)
-class TrainerSettings:
-    """The numbers of a run that belong to no component."""
+class DiffusionTrainer(Trainer[DiffusionSamplingParams]):
+    """`Trainer` of images and videos."""
 
-    recipe: str
-    seed: int
-    batch_size: int
-    """Prompts a rollout."""
-    num_rollouts: int
-    eval_interval: int = 0
-    """Rollouts between evaluations; 0 evaluates only before and after."""
-    eval_interval_cpu_s: float | None = None
-    """Training CPU seconds between evaluations, in place of `eval_interval`."""
-    max_cpu_s: float | None = None
-    """Training ends with the rollout in which its CPU seconds (rollout, reward, train, other) exceed this. `progress`
-    stays the fraction of `num_rollouts`, so that what a rollout learns never depends on the speed of the machine."""
-    save_interval: int = 0
-    """Rollouts between checkpoints; 0 saves only at the end."""
-    media_interval: int = 0
-    """Rollouts between pictures of training samples; 0 draws none."""
-    num_updates: int = 1
-    """Optimizer steps a rollout; what is trained on divides by it."""
-    max_refills: int = 4
-    """Attempts to replace dropped groups before the run stops."""
-    best_metric: str = "reward"
-    """Held-out mean that the best checkpoint is chosen by."""
-
-
-class DiffusionTrainer:
-    """One synchronous loop over roles; knows neither devices nor Ray."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        settings: TrainerSettings,
-        *,
-        data: MultimodalRLDataSource,
-        sampling: DiffusionSamplingParams,
-        advantages: Advantages,
-        evaluator: Evaluator | None,
-        guardrails: GuardrailConfig,
-        trackers: Sequence[Tracker],
-        run_dir: Path,
-        config: Mapping[str, Any],
-        rollout_policy: str | None,
-        stop: threading.Event,
-        selection: SampleSelection | None = None,
-        clock: PhaseClock | None = None,
-    ) -> None:
-        self._runtime = runtime
-        self._settings = settings
-        self._data = data
-        self._sampling = sampling
-        self._advantages = advantages
-        self._selection = selection if selection is not None else SampleSelection()
-        self._evaluator = evaluator
-        self._guardrails = Guardrails(guardrails)
-        self._trackers = trackers
-        self._run_dir = run_dir
-        self._config = dict(config)
-        self._rollout_policy = rollout_policy
-        self._stop = stop
-        self._engine = runtime.role("engine")
-        self._reward = runtime.role("reward")
-        self._stack = runtime.role("stack")
-        self._checkpointer = runtime.role("checkpointer")
-        self._clock = clock if clock is not None else PhaseClock()
-        self._next_rollout = 0
-        self._num_samples = 0
-        self._num_dropped_groups = 0
-        self._wall_before_s = 0.0
-        self._cpu_before_s = 0.0
-        self._evaluations: dict[int, dict[str, Any]] = {}
-        self._gap_mean: list[float] = []
-        self._gap_max = 0.0
-        self._first_ratio_deviation: float | None = None
-        self._saved_at = -1
-
-    # The run ----------------------------------------------------------------------------------------------------
-
-    def run(self, resume: str | None = None) -> dict[str, Any]:
-        """Train to the end, or until stopped; returns the summary, also written to `summary.json`.
-
-        resume: None starts afresh, "auto" continues the newest valid checkpoint of the run directory.
-        Whatever ends the run early, the last checkpoint stands.
-        """
-        started = time.perf_counter()
-        self._stack.prepare()
-        self._prepare_prompts()
-        if resume is not None:
-            self._resume()
-        for tracker in self._trackers:
-            tracker.start(self._config, self._run_dir, self._next_rollout)
-        if self._evaluator is not None and self._evaluator.config.before and 0 not in self._evaluations:
-            self._evaluate(0)
-        while not self._is_done() and not self._stop.is_set():
-            metrics = self.step(self._next_rollout)
-            self._next_rollout += 1
-            done = self._next_rollout
-            is_last = self._is_done()
-            reason = self._guardrails.observe(metrics["train/grad_norm"], metrics["reward/mean"])
-            # Before evaluation and checkpoint, which are then of the weights that the run goes on with.
-            self._act(reason, metrics, started)
-            if self._evaluator is not None and (is_last or self._is_evaluation_due()):
-                metrics.update(self._evaluate(done))
-            # What a rollback returns to must be sound: no regular checkpoint while the run is off its range.
-            is_regular = _due(done, self._settings.save_interval) and not (reason and self._guardrails.rolls_back)
-            if is_last or self._stop.is_set() or is_regular:
-                self._save(started)
-            self._log(metrics, done)
-        if self._saved_at != self._next_rollout:
-            self._save(started)
-        with self._clock.phase("checkpoint"):
-            self._checkpointer.wait()
-        summary = self._summary(self._wall_before_s + time.perf_counter() - started)
-        (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        for tracker in self._trackers:
-            tracker.finish(summary)
-        return summary
-
-    def _is_done(self) -> bool:
-        budget_s = self._settings.max_cpu_s
-        is_spent = budget_s is not None and self._clock.training_cpu_s > budget_s
-        return is_spent or self._next_rollout >= self._settings.num_rollouts
-
-    def _is_evaluation_due(self) -> bool:
-        """After every so many rollouts, or where training has passed another multiple of so many CPU seconds."""
-        every_s = self._settings.eval_interval_cpu_s
-        if every_s is None:
-            return _due(self._next_rollout, self._settings.eval_interval)
-        last_s = max((record["train_cpu_s"] for record in self._evaluations.values()), default=0.0)
-        return self._clock.training_cpu_s // every_s > last_s // every_s
-
-    def step(self, rollout_id: int) -> dict[str, float]:
-        """One rollout and the updates made from it; returns its metrics."""
-        with self._clock.phase("other"):
-            req = self.request(rollout_id, self._settings.batch_size)
-        with self._clock.phase("rollout"):
-            resp = self._engine.generate(req, policy=self._rollout_policy)
-        with self._clock.phase("reward"):
-            reply = self._reward.score_and_attach(resp, req)
-            resp, req, reply = self._refill(resp, req, reply, rollout_id)
-        with self._clock.phase("other"):
-            progress = rollout_id / max(1, self._settings.num_rollouts - 1)
-            advantages = self._advantages(reply.rewards, req.group_ids, reply.component_rewards, progress=progress)
-            metrics = self._rollout_metrics(req, reply, advantages)
-            metrics.update(self._advantages.metrics(progress))
-            self._picture(resp, req, rollout_id)
-            resp, advantages = self._selected(resp, advantages, req.group_ids)
-            metrics["group/trained_samples"] = float(advantages.numel())
-        with self._clock.phase("train"):
-            result = self._stack.train(resp, PerSample(advantages), progress=progress)
-        with self._clock.phase("other"):
-            resp.release()
-            self._num_samples += req.batch_size
-            metrics.update(self._training_metrics(result))
-        metrics.update(self._clock.step_metrics())
-        busy_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in ("rollout", "reward", "train", "other"))
-        metrics["perf/samples_per_s"] = req.batch_size / busy_s if busy_s > 0 else 0.0
-        return metrics
-
-    def _prepare_prompts(self) -> None:
+    def prepare(self) -> None:
+        """Tell the engine every prompt of the run, so that it may encode them and drop its text encoders."""
         prompts = [row.prompt for row in self._data.rows]
         params = [self._sampling.resolved(0)]
         if self._evaluator is not None:
             prompts += self._evaluator.prompts
-            params.append(self._evaluator.params)
+            params += self._evaluator.all_params
         self._engine.prepare_prompts(prompts, params)
-
-    # Rollout and reward ----------------------------------------------------------------------------------------
 
     def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
         """The next prompts of the data as a request, with everything pinned."""
@@ -223,277 +47,33 @@ class DiffusionTrainer:
             rollout_id=rollout_id,
         )
 
-    def _refill(
-        self, resp: Held, req: RolloutReq, reply: RewardResponse, rollout_id: int
-    ) -> tuple[Held, RolloutReq, RewardResponse]:
-        """Replace groups that a scorer dropped, and under dynamic sampling groups that teach nothing, by fresh prompts,
-        until the batch is whole again.
-
-        The response passes through the driver. After `max_refills` attempts groups that teach nothing stay; groups
-        without a score raise RewardError.
-        """
-        for _ in range(self._settings.max_refills):
-            failed = _failed_groups(req, reply)
-            dropped = failed | self._uninformative_groups(req, reply)
-            if not dropped:
-                return resp, req, reply
-            self._num_dropped_groups += len(dropped)
-            if failed:
-                logger.warning("rollout %d: %d groups could not be scored and are replaced", rollout_id, len(failed))
-            keep = [row for row, group in enumerate(req.group_ids) if group not in dropped]
-            fresh_req = self._fresh_groups(req, rollout_id, len(dropped))
-            fresh = self._engine.generate(fresh_req, policy=self._rollout_policy)
-            fresh_reply = self._reward.score_and_attach(fresh, fresh_req)
-            wanted = list(range(req.batch_size - len(keep)))
-            joined = _joined(resp.fetch(), keep, fresh.fetch(), wanted)
-            req = RolloutReq.concat([req.select(keep), fresh_req.select(wanted)])
-            reply = RewardResponse.concat(
-                [reply.select(keep).replace(counters=None), fresh_reply.select(wanted).replace(counters=None)]
-            )
-            resp.release()
-            fresh.release()
-            resp = self._runtime.hold(joined)
-        dropped = _failed_groups(req, reply)
-        if dropped:
-            raise RewardError(
-                f"{len(dropped)} groups still could not be scored after {self._settings.max_refills} refills: "
-                f"{sorted(dropped)[:4]}; first error: {next((e for e in reply.errors if e), None)}"
-            )
-        return resp, req, reply
-
-    def _uninformative_groups(self, req: RolloutReq, reply: RewardResponse) -> set[str]:
-        return zero_variance_groups(reply.rewards, req.group_ids) if self._selection.dynamic_sampling else set()
-
-    def _selected(self, resp: Held, advantages: torch.Tensor, group_ids: list[str]) -> tuple[Held, torch.Tensor]:
-        """The samples to train on with their advantages; the response passes through the driver where some go."""
-        divisor = self._runtime.num_ranks * self._settings.num_updates
-        rows = self._selection.rows(advantages, group_ids, divisor)
-        if rows is None:
-            return resp, advantages
-        if len(rows) % divisor:
-            raise ConfigError(
-                f"selection keeps {len(rows)} samples, which do not divide over {self._runtime.num_ranks} devices x "
-                f"{self._settings.num_updates} updates. Change batch_size, selection.best_of or "
-                "stack.num_updates_per_batch."
-            )
-        chosen = self._runtime.hold(resp.fetch().select(rows))
-        resp.release()
-        return chosen, advantages[rows]
-
-    def _fresh_groups(self, req: RolloutReq, rollout_id: int, num_groups: int) -> RolloutReq:
-        """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""
-        while (num_groups * self._sampling.samples_per_prompt) % self._runtime.num_ranks:
-            num_groups += 1
-        fresh = self.request(rollout_id, num_groups)
-        return fresh.replace(
-            sample_ids=[f"refill{self._num_dropped_groups}:{name}" for name in fresh.sample_ids],
-            group_ids=[f"refill{self._num_dropped_groups}:{name}" for name in fresh.group_ids],
-            init_noise_group_ids=[f"refill{self._num_dropped_groups}:{name}" for name in fresh.init_noise_group_ids],
-        )
-
-    # Metrics, pictures, evaluation -----------------------------------------------------------------------------
-
-    def _rollout_metrics(self, req: RolloutReq, reply: RewardResponse, advantages: torch.Tensor) -> dict[str, float]:
-        metrics = {
-            "reward/mean": float(reply.rewards.mean()),
-            "reward/std": float(reply.rewards.std(unbiased=False)),
-            "reward/min": float(reply.rewards.min()),
-            "reward/max": float(reply.rewards.max()),
-            "advantage/mean": float(advantages.mean()),
-            "advantage/abs_mean": float(advantages.abs().mean()),
-            "advantage/max": float(advantages.abs().max()),
-            "reward/dropped_groups": float(self._num_dropped_groups),
-        }
-        for name, values in reply.component_rewards.items():
-            metrics[f"reward/{name}/mean"] = float(values.mean())
-            metrics[f"reward/{name}/std"] = float(values.std(unbiased=False))
-        metrics.update({f"reward/{name}": value for name, value in (reply.gauges or {}).items()})
-        metrics.update(group_metrics(reply.rewards, req.group_ids))
-        return metrics
-
-    def _training_metrics(self, result: TrainStepResult) -> dict[str, float]:
-        metrics = dict(result.metrics)
-        if "mismatch/logp_absdiff/mean" in metrics:
-            self._gap_mean.append(metrics["mismatch/logp_absdiff/mean"])
-            self._gap_max = max(self._gap_max, metrics["mismatch/logp_absdiff/max"])
-        if "policy/first_ratio_max_abs_dev" in metrics:
-            largest = self._first_ratio_deviation or 0.0
-            self._first_ratio_deviation = max(largest, metrics["policy/first_ratio_max_abs_dev"])
-        return metrics
-
-    def _picture(self, resp: Held, req: RolloutReq, rollout_id: int) -> None:
-        if not _due(rollout_id + 1, self._settings.media_interval):
-            return
-        images = torch.cat(resp.map(take_images, "image", 16))[:16]
+    def show_rollout(
+        self, resp: Held, req: RolloutReq, reply: RewardResponse, advantages: torch.Tensor, step: int
+    ) -> None:
+        """A grid of the first samples, to the trackers."""
+        images = torch.cat(resp.map(take_images, "image", NUM_PICTURES))[:NUM_PICTURES]
         if images.numel():
             texts = req.primitives["text"]
             labels = texts.texts[: len(images)] if isinstance(texts, Texts) else None
-            self._show("rollout", grid(images, labels), rollout_id + 1)
+            self._show("rollout", grid(images, labels), step)
 
-    def _show(self, name: str, picture: Any, step: int) -> None:
-        for tracker in self._trackers:
-            tracker.image(name, picture, step)
-
-    def _evaluate(self, done: int) -> dict[str, float]:
-        if self._evaluator is None:
-            return {}
-        with self._clock.phase("eval"):
-            result = self._evaluator.run(self._engine, self._reward, self._runtime.num_ranks)
-        if self._settings.best_metric not in result.overall:
-            raise ConfigError(
-                f"save.best_metric = {self._settings.best_metric} is not among the held-out means "
-                f"{', '.join(result.overall)}. Name one of those, so that a best checkpoint can be kept."
-            )
-        self._evaluations[done] = {
-            **result.record(),
-            "num_samples_trained": self._num_samples,
-            "train_cpu_s": self._clock.training_cpu_s,
-        }
+    def show_evaluation(self, result: EvaluationResult, step: int) -> None:
+        """A grid, and the images of the first evaluation beside those of this one."""
         folder = self._run_dir / "samples"
         folder.mkdir(parents=True, exist_ok=True)
-        if result.images is not None and result.images.numel():
-            picture = grid(result.images, result.labels)
-            picture.save(folder / f"eval-{done:06d}.png")
-            self._show("eval", picture, done)
-            first = folder / FIRST_IMAGES
-            if done == 0:
-                save_file({"images": result.images}, first)
-            elif first.is_file():
-                before = load_file(first)["images"]
-                if before.shape == result.images.shape:
-                    before_after(before, result.images, result.labels).save(folder / "before_after.png")
-        metrics = result.metrics()
-        if done == 0:
-            self._log(metrics, 0)
-        return metrics
-
-    def _log(self, metrics: dict[str, float], step: int) -> None:
-        for tracker in self._trackers:
-            tracker.log(metrics, step)
-
-    # Guardrails, checkpoints, summary --------------------------------------------------------------------------
-
-    def _act(self, reason: str | None, metrics: dict[str, float], started: float) -> None:
-        """Warn about a run that leaves its own range; stop it or roll it back where the patience is used up."""
-        if reason is not None:
-            logger.warning("rollout %d: %s", self._next_rollout, reason)
-        if not self._guardrails.acts:
+        if result.images is None or not result.images.numel():
             return
-        if self._guardrails.config.action == "stop":
-            self._log(metrics, self._next_rollout)
-            self._save(started)
-            raise TrainingError(
-                f"stopped after rollout {self._next_rollout}: {reason}. A checkpoint was saved; resume with a lower "
-                "learning rate, or set guardrails.action: warn."
-            )
-        try:
-            state = self._checkpointer.load(None)
-        except CheckpointError as error:
-            raise TrainingError(
-                f"rollout {self._next_rollout}: {reason}, and there is no checkpoint to roll back to. "
-                "Set save.interval, or guardrails.action: warn."
-            ) from error
-        self._stack.load_state_dict(state["stack"])
-        logger.warning("rolled the weights back to rollout %d and go on", state["next_rollout"])
-        self._guardrails.reset()
+        picture = grid(result.images, result.labels)
+        picture.save(folder / f"eval-{step:06d}.png")
+        self._show("eval", picture, step)
+        first = folder / FIRST_IMAGES
+        if step == 0:
+            save_file({"images": result.images}, first)
+        elif first.is_file():
+            before = load_file(first)["images"]
+            if before.shape == result.images.shape:
+                before_after(before, result.images, result.labels).save(folder / "before_after.png")
 
-    def _save(self, started: float) -> None:
-        latest = self._evaluations.get(self._next_rollout)
-        score = None if latest is None else latest["overall"].get(self._settings.best_metric)
-        with self._clock.phase("checkpoint"):
-            self._checkpointer.save(self._next_rollout, self._driver_state(started), score)
-        self._saved_at = self._next_rollout
-
-    def _driver_state(self, started: float) -> dict[str, Any]:
-        return {
-            "next_rollout": self._next_rollout,
-            "num_samples": self._num_samples,
-            "num_dropped_groups": self._num_dropped_groups,
-            "data": self._data.state_dict(),
-            "stack": self._stack.state_dict(),
-            "advantages": self._advantages.state_dict(),
-            "guardrails": self._guardrails.state_dict(),
-            "clock": self._clock.state_dict(),
-            "wall_s": self._wall_before_s + time.perf_counter() - started,
-            "cpu_s": self._cpu_before_s + self._runtime.usage().cpu_s,
-            "evaluations": {str(step): record for step, record in self._evaluations.items()},
-            "gap_mean": self._gap_mean,
-            "gap_max": self._gap_max,
-            "first_ratio_deviation": self._first_ratio_deviation,
-            "config": self._config,
-        }
-
-    def _resume(self) -> None:
-        state = self._checkpointer.load(None)
-        check_same_algorithm(state["config"], self._config)
-        self._next_rollout = state["next_rollout"]
-        self._num_samples = state["num_samples"]
-        self._num_dropped_groups = state["num_dropped_groups"]
-        self._data.load_state_dict(state["data"])
-        self._stack.load_state_dict(state["stack"])
-        self._advantages.load_state_dict(state["advantages"])
-        self._guardrails.load_state_dict(state["guardrails"])
-        self._clock.load_state_dict(state["clock"])
-        self._wall_before_s = state["wall_s"]
-        self._cpu_before_s = state["cpu_s"]
-        self._evaluations = {int(step): record for step, record in state["evaluations"].items()}
-        self._gap_mean = list(state["gap_mean"])
-        self._gap_max = state["gap_max"]
-        self._first_ratio_deviation = state["first_ratio_deviation"]
-        self._saved_at = self._next_rollout
-
-    def _summary(self, wall_s: float) -> dict[str, Any]:
-        usage = self._runtime.usage()
-        steps = sorted(self._evaluations)
-        return {
-            "recipe": self._settings.recipe,
-            "seed": self._settings.seed,
-            "versions": versions(),
-            "settings": asdict(self._settings),
-            "num_rollouts": self._next_rollout,
-            "num_samples": self._num_samples,
-            "num_dropped_groups": self._num_dropped_groups,
-            "is_complete": self._is_done(),
-            "wall_s": wall_s,
-            "cpu_s": self._cpu_before_s + usage.cpu_s,
-            "peak_rss_bytes": usage.peak_rss_bytes,
-            "phases": self._clock.wall_s,
-            "phases_cpu_s": self._clock.cpu_s,
-            "eval_before": _held_out(self._evaluations[0]) if 0 in self._evaluations else None,
-            "eval_after": _held_out(self._evaluations[steps[-1]]) if steps and steps[-1] > 0 else None,
-            "evaluations": {str(step): self._evaluations[step] for step in steps},
-            "logp_gap": {
-                "mean": sum(self._gap_mean) / len(self._gap_mean) if self._gap_mean else None,
-                "max": self._gap_max if self._gap_mean else None,
-            },
-            "first_ratio_max_abs_dev": self._first_ratio_deviation,
-            "run_dir": str(self._run_dir),
-        }
-
-
-def check_same_algorithm(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a run would be continued by another algorithm; both are resolved recipes."""
-    before, now = ((recipe.get("algorithm") or {}).get("_target_") for recipe in (saved, own))
-    if before != now:
-        raise CheckpointError(
-            f"the checkpoint was saved by algorithm {before}, this recipe has {now}. Resume with the algorithm that it "
-            "was saved with, or start a new run."
-        )
-
-
-def _due(count: int, interval: int) -> bool:
-    return interval > 0 and count % interval == 0
-
-
-def _held_out(record: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation without when it was taken, so that two runs of one recipe compare equal."""
-    return {name: value for name, value in record.items() if name not in ("num_samples_trained", "train_cpu_s")}
-
-
-def _failed_groups(req: RolloutReq, reply: RewardResponse) -> set[str]:
-    return {group for group, ok in zip(req.group_ids, reply.successes, strict=True) if not ok}
-
-
-def _joined(first: RolloutResp, first_rows: list[int], second: RolloutResp, second_rows: list[int]) -> RolloutResp:
-    parts = [first.select(first_rows)] if first_rows else []
-    return RolloutResp.concat([*parts, second.select(second_rows)])
+    def _show(self, name: str, picture: Any, step: int) -> None:  # Any: a PIL image
+        for tracker in self._trackers:
+            tracker.image(name, picture, step)

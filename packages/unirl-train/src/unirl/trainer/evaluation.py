@@ -3,49 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from unirl.data.data_source import PromptRow, epoch_order
-from unirl.distributed.runtime import Role
+from unirl.distributed.runtime import Held, Role
+from unirl.tracking.base import TableRow
 from unirl.trainer.request import build_request
 from unirl.types.errors import ConfigError, RewardError
 from unirl.types.media import Images
-from unirl.types.rollout import RolloutResp
+from unirl.types.reward import RewardResponse
+from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 
 EVAL_ROLLOUT_ID = -1
 """Part of every noise id, so evaluation noise never equals training noise."""
 
 
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """interval: rollouts between evaluations; 0 evaluates only before and after. interval_cpu_s: in its place, CPU
-    seconds of training between evaluations. num_samples: images in all, spread evenly over the prompts. batch_size:
-    images a request. policy: named copy of the weights to evaluate, None the policy being trained. num_images: images
-    kept for the grid."""
+class Evaluates(Protocol):
+    """How a recipe's `eval` section is evaluated: what `eval._target_` names."""
+
+    @property
+    def prompts(self) -> str:
+        """File of prompts."""
+        ...
+
+    def evaluator(self, rows: Sequence[PromptRow], training: Any) -> BaseEvaluator:  # Any: the trainer's parameters
+        """The evaluation of these prompts by a policy that trains with sampling parameters `training`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """What evaluations of every modality have.
+
+    prompts: file of prompts. num_samples: in all, spread evenly over the prompts. interval: rollouts between
+    evaluations; 0 evaluates only before and after. interval_cpu_s: in its place, CPU seconds of training between
+    evaluations. batch_size: samples a request. seed: of the sampling. policy: named copy of the weights to evaluate,
+    None the policy being trained. before: whether there is an evaluation before training."""
 
     prompts: str
     num_samples: int = 512
     interval: int = 0
     interval_cpu_s: float | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
     batch_size: int = 128
     seed: int = 1234
     policy: str | None = None
-    num_images: int = 16
     before: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"eval.{name} = {getattr(self, name)} must be at least 1")
-        if self.interval < 0 or self.num_images < 0:
-            raise ConfigError("eval.interval and eval.num_images must be at least 0")
+        if self.interval < 0:
+            raise ConfigError(f"eval.interval = {self.interval} must be at least 0")
         if self.interval_cpu_s is not None and not self.interval_cpu_s > 0:
             raise ConfigError(f"eval.interval_cpu_s = {self.interval_cpu_s} must be above 0, or null")
         if self.interval_cpu_s is not None and self.interval > 0:
@@ -53,6 +69,25 @@ class EvaluationConfig:
                 f"eval.interval = {self.interval} rollouts and eval.interval_cpu_s = {self.interval_cpu_s} both say "
                 "when to evaluate. Set interval: 0 or interval_cpu_s: null."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(HeldOut):
+    """Held-out evaluation of images, see `HeldOut`. num_inference_steps, guidance_scale: None takes those of training.
+    num_images: kept for the grid."""
+
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    num_images: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_images < 0:
+            raise ConfigError(f"eval.num_images = {self.num_images} must be at least 0")
+
+    def evaluator(self, rows: Sequence[PromptRow], training: DiffusionSamplingParams) -> Evaluator:
+        """See `Evaluates.evaluator`."""
+        return Evaluator(self, rows, training)
 
     def params(self, training: DiffusionSamplingParams) -> DiffusionSamplingParams:
         """Deterministic sampling parameters for evaluation: training's geometry, own seed, no noise."""
@@ -85,6 +120,8 @@ class EvaluationResult:
     labels: list[str] = field(default_factory=list)
     num_failed: int = 0
     """Samples without a score (reward.on_failure: drop_group), left out of the means."""
+    completions: list[TableRow] = field(default_factory=list)
+    """Some texts with their prompts and scores."""
 
     def metrics(self) -> dict[str, float]:
         """Flat names: eval/<component>, eval/<category>/<component>, and eval/failed_samples where there are any."""
@@ -133,8 +170,110 @@ def take_images(resp: RolloutResp, track: str, count: int) -> Tensor:
     return decoded.pixels[:count].cpu().contiguous()
 
 
-class Evaluator:
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Some evaluation samples with their scores."""
+
+    rows: list[PromptRow]
+    """A row a prompt; what fills the batch up for the devices comes behind and is not among them."""
+    resp: Held
+    reply: RewardResponse
+    """`samples_per_prompt` values a row, in their order."""
+
+
+def scored_batches(
+    rows: Sequence[PromptRow],
+    build: Callable[[list[PromptRow]], RolloutReq],
+    engine: Role,
+    reward: Role,
+    *,
+    config: HeldOut,
+    samples_per_prompt: int,
+    num_ranks: int,
+) -> Iterator[ScoredBatch]:
+    """Generate and score all rows, `config.batch_size` samples at a time. A batch is released where the next begins."""
+    step = max(1, config.batch_size // samples_per_prompt)
+    for start in range(0, len(rows), step):
+        part = list(rows[start : start + step])
+        padded = list(part)
+        while (len(padded) * samples_per_prompt) % num_ranks:
+            padded.append(part[0])
+        req = build(padded)
+        with engine.generate(req, policy=config.policy) as resp:
+            yield ScoredBatch(part, resp, reward.score_media(resp, req))
+
+
+class Scores:
+    """Means of named values, overall and by category."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, dict[str, list[float]]] = {}
+        self.errors: list[str | None] = []
+        """One for every sample without a score."""
+        self.num_scored = 0
+
+    def add(self, row: PromptRow, values: Mapping[str, float]) -> None:
+        """Count the values of one row's sample, or of all of them together."""
+        own = self._totals.setdefault(category_of(row), {})
+        for name, value in values.items():
+            own.setdefault(name, []).append(value)
+
+    def add_samples(self, batch: ScoredBatch) -> None:
+        """Count the reward and each component of a batch with one sample a row."""
+        reply = batch.reply
+        for i, row in enumerate(batch.rows):
+            if reply.successes[i]:
+                self.num_scored += 1
+                self.add(row, sample_values(reply, i))
+            else:
+                self.errors.append(reply.errors[i])
+
+    def categories(self) -> dict[str, dict[str, float]]:
+        """Means by category and name. Raises RewardError where nothing was scored."""
+        if not self._totals:
+            first = self.errors[0] if self.errors else None
+            raise RewardError(f"none of {len(self.errors)} evaluation samples could be scored; first error: {first}")
+        return {
+            category: {name: sum(values) / len(values) for name, values in columns.items()}
+            for category, columns in sorted(self._totals.items())
+        }
+
+    def overall(self) -> dict[str, float]:
+        """Means by name over all categories."""
+        names = {name: None for columns in self._totals.values() for name in columns}
+        pooled = {name: [v for columns in self._totals.values() for v in columns.get(name, [])] for name in names}
+        return {name: sum(values) / len(values) for name, values in pooled.items()}
+
+
+def sample_values(reply: RewardResponse, sample: int) -> dict[str, float]:
+    """The reward and each component of one sample."""
+    columns = {"reward": reply.rewards, **reply.component_rewards}
+    return {name: float(values[sample]) for name, values in columns.items()}
+
+
+class BaseEvaluator(ABC):
     """Scores the policy on held-out prompts."""
+
+    config: HeldOut
+
+    @property
+    @abstractmethod
+    def prompts(self) -> list[str]:
+        """Every prompt that an evaluation uses."""
+
+    @property
+    @abstractmethod
+    def all_params(self) -> list[Any]:  # Any: sampling parameters of the modality
+        """Every way in which it samples."""
+
+    @abstractmethod
+    def run(self, engine: Role, reward: Role, num_ranks: int) -> EvaluationResult:
+        """Generate and score every evaluation sample. Raises what the engine or a scorer raises, and RewardError where
+        no sample could be scored."""
+
+
+class Evaluator(BaseEvaluator):
+    """Held-out images."""
 
     def __init__(
         self,
@@ -145,6 +284,7 @@ class Evaluator:
         track: str = "image",
     ) -> None:
         self.config = config
+        self._num_images = config.num_images
         self._rows = spread_rows(rows, config.num_samples)
         self._params = config.params(training)
         self._track = track
@@ -159,54 +299,37 @@ class Evaluator:
         """How evaluation samples."""
         return self._params
 
+    @property
+    def all_params(self) -> list[DiffusionSamplingParams]:
+        """The one way."""
+        return [self._params]
+
     def run(self, engine: Role, reward: Role, num_ranks: int) -> EvaluationResult:
-        """Generate and score every evaluation sample. Raises what the engine or a scorer raises, and RewardError where
-        no sample could be scored."""
+        """See `BaseEvaluator.run`."""
         plan = engine.plan(self._params)
-        totals: dict[str, dict[str, list[float]]] = {}
+        scores = Scores()
         images: list[Tensor] = []
         labels: list[str] = []
-        errors: list[str | None] = []
-        for start in range(0, len(self._rows), self.config.batch_size):
-            rows = self._rows[start : start + self.config.batch_size]
-            padding = -len(rows) % num_ranks
-            padded = [*rows, *rows[:1] * padding]
-            req = build_request(
-                padded,
-                self._params,
-                sigmas=plan.sigmas,
-                latent_shape=plan.latent_shape,
-                rollout_id=EVAL_ROLLOUT_ID,
+
+        def build(rows: list[PromptRow]) -> RolloutReq:
+            return build_request(
+                rows, self._params, sigmas=plan.sigmas, latent_shape=plan.latent_shape, rollout_id=EVAL_ROLLOUT_ID
             )
-            with engine.generate(req, policy=self.config.policy) as resp:
-                reply = reward.score_media(resp, req)
-                wanted = self.config.num_images - sum(len(part) for part in images)
-                if wanted > 0:
-                    parts = torch.cat(resp.map(take_images, self._track, wanted))[: min(wanted, len(rows))]
-                    images.append(parts)
-                    labels.extend(row.prompt for row in rows[: len(parts)])
-            scored = [i for i, is_scored in enumerate(reply.successes[: len(rows)]) if is_scored]
-            errors.extend(reply.errors[i] for i in range(len(rows)) if i not in scored)
-            columns = {"reward": reply.rewards, **reply.component_rewards}
-            for name, values in columns.items():
-                for i in scored:
-                    totals.setdefault(category_of(rows[i]), {}).setdefault(name, []).append(float(values[i]))
-        if not totals:
-            raise RewardError(f"none of {len(self._rows)} evaluation samples could be scored; first error: {errors[0]}")
-        categories = {
-            category: {name: sum(values) / len(values) for name, values in columns.items()}
-            for category, columns in sorted(totals.items())
-        }
-        names = {name: None for columns in totals.values() for name in columns}
-        overall = {}
-        for name in names:
-            values = [value for columns in totals.values() for value in columns[name]]
-            overall[name] = sum(values) / len(values)
+
+        for batch in scored_batches(
+            self._rows, build, engine, reward, config=self.config, samples_per_prompt=1, num_ranks=num_ranks
+        ):
+            scores.add_samples(batch)
+            wanted = self._num_images - sum(len(part) for part in images)
+            if wanted > 0:
+                parts = torch.cat(batch.resp.map(take_images, self._track, wanted))[: min(wanted, len(batch.rows))]
+                images.append(parts)
+                labels.extend(row.prompt for row in batch.rows[: len(parts)])
         return EvaluationResult(
-            overall,
-            categories,
-            len(self._rows) - len(errors),
-            torch.cat(images) if images else None,
-            labels,
-            num_failed=len(errors),
+            categories=scores.categories(),
+            overall=scores.overall(),
+            num_samples=scores.num_scored,
+            images=torch.cat(images) if images else None,
+            labels=labels,
+            num_failed=len(scores.errors),
         )

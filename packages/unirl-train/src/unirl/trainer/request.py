@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from unirl.sde.schedule import compressed_tail
 from unirl.types.media import Texts
 from unirl.types.noise import noise_keys
 from unirl.types.rollout import RolloutReq
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 
 
 def unique_ids(ids: Sequence[str]) -> list[str]:
@@ -47,6 +48,25 @@ def shortened(params: DiffusionSamplingParams, sigmas: Tensor) -> tuple[Diffusio
     return dataclasses.replace(params, num_inference_steps=kept.numel() - 1), kept
 
 
+def repeated(rows: Sequence[PromptRow], repeats: int) -> dict[str, Any]:  # Any: fields of different types
+    """What a request of any modality says of its rows: `repeats` samples of every one, next to each other.
+
+    Ids: group `prompt:{id}`, sample `{group}:sample:{j}`; a prompt that occurs twice gets groups of its own.
+    """
+    groups = unique_ids([f"prompt:{row.prompt_id}" for row in rows])
+    return {
+        "sample_ids": [f"{group}:sample:{j}" for group in groups for j in range(repeats)],
+        "group_ids": [group for group in groups for _ in range(repeats)],
+        "primitives": {"text": Texts(texts=[row.prompt for row in rows for _ in range(repeats)])},
+        "metadata": [row.metadata for row in rows for _ in range(repeats)],
+    }
+
+
+def build_text_request(rows: Sequence[PromptRow], params: ARSamplingParams, *, rollout_id: int) -> RolloutReq:
+    """A request for completions, `params.samples_per_prompt` of every row; see `repeated` for the ids."""
+    return RolloutReq(**repeated(rows, params.samples_per_prompt), sampling_params=params, rollout_id=rollout_id)
+
+
 def build_request(
     rows: Sequence[PromptRow],
     params: DiffusionSamplingParams,
@@ -55,23 +75,18 @@ def build_request(
     latent_shape: tuple[int, ...],
     rollout_id: int,
 ) -> RolloutReq:
-    """A request with `params.samples_per_prompt` samples of every row, samples of a prompt next to each other.
+    """A request with `params.samples_per_prompt` samples of every row; see `repeated` for the ids.
 
-    params: resolved for this rollout (stochastic steps written down). Ids: group `prompt:{id}`, sample
-    `{group}:sample:{j}`; a prompt that occurs twice gets groups of its own.
+    params: resolved for this rollout (stochastic steps written down).
     """
-    groups = unique_ids([f"prompt:{row.prompt_id}" for row in rows])
-    repeats = params.samples_per_prompt
-    group_ids = [group for group in groups for _ in range(repeats)]
-    sample_ids = [f"{group}:sample:{j}" for group in groups for j in range(repeats)]
+    fields = repeated(rows, params.samples_per_prompt)
     return RolloutReq(
-        sample_ids=sample_ids,
-        group_ids=group_ids,
-        primitives={"text": Texts(texts=[row.prompt for row in rows for _ in range(repeats)])},
-        metadata=[row.metadata for row in rows for _ in range(repeats)],
+        **fields,
         sampling_params=params,
         sigmas=sigmas,
-        init_noise_group_ids=noise_keys(rollout_id, sample_ids, group_ids, same_noise=params.init_same_noise),
+        init_noise_group_ids=noise_keys(
+            rollout_id, fields["sample_ids"], fields["group_ids"], same_noise=params.init_same_noise
+        ),
         init_noise_latent_shape=list(latent_shape),
         rollout_id=rollout_id,
     )

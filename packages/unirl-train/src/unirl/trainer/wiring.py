@@ -14,17 +14,24 @@ import torch
 from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
+from unirl.config.injection import INJECTED_IF_TAKEN
+from unirl.config.instantiation import TARGET
+from unirl.config.signatures import read_target
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, Runtime, WorkerContext
 from unirl.tracking.base import Tracker
 from unirl.train.checkpoint import Checkpointer
+from unirl.trainer.base import Trainer, TrainerSettings
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.diffusion import DiffusionTrainer, TrainerSettings
-from unirl.trainer.evaluation import EvaluationConfig, EvaluationResult, Evaluator
+from unirl.trainer.evaluation import BaseEvaluator, Evaluates, EvaluationResult
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.types.errors import ConfigError
 
-Recipe = Mapping[str, Any]
+Recipe = Mapping[str, Any]  # Any: a recipe's values
+
+TRAINER = "unirl.trainer.diffusion.DiffusionTrainer"
+EVALUATION = "unirl.trainer.evaluation.EvaluationConfig"
+"""What is built where a recipe's section names no other class."""
 
 
 def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> dict[str, object]:
@@ -35,8 +42,10 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
     bundle = instantiate(recipe["bundle"], device=context.device)
     pipeline = instantiate(recipe["pipeline"], bundle=bundle)
     backend = instantiate(recipe["backend"], bundle=bundle, device=context.device)
+    offered = {"device": context.device, "rank": context.rank}
+    taken = INJECTED_IF_TAKEN["engine"] & set(read_target(recipe["engine"][TARGET]).parameters)
     engine = instantiate(
-        recipe["engine"], pipeline=pipeline, policies=backend, device=context.device, rank=context.rank
+        recipe["engine"], pipeline=pipeline, policies=backend, **{name: offered[name] for name in taken}
     )
     algorithm = instantiate(recipe["algorithm"], pipeline=pipeline, policies=backend)
     stack = instantiate(recipe["stack"], backend=backend, algorithm=algorithm)
@@ -87,13 +96,18 @@ def make_runtime(recipe: Recipe, run_dir: Path) -> Runtime:
     raise ConfigError(f"runtime = {recipe['runtime']!r} must be 'local' or 'ray'")
 
 
-def make_evaluator(recipe: Recipe) -> Evaluator | None:
+def evaluation_of(recipe: Recipe) -> Evaluates | None:
+    """The `eval` section built, or None where the recipe has none."""
+    return instantiate({TARGET: EVALUATION, **recipe["eval"]}) if recipe.get("eval") else None
+
+
+def make_evaluator(recipe: Recipe) -> BaseEvaluator | None:
     """The held-out evaluation of the recipe, or None where it has none."""
-    if not recipe.get("eval"):
+    config = evaluation_of(recipe)
+    if config is None:
         return None
-    config = EvaluationConfig(**recipe["eval"])
     rows = MultimodalRLDataSource(config.prompts, shuffle=False).rows
-    return Evaluator(config, rows, instantiate(recipe["sampling"]))
+    return config.evaluator(rows, instantiate(recipe["sampling"]))
 
 
 def make_trainer(
@@ -103,7 +117,7 @@ def make_trainer(
     trackers: Sequence[Tracker],
     stop: threading.Event,
     clock: PhaseClock | None = None,
-) -> DiffusionTrainer:
+) -> Trainer:
     """The trainer of a recipe on a runtime."""
     evaluator = make_evaluator(recipe)
     settings = TrainerSettings(
@@ -120,9 +134,10 @@ def make_trainer(
         media_interval=recipe.get("media_interval", 0),
     )
     rollout_policy = runtime.role("stack").rollout_policy()
-    return DiffusionTrainer(
-        runtime,
-        settings,
+    return instantiate(
+        recipe.get("trainer") or {TARGET: TRAINER},
+        runtime=runtime,
+        settings=settings,
         data=instantiate(recipe["data"], seed=recipe["seed"]),
         sampling=instantiate(recipe["sampling"]),
         advantages=instantiate(recipe["advantages"]) if recipe.get("advantages") else AdvantageConfig(),

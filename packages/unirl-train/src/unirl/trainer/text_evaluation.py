@@ -1,0 +1,205 @@
+"""Held-out evaluation of texts: greedy, and how often one of k samples is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unirl.data.data_source import PromptRow
+from unirl.distributed.runtime import Role
+from unirl.tracking.base import TableRow
+from unirl.trainer.evaluation import (
+    EVAL_ROLLOUT_ID,
+    BaseEvaluator,
+    EvaluationResult,
+    HeldOut,
+    ScoredBatch,
+    Scores,
+    sample_values,
+    scored_batches,
+    spread_rows,
+)
+from unirl.trainer.request import build_text_request
+from unirl.types.errors import ConfigError
+from unirl.types.media import Texts
+from unirl.types.reward import RewardResponse
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus, TextSegment
+
+PASS_ROLLOUT_ID = EVAL_ROLLOUT_ID - 1
+"""Part of every draw's key, so the samples of pass@k are none of training's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEvaluationConfig(HeldOut):
+    """Greedy completions of `num_samples` prompts, and where `pass_at` names some k, sampled ones; see `HeldOut`.
+
+    max_new_tokens: None takes that of training. num_completions: kept for the table.
+    pass_at: values of k. pass_samples: completions a prompt, at least the largest k. pass_prompts: prompts sampled.
+    pass_metric: what says that a completion is right, the reward or a component, when it reaches `pass_threshold`.
+    temperature, top_p: of these samples; a temperature of None takes that of training.
+    """
+
+    max_new_tokens: int | None = None
+    num_completions: int = 16
+    pass_at: Sequence[int] = ()
+    pass_samples: int = 8
+    pass_prompts: int = 64
+    pass_metric: str = "reward"
+    pass_threshold: float = 1.0
+    temperature: float | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("pass_samples", "pass_prompts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"eval.{name} = {getattr(self, name)} must be at least 1")
+        if self.num_completions < 0:
+            raise ConfigError(f"eval.num_completions = {self.num_completions} must be at least 0")
+        wrong = [k for k in self.pass_at if not 1 <= k <= self.pass_samples]
+        if wrong:
+            raise ConfigError(f"eval.pass_at {wrong} must lie in 1 .. eval.pass_samples = {self.pass_samples}")
+
+    def greedy(self, training: ARSamplingParams) -> ARSamplingParams:
+        """The most probable token each time."""
+        return dataclasses.replace(
+            training,
+            samples_per_prompt=1,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            seed=self.seed,
+            max_new_tokens=self.max_new_tokens or training.max_new_tokens,
+        )
+
+    def sampled(self, training: ARSamplingParams) -> ARSamplingParams:
+        """The draws of pass@k."""
+        return dataclasses.replace(
+            self.greedy(training),
+            samples_per_prompt=self.pass_samples,
+            temperature=training.temperature if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+        )
+
+    def evaluator(self, rows: Sequence[PromptRow], training: ARSamplingParams) -> TextEvaluator:
+        """See `unirl.trainer.evaluation.Evaluates.evaluator`."""
+        return TextEvaluator(self, rows, training)
+
+
+class TextEvaluator(BaseEvaluator):
+    """Held-out texts."""
+
+    def __init__(
+        self,
+        config: TextEvaluationConfig,
+        rows: Sequence[PromptRow],
+        training: ARSamplingParams,
+        *,
+        track: str = "text",
+    ) -> None:
+        self.config = self._options = config
+        self._rows = spread_rows(rows, config.num_samples)
+        self._pass_rows = spread_rows(rows, min(config.pass_prompts, len(rows))) if config.pass_at else []
+        self._greedy = config.greedy(training)
+        self._sampled = config.sampled(training)
+        self._track = track
+
+    @property
+    def prompts(self) -> list[str]:
+        """Every prompt that an evaluation uses."""
+        return [row.prompt for row in (*self._rows, *self._pass_rows)]
+
+    @property
+    def all_params(self) -> list[ARSamplingParams]:
+        """Greedy, and where pass@k is asked for, sampled."""
+        return [self._greedy, self._sampled] if self._pass_rows else [self._greedy]
+
+    def run(self, engine: Role, reward: Role, num_ranks: int) -> EvaluationResult:
+        """See `BaseEvaluator.run`. Means are of the greedy completions, `pass@k` of the sampled ones."""
+        scores, completions = Scores(), []
+
+        def greedy(rows: list[PromptRow]) -> RolloutReq:
+            return build_text_request(rows, self._greedy, rollout_id=EVAL_ROLLOUT_ID)
+
+        def sampled(rows: list[PromptRow]) -> RolloutReq:
+            return build_text_request(rows, self._sampled, rollout_id=PASS_ROLLOUT_ID)
+
+        for batch in scored_batches(
+            self._rows, greedy, engine, reward, config=self.config, samples_per_prompt=1, num_ranks=num_ranks
+        ):
+            scores.add_samples(batch)
+            wanted = min(self._options.num_completions - len(completions), len(batch.rows))
+            if wanted > 0:
+                taken = [row for part in batch.resp.map(take_completions, self._track, wanted) for row in part]
+                completions += [
+                    {**taken[i], **sample_values(batch.reply, i)} for i in range(wanted) if batch.reply.successes[i]
+                ]
+        for batch in scored_batches(
+            self._pass_rows,
+            sampled,
+            engine,
+            reward,
+            config=self.config,
+            samples_per_prompt=self._options.pass_samples,
+            num_ranks=num_ranks,
+        ):
+            self._add_passes(scores, batch)
+        return EvaluationResult(
+            categories=scores.categories(),
+            overall=scores.overall(),
+            num_samples=scores.num_scored,
+            num_failed=len(scores.errors),
+            completions=completions,
+        )
+
+    def _add_passes(self, scores: Scores, batch: ScoredBatch) -> None:
+        """pass@k of every prompt of a batch; one without a score for each sample counts as failed."""
+        size = self._options.pass_samples
+        for number, row in enumerate(batch.rows):
+            samples = range(number * size, (number + 1) * size)
+            failed = [batch.reply.errors[i] for i in samples if not batch.reply.successes[i]]
+            if failed:
+                scores.errors.append(failed[0])
+                continue
+            num_right = sum(self._is_right(batch.reply, i) for i in samples)
+            scores.add(row, {f"pass@{k}": pass_at(k, num_right, size) for k in self._options.pass_at})
+
+    def _is_right(self, reply: RewardResponse, sample: int) -> bool:
+        values = sample_values(reply, sample)
+        if self._options.pass_metric not in values:
+            raise ConfigError(
+                f"eval.pass_metric = {self._options.pass_metric} is not among the scores {', '.join(values)}. "
+                "Name one of those."
+            )
+        return values[self._options.pass_metric] >= self._options.pass_threshold
+
+
+def pass_at(k: int, num_right: int, num_samples: int) -> float:
+    """Probability that at least one of k samples is right, without bias from n of which c are: 1 - C(n-c, k) / C(n, k).
+
+    Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
+    """
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def take_completions(resp: RolloutResp, track: str, count: int) -> list[TableRow]:
+    """Prompt, completion, number of tokens and end of the first samples (runs where the response lies)."""
+    own = resp.tracks[track]
+    prompts, decoded, segment = own.primitives.get("text"), own.decoded, own.segment
+    if not (isinstance(prompts, Texts) and isinstance(decoded, Texts) and isinstance(segment, TextSegment)):
+        return []
+    lengths = segment.lengths.tolist()
+    status = [SegmentStatus.COMPLETED] * len(lengths) if segment.status is None else segment.status.tolist()
+    return [
+        {
+            "prompt": prompts.texts[i],
+            "completion": decoded.texts[i],
+            "tokens": lengths[i],
+            "end": SegmentStatus(status[i]).name.lower(),
+        }
+        for i in range(min(count, len(lengths)))
+    ]

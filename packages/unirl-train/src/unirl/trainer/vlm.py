@@ -1,0 +1,58 @@
+"""The trainer of language and vision-language models: requests for completions, tables to look at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from unirl.distributed.runtime import Held
+from unirl.tracking.base import TableRow
+from unirl.trainer.base import Trainer
+from unirl.trainer.evaluation import EvaluationResult, sample_values
+from unirl.trainer.request import build_text_request
+from unirl.trainer.text_evaluation import take_completions
+from unirl.types.reward import RewardResponse
+from unirl.types.rollout import RolloutReq
+from unirl.types.sampling import ARSamplingParams
+
+NUM_COMPLETIONS = 16
+
+
+class VLMTrainer(Trainer[ARSamplingParams]):
+    """`Trainer` of texts."""
+
+    track = "text"
+
+    def prepare(self) -> None:
+        """Nothing: prompts are encoded with their rollout."""
+
+    def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
+        """The next prompts of the data as a request."""
+        return build_text_request(self._data.next(num_prompts), self._sampling, rollout_id=rollout_id)
+
+    def show_rollout(
+        self, resp: Held, req: RolloutReq, reply: RewardResponse, advantages: torch.Tensor, step: int
+    ) -> None:
+        """The first samples with their scores and advantages, to the run directory and the trackers."""
+        taken = [row for part in resp.map(take_completions, self.track, NUM_COMPLETIONS) for row in part]
+        rows = [
+            {**row, **sample_values(reply, i), "advantage": float(advantages[i])}
+            for i, row in enumerate(taken[:NUM_COMPLETIONS])
+        ]
+        self._show("rollout", rows, step)
+
+    def show_evaluation(self, result: EvaluationResult, step: int) -> None:
+        """Some greedy completions with their scores, to the run directory and the trackers."""
+        self._show("eval", result.completions, step)
+
+    def _show(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+        if not rows:
+            return
+        folder = self._run_dir / "samples"
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        (folder / f"{name}-{step:06d}.jsonl").write_text("".join(lines), encoding="utf-8")
+        for tracker in self._trackers:
+            tracker.table(name, rows, step)

@@ -1,0 +1,227 @@
+"""The trainer of texts on a language model of a few numbers: learning, evaluation, tables, refills, resuming."""
+
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from token_fakes import FirstDigitReward, LMBundle, LMEngine, LMPipeline, sampling
+
+from unirl.algorithms.advantages import AdvantageConfig
+from unirl.algorithms.ar_grpo import ARGRPO
+from unirl.algorithms.selection import SampleSelection
+from unirl.data.data_source import MultimodalRLDataSource
+from unirl.distributed.runtime import LocalRuntime, WorkerContext
+from unirl.tracking.base import TableRow
+from unirl.tracking.tables import markdown, shown
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.checkpoint import Checkpointer
+from unirl.train.configs import OptimizerConfig
+from unirl.train.stack import TrainStack
+from unirl.trainer.base import TrainerSettings
+from unirl.trainer.guardrails import GuardrailConfig
+from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
+from unirl.trainer.vlm import VLMTrainer
+from unirl.types.errors import ConfigError
+
+
+class Notes:
+    """A tracker that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.logged: dict[int, dict[str, float]] = {}
+        self.tables: dict[tuple[str, int], list[TableRow]] = {}
+
+    def start(self, config: Mapping[str, Any], run_dir: Path, step: int) -> None: ...
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.logged[step] = dict(metrics)
+
+    def image(self, name: str, picture: Any, step: int) -> None:
+        raise AssertionError("a trainer of texts draws no pictures")
+
+    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+        self.tables[name, step] = list(rows)
+
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Run:
+    """A trainer on fakes in `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        evaluation: dict[str, Any] | None = None,
+        selection: SampleSelection | None = None,
+        same: Callable[[str], bool] = lambda group: False,
+        samples: int = 8,
+        **settings: Any,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        prompts = folder / "prompts.jsonl"
+        rows = [
+            {"prompt": text, "answer": "4", "category": f"c{len(text)}"} for text in ("1", "2", "35", "61", "5", "16")
+        ]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.folder, self.notes = folder, Notes()
+
+        def build(context: WorkerContext) -> dict[str, Any]:
+            bundle = LMBundle()
+            backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=5e-2))
+            pipeline = LMPipeline(bundle.model)
+            return {
+                "backend": backend,
+                "engine": LMEngine(pipeline, backend),
+                "stack": TrainStack(backend, ARGRPO(pipeline, backend), micro_batch_size=16, track="text"),
+                "reward": FirstDigitReward(same),
+                "checkpointer": Checkpointer(backend, str(folder / "checkpoints")),
+            }
+
+        self.runtime = LocalRuntime(build)
+        data = MultimodalRLDataSource(str(prompts), shuffle=False)
+        params = sampling(samples_per_prompt=samples, max_new_tokens=3, temperature=1.0)
+        options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 6, "batch_size": 5}
+        config = TextEvaluationConfig(**{**options, **(evaluation or {})})
+        defaults: dict[str, Any] = {"recipe": "fake", "seed": 3, "batch_size": 4, "num_rollouts": 2}
+        self.trainer = VLMTrainer(
+            self.runtime,
+            TrainerSettings(**{**defaults, **settings}),
+            data=data,
+            sampling=params,
+            advantages=AdvantageConfig(preset="dr_grpo"),
+            evaluator=None if evaluation is None else config.evaluator(data.rows, params),
+            guardrails=GuardrailConfig(action="off"),
+            trackers=[self.notes],
+            run_dir=folder,
+            config={"recipe": "fake"},
+            rollout_policy=None,
+            stop=threading.Event(),
+            selection=selection,
+        )
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What has been trained."""
+        backend = self.runtime.component("backend")
+        assert isinstance(backend, FSDPBackend)
+        return dict(backend.parameters)
+
+    @property
+    def requests(self) -> list[Any]:
+        """What the engine was asked."""
+        return vars(self.runtime.component("engine"))["requests"]
+
+
+def test_the_model_learns_the_digit_that_is_rewarded(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=15, evaluation={})
+    summary = run.trainer.run()
+    before, after = (summary[name]["overall"]["match"] for name in ("eval_before", "eval_after"))
+    assert after >= before + 0.5
+    assert summary["logp_gap"]["max"] < 1e-5
+    assert summary["first_ratio_max_abs_dev"] == 0.0
+
+
+def test_an_evaluation_is_greedy_and_tells_categories_apart(tmp_path: Path):
+    run = Run(tmp_path, evaluation={"num_samples": 6}, num_rollouts=1)
+    run.trainer.run()
+    evaluated = [req for req in run.requests if req.rollout_id < 0]
+    assert {req.sampling_params.temperature for req in evaluated} == {0.0}
+    assert [req.batch_size for req in evaluated] == [5, 1, 5, 1]
+    assert {"eval/match", "eval/c1/match", "eval/c2/match"} <= run.notes.logged[0].keys()
+
+
+def test_pass_at_k_is_the_fraction_of_all_choices_of_k_with_a_right_one():
+    for size, right in ((5, 2), (4, 0), (3, 3), (6, 1)):
+        is_right = [True] * right + [False] * (size - right)
+        for k in range(1, size + 1):
+            choices = list(combinations(is_right, k))
+            assert pass_at(k, right, size) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_pass_at_k_is_measured_on_draws_of_its_own(tmp_path: Path):
+    run = Run(tmp_path, evaluation={"pass_at": [1, 4], "pass_samples": 4, "pass_prompts": 3}, num_rollouts=1)
+    summary = run.trainer.run()
+    overall = summary["eval_before"]["overall"]
+    assert 0 <= overall["pass@1"] <= overall["pass@4"] <= 1
+    sampled = [req for req in run.requests if req.rollout_id == -2]
+    assert sum(req.batch_size for req in sampled) == 2 * 3 * 4  # before and after
+    assert {req.sampling_params.temperature for req in sampled} == {1.0}
+    assert summary["eval_before"] == {**summary["eval_before"], "num_samples": 6}
+
+
+def test_completions_lie_in_the_run_directory_and_reach_the_trackers(tmp_path: Path):
+    run = Run(tmp_path, evaluation={"num_completions": 5}, num_rollouts=2, media_interval=2)
+    run.trainer.run()
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        "eval-000000.jsonl",
+        "eval-000002.jsonl",
+        "rollout-000002.jsonl",
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "rollout-000002.jsonl").read_text().splitlines()]
+    assert rows == run.notes.tables["rollout", 2] and len(rows) == 16
+    assert {"prompt", "completion", "tokens", "end", "reward", "match", "advantage"} == rows[0].keys()
+    assert len(run.notes.tables["eval", 0]) == 5
+    assert {row["end"] for row in rows} <= {"completed", "truncated"}
+
+
+def test_dynamic_sampling_replaces_groups_that_teach_nothing(tmp_path: Path):
+    run = Run(
+        tmp_path,
+        num_rollouts=1,
+        samples=16,
+        selection=SampleSelection(dynamic_sampling=True),
+        same=lambda group: not group.startswith("refill"),
+    )
+    run.trainer.run()
+    first, *refills = run.requests
+    assert first.batch_size == 64 and refills and refills[0].batch_size == 64
+    assert all(name.startswith("refill") for name in refills[0].group_ids)
+    assert run.notes.logged[1]["group/trained_samples"] == 64
+    assert run.notes.logged[1]["group/zero_std_ratio"] < 1
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path):
+    whole = Run(tmp_path / "whole", num_rollouts=4)
+    whole.trainer.run()
+    Run(tmp_path / "parts", num_rollouts=2).trainer.run()
+    rest = Run(tmp_path / "parts", num_rollouts=4)
+    rest.trainer.run(resume="auto")
+    mine, theirs = rest.weights, whole.weights
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pass_at": [9]}, r"pass_at \[9\] must lie in 1 .. eval.pass_samples = 8"),
+        ({"pass_samples": 0}, "pass_samples = 0"),
+        ({"num_completions": -1}, "num_completions = -1"),
+        ({"interval": -1}, "interval = -1"),
+    ],
+)
+def test_evaluations_that_cannot_work_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        TextEvaluationConfig(prompts="", **options)
+
+
+def test_an_unknown_metric_of_pass_at_k_is_named(tmp_path: Path):
+    run = Run(tmp_path, evaluation={"pass_at": [1], "pass_metric": "exactness"})
+    with pytest.raises(ConfigError, match="exactness is not among the scores reward, match"):
+        run.trainer.run()
+
+
+def test_tables_keep_both_ends_of_a_long_text_and_escape_what_markdown_would_read():
+    assert shown("a\n b", 10) == "a b"
+    assert shown(1 / 3, 10) == "0.3333"
+    cut = shown("begin " + "x" * 100 + " end", 40)
+    assert len(cut) <= 40 and cut.startswith("begin") and cut.endswith("end")
+    assert markdown([{"a": "x|y"}, {"b": math.pi}]) == "| a | b |\n| --- | --- |\n| x\\|y |  |\n|  | 3.142 |"
