@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from unirl.app.environment import packaged_shapes_path
+from unirl.app.environment import packaged_path
 from unirl.sde.noise import initial_noise
 from unirl.trainer.evaluation import EVAL_ROLLOUT_ID, Evaluator
 from unirl.trainer.request import build_request
@@ -63,7 +63,7 @@ def test_a_stock_pipeline_with_the_exported_lora_reproduces_the_evaluation(recip
     small = recipe("sd3_shapes", *LORA)
     result = trained(small, tmp_path)
     export_recipe(small, tmp_path, tmp_path / "lora", merged=False)
-    load = functools.partial(StableDiffusion3Pipeline.from_pretrained, packaged_shapes_path("checkpoint"))
+    load = functools.partial(StableDiffusion3Pipeline.from_pretrained, packaged_path("shapes", "checkpoint"))
     plain = load(torch_dtype=torch.float32)
     before = stock_images(plain, small, result.labels)
     plain.load_lora_weights(str(tmp_path / "lora"))

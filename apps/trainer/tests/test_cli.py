@@ -146,7 +146,7 @@ def test_show_keeps_files_of_the_package_portable_and_resolves_on_demand(capsys)
     assert "${shapes:checkpoint}" in capsys.readouterr().out
     main(["show", "--resolve"])
     resolved = capsys.readouterr().out
-    assert "${" not in resolved and str(Path(environment.packaged_shapes_path("checkpoint"))) in resolved
+    assert "${" not in resolved and str(Path(environment.packaged_path("shapes", "checkpoint"))) in resolved
 
 
 def test_check_notes_what_this_machine_lacks_and_strict_makes_it_an_error(capsys, monkeypatch):

@@ -317,7 +317,7 @@ def test_model_that_is_missing_or_of_the_wrong_format_is_an_error(runnable, tmp_
     (tmp_path / "empty" / "weights.bin").write_text("")
     for value, message in (
         (str(tmp_path / "nowhere"), "no such folder, and not a hub id"),
-        (str(tmp_path / "p.txt"), "is a file. Give a pipeline folder"),
+        (str(tmp_path / "p.txt"), "is a file. Give a model's folder"),
         (str(tmp_path / "empty"), "it has no model_index.json (it holds weights.bin)"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):

@@ -31,7 +31,7 @@ from unirl.app.comparison import (
     student_half_width,
 )
 from unirl.app.comparison_picture import band, draw
-from unirl.app.environment import packaged_shapes_path
+from unirl.app.environment import packaged_path
 from unirl.app.main import INTERRUPTED, USER_ERROR, main
 from unirl.types.errors import ConfigError
 
@@ -141,7 +141,7 @@ def test_other_bases_and_prompts_are_refused_together(here, capsys):
 
 
 def test_only_data_of_one_kind_is_the_same(here, capsys):
-    shutil.copytree(packaged_shapes_path("data/pairs"), here / "pairs")
+    shutil.copytree(packaged_path("shapes", "data/pairs"), here / "pairs")
     other = own_recipe(here, f"data: {{path: {here}/pairs/pairs.jsonl}}", DPO)
     require_one_evaluation(read_contenders(read_plan(parse(["compare", NFT, DPO]))))
     contenders = read_contenders(read_plan(parse(["compare", NFT, DPO, other])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.resources
 import logging
 import os
@@ -14,6 +15,8 @@ from omegaconf import OmegaConf
 
 from unirl.config.rules import Machine
 
+WORLDS = ("shapes", "arithmetic")
+"""Packages with a small model and data of their own."""
 _GPU_DEVICE = re.compile(r"nvidia\d+")
 
 
@@ -70,13 +73,14 @@ def _num_gpus(visible: str | None, devices: Path) -> int:
 
 
 def register_resolvers() -> None:
-    """`${shapes:PATH}` in recipes: a file that comes with the trainer's shapes world, wherever it is installed."""
-    OmegaConf.register_new_resolver("shapes", packaged_shapes_path, replace=True)
+    """`${shapes:PATH}` and `${arithmetic:PATH}` in recipes: a file of a world that comes with the trainer."""
+    for world in WORLDS:
+        OmegaConf.register_new_resolver(world, functools.partial(packaged_path, world), replace=True)
 
 
-def packaged_shapes_path(name: str) -> str:
-    """Absolute path of a file or folder of `unirl.shapes`."""
-    return str(importlib.resources.files("unirl.shapes") / name)
+def packaged_path(world: str, name: str) -> str:
+    """Absolute path of a file or folder of a world that comes with the trainer."""
+    return str(importlib.resources.files(f"unirl.{world}") / name)
 
 
 class StandardErrorHandler(logging.StreamHandler):

@@ -21,7 +21,7 @@ class ARReinforce(TokenAlgorithm):
     `old_logp_source: rollout` saves an anchor that only metrics would use. Everything else: see `TokenAlgorithm`.
     """
 
-    estimator: ClassVar[str] = "score_function"
+    is_on_policy: ClassVar[bool] = True
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """See `TokenAlgorithm.losses`. Raises ContractError for a second update on the same rollout."""

@@ -94,6 +94,10 @@ class StageAlgorithm(ABC):
     """Whether the scorers must be differentiable; they come through `use_reward`."""
     learns_value: ClassVar[bool] = False
     """Whether it learns what reward to expect, so that advantages must not be centred on their group."""
+    trains_tokens: ClassVar[bool] = False
+    """Whether it trains on generated tokens instead of latents."""
+    is_on_policy: ClassVar[bool] = False
+    """Whether a rollout serves one update only."""
     samples_per_unit: ClassVar[int] = 1
     """Consecutive samples that must stay in one micro-batch (2 for preference pairs)."""
     uses_anchor: bool = False

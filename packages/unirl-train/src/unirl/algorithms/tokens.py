@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -91,6 +91,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
     entropy_coef: weight of the entropy that is rewarded beside the surrogate.
     """
 
+    trains_tokens: ClassVar[bool] = True
     penalises_reward: bool = False
     """Whether the penalty towards the reference goes into a reward a token instead of the loss."""
 

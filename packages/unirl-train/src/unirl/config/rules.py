@@ -205,6 +205,11 @@ def log_probs_fit(recipe: Recipe) -> Messages:
 def score_function_is_on_policy(recipe: Recipe) -> Messages:
     """An estimator without importance weights uses the samples of the policy that is updated."""
     algorithm, updates = recipe["algorithm"], recipe["stack"].get("num_updates_per_batch", 1)
+    if updates > 1 and _constant(str(algorithm.get(TARGET)), "is_on_policy"):
+        yield (
+            f"{str(algorithm[TARGET]).rsplit('.', 1)[-1]} serves one update a rollout, stack.num_updates_per_batch = "
+            f"{updates}. Set it to 1, and a smaller batch_size."
+        )
     if algorithm.get("estimator") != "score_function":
         return
     if updates > 1:
@@ -216,6 +221,55 @@ def score_function_is_on_policy(recipe: Recipe) -> Messages:
         yield (
             f"algorithm.clip_range = {algorithm['clip_range']} does nothing with estimator = score_function. "
             "Set clip_range: null, or estimator: importance_sampling."
+        )
+
+
+def tokens_meet_their_parts(recipe: Recipe) -> Messages:
+    """An algorithm on tokens has completions to train on, and the other way round."""
+    target, sampling = str(recipe["algorithm"].get(TARGET)), str(_sampling(recipe).get(TARGET))
+    trains_tokens, samples_tokens = bool(_constant(target, "trains_tokens")), sampling.endswith(".ARSamplingParams")
+    name = target.rsplit(".", 1)[-1]
+    if trains_tokens != samples_tokens and sampling.startswith("unirl.types.") and target.startswith("unirl."):
+        yield (
+            f"{name} trains on {'tokens' if trains_tokens else 'images'}, but sampling._target_ = {sampling}. "
+            "Choose an algorithm and a model of one kind (parts/model/text has what goes with tokens)."
+        )
+    if not (trains_tokens and samples_tokens):
+        return
+    trainer = (recipe.get("trainer") or {}).get(TARGET)
+    if trainer is None:
+        yield f"{name} trains on tokens. Set trainer._target_: unirl.trainer.vlm.VLMTrainer."
+    engine = recipe["engine"]
+    made = engine.get("track", read_target(str(engine.get(TARGET))).constants.get("track", "text"))
+    trained = recipe["stack"].get("track", "image")
+    if trained != made:
+        yield f"stack.track = {trained}, the engine's completions are the track {made}. Set stack.track: {made}."
+
+
+def tokens_can_be_replayed(recipe: Recipe) -> Messages:
+    """Tokens were drawn from the whole softmax that replay scores them under, and the loss has its length."""
+    algorithm, sampling = recipe["algorithm"], _sampling(recipe)
+    if not _constant(str(algorithm.get(TARGET)), "trains_tokens"):
+        return
+    for name, whole, what in (("top_p", 1, "1"), ("top_k", 0, "0")):
+        if sampling.get(name, whole) != whole:
+            yield (
+                f"sampling.{name} = {sampling[name]} draws from a part of the vocabulary, and replay scores under all "
+                f"of it: ratios would be wrong. Set sampling.{name}: {what} (eval.top_p is free)."
+            )
+    if sampling.get("temperature") == 0:
+        yield "sampling.temperature = 0 is greedy: all samples of a prompt are one. Set it above 0 (1.0 is usual)."
+    mode, horizon = algorithm.get("loss_agg_mode", "token-mean"), algorithm.get("horizon")
+    if (horizon is None) == (mode == "seq-mean-token-sum-norm"):
+        yield (
+            f"algorithm.horizon = {'null' if horizon is None else horizon} with algorithm.loss_agg_mode = {mode}: the "
+            "constant length belongs to seq-mean-token-sum-norm alone. Set horizon: ${sampling.max_new_tokens} there, "
+            "and null elsewhere."
+        )
+    if algorithm.get("rollout_correction") and algorithm.get("old_logp_source") == "rollout":
+        yield (
+            "algorithm.rollout_correction compares a replay with the rollout, but algorithm.old_logp_source = rollout. "
+            "Set old_logp_source: replay."
         )
 
 
@@ -514,15 +568,17 @@ def model_exists(recipe: Recipe, machine: Machine) -> Messages:
     if model is None:
         return
     path = Path(model).expanduser()
+    index = _constant(str(recipe["bundle"].get(TARGET)), "index_file") or "model_index.json"
     if path.is_dir():
-        if not (path / "model_index.json").is_file():
+        if not (path / str(index)).is_file():
+            kind = "diffusers pipeline" if index == "model_index.json" else "model"
             holds = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
             yield (
-                f"bundle.pretrained_model = {model} is not a diffusers pipeline folder: it has no model_index.json "
+                f"bundle.pretrained_model = {model} is not a {kind} folder: it has no {index} "
                 f"(it holds {holds}). Give the folder that save_pretrained wrote."
             )
     elif path.exists():
-        yield f"bundle.pretrained_model = {model} is a file. Give a pipeline folder or a hub id such as owner/name."
+        yield f"bundle.pretrained_model = {model} is a file. Give a model's folder or a hub id such as owner/name."
     elif not _HUB_ID.fullmatch(model):
         yield (
             f"bundle.pretrained_model = {model}: no such folder, and not a hub id (owner/name). "
@@ -577,6 +633,8 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     algorithm_has_its_steps,
     log_probs_fit,
     score_function_is_on_policy,
+    tokens_meet_their_parts,
+    tokens_can_be_replayed,
     trajectory_is_kept,
     trajectory_is_followed,
     reward_has_gradient,

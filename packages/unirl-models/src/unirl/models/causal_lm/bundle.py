@@ -44,6 +44,8 @@ class CausalLMBundle:
     model; CheckpointError for weights that do not fit and for a tokenizer of more words than the model.
     """
 
+    index_file: ClassVar[str] = "config.json"
+    """What makes a folder one of this bundle's, for `trainer check`."""
     model_types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations that the bundle loads; empty loads any."""
     auto_class: ClassVar[Any] = transformers.AutoModelForCausalLM  # Any: transformers types its auto classes loosely
