@@ -55,6 +55,6 @@ class ARDPPO(TokenAlgorithm):
         )
         metrics = RowMetrics()
         metrics.mean("dppo/divergence", divergence_N)
-        metrics.mean("dppo/masked_positive", measured["dropped_positive"].float())
-        metrics.mean("dppo/masked_negative", measured["dropped_negative"].float())
+        metrics.mean("dppo/masked_positive_fraction", measured["dropped_positive"].float())
+        metrics.mean("dppo/masked_negative_fraction", measured["dropped_negative"].float())
         return loss_N, metrics
