@@ -28,6 +28,7 @@ from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
 from unirl.trainer.vlm import VLMTrainer
 from unirl.types.errors import ConfigError
+from unirl.types.roles import Collect, Dispatch, distributed
 
 
 class Notes:
@@ -53,6 +54,20 @@ class Notes:
     def close(self) -> None: ...
 
 
+class Pushes:
+    """Stands for a weight sync: notes the policy's version at every push, between the engine's requests."""
+
+    def __init__(self, backend: FSDPBackend, engine: LMEngine) -> None:
+        self.backend = backend
+        self.engine = engine
+        self.seen: list[tuple[int, int]] = []
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def push(self) -> dict[str, float]:
+        self.seen.append((self.backend.num_optimizer_steps, len(self.engine.requests)))
+        return {"sync/tensors": 3.0}
+
+
 class Run:
     """A trainer on fakes in `folder`."""
 
@@ -64,6 +79,7 @@ class Run:
         selection: SampleSelection | None = None,
         same: Callable[[str], bool] = lambda group: False,
         samples: int = 8,
+        syncs: bool = False,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,9 +94,11 @@ class Run:
             bundle = LMBundle()
             backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=5e-2))
             pipeline = LMPipeline(bundle.model)
+            engine = LMEngine(pipeline, backend)
             return {
                 "backend": backend,
-                "engine": LMEngine(pipeline, backend),
+                "engine": engine,
+                "sync": Pushes(backend, engine),
                 "stack": TrainStack(backend, ARGRPO(pipeline, backend), micro_batch_size=16, track="text"),
                 "reward": FirstDigitReward(same),
                 "checkpointer": Checkpointer(backend, str(folder / "checkpoints")),
@@ -106,6 +124,7 @@ class Run:
             rollout_policy=None,
             stop=threading.Event(),
             selection=selection,
+            sync=self.runtime.role("sync") if syncs else None,
         )
 
     @property
@@ -187,6 +206,18 @@ def test_dynamic_sampling_replaces_groups_that_teach_nothing(tmp_path: Path):
     assert all(name.startswith("refill") for name in refills[0].group_ids)
     assert run.notes.logged[1]["group/trained_samples"] == 64
     assert run.notes.logged[1]["group/zero_std_ratio"] < 1
+
+
+def test_each_policy_is_pushed_once_before_anything_is_sampled_from_it(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=3, evaluation={"num_samples": 5, "interval": 2}, syncs=True)
+    run.trainer.run()
+    pushes = run.runtime.component("sync")
+    assert isinstance(pushes, Pushes)
+    # Evaluations stand before the first rollout, after the second and after the last.
+    assert pushes.seen == [(0, 0), (1, 2), (2, 3), (3, 5)]
+    assert [version for version, _ in pushes.seen] == [0, 1, 2, 3]
+    assert run.notes.logged[1]["timing_s/sync"] > 0
+    assert all(run.notes.logged[step]["sync/tensors"] == 3 for step in (0, 2, 3))
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path):

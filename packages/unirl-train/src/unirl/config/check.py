@@ -57,6 +57,7 @@ TOP_LEVEL = (
     *OPTION_SECTIONS,
     "advantages",
     "trainer",
+    "sync",
     "save",
     "trackers",
 )
@@ -121,7 +122,7 @@ def _keys(recipe: Recipe) -> Iterator[str]:
     for key, allowed in CHOICES.items():
         if isinstance(recipe.get(key), str) and recipe[key] not in allowed:
             yield f"{key} = {recipe[key]!r} must be one of {', '.join(allowed)}."
-    for key in (*REQUIRED_SECTIONS, *OPTION_SECTIONS, "advantages", "trainer", "save", "trackers"):
+    for key in (*REQUIRED_SECTIONS, *OPTION_SECTIONS, "advantages", "trainer", "sync", "save", "trackers"):
         value = recipe.get(key)
         if value is not None and not isinstance(value, Mapping):
             yield f"{key} = {value!r} must be a mapping."
@@ -142,7 +143,7 @@ def _scalar(name: str, value: Value, types: tuple[type, ...]) -> Iterator[str]:
 
 def _signatures(recipe: Recipe) -> Iterator[str]:
     """Every `_target_` resolves and takes the keywords it is given."""
-    for section in (*REQUIRED_SECTIONS, "advantages", "trainer"):
+    for section in (*REQUIRED_SECTIONS, "advantages", "trainer", "sync"):
         node = recipe.get(section)
         if node is None:
             continue

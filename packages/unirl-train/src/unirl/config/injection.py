@@ -13,6 +13,7 @@ INJECTED: dict[str, frozenset[str]] = {
     "data": frozenset({"seed"}),
     "sampling": frozenset(),
     "advantages": frozenset(),
+    "sync": frozenset({"backend", "engine", "pipeline", "rank"}),
     "trainer": frozenset(
         {
             "runtime",
@@ -28,6 +29,7 @@ INJECTED: dict[str, frozenset[str]] = {
             "rollout_policy",
             "stop",
             "selection",
+            "sync",
             "clock",
         }
     ),

@@ -497,6 +497,22 @@ def images_are_given(recipe: Recipe) -> Messages:
         yield f"sampling.eta = {_eta(recipe)}: given images have no stochastic steps. Set sampling.eta: 0."
 
 
+def engine_gets_its_weights(recipe: Recipe) -> Messages:
+    """An engine with weights of its own is pushed the policy; one that samples with the trained model is not."""
+    target, sync = str(recipe["engine"].get(TARGET)), recipe.get("sync")
+    name, has_own = target.rsplit(".", 1)[-1], _constant(target, "has_own_weights")
+    if has_own and not sync:
+        yield (
+            f"{name} has weights of its own and would sample from the untrained policy for ever. Set sync._target_: "
+            "unirl.distributed.weight_sync.full.FullWeightSync (or .lora.LoraWeightSync with max_lora_rank)."
+        )
+    if sync and has_own is None and target.startswith("unirl.rollout."):
+        yield f"sync does nothing with {name}, which samples with the model that trains. Remove it."
+    wanted, kept = (recipe.get("sync") or {}).get("dtype", "bf16"), recipe["engine"].get("dtype", "bf16")
+    if has_own and sync and wanted != kept:
+        yield f"sync.dtype = {wanted}, but engine.dtype = {kept}. Set both to one value."
+
+
 def device_options_fit(recipe: Recipe) -> Messages:
     """No option of another device."""
     if recipe["device"] == "cpu" and (recipe["backend"].get("fsdp") or {}).get("cpu_offload"):
@@ -648,6 +664,7 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     reference_exists,
     pairs_stay_together,
     images_are_given,
+    engine_gets_its_weights,
     device_options_fit,
     evaluated_policy_exists,
     async_reward_has_chunks,

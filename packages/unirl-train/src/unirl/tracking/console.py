@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FINE_BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
 SPARKLINE_WIDTH = 32
-PHASES = ("rollout", "reward", "train", "eval", "checkpoint", "other")
+PHASES = ("sync", "rollout", "reward", "train", "eval", "checkpoint", "other")
 SHOWN_ROWS = 4
 """Rows of a table that the terminal shows; the run directory has all."""
 MAX_CELL = 120

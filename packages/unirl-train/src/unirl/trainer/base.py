@@ -20,10 +20,10 @@ import torch
 from unirl.algorithms.advantages import Advantages, group_metrics
 from unirl.algorithms.selection import SampleSelection, zero_variance_groups
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import Held, Runtime
+from unirl.distributed.runtime import Held, Role, Runtime
 from unirl.tracking.base import Tracker
 from unirl.train.stack import TrainStepResult
-from unirl.trainer.clock import PhaseClock
+from unirl.trainer.clock import TRAINING, PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.versions import versions
@@ -85,9 +85,12 @@ class Trainer(ABC, Generic[ParamsT]):
         rollout_policy: str | None,
         stop: threading.Event,
         selection: SampleSelection | None = None,
+        sync: Role | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
         self._runtime = runtime
+        self._sync = sync
+        self._synced_at = -1
         self._settings = settings
         self._data = data
         self._sampling = sampling
@@ -175,6 +178,7 @@ class Trainer(ABC, Generic[ParamsT]):
         """One rollout and the updates made from it; returns its metrics."""
         with self._clock.phase("other"):
             req = self.request(rollout_id, self._settings.batch_size)
+        pushed = self._push_weights(rollout_id)
         with self._clock.phase("rollout"):
             resp = self._engine.generate(req, policy=self._rollout_policy)
         with self._clock.phase("reward"):
@@ -185,6 +189,7 @@ class Trainer(ABC, Generic[ParamsT]):
             advantages = self._advantages(reply.rewards, req.group_ids, reply.component_rewards, progress=progress)
             metrics = self._rollout_metrics(req, reply, advantages)
             metrics.update(self._advantages.metrics(progress))
+            metrics.update(pushed)
             if _due(rollout_id + 1, self._settings.media_interval):
                 self.show_rollout(resp, req, reply, advantages, rollout_id + 1)
             resp, advantages = self._selected(resp, advantages, req.group_ids)
@@ -196,9 +201,22 @@ class Trainer(ABC, Generic[ParamsT]):
             self._num_samples += req.batch_size
             metrics.update(self._training_metrics(result))
         metrics.update(self._clock.step_metrics())
-        busy_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in ("rollout", "reward", "train", "other"))
+        busy_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in TRAINING)
         metrics["perf/samples_per_s"] = req.batch_size / busy_s if busy_s > 0 else 0.0
         return metrics
+
+    def _push_weights(self, done: int) -> dict[str, float]:
+        """Let an engine with weights of its own sample from the policy after `done` rollouts; returns what was pushed.
+
+        Once for each policy: evaluation and rollout of one policy share the push. Raises WeightSyncError where the engine
+        has not taken exactly what was sent.
+        """
+        if self._sync is None or self._synced_at == done:
+            return {}
+        with self._clock.phase("sync"):
+            pushed = self._sync.push()
+        self._synced_at = done
+        return pushed
 
     # What a modality says ---------------------------------------------------------------------------------------
 
@@ -323,6 +341,7 @@ class Trainer(ABC, Generic[ParamsT]):
     def _evaluate(self, done: int) -> dict[str, float]:
         if self._evaluator is None:
             return {}
+        pushed = self._push_weights(done)
         with self._clock.phase("eval"):
             result = self._evaluator.run(self._engine, self._reward, self._runtime.num_ranks)
         if self._settings.best_metric not in result.overall:
@@ -336,7 +355,7 @@ class Trainer(ABC, Generic[ParamsT]):
             "train_cpu_s": self._clock.training_cpu_s,
         }
         self.show_evaluation(result, done)
-        metrics = result.metrics()
+        metrics = {**pushed, **result.metrics()}
         if done == 0:
             self._log(metrics, 0)
         return metrics
@@ -368,6 +387,7 @@ class Trainer(ABC, Generic[ParamsT]):
                 "Set save.interval, or guardrails.action: warn."
             ) from error
         self._stack.load_state_dict(state["stack"])
+        self._synced_at = -1
         logger.warning("rolled the weights back to rollout %d and go on", state["next_rollout"])
         self._guardrails.reset()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-TRAINING = ("rollout", "reward", "train", "other")
+TRAINING = ("sync", "rollout", "reward", "train", "other")
 """The phases of a training step; evaluations and checkpoints are none."""
 
 

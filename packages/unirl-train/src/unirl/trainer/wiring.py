@@ -52,6 +52,11 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
     algorithm.use_reward(reward)
     if recipe["reward"].get("is_async"):
         engine.announce_to(reward.take)
+    components: dict[str, object] = {}
+    if recipe.get("sync"):
+        components["sync"] = instantiate(
+            recipe["sync"], backend=backend, engine=engine, pipeline=pipeline, rank=context.rank
+        )
     save = recipe.get("save", {})
     checkpointer = Checkpointer(
         backend,
@@ -69,6 +74,7 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
         "stack": stack,
         "reward": reward,
         "checkpointer": checkpointer,
+        **components,
     }
 
 
@@ -149,6 +155,7 @@ def make_trainer(
         rollout_policy=rollout_policy,
         stop=stop,
         selection=SampleSelection(**(recipe.get("selection") or {})),
+        sync=runtime.role("sync") if recipe.get("sync") else None,
         clock=clock,
     )
 
@@ -185,6 +192,8 @@ def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) ->
         runtime.role("stack").prepare()
         if checkpoint is not None:
             load_checkpoint(runtime, checkpoint)
+        if recipe.get("sync"):
+            runtime.role("sync").push()
         return evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_ranks)
 
 

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from safetensors.torch import save_file
 
@@ -79,6 +79,9 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     engine_args: more keyword arguments of vllm.EngineArgs.
     start_timeout_s, timeout_s: for loading, and for any one call.
     """
+
+    has_own_weights: ClassVar[bool] = True
+    """For `trainer check`: the recipe needs a `sync` section."""
 
     def __init__(
         self,
