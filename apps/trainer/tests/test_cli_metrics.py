@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-FAMILIES = "reward|group|advantage|policy|mismatch|response|nft|awm|dpo|guard|dppo|drpo|cppo|ppo|train|eval|timing_s|perf"
+FAMILIES = (
+    "reward|group|advantage|policy|mismatch|response|nft|awm|dpo|guard|dppo|drpo|cppo|ppo|train|eval|timing_s|perf"
+)
 
 
 def test_every_metric_in_the_code_is_documented():

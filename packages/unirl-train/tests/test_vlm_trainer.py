@@ -209,7 +209,7 @@ def test_dynamic_sampling_replaces_groups_that_teach_nothing(tmp_path: Path):
 
 
 def test_each_policy_is_pushed_once_before_anything_is_sampled_from_it(tmp_path: Path):
-    run = Run(tmp_path, num_rollouts=3, evaluation={"num_samples": 5, "interval": 2}, syncs=True)
+    run = Run(tmp_path, num_rollouts=3, evaluation={"num_samples": 5}, eval_interval=2, syncs=True)
     run.trainer.run()
     pushes = run.runtime.component("sync")
     assert isinstance(pushes, Pushes)

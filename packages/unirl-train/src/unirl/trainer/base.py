@@ -208,8 +208,8 @@ class Trainer(ABC, Generic[ParamsT]):
     def _push_weights(self, done: int) -> dict[str, float]:
         """Let an engine with weights of its own sample from the policy after `done` rollouts; returns what was pushed.
 
-        Once for each policy: evaluation and rollout of one policy share the push. Raises WeightSyncError where the engine
-        has not taken exactly what was sent.
+        Once for each policy: evaluation and rollout of one policy share the push. Raises WeightSyncError where the
+        engine has not taken exactly what was sent.
         """
         if self._sync is None or self._synced_at == done:
             return {}
