@@ -34,6 +34,7 @@ class FakeServer:
         self.types: list[str] = []
         self.connections: set[object] = set()
         self.port = port
+        self.was_asked = threading.Event()
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
@@ -92,6 +93,7 @@ class FakeServer:
         decode = decode_binary if request.content_type == BINARY_TYPE else decode_json
         call = decode(body, Limits())
         self.asked.append([sample.id for sample in call.samples])
+        self.was_asked.set()
         fault = self.faults.pop(0) if self.faults else None
         if fault == "cut":
             request.transport.abort()

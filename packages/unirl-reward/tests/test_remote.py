@@ -355,8 +355,7 @@ def test_closing_ends_a_request_that_hangs(pictures):
         service = RewardService([remote(server)])
         ticket = service.submit(pictures())
         job = service._open[ticket][1]["shapes"].jobs[0]
-        while not server.asked:
-            time.sleep(0.005)
+        assert server.was_asked.wait(20)
         service.close()
         with pytest.raises(RewardError, match="the reward client was closed while it waited"):
             job.answer.result(20)
