@@ -52,6 +52,7 @@ def compare(make_recipe, tmp_path, num_devices):
     assert 0 < got[0]["reward/shapes/utilisation"] <= 1 and got[0]["reward/async/latency_s/max"] > 0
 
 
+@pytest.mark.slow
 def test_async_rewards_train_alike_in_one_process(recipe, tmp_path):
     compare(recipe, tmp_path, 0)
 
