@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from unirl.rollout.engine.checkpoint import adapter_specs, checkpoint_shapes, full_specs
 from unirl.rollout.engine.served_text import Generations, check_fits, check_version, generation, text_segment
 from unirl.rollout.engine.vllm_llm import messages
-from unirl.rollout.engine.vllm_llm.checkpoint import adapter_specs, checkpoint_shapes, full_specs
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 from unirl.rollout.engine.vllm_llm.messages import Failed, Ready, ReceiveWeights, Start
 from unirl.rollout.engine.vllm_llm.process import EngineProcess, interpreter

@@ -42,9 +42,9 @@ class WeightReceipt:
     num_tensors: int
     """Tensors that arrived."""
     num_bytes: int
-    num_bound: int
+    num_bound: int | None
     """Parameters of the engine's own model that took values from them (fused ones count once); for an adapter, layers
-    that it acts on."""
+    that it acts on. None where the engine cannot say."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,16 @@ class AdapterConfig:
     rank: int
     alpha: float
     target_modules: tuple[str, ...]
+
+    def peft(self) -> dict[str, object]:
+        """What peft writes as adapter_config.json."""
+        return {
+            "peft_type": "LORA",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": list(self.target_modules),
+            "bias": "none",
+        }
 
 
 @dataclass(frozen=True, eq=False)

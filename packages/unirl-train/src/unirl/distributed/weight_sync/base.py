@@ -83,11 +83,12 @@ class WeightSync(ABC):
             seconds,
             largest,
         )
+        bound = {} if receipt.num_bound is None else {"sync/bound": float(receipt.num_bound)}
         return {
+            **bound,
             "sync/seconds": seconds,
             "sync/megabytes": receipt.num_bytes / 1e6,
             "sync/tensors": float(receipt.num_tensors),
-            "sync/bound": float(receipt.num_bound),
             "sync/logprob_gap_max": largest,
             "sync/logprob_gap_mean": mean,
         }

@@ -20,9 +20,10 @@ class LoraWeightSync(WeightSync):
         specs = tuple(weight_spec(name, tensor) for name, tensor in tensors.items())
         receipt = engine.load_adapter(WeightBucket(version, tensors, specs), config)
         # Each adapted layer has an A and a B.
-        if (receipt.num_tensors, 2 * receipt.num_bound) != (len(tensors), len(tensors)):
+        num_acting = len(tensors) // 2 if receipt.num_bound is None else receipt.num_bound
+        if (receipt.num_tensors, 2 * num_acting) != (len(tensors), len(tensors)):
             raise WeightSyncError(
                 f"an adapter of {len(tensors)} tensors was sent; the engine took {receipt.num_tensors}, which act on "
-                f"{receipt.num_bound} layers"
+                f"{num_acting} layers"
             )
         return receipt

@@ -3,5 +3,5 @@
 engine      what the trainer talks to: requests, sleep, wake, weights
 messages    what crosses between the two processes: JSON, never pickle
 process     the other process: start, call, stop
-server, host, worker_ext, checkpoint    the other side, run by the interpreter that has vLLM
+server, host, worker_ext    the other side, run by the interpreter that has vLLM
 """

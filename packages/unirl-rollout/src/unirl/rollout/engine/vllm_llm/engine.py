@@ -257,14 +257,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         folder.mkdir()
         prefixed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in bucket.tensors.items()}
         save_file(prefixed, folder / "adapter_model.safetensors")
-        description = {
-            "peft_type": "LORA",
-            "r": config.rank,
-            "lora_alpha": config.alpha,
-            "target_modules": list(config.target_modules),
-            "bias": "none",
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(description), encoding="utf-8")
+        (folder / "adapter_config.json").write_text(json.dumps(config.peft()), encoding="utf-8")
         receipt = self._loaded(LoadAdapter(bucket.policy_version, str(folder), list(bucket.specs)))
         for old in self._folder.glob("adapter-*"):
             if old != folder:  # vLLM reads the present one again if it ever drops it

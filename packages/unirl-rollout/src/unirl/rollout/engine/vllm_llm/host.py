@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from unirl.rollout.engine.checkpoint import adapter_specs, checkpoint_shapes, full_specs
 from unirl.rollout.engine.served_text import Generate, Generations
-from unirl.rollout.engine.vllm_llm.checkpoint import adapter_specs, checkpoint_shapes, full_specs
 from unirl.rollout.engine.vllm_llm.messages import (
     BeginWeights,
     Done,

@@ -1,0 +1,309 @@
+"""Rollouts of text by an SGLang server on a GPU host, the trainer's policy pushed to it and verified."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from unirl.rollout.engine.base import BaseRolloutEngine
+from unirl.rollout.engine.checkpoint import adapter_specs, checkpoint_shapes, full_specs
+from unirl.rollout.engine.served_text import (
+    check_fits,
+    check_version,
+    generation,
+    text_segment,
+    text_track,
+)
+from unirl.rollout.engine.sglang_llm.request import payload
+from unirl.rollout.engine.sglang_llm.response import generations
+from unirl.rollout.engine.sglang_llm.server import SGLangServer
+from unirl.rollout.text_checks import text_params
+from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.protocols import PolicyStore, TextCodec
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import Precision
+from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec, unlike
+
+_DTYPES: dict[Precision, tuple[str, str]] = {
+    "fp32": ("float32", "torch.float32"),
+    "bf16": ("bfloat16", "torch.bfloat16"),
+    "fp16": ("float16", "torch.float16"),
+}
+_TAGS = ["weights", "kv_cache"]
+
+
+class SGLangRolloutEngine(BaseRolloutEngine):
+    """Samples completions with SGLang. Implements RolloutEngine and WeightReceiver of unirl.types.protocols.
+
+    Pushed weights travel as safetensors files that the server reads by /update_weights_from_disk or /load_lora_adapter:
+    nothing is pickled, and unlike tensors over HTTP (/update_weights_from_tensor) they need no
+    begin_weight_update/end_weight_update session. So the server must see `transfer_dir`. SGLang does not say which of
+    its parameters took a value; the tensors are compared with the model's checkpoint here instead.
+
+    pipeline: makes prompts of requests and texts of tokens; SGLang sees tokens alone.
+    model: folder of the weights that the server starts with, which must be the policy's.
+    url: of a server that runs already, with this model; None starts one on `port` + rank, with `server_args` as more
+        options ({"tp-size": 2} is --tp-size 2).
+    dtype: SGLang computes and keeps weights in it; pushes must bring it.
+    context_length, vocab_size: limits of the model, checked before a prompt is sent.
+    max_lora_rank: for policies that are pushed as LoRA adapters; None for full weights.
+    uses_memory_saver: whether `sleep` frees weights and caches; they must be pushed again after it.
+    transfer_dir: where pushed weights lie; memory-backed by default, once the model's size.
+    """
+
+    def __init__(
+        self,
+        pipeline: TextCodec,
+        policies: PolicyStore | None = None,
+        *,
+        model: str,
+        url: str | None = None,
+        rank: int = 0,
+        port: int = 30000,
+        dtype: Precision = "bf16",
+        context_length: int,
+        vocab_size: int,
+        max_lora_rank: int | None = None,
+        uses_memory_saver: bool = False,
+        transfer_dir: str = "/dev/shm",
+        server_args: Mapping[str, str | int | float | bool] | None = None,
+        start_timeout_s: float = 900.0,
+        timeout_s: float = 1800.0,
+        track: str = "text",
+    ) -> None:
+        self._model = Path(model)
+        if not self._model.is_dir():
+            raise ConfigError(
+                f"engine.model = {model!r} is no folder; SGLang's pushes are compared with its checkpoint"
+            )
+        if url is not None and server_args:
+            raise ConfigError(f"engine.server_args do nothing for a server that runs already, at {url}")
+        name, self._dtype = _DTYPES[dtype]
+        self._pipeline = pipeline
+        self._shapes = checkpoint_shapes(self._model)
+        self._limits = {"context_length": context_length, "vocab_size": vocab_size}
+        self._has_lora = max_lora_rank is not None
+        self._uses_memory_saver = uses_memory_saver
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._track = track
+        self._calls = itertools.count()
+        self._policy_version = 0 if policies is None else policies.num_optimizer_steps
+        self._is_ready = False
+        self._needs_push = False
+        self._announced: dict[str, WeightSpec] | None = None
+        self._received: dict[str, WeightSpec] = {}
+        self._num_bytes = 0
+        self._adapter: str | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="unirl-sglang-", dir=transfer_dir))
+        options: dict[str, str | int | float | bool] = {
+            "model-path": str(self._model.absolute()),
+            "host": "127.0.0.1",
+            "port": port + rank,
+            "dtype": name,
+            "context-length": context_length,
+            "skip-tokenizer-init": True,
+            "enable-memory-saver": uses_memory_saver,
+            "enable-lora": self._has_lora,
+            **({"max-lora-rank": max_lora_rank, "lora-target-modules": "all"} if max_lora_rank is not None else {}),
+            **(server_args or {}),
+        }
+        command = None if url is not None else [sys.executable, "-m", "sglang.launch_server", *_flags(options)]
+        self._server = SGLangServer(url or f"http://127.0.0.1:{port + rank}", command, self._folder / "log")
+
+    # Rollout ----------------------------------------------------------------------------------------------------
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """One completion for every row of this rank's request.
+
+        Raises ConfigError for a prompt that does not fit and for a named `policy` (SGLang has the pushed one alone),
+        WeightSyncError where the samples are not of the policy that was pushed last, WorkerError where the server
+        fails.
+        """
+        if policy is not None:
+            raise ConfigError(f"SGLang samples from the policy that was pushed, not from {policy!r}")
+        if self._needs_push:
+            raise WeightSyncError("the server's weights are not a whole policy any more; push them again")
+        params = text_params(req)
+        self._wait()
+        conditions = self._pipeline.encode(req.primitives, params)
+        call = generation(req, conditions, self._pipeline.stop_token_ids(params), next(self._calls))
+        check_fits(call, **self._limits)
+        answer = generations(self._post("/generate", payload(call, self._adapter)), req.batch_size)
+        check_version(answer, self._policy_version)
+        segment = text_segment(answer, call, params)
+        track = text_track(req, conditions, segment, self._pipeline.decode(segment), answer.policy_version)
+        return RolloutResp(tracks={self._track: track})
+
+    def abort(self) -> None:
+        """End the `generate` that runs in another thread: it returns what it has, unfinished samples ABORTED."""
+        self._post("/abort_request", {"abort_all": True})
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def sleep(self) -> None:
+        """Free device memory, where `uses_memory_saver` says so."""
+        if self._uses_memory_saver:
+            self._wait()
+            self._post("/release_memory_occupation", {"tags": _TAGS})
+            self._needs_push = True
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def wake_up(self) -> None:
+        """Take the memory back. The weights must be pushed before the engine generates."""
+        if self._uses_memory_saver:
+            self._post("/resume_memory_occupation", {"tags": _TAGS})
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def shutdown(self) -> None:
+        """Stop the server, if it is ours, and delete its files. Safe to call twice."""
+        self._server.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Weights ----------------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the policy that was pushed last."""
+        return self._policy_version
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
+        """Announce a push of the whole model, see WeightReceiver."""
+        if self._has_lora:
+            raise ConfigError("this engine was started for LoRA adapters (engine.max_lora_rank); push the adapter")
+        self._refuse_stale(policy_version)
+        self._announced = None
+        _refuse(unlike(specs, full_specs(self._shapes, self._dtype)), "the weights do not fit the engine's model")
+        folder = self._push_folder()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for path in self._model.glob("*.json"):
+            if not path.name.endswith(".index.json"):
+                shutil.copy(path, folder)
+        self._announced, self._received, self._num_bytes = {spec.name: spec for spec in specs}, {}, 0
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def receive_weights(self, bucket: WeightBucket) -> None:
+        """Take a bucket, see WeightReceiver."""
+        if self._announced is None:
+            raise WeightSyncError("no push is under way: begin_weights comes first, and again after a failure")
+        announced = [self._announced[spec.name] for spec in bucket.specs if spec.name in self._announced]
+        twice = [f"twice: {spec.name}" for spec in bucket.specs if spec.name in self._received]
+        _refuse(unlike(bucket.specs, announced) + twice, "a bucket is not what was announced")
+        bucket.verify()
+        path = self._push_folder() / f"model-{len(self._received):05d}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in bucket.tensors.items()}, path, {"format": "pt"})
+        self._received.update({spec.name: spec for spec in bucket.specs})
+        self._num_bytes += bucket.num_bytes
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def finish_weights(self, policy_version: int) -> WeightReceipt:
+        """Let the server read what was received, see WeightReceiver."""
+        announced, self._announced = self._announced, None
+        missing = sorted(set(announced or {}) - set(self._received))
+        _refuse([f"missing: {name}" for name in missing], "announced tensors did not arrive")
+        self._wait()
+        self._needs_push = True
+        self._must(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(self._push_folder()),
+                "load_format": "safetensors",
+                "flush_cache": True,
+                "weight_version": str(policy_version),
+            },
+        )
+        self._take_version(policy_version)
+        shutil.rmtree(self._push_folder())
+        return WeightReceipt(policy_version, len(self._received), self._num_bytes, None)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig) -> WeightReceipt:
+        """Swap the LoRA adapter, see WeightReceiver. Each version has a name of its own, so caches never mix them."""
+        if not self._has_lora:
+            raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
+        self._refuse_stale(bucket.policy_version)
+        expected = adapter_specs(list(bucket.tensors), self._shapes, self._dtype, config.rank)
+        _refuse(unlike(bucket.specs, expected), "the adapter does not fit the engine's model")
+        bucket.verify()
+        name = f"policy-{bucket.policy_version}-{next(self._calls)}"
+        folder = self._folder / name
+        folder.mkdir()
+        prefixed = {f"base_model.model.{key}": tensor.contiguous() for key, tensor in bucket.tensors.items()}
+        save_file(prefixed, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(config.peft()), encoding="utf-8")
+        self._wait()
+        self._needs_push = True
+        if self._adapter is not None:
+            self._must("/unload_lora_adapter", {"lora_name": self._adapter})
+            shutil.rmtree(self._folder / self._adapter)
+            self._adapter = None
+        loaded = self._must("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        if name not in (loaded.get("loaded_adapters") or {}):
+            raise WeightSyncError(f"SGLang loaded adapters {loaded.get('loaded_adapters')}, but not {name}")
+        self._adapter = name
+        self._name_version(bucket.policy_version)
+        self._take_version(bucket.policy_version)
+        return WeightReceipt(bucket.policy_version, len(bucket.tensors), bucket.num_bytes, None)
+
+    def _push_folder(self) -> Path:
+        return self._folder / "weights"
+
+    def _refuse_stale(self, version: int) -> None:
+        if version < self._policy_version:
+            raise WeightSyncError(
+                f"version {version} of the policy is older than the engine's version {self._policy_version}"
+            )
+
+    def _take_version(self, version: int) -> None:
+        """Believe in a push when the server answers under its version."""
+        found = (self._server.get("/model_info", self._timeout_s) or {}).get("weight_version")
+        if found != str(version):
+            raise WeightSyncError(f"version {version} was pushed, but SGLang says that it has {found}")
+        self._policy_version = version
+        self._needs_push = False
+
+    def _name_version(self, version: int) -> None:
+        self._must("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    # The server -------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        if not self._is_ready:
+            self._server.wait_until_ready(self._start_timeout_s)
+            self._name_version(self._policy_version)  # SGLang starts with the version "default"
+            self._is_ready = True
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:  # Any: JSON
+        return self._server.post(path, body, self._timeout_s)
+
+    def _must(self, path: str, body: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+        """POST what answers with a `success` of its own. Raises WeightSyncError where it is not true."""
+        answer = self._post(path, body)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise WeightSyncError(f"SGLang's {path} did not succeed: {answer}")
+        return answer
+
+
+def _refuse(lines: list[str], what: str) -> None:
+    if lines:
+        raise WeightSyncError(f"{what} ({len(lines)}):\n  " + "\n  ".join(lines[:20]))
+
+
+def _flags(options: Mapping[str, str | int | float | bool]) -> list[str]:
+    """Command-line options: true is the flag alone, false leaves it out."""
+    flags: list[str] = []
+    for name, value in options.items():
+        if value is not False:
+            flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return flags

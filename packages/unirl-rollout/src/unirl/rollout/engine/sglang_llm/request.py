@@ -1,0 +1,37 @@
+"""What SGLang's /generate is sent. Pure functions, written against sglang.srt.managers.io_struct of 0.5.23."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unirl.rollout.engine.served_text import Generate
+from unirl.types.errors import ConfigError
+
+
+def payload(call: Generate, adapter: str | None) -> dict[str, Any]:  # Any: JSON
+    """The body of one /generate for all prompts.
+
+    Raises ConfigError for top-p or top-k: SGLang reports log-probs of the whole softmax, not of what it drew from.
+    """
+    if call.temperature > 0 and (call.top_p < 1 or call.top_k > 0):
+        raise ConfigError(
+            f"SGLang's log-probs are of the whole softmax, but top_p = {call.top_p} and top_k = {call.top_k} draw from "
+            "a part of it. Set sampling.top_p: 1 and sampling.top_k: 0."
+        )
+    return {
+        "rid": [f"{call.number}-{row}" for row in range(len(call.prompts))],
+        "input_ids": call.prompts,
+        "sampling_params": [
+            {
+                "temperature": call.temperature,
+                "max_new_tokens": call.max_new_tokens,
+                # Never ignore_eos: SGLang then ignores these as well.
+                "stop_token_ids": call.stop_token_ids,
+                # Heeded by a server that runs with --enable-deterministic-inference.
+                "sampling_seed": seed,
+            }
+            for seed in call.seeds
+        ],
+        "return_logprob": True,
+        **({} if adapter is None else {"lora_path": [adapter] * len(call.prompts)}),
+    }

@@ -1,0 +1,43 @@
+"""What SGLang's /generate answers. Pure functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unirl.rollout.engine.served_text import Generations
+from unirl.types.errors import ContractError, WeightSyncError
+
+
+def generations(answer: Any, num_prompts: int) -> Generations:  # Any: JSON
+    """The completions of an answer, in the order of the prompts.
+
+    Raises ContractError where tokens and log-probs disagree or are missing, and WeightSyncError where samples are of
+    several policies, or of one that this trainer did not push.
+    """
+    outputs = answer if isinstance(answer, list) else [answer]
+    if len(outputs) != num_prompts:
+        raise ContractError(f"SGLang answered {num_prompts} prompts with {len(outputs)} completions")
+    tokens: list[list[int]] = []
+    log_probs: list[list[float]] = []
+    reasons: list[str] = []
+    versions: set[str] = set()
+    for row, output in enumerate(outputs):
+        try:
+            meta = output["meta_info"]
+            scored = meta["output_token_logprobs"]
+            ids, values = [int(entry[1]) for entry in scored], [float(entry[0]) for entry in scored]
+            output_ids, reason, version = output["output_ids"], meta["finish_reason"]["type"], meta["weight_version"]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ContractError(
+                f"sample {row} of SGLang's answer lacks what /generate gives with return_logprob "
+                f"({type(error).__name__}: {error}); it has {str(output)[:200]}"
+            ) from error
+        if ids != output_ids:
+            raise ContractError(f"sample {row} has tokens {output_ids[:8]}, but log-probs of {ids[:8]}")
+        tokens.append(ids)
+        log_probs.append(values)
+        reasons.append(reason)
+        versions.add(version)
+    if len(versions) != 1 or not (version := next(iter(versions))).isdecimal():
+        raise WeightSyncError(f"SGLang's samples are of weight versions {sorted(versions)}, not of one push")
+    return Generations(int(version), tokens, log_probs, reasons)

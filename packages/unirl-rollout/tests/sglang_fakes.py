@@ -1,0 +1,132 @@
+"""A server that speaks SGLang's HTTP protocol (0.5.23): its paths, fields and answers, and nothing behind them.
+
+Field names are those of sglang.srt.managers.io_struct and sampling_params; any other is refused, as SGLang does.
+"""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+FIELDS = {
+    "/generate": {"rid", "input_ids", "sampling_params", "return_logprob", "lora_path"},
+    "/update_weights_from_disk": {"model_path", "load_format", "flush_cache", "weight_version", "abort_all_requests"},
+    "/update_weight_version": {"new_version", "abort_all_requests"},
+    "/load_lora_adapter": {"lora_name", "lora_path", "pinned"},
+    "/unload_lora_adapter": {"lora_name"},
+    "/abort_request": {"rid", "abort_all"},
+    "/release_memory_occupation": {"tags"},
+    "/resume_memory_occupation": {"tags"},
+}
+SAMPLING = {"temperature", "max_new_tokens", "stop_token_ids", "sampling_seed", "top_p", "top_k", "ignore_eos"}
+
+
+class SGLangFake:
+    """Runs the server in threads. `log` has every (path, body); `weights` what it read last."""
+
+    def __init__(self):
+        self.log: list[tuple[str, dict[str, Any]]] = []
+        self.weights: dict[str, Any] = {}
+        self.version = "default"
+        self.adapters: dict[str, dict[str, Any]] = {}
+        self.refuses: set[str] = set()
+        self.is_started = True
+        self.change = lambda answer: answer
+        self.aborted = threading.Event()
+        self.waits_for_abort = False
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                fake.handle(self, {})
+
+            def do_POST(self):
+                fake.handle(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def log_message(self, format, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def paths(self):
+        return [path for path, _ in self.log]
+
+    def handle(self, handler, body):
+        path = handler.path
+        self.log.append((path, body))
+        unknown = set(body) - FIELDS.get(path, set())
+        if unknown:
+            return self.reply(handler, 422, {"error": f"unknown fields {sorted(unknown)}"})
+        if path in self.refuses:
+            return self.reply(handler, 400, {"success": False, "message": "it did not fit"})
+        match path:
+            case "/health_generate":
+                return self.reply(handler, 200 if self.is_started else 503, None)
+            case "/model_info":
+                return self.reply(handler, 200, {"weight_version": self.version})
+            case "/generate":
+                return self.reply(handler, 200, self.change(self.generate(body)))
+            case "/update_weights_from_disk":
+                folder = Path(body["model_path"])
+                assert json.loads((folder / "config.json").read_text())
+                self.weights = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+                self.version = body["weight_version"]
+                return self.reply(handler, 200, {"success": True, "message": "", "num_paused_requests": 0})
+            case "/update_weight_version":
+                self.version = body["new_version"]
+                return self.reply(handler, 200, {"success": True, "message": "", "new_version": self.version})
+            case "/load_lora_adapter":
+                self.adapters[body["lora_name"]] = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+                loaded = {name: name for name in self.adapters}
+                return self.reply(handler, 200, {"success": True, "error_message": "", "loaded_adapters": loaded})
+            case "/unload_lora_adapter":
+                del self.adapters[body["lora_name"]]
+                return self.reply(handler, 200, {"success": True, "loaded_adapters": {}})
+            case "/abort_request":
+                self.aborted.set()
+                return self.reply(handler, 200, None)
+            case "/release_memory_occupation" | "/resume_memory_occupation":
+                return self.reply(handler, 200, None)
+        return self.reply(handler, 404, {"detail": "Not Found"})
+
+    def generate(self, body):
+        """As tokens the prompt's last token, counted up until a stop token or the limit."""
+        ends_early = self.waits_for_abort and self.aborted.wait(30)
+        outputs = []
+        for row, (prompt, params) in enumerate(zip(body["input_ids"], body["sampling_params"], strict=True)):
+            assert set(params) <= SAMPLING
+            assert not params.get("ignore_eos"), "SGLang would ignore stop_token_ids as well"
+            tokens, reason = [], "length"
+            while len(tokens) < params["max_new_tokens"] and reason == "length":
+                tokens.append(prompt[-1] + 1 + len(tokens))
+                if tokens[-1] in params["stop_token_ids"]:
+                    reason = "stop"
+            reason, tokens = ("abort", tokens[:1]) if ends_early else (reason, tokens)
+            meta = {
+                "id": body["rid"][row],
+                "finish_reason": {"type": reason},
+                "weight_version": self.version,
+                "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+            }
+            outputs.append({"output_ids": tokens, "meta_info": meta})
+        return outputs
+
+    def reply(self, handler, status, content):
+        data = b"" if content is None else json.dumps(content).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)

@@ -1,0 +1,251 @@
+"""The SGLang engine against a server that speaks SGLang's protocol."""
+
+import json
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sglang_fakes import SGLangFake
+
+from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine, _flags
+from unirl.rollout.engine.sglang_llm.server import SGLangServer
+from unirl.types.conditions import PromptCondition
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
+from unirl.types.media import Texts
+from unirl.types.rollout import RolloutReq
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus
+from unirl.types.weights import AdapterConfig, WeightBucket, weight_buckets, weight_spec
+
+PARAMS = ARSamplingParams(temperature=0.7, max_new_tokens=3)
+WEIGHTS = {"model.q.weight": torch.arange(6.0).view(2, 3), "model.norm.weight": torch.ones(3)}
+
+
+class NumberCodec:
+    """A text is its tokens, written as numbers."""
+
+    context_length = 20
+
+    def stop_token_ids(self, params):
+        return (9,)
+
+    def encode(self, primitives, params):
+        rows = [[int(word) for word in text.split()] for text in primitives["text"].texts]
+        return {"prompt": PromptCondition.pack(tokens=[torch.tensor(row) for row in rows])}
+
+    def decode(self, segment):
+        return Texts(texts=[" ".join(map(str, row.tolist())) for row in segment.unpack("tokens")])
+
+
+@pytest.fixture
+def server():
+    fake = SGLangFake()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def model(tmp_path):
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    return tmp_path
+
+
+def make_engine(server, model, **options: Any):
+    options = {"context_length": 20, "vocab_size": 50, "dtype": "fp32", **options}
+    return SGLangRolloutEngine(NumberCodec(), model=str(model), url=server.url, **options)
+
+
+@pytest.fixture
+def engine(server, model):
+    engine = make_engine(server, model)
+    yield engine
+    engine.shutdown()
+
+
+def request(texts, params=PARAMS):
+    ids = [f"s{row}" for row in range(len(texts))]
+    return RolloutReq(
+        sample_ids=ids, group_ids=list(texts), primitives={"text": Texts(texts=list(texts))}, sampling_params=params
+    )
+
+
+def push(engine, weights, version, max_bytes=20):
+    buckets = list(weight_buckets(weights.items(), policy_version=version, max_bytes=max_bytes))
+    engine.begin_weights(version, [spec for bucket in buckets for spec in bucket.specs])
+    for bucket in buckets:
+        engine.receive_weights(bucket)
+    return engine.finish_weights(version)
+
+
+def test_tokens_go_out_and_come_back_with_log_probs_endings_and_the_version(server, engine):
+    track = engine.generate(request(["1 2", "7"])).tracks["text"]
+    assert [row.tolist() for row in track.segment.unpack("tokens")] == [[3, 4, 5], [8, 9]]
+    assert track.segment.status.tolist() == [SegmentStatus.TRUNCATED, SegmentStatus.COMPLETED]
+    assert track.segment.log_probs.tolist() == [-0.5] * 5
+    assert track.decoded.texts == ["3 4 5", "8 9"]
+    assert track.policy_versions.tolist() == [0, 0]
+    (body,) = [body for path, body in server.log if path == "/generate"]
+    assert body["input_ids"] == [[1, 2], [7]]
+    assert body["return_logprob"] is True
+    assert len({params["sampling_seed"] for params in body["sampling_params"]}) == 2
+    assert all(params["stop_token_ids"] == [9] for params in body["sampling_params"])
+
+
+def test_an_aborted_rollout_returns_what_it_has(server, engine):
+    server.waits_for_abort = True
+    found = []
+    thread = threading.Thread(target=lambda: found.append(engine.generate(request(["1"]))))
+    thread.start()
+    while "/generate" not in server.paths():
+        thread.join(0.01)
+    engine.abort()
+    thread.join(30)
+    segment = found[0].tracks["text"].segment
+    assert (segment.tokens.tolist(), segment.status.tolist()) == ([2], [SegmentStatus.ABORTED])
+
+
+def test_what_sglang_cannot_do_is_refused(engine):
+    with pytest.raises(ConfigError, match=r"top_p = 0.9 and top_k = 0 draw from a part"):
+        engine.generate(request(["1"], ARSamplingParams(temperature=1, top_p=0.9, max_new_tokens=3)))
+    with pytest.raises(ConfigError, match="not from 'ema'"):
+        engine.generate(request(["1"]), policy="ema")
+    with pytest.raises(ConfigError, match="prompt 0 has token 50"):
+        engine.generate(request(["50"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda answer: answer[:1], ContractError, "answered 2 prompts with 1"),
+        (lambda answer: [{"output_ids": [1], "meta_info": {}}] * 2, ContractError, "lacks what /generate gives"),
+        (lambda answer: [{**one, "output_ids": [1]} for one in answer], ContractError, "but log-probs of"),
+        (lambda answer: with_version(answer, "3"), WeightSyncError, r"of weight versions \['0', '3'\]"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_refused(server, engine, change, error, text):
+    server.change = change
+    with pytest.raises(error, match=text):
+        engine.generate(request(["1", "2"]))
+
+
+def with_version(answer, version):
+    answer[0]["meta_info"]["weight_version"] = version
+    return answer
+
+
+def test_a_full_push_is_read_by_the_server_under_its_version(server, engine):
+    new = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
+    receipt = push(engine, new, 4)
+    assert (receipt.policy_version, receipt.num_tensors, receipt.num_bytes) == (4, 2, 36)
+    assert all(torch.equal(server.weights[name], tensor) for name, tensor in new.items())
+    assert server.version == "4"
+    (body,) = [body for path, body in server.log if path == "/update_weights_from_disk"]
+    assert body["flush_cache"] is True
+    assert engine.generate(request(["1"])).tracks["text"].policy_versions.tolist() == [4]
+
+
+def test_weights_that_do_not_fit_never_reach_the_server(server, engine):
+    wrong = {"model.q.weight": torch.zeros(3, 2), "model.norms.weight": torch.ones(3)}
+    with pytest.raises(WeightSyncError) as raised:
+        push(engine, wrong, 4)
+    for line in (
+        "missing: model.norm.weight [3]",
+        "unknown: model.norms.weight [3]",
+        "shape: model.q.weight is [3, 2]",
+    ):
+        assert line in str(raised.value)
+    with pytest.raises(WeightSyncError, match="dtype: model.q.weight is torch.float16"):
+        push(engine, {name: tensor.half() for name, tensor in WEIGHTS.items()}, 4)
+    first, second = weight_buckets(WEIGHTS.items(), policy_version=4, max_bytes=20)
+    engine.begin_weights(4, [*first.specs, *second.specs])
+    with pytest.raises(WeightSyncError, match="weights arrived changed"):
+        engine.receive_weights(WeightBucket(4, {name: -1 * t for name, t in first.tensors.items()}, first.specs))
+    engine.receive_weights(first)
+    with pytest.raises(WeightSyncError, match="twice: model.q.weight"):
+        engine.receive_weights(first)
+    with pytest.raises(WeightSyncError, match="missing: model.norm.weight"):
+        engine.finish_weights(4)
+    assert "/update_weights_from_disk" not in server.paths()
+    assert engine.policy_version == 0
+
+
+def test_a_push_that_the_server_refuses_stops_the_rollouts(server, engine):
+    server.refuses.add("/update_weights_from_disk")
+    with pytest.raises(WeightSyncError, match="did not succeed.*it did not fit"):
+        push(engine, WEIGHTS, 4)
+    with pytest.raises(WeightSyncError, match="push them again"):
+        engine.generate(request(["1"]))
+    server.refuses.clear()
+    push(engine, WEIGHTS, 4)
+    with pytest.raises(WeightSyncError, match="version 3 of the policy is older than the engine's version 4"):
+        push(engine, WEIGHTS, 3)
+
+
+def test_an_adapter_replaces_the_last_one_under_a_name_of_its_own(server, model):
+    engine = make_engine(server, model, max_lora_rank=4)
+    config = AdapterConfig(2, 4.0, ("q",))
+    for version in (1, 2):
+        tensors = {"model.q.lora_A.weight": torch.ones(2, 3), "model.q.lora_B.weight": torch.ones(2, 2) * version}
+        specs = tuple(weight_spec(name, tensor) for name, tensor in tensors.items())
+        engine.load_adapter(WeightBucket(version, tensors, specs), config)
+        ((name, loaded),) = server.adapters.items()
+        assert torch.equal(loaded["base_model.model.model.q.lora_B.weight"], tensors["model.q.lora_B.weight"])
+        assert engine.generate(request(["1"])).tracks["text"].policy_versions.tolist() == [version]
+        assert server.log[-1][1]["lora_path"] == [name]
+    wrong = {**tensors, "model.q.lora_B.weight": torch.ones(3, 2)}
+    specs = tuple(weight_spec(name, tensor) for name, tensor in wrong.items())
+    with pytest.raises(WeightSyncError, match=r"lora_B.weight is \[3, 2\], expected \[2, 2\]"):
+        engine.load_adapter(WeightBucket(3, wrong, specs), config)
+    with pytest.raises(ConfigError, match="push the adapter"):
+        push(engine, WEIGHTS, 3)
+    engine.shutdown()
+
+
+def test_sleep_frees_weights_that_must_then_be_pushed(server, model):
+    engine = make_engine(server, model, uses_memory_saver=True)
+    engine.sleep()
+    engine.wake_up()
+    with pytest.raises(WeightSyncError, match="push them again"):
+        engine.generate(request(["1"]))
+    push(engine, WEIGHTS, 1)
+    assert engine.generate(request(["1"])).tracks["text"].policy_versions.tolist() == [1]
+    assert {"/release_memory_occupation", "/resume_memory_occupation"} <= set(server.paths())
+    engine.shutdown()
+
+
+def test_a_server_that_is_gone_or_answers_with_an_error_is_named(server, engine):
+    server.change = lambda answer: {}
+    with pytest.raises(ContractError):
+        engine.generate(request(["1", "2"]))
+    with pytest.raises(WorkerError, match=r"/nowhere answered 404"):
+        engine._post("/nowhere", {})
+    server.close()
+    with pytest.raises(WorkerError, match=r"/generate failed"):
+        engine.generate(request(["1"]))
+
+
+def test_a_server_that_dies_while_it_starts_leaves_its_status_and_log(tmp_path):
+    source = "import sys; print('no GPU found'); sys.exit(4)"
+    server = SGLangServer("http://127.0.0.1:9", [sys.executable, "-c", source], tmp_path / "log")
+    with pytest.raises(WorkerError, match=r"(?s)ended with status 4 while it started.*no GPU found"):
+        server.wait_until_ready(60)
+    server.stop()
+
+
+def test_options_become_flags():
+    assert _flags({"port": 3, "enable-lora": False, "skip-tokenizer-init": True}) == [
+        "--port",
+        "3",
+        "--skip-tokenizer-init",
+    ]
+
+
+def test_a_model_that_is_no_folder_and_options_of_a_running_server_are_refused(server, model):
+    with pytest.raises(ConfigError, match="is no folder"):
+        make_engine(server, "org/model")
+    with pytest.raises(ConfigError, match="do nothing for a server that runs already"):
+        make_engine(server, model, server_args={"tp-size": 2})
