@@ -75,6 +75,14 @@ class ScorerCard:
 
 
 CATALOG: dict[str, ScorerCard] = {
+    "aesthetic": ScorerCard(
+        target="unirl.reward.local.aesthetic.AestheticScorer",
+        summary="how people rate the looks of a picture",
+        media=("image",),
+        typical="1 to 10, mostly 4 to 7",
+        extra="clip",
+        source="LAION aesthetic predictor; LAION-5B, arXiv 2210.08402",
+    ),
     "clip": ScorerCard(
         target="unirl.reward.local.clip.CLIPRewardScorer",
         summary="how well a picture fits its prompt",
@@ -142,6 +150,16 @@ CATALOG: dict[str, ScorerCard] = {
         high=1,
         extra="judge",
         source="GenEval 2, arXiv 2512.16853",
+    ),
+    "got_ocr": ScorerCard(
+        target="unirl.reward.local.got_ocr.GOTOCRScorer",
+        summary="the text that the prompt quotes stands in the picture, as GOT-OCR 2.0 reads",
+        media=("image",),
+        needs="prompt with quotes",
+        low=0,
+        high=1,
+        extra="got-ocr",
+        source="Flow-GRPO, arXiv 2505.05470; GOT-OCR 2.0, arXiv 2409.01704",
     ),
     "gsm8k_exact_match": ScorerCard(
         target="unirl.reward.local.gsm8k.GSM8KScorer",
@@ -240,6 +258,26 @@ CATALOG: dict[str, ScorerCard] = {
         high=1,
         typical="0 or 1",
         source="multiple-choice benchmarks as MMLU, arXiv 2009.03300",
+    ),
+    "ocr": ScorerCard(
+        target="unirl.reward.local.rapid_ocr.RapidOCRScorer",
+        summary="the text that the prompt quotes stands in the picture, as RapidOCR reads; offline",
+        media=("image",),
+        needs="prompt with quotes",
+        low=0,
+        high=1,
+        extra="ocr",
+        source="Flow-GRPO, arXiv 2505.05470; RapidOCR",
+    ),
+    "paddle_ocr": ScorerCard(
+        target="unirl.reward.local.paddle_ocr.PaddleOCRScorer",
+        summary="the text that the prompt quotes stands in the picture, as PaddleOCR reads",
+        media=("image",),
+        needs="prompt with quotes",
+        low=0,
+        high=1,
+        extra="paddleocr",
+        source="Flow-GRPO, arXiv 2505.05470; PaddleOCR",
     ),
     "pickscore": ScorerCard(
         target="unirl.reward.local.pickscore.PickScoreRewardScorer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ _LONGEST_MESSAGE = 300
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def load_transformers(owner: str) -> ModuleType:
+def load_transformers(owner: str, extra: str = "clip") -> ModuleType:
     """The transformers package. Raises ImportError naming the extra that `owner` needs."""
     try:
         import transformers
     except ModuleNotFoundError as error:
-        raise ImportError(f"{owner} needs transformers. Install it with: pip install 'unirl-reward[clip]'") from error
+        raise ImportError(
+            f"{owner} needs transformers. Install it with: pip install 'unirl-reward[{extra}]'"
+        ) from error
     return transformers
 
 
@@ -35,6 +38,26 @@ def check_source(source: str, what: str) -> None:
     """Raises ConfigError for a string that is neither an existing folder nor shaped like a hub id."""
     if not Path(source).is_dir() and not _HUB_ID.fullmatch(source):
         raise ConfigError(f"{what} = {source!r} is no folder. Give an existing folder or a hub id, owner/name.")
+
+
+def load_complete(model_class: Any, source: str, what: str, **keywords: Any) -> Any:  # Any: transformers is optional
+    """A transformers model from a folder or hub id, every weight of it read and none left at random.
+
+    what: the option that names `source`, for messages. Raises ConfigError where it cannot be loaded, or where weights
+    are missing, which transformers only warns of.
+    """
+    check_source(source, what)
+    try:
+        model, report = model_class.from_pretrained(source, output_loading_info=True, **keywords)
+    except (AttributeError, OSError, RuntimeError, ValueError) as error:  # Attribute: parts of another kind of model
+        raise ConfigError(f"{what} = {source!r} cannot be loaded: {on_one_line(error)}") from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ConfigError(
+            f"{what} = {source!r} is no whole {model_class.__name__}: {len(missing)} weights are missing, such as "
+            f"{missing[0]}. Give the folder or id of the published model."
+        )
+    return model
 
 
 def load_state(source: str, file: str, what: str) -> dict[str, Tensor]:
