@@ -82,7 +82,7 @@ def _panels(recipes: Sequence[Mapping[str, Any]]) -> Figure:
             axes.plot(x, mean, color=COLOURS[0], linewidth=1.8)
             axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
             _draw_base(axes, recipes)
-            axes.set_title(_label(recipe), fontsize=8, loc="left", pad=2)
+            axes.set_title(_label(recipe), fontsize=7, loc="left", pad=2)
             axes.tick_params(labelsize=7, labelbottom=index + PANEL_COLUMNS >= len(recipes))
         for axes in grid[len(recipes) :]:
             axes.set_visible(False)
