@@ -48,6 +48,7 @@ def test_each_sample_attends_to_its_own_past_alone(window):
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), inputs), rtol=0, atol=1e-11)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_ragged_kernel_of_a_gpu_agrees(window):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from unirl.rollout.checks import pinned_sigmas, verify_segment
+from unirl.rollout.checks import diffusion_params, pinned_sigmas, verify_segment
 from unirl.rollout.engine.offline.pictures import read_pictures
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.given import given_image
 from unirl.types.media import Images
 from unirl.types.rollout import RolloutReq, RolloutResp
-from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
 
@@ -28,11 +27,12 @@ class OfflineRolloutEngine(TrainsideRolloutEngine):
 
     needs_images: ClassVar[bool] = True
 
-    def _generate_chunk(self, req: RolloutReq, params: DiffusionSamplingParams) -> RolloutResp:
+    def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
+        params = diffusion_params(req)
         references = [given_image(row, name) for row, name in zip(req.metadata, req.sample_ids, strict=True)]
         given = [reference for reference in references if reference is not None]
         if not given:
-            return super()._generate_chunk(req, params)
+            return super()._generate_chunk(req)
         if len(given) < len(references):
             first = req.sample_ids[references.index(None)]
             raise ContractError(f"{len(given)} of {len(references)} rows bring images; sample {first} has none")

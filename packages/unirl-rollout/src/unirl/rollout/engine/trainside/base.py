@@ -1,0 +1,91 @@
+"""What direct sampling shares, whatever is sampled: chunks, named policies, versions and dumps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from unirl.rollout.engine.base import BaseRolloutEngine, ChunkListener
+from unirl.types.errors import ConfigError
+from unirl.types.protocols import PolicyStore
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.storage import save_rollout
+
+
+class DirectSampling(BaseRolloutEngine):
+    """Samples with the pipeline that trains, `forward_batch_size` samples at a time.
+
+    policies: the backend, when rollouts may be asked for under a named copy of the weights.
+    dump_dir: where requests and responses are written as safetensors, one file a rollout and rank; None writes none.
+    """
+
+    announces_chunks: ClassVar[bool] = True
+
+    def __init__(
+        self, policies: PolicyStore | None, *, forward_batch_size: int, rank: int, dump_dir: str | None
+    ) -> None:
+        if forward_batch_size < 1:
+            raise ConfigError(f"engine.forward_batch_size = {forward_batch_size} must be at least 1")
+        self._policies = policies
+        self._forward_batch_size = forward_batch_size
+        self._rank = rank
+        self._dump_dir = None if dump_dir is None else Path(dump_dir)
+        self._listener: ChunkListener | None = None
+
+    @abstractmethod
+    def _check(self, req: RolloutReq) -> None:
+        """Raise ContractError or ConfigError where the request is incomplete or of another kind."""
+
+    @abstractmethod
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation mode of the model without gradients."""
+
+    @abstractmethod
+    def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
+        """The samples of some rows of a checked request, verified."""
+
+    def announce_to(self, listener: ChunkListener) -> None:
+        """Call `listener` with every `forward_batch_size` samples once they are decoded."""
+        self._listener = listener
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """Sample every row of this rank's request. Every rank calls it (FSDP gathers inside).
+
+        policy: named copy of the weights to sample from; None is the policy being trained. Raises ContractError where
+        the request is incomplete or the result is not what it asks for.
+        """
+        self._check(req)
+        with self._evaluating(), self._policy(policy):
+            chunks = [
+                self._announced(req.slice(start, start + self._forward_batch_size))
+                for start in range(0, req.batch_size, self._forward_batch_size)
+            ]
+        resp = RolloutResp.concat(chunks)
+        if self._dump_dir is not None:
+            self._dump_dir.mkdir(parents=True, exist_ok=True)
+            save_rollout(self._dump_dir / f"rollout-{req.rollout_id:06d}-rank{self._rank}.safetensors", resp, req)
+        return resp
+
+    def _policy(self, name: str | None) -> AbstractContextManager[None]:
+        if name is None:
+            return nullcontext()
+        if self._policies is None:
+            raise ConfigError(f"a rollout under policy {name!r} needs the engine to be given the backend")
+        return self._policies.using_policy(name)
+
+    def _announced(self, req: RolloutReq) -> RolloutResp:
+        resp = self._generate_chunk(req)
+        if self._listener is not None:
+            self._listener(resp, req)
+        return resp
+
+    def _versions(self, num_samples: int) -> torch.Tensor:
+        """Version of the policy that samples, int64 [B]."""
+        version = 0 if self._policies is None else self._policies.num_optimizer_steps
+        return torch.full((num_samples,), version, dtype=torch.long)

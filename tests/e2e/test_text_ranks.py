@@ -1,0 +1,69 @@
+"""Text on a sharded model: ranks that sample different lengths stay in step, and two ranks compute what one does."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_ranks import PARAMS, run_two_ranks, sample_and_differentiate, save_model
+
+from unirl.train.configs import FSDPConfig
+
+pytestmark = pytest.mark.slow
+CASES = {"tied-full": ("tied", False), "untied-full": ("untied", False), "untied-lora": ("untied", True)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text-ranks")
+    for name in ("tied", "untied"):
+        save_model(folder / name, is_tied=name == "tied")
+    free = sample_and_differentiate(folder / "untied", slice(0, 4), PARAMS, lora=False)
+    # Ends the first sample early, and so the first rank before the second.
+    (folder / "stop").write_text(str(int(free["tokens"][2])))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    results = run_two_ranks(folder)
+    for rank, result in enumerate(results):
+        assert "error" not in result, f"rank {rank}:\n{result['error']}"
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_sample_score_and_differentiate_as_one(case: str, folder: Path, ranks: list[dict[str, Any]]):
+    model, lora = CASES[case]
+    params = replace(PARAMS, stop_token_ids=(int((folder / "stop").read_text()),))
+    one = sample_and_differentiate(folder / model, slice(0, 4), params, lora=lora)
+    first, second = (rank[case] for rank in ranks)
+    assert first["num_sampling"] == second["num_sampling"]
+    assert torch.equal(torch.cat([first["tokens"], second["tokens"]]), one["tokens"])
+    for name in ("rollout", "replay", "again"):
+        # float32 sums in another order.
+        torch.testing.assert_close(torch.cat([first[name], second[name]]), one[name], rtol=0, atol=5e-6)
+    torch.testing.assert_close(one["replay"], one["rollout"], rtol=0, atol=5e-6)
+    torch.testing.assert_close(one["again"], one["replay"], rtol=0, atol=5e-6)
+    for rank in (first, second):
+        assert rank["gradients"].keys() == one["gradients"].keys() and rank["gradients"]
+        for name, gradient in one["gradients"].items():
+            torch.testing.assert_close(
+                rank["gradients"][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())
+            )
+
+
+def test_the_ranks_of_the_first_case_end_at_different_lengths(ranks: list[dict[str, Any]]):
+    """Otherwise the test above would not see ranks that must wait for each other."""
+    longest = [int(rank["untied-full"]["lengths"].max()) for rank in ranks]
+    assert longest[0] != longest[1]
+
+
+def test_half_precision_and_recomputed_blocks_replay_what_they_sampled(folder: Path):
+    """bfloat16 has 8 bits: log-probs of rollout and replay differ by some hundredths at |logp| below 10."""
+    config = FSDPConfig(param_dtype="bf16", activation_checkpointing=True)
+    half = sample_and_differentiate(folder / "untied", slice(0, 4), PARAMS, lora=False, config=config)
+    assert float((half["replay"] - half["rollout"]).abs().mean()) < 0.05
+    assert torch.equal(half["again"], half["replay"])
+    assert all(torch.isfinite(gradient).all() for gradient in half["gradients"].values())

@@ -1,0 +1,139 @@
+"""A tiny Qwen3 behind the backend, sampled and replayed: what one process and each of two ranks run."""
+
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
+
+from unirl.models.qwen3.bundle import Qwen3Bundle
+from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.rollout.engine.trainside.text import TrainsideTextEngine
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.configs import FSDPConfig, LoraConfig, OptimizerConfig
+from unirl.types.media import Texts
+from unirl.types.rollout import RolloutReq
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
+
+PARAMS = ARSamplingParams(temperature=0.9, max_new_tokens=20, seed=2)
+PROMPTS = ["1+1=", "a longer prompt", "ab", "1+1="]
+JOIN_TIMEOUT_S = 240
+
+
+def save_model(folder: Path, *, is_tied: bool) -> None:
+    """Bytes as tokens; weights large enough for a peaked softmax."""
+    core = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<pad>")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=64,
+        initializer_range=0.15,
+        tie_word_embeddings=is_tied,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def request(params: ARSamplingParams) -> RolloutReq:
+    return RolloutReq(
+        sample_ids=[f"s{i}" for i in range(len(PROMPTS))],
+        group_ids=[f"s{i}" for i in range(len(PROMPTS))],
+        primitives={"text": Texts(texts=PROMPTS)},
+        sampling_params=params,
+    )
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sample_and_differentiate(
+    folder: Path, rows: slice, params: ARSamplingParams, *, lora: bool, config: FSDPConfig | None = None
+) -> dict[str, Any]:
+    """Tokens, log-probs of rollout and replay of these rows, and the gradient of the mean log-prob over all ranks."""
+    bundle = Qwen3Bundle(str(folder))
+    backend = FSDPBackend(
+        bundle,
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        fsdp=config if config is not None else FSDPConfig(param_dtype="fp32"),
+        lora=LoraConfig(rank=2, alpha=4) if lora else None,
+    )
+    pipeline = Qwen3Pipeline(bundle)
+    forwards: list[int] = []
+    bundle.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    track = (
+        TrainsideTextEngine(pipeline, backend, forward_batch_size=4)
+        .generate(request(params).select(rows))
+        .tracks["text"]
+    )
+    num_sampling = len(forwards)
+    assert isinstance(track.segment, TextSegment) and track.segment.log_probs is not None
+    out = pipeline.replay(track.conditions, track.segment, params)
+    total = backend.all_reduce_sum(torch.tensor(float(len(out.logp_V))))
+    (out.logp_V.sum() * backend.dp_size / total).backward()
+    with torch.no_grad(), backend.reference_policy() if lora else torch.no_grad():
+        again = pipeline.replay(track.conditions, track.segment, params).logp_V
+    gradients = {name: gathered(p.grad) for name, p in backend.parameters.items() if p.grad is not None}
+    backend.close()
+    return {
+        "tokens": track.segment.tokens,
+        "lengths": track.segment.lengths,
+        "rollout": track.segment.log_probs,
+        "replay": out.logp_V.detach(),
+        "again": again,
+        "gradients": gradients,
+        "num_sampling": num_sampling,
+    }
+
+
+def run_rank(rank: int, folder: str) -> None:
+    """Both halves of the batch, one a rank; results or the error in a file."""
+    torch.set_num_threads(1)
+    path = Path(folder)
+    store = dist.FileStore(str(path / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    try:
+        stop = int((path / "stop").read_text())
+        rows = slice(2 * rank, 2 * rank + 2)
+        results: dict[str, Any] = {
+            f"{model}-{'lora' if lora else 'full'}": sample_and_differentiate(
+                path / model, rows, replace(PARAMS, stop_token_ids=(stop,)), lora=lora
+            )
+            for model, lora in (("tied", False), ("untied", False), ("untied", True))
+        }
+    except Exception:  # noqa: BLE001 - the parent raises it
+        results = {"error": traceback.format_exc()}
+    torch.save(results, path / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_two_ranks(folder: Path) -> list[dict[str, Any]]:
+    """Results by rank, from processes of their own."""
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=run_rank, args=(rank, str(folder))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(JOIN_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
