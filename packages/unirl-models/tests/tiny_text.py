@@ -70,3 +70,68 @@ def save_text_model(model: Any, folder: Path, *, chat_template: str | None = TEM
     model.save_pretrained(folder)
     text_tokenizer(chat_template=chat_template).save_pretrained(folder)
     return folder
+
+
+VISION_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+
+
+def qwen_vl(model_type: str) -> Any:
+    """Two decoder layers of width 64 and a vision tower of two blocks of width 32; three-axis rotary embeddings."""
+    ids = text_tokenizer().convert_tokens_to_ids
+    torch.manual_seed(0)
+    text: dict[str, Any] = {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4},
+        "eos_token_id": ids(END),
+        "pad_token_id": ids(SPECIAL[0]),
+    }
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": PATCH_SIZE[model_type],
+        "out_hidden_size": 64,
+        "initializer_range": 0.1,
+    }
+    shared: dict[str, Any] = {
+        "image_token_id": ids("<|image_pad|>"),
+        "video_token_id": ids("<|video_pad|>"),
+        "vision_start_token_id": ids("<|vision_start|>"),
+        "vision_end_token_id": ids("<|vision_end|>"),
+        "tie_word_embeddings": False,
+    }
+    if model_type == "qwen2_5_vl":
+        vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
+        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **shared)
+        return transformers.Qwen2_5_VLForConditionalGeneration(config)
+    text |= {"head_dim": 32, "rope_parameters": text["rope_parameters"] | {"mrope_interleaved": True}}
+    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    return transformers.Qwen3VLForConditionalGeneration(
+        transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **shared)
+    )
+
+
+def save_vision_model(model: Any, folder: Path, *, chat_template: str | None = VISION_TEMPLATE) -> Path:
+    """As `save_text_model`, with the image processor."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    save_text_model(model, folder, chat_template=chat_template)
+    patch_size = model.config.vision_config.patch_size
+    Qwen2VLImageProcessorPil(
+        patch_size=patch_size, size={"shortest_edge": 4 * patch_size**2, "longest_edge": 64 * patch_size**2}
+    ).save_pretrained(folder)
+    return folder

@@ -21,7 +21,7 @@ from unirl.types.conditions import (
     TextTokenCondition,
 )
 from unirl.types.errors import ContractError
-from unirl.types.media import Audios, Embeddings, Images, Texts, Videos
+from unirl.types.media import Audios, Embeddings, ImageLists, Images, Texts, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.segments import LatentSegment, TextSegment
@@ -45,6 +45,10 @@ def texts(lengths):
 
 def images(lengths):
     return Images(pixels=values(len(lengths), 1, 2, 2))
+
+
+def image_lists(lengths):
+    return ImageLists(images=[[values(1, 2, 1 + j) + i for j in range(n)] for i, n in enumerate(lengths)])
 
 
 def videos(lengths):
@@ -170,7 +174,7 @@ def reward_response(lengths):
 
 
 MAKERS = [
-    *(texts, images, videos, audios, embeddings),
+    *(texts, images, image_lists, videos, audios, embeddings),
     *(text_embeds, text_tokens, prompt_tokens, image_patches, image_latents, image_embeds, fused),
     *(text_segment, latent_segment, request, track, response, reward_request, reward_response),
 ]
@@ -373,6 +377,7 @@ def test_gradients_flow_through_selection_and_joining():
             lambda: ImagePatchCondition.pack(patches=[values(3, 2)], grids=[((1, 2, 2),)]),
             r"take \[4\] patches, but the samples have \[3\]",
         ),
+        (lambda: ImageLists(images=[[values(1, 1, 2, 2)]]), r"ImageLists must be float \[C, H, W\]"),
         (lambda: TextSegment.pack(tokens=[]), "cannot pack an empty list"),
         (lambda: TextSegment.pack(tokens=[torch.tensor(1)]), "cannot pack scalars"),
         (lambda: TextSegment.pack(status=torch.zeros(1)), "at least one packed field"),

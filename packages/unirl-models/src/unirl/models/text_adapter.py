@@ -49,7 +49,8 @@ class TextAdapter:
         if not uses_template and (system_prompt is not None or template_kwargs):
             raise ConfigError("system_prompt and template_kwargs do nothing without a chat template. Remove them.")
         self.bundle = bundle
-        self._uses_template = uses_template
+        self.uses_template = uses_template
+        """Whether prompts are messages in the chat template."""
         self._system_prompt = system_prompt
         self._template_kwargs = dict(template_kwargs or {})
 
@@ -83,20 +84,21 @@ class TextAdapter:
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Tokens of one prompt, chat template included."""
-        tokenizer = self.bundle.tokenizer
-        if not self._uses_template:
-            return tokenizer(text)["input_ids"]
-        system = [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
-        messages = [*system, {"role": "user", "content": self.message_content(text)}]
-        rendered = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+        return self.templated(text) if self.uses_template else self.bundle.tokenizer(text)["input_ids"]
+
+    def templated(self, content: str | list[dict[str, str]]) -> list[int]:
+        """Tokens of a user's message, text or the parts that a multimodal template takes, in the chat template."""
+        messages: list[Any] = [{"role": "user", "content": content}]  # Any: the library declares contents of text alone
+        if self._system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        rendered = self.bundle.tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._template_kwargs,
         )
         # The template has written every special token that it wants.
-        return tokenizer(rendered, add_special_tokens=False)["input_ids"]
-
-    def message_content(self, text: str) -> Any:  # Any: text, or the list of parts that a multimodal template takes
-        """Content of the user's message in the chat template."""
-        return text
+        return self.bundle.tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     def decode(self, segment: TextSegment) -> Texts:
         """The text of each sample, without special tokens."""

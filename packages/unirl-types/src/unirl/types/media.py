@@ -72,6 +72,20 @@ class Images(Batch):
 
 
 @dataclass(kw_only=True, eq=False)
+class ImageLists(Batch):
+    """Any number of images a sample, of any sizes: what prompts of a vision-language model show."""
+
+    images: list[list[Tensor]] = per_sample(default_factory=list)
+    """[C, H, W] each, float in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for sample in self.images:
+            for image in sample:
+                _check_media(image, "an image of ImageLists", "[C, H, W]", (3,))
+
+
+@dataclass(kw_only=True, eq=False)
 class Videos(Batch):
     """A batch of videos, frames of all samples end to end. Build with `Videos.pack(frames=[[T, C, H, W], ...])`."""
 
@@ -107,4 +121,4 @@ class Embeddings(Batch):
     """[B, ...]."""
 
 
-Primitive = Texts | Images | Videos | Audios | Embeddings
+Primitive = Texts | Images | ImageLists | Videos | Audios | Embeddings

@@ -32,7 +32,7 @@ from unirl.types.conditions import (
     TextTokenCondition,
 )
 from unirl.types.errors import ConfigError, ContractError, DataError
-from unirl.types.media import Audios, Embeddings, Images, Modality, Texts, Videos
+from unirl.types.media import Audios, Embeddings, ImageLists, Images, Modality, Texts, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import (
@@ -50,7 +50,7 @@ VERSION = 1
 _CLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        *(Texts, Images, Videos, Audios, Embeddings),
+        *(Texts, Images, ImageLists, Videos, Audios, Embeddings),
         *(TextEmbedCondition, TextTokenCondition, PromptCondition, ImagePatchCondition),
         *(ImageLatentCondition, ImageEmbedCondition, FusedMultimodalCondition),
         *(TextSegment, LatentSegment),

@@ -1,0 +1,91 @@
+"""The model, tokenizer and image processor of Qwen2.5-VL and Qwen3-VL."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from unirl.models.causal_lm.bundle import CausalLMBundle
+from unirl.models.token_scores import CHUNK_LOGITS
+from unirl.types.errors import CheckpointError, ConfigError
+
+try:
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+except ImportError as error:
+    raise ImportError("text models need transformers: pip install 'unirl-models[transformers]'") from error
+
+
+class QwenVLBundle(CausalLMBundle):
+    """Qwen2.5-VL or Qwen3-VL, see `CausalLMBundle`.
+
+    freeze_vision: whether the vision tower keeps its weights; LoRA leaves it alone in any case.
+    min_pixels, max_pixels: images are resized, at their aspect ratio, to so many pixels; None takes the checkpoint's.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl", "qwen3_vl")
+    auto_class: ClassVar[Any] = transformers.AutoModelForImageTextToText  # Any: see the base
+
+    def __init__(
+        self,
+        pretrained_model: str,
+        dtype: str = "fp32",
+        device: str | torch.device = "cpu",
+        *,
+        freeze_vision: bool = True,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        chunk_logits: int = CHUNK_LOGITS,
+    ) -> None:
+        super().__init__(pretrained_model, dtype, device, chunk_logits=chunk_logits)
+        self.model.model.visual.requires_grad_(not freeze_vision)
+        self.image_processor = self._load_image_processor(min_pixels, max_pixels)
+        vision = self.model.config.vision_config
+        for name, expected in (
+            ("patch_size", vision.patch_size),
+            ("merge_size", vision.spatial_merge_size),
+            ("temporal_patch_size", vision.temporal_patch_size),
+        ):
+            found = getattr(self.image_processor, name)
+            if found != expected:
+                raise CheckpointError(
+                    f"{self.folder.path}: the image processor has {name} = {found}, the vision tower {expected}. Their "
+                    "files are of different models: fetch the folder again."
+                )
+
+    @property
+    def block_class_names(self) -> tuple[str, ...]:
+        """The decoder layers of both families. The vision tower stays whole: a rank whose batch has no image does not
+        run it, so its blocks must not be gathered one by one."""
+        return ("Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer")
+
+    @property
+    def image_token_id(self) -> int:
+        """The placeholder that stands for one merged patch of an image."""
+        return int(self.model.config.image_token_id)
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that are merged into one token."""
+        return int(self.model.config.vision_config.spatial_merge_size) ** 2
+
+    def _set_attention(self, name: str) -> None:
+        # The vision tower has windows of its own and is not causal.
+        self.model.set_attn_implementation({"text_config": name})
+
+    def _load_image_processor(self, min_pixels: int | None, max_pixels: int | None) -> Qwen2VLImageProcessorPil:
+        try:
+            processor = Qwen2VLImageProcessorPil.from_pretrained(self.folder.path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.folder.path} has no image processor that loads: {error}") from error
+        size = {
+            "shortest_edge": processor.size["shortest_edge"] if min_pixels is None else min_pixels,
+            "longest_edge": processor.size["longest_edge"] if max_pixels is None else max_pixels,
+        }
+        if not 0 < size["shortest_edge"] <= size["longest_edge"]:
+            raise ConfigError(
+                f"min_pixels = {size['shortest_edge']} must be above 0 and at most max_pixels = {size['longest_edge']}"
+            )
+        processor.size = size
+        return processor
