@@ -19,7 +19,7 @@ PORTIONS: dict[str, str] = {
     "rollout": "rollout",
     "reward": "reward",
     **dict.fromkeys(("train", "algorithms", "data", "distributed", "trainer", "config", "tracking"), "train"),
-    **dict.fromkeys(("app", "recipes", "shapes", "train_diffusion", "train_vlm", "train_pe"), "apps"),
+    **dict.fromkeys(("app", "recipes", "arithmetic", "shapes", "train_diffusion", "train_vlm", "train_pe"), "apps"),
     **dict.fromkeys(("train_unified_model", "reward_server"), "apps"),
 }
 """First name below `unirl` -> the package, or "apps", that ships it."""
