@@ -81,6 +81,15 @@ def test_a_sample_does_not_depend_on_its_batch(qwen3_pipeline):
         torch.testing.assert_close(alone.log_probs, together.unpack("log_probs")[row], rtol=0, atol=ROUNDING)
 
 
+@pytest.mark.parametrize("prompts", [["one", "two", "three"], ["b", "a", "b", "c", "a"]])
+def test_every_sample_follows_its_own_prompt(qwen3_pipeline, prompts):
+    """Equal prompts are read once and distinct ones each by itself, in whatever order they come."""
+    keys = [f"k{i}" for i in range(len(prompts))]
+    conditions, segment = sampled(qwen3_pipeline, prompts, keys)
+    replayed = qwen3_pipeline.replay(conditions, segment, PARAMS)
+    torch.testing.assert_close(replayed.logp_V.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+
+
 def test_samples_of_one_prompt_differ_by_their_keys_alone(qwen3_pipeline):
     _, segment = sampled(qwen3_pipeline, ["hi"] * 3, ["x", "y", "x"])
     first, second, third = segment.unpack("tokens")

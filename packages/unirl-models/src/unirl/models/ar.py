@@ -170,9 +170,7 @@ class _Decoder:
         """Logits [B, W] behind each prompt. Equal prompts of text alone are computed once."""
         keys = [tuple(prompt.tolist()) for prompt in self._prompts]
         is_text = set(self._conditions) == {"prompt"}
-        first = (
-            list({key: row for row, key in reversed(list(enumerate(keys)))}.values()) if is_text else range(len(keys))
-        )
+        first = [row for row, key in enumerate(keys) if not is_text or keys.index(key) == row]
         width = max(len(prompt) for prompt in self._prompts)
         self._mask = torch.stack([_left(torch.ones_like(self._prompts[row]), width) for row in first])
         logits = self._forward(
