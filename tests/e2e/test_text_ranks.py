@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from text_ranks import PARAMS, run_two_ranks, sample_and_differentiate, save_model
+from text_ranks import PARAMS, run_two_ranks, sample_and_differentiate, save_model, stop_tokens
 
 from unirl.train.configs import FSDPConfig
 
@@ -20,8 +20,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tied", "untied"):
         save_model(folder / name, is_tied=name == "tied")
     free = sample_and_differentiate(folder / "untied", slice(0, 4), PARAMS, lora=False)
-    # Ends the first sample early, and so the first rank before the second.
-    (folder / "stop").write_text(str(int(free["tokens"][2])))
+    # End the first two samples early, and so the first rank before the second.
+    tokens = free["tokens"].split(free["lengths"].tolist())
+    (folder / "stop").write_text(f"{int(tokens[0][2])} {int(tokens[1][4])}")
     return folder
 
 
@@ -36,7 +37,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_sample_score_and_differentiate_as_one(case: str, folder: Path, ranks: list[dict[str, Any]]):
     model, lora = CASES[case]
-    params = replace(PARAMS, stop_token_ids=(int((folder / "stop").read_text()),))
+    params = replace(PARAMS, stop_token_ids=stop_tokens(folder))
     one = sample_and_differentiate(folder / model, slice(0, 4), params, lora=lora)
     first, second = (rank[case] for rank in ranks)
     assert first["num_sampling"] == second["num_sampling"]

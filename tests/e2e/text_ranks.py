@@ -62,6 +62,11 @@ def request(params: ARSamplingParams) -> RolloutReq:
     )
 
 
+def stop_tokens(folder: Path) -> tuple[int, ...]:
+    """Tokens that end samples, as the test has chosen them."""
+    return tuple(int(token) for token in (folder / "stop").read_text().split())
+
+
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -71,6 +76,7 @@ def sample_and_differentiate(
 ) -> dict[str, Any]:
     """Tokens, log-probs of rollout and replay of these rows, and the gradient of the mean log-prob over all ranks."""
     bundle = Qwen3Bundle(str(folder))
+    torch.manual_seed(0)  # of the adapters
     backend = FSDPBackend(
         bundle,
         optimizer=OptimizerConfig(learning_rate=1e-3),
@@ -112,11 +118,10 @@ def run_rank(rank: int, folder: str) -> None:
     store = dist.FileStore(str(path / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
     try:
-        stop = int((path / "stop").read_text())
         rows = slice(2 * rank, 2 * rank + 2)
         results: dict[str, Any] = {
             f"{model}-{'lora' if lora else 'full'}": sample_and_differentiate(
-                path / model, rows, replace(PARAMS, stop_token_ids=(stop,)), lora=lora
+                path / model, rows, replace(PARAMS, stop_token_ids=stop_tokens(path)), lora=lora
             )
             for model, lora in (("tied", False), ("untied", False), ("untied", True))
         }

@@ -36,7 +36,12 @@ def rows(name: str) -> list[dict]:
     ],
 )
 def test_problems_by_hand(problem: Problem, prompt: str, answer: str, columnwise: str, category: str):
-    assert (problem.prompt, problem.answer, problem.columnwise, problem.category) == (prompt, answer, columnwise, category)
+    assert (problem.prompt, problem.answer, problem.columnwise, problem.category) == (
+        prompt,
+        answer,
+        columnwise,
+        category,
+    )
 
 
 def test_every_problem_is_on_one_side_and_a_sum_with_its_numbers_swapped_on_the_same():
