@@ -94,6 +94,16 @@ def test_lessons_show_the_right_answer_the_columnwise_one_and_slips():
     torch.testing.assert_close(lessons.weights_N, torch.tensor([0.3, 0.3, 0.2, 0.2]))
 
 
+def test_the_shipped_base_can_calculate_and_mostly_does_not():
+    checkpoint = FOLDER / "checkpoint"
+    assert sum(file.stat().st_size for file in checkpoint.iterdir()) < 8_000_000
+    shares = evaluate(checkpoint)
+    # 500 prompts: a standard error of .02.
+    assert 0.35 < shares["greedy"] < 0.48 and 0.28 < shares["sampled"] < 0.45
+    assert min(shares["greedy/sum"], shares["greedy/difference"]) > 0.95
+    assert min(shares["sampled/sum_carry"], shares["sampled/difference_borrow"]) > 0.03
+
+
 def test_the_base_is_made_and_judged_by_the_script(tmp_path: Path):
     pretrain.pretrain(tmp_path, seed=0, budget=pretrain.Budget(right=2, pupil=2))
     bundle = Qwen3Bundle(str(tmp_path))

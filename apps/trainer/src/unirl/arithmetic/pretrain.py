@@ -44,7 +44,7 @@ class Budget:
     """Optimiser steps of each stage."""
 
     right: int = 700
-    pupil: int = 250
+    pupil: int = 600
 
 
 @dataclass(frozen=True)
