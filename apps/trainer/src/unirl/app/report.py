@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -53,10 +54,10 @@ def evaluation_table(before: Summary | None, after: Summary | None, preferred: s
 def next_steps(summary: Summary) -> str:
     """Where the run lies and commands to go on with."""
     run_dir = summary["run_dir"]
-    is_compared = bool(summary.get("eval_before") and summary.get("eval_after"))
+    picture = Path(run_dir) / "samples" / "before_after.png"
     lines = [
         f"run        {run_dir}   (metrics.jsonl, summary.json, samples/, checkpoints/)",
-        f"look       {run_dir}/samples{'/before_after.png' if is_compared else ''}",
+        f"look       {picture if picture.is_file() else picture.parent}",
         f"curves     uv run tensorboard --logdir {run_dir}",
         f"evaluate   uv run trainer eval {run_dir}",
         f"export     uv run trainer export {run_dir} --to exported --merged",
