@@ -5,17 +5,12 @@ Legend: B samples, R rows, S stochastic steps.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from train_fakes import whole
 
@@ -48,7 +43,6 @@ from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
 SHAPE = (3, 2, 2)
-JOIN_TIMEOUT_S = 240.0
 
 
 # Velocity fields --------------------------------------------------------------------------------------------------
@@ -108,19 +102,8 @@ class TinyField(nn.Module):
         return self.gain * x_R + self.block(features).squeeze(-1)
 
 
-class FieldBundle:
-    """A velocity field as the only component of a model bundle."""
-
-    def __init__(self, model: nn.Module | None = None, *, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.model = model if model is not None else TinyField()
-        is_network = isinstance(self.model, TinyField)
-        self.block_class_names: tuple[str, ...] = ("FieldBlock" if is_network else type(self.model).__name__,)
-        self.lora_target_modules: tuple[str, ...] = ("inner", "outer")
-
-    def trainable_modules(self) -> dict[str, nn.Module]:
-        """The field."""
-        return {"transformer": self.model}
+class UnexportedBundle:
+    """What a bundle must have and no test of algorithms asks for."""
 
     def export_lora(
         self,
@@ -135,6 +118,21 @@ class FieldBundle:
 
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Nothing here exports."""
+
+
+class FieldBundle(UnexportedBundle):
+    """A velocity field as the only component of a model bundle."""
+
+    def __init__(self, model: nn.Module | None = None, *, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = model if model is not None else TinyField()
+        is_network = isinstance(self.model, TinyField)
+        self.block_class_names: tuple[str, ...] = ("FieldBlock" if is_network else type(self.model).__name__,)
+        self.lora_target_modules: tuple[str, ...] = ("inner", "outer")
+
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        """The field."""
+        return {"transformer": self.model}
 
 
 # Pipeline ---------------------------------------------------------------------------------------------------------
@@ -529,37 +527,6 @@ def trained(case: str) -> dict[str, Any]:
     return {"gradients": made.backend.gradients, "metrics": result.metrics}
 
 
-def run_ranks(rank: int, world_size: int, folder: str) -> None:
-    """All cases as one rank of a gloo group; results, or the traceback of the first that failed, go to a file."""
-    torch.set_num_threads(1)
-    path = Path(folder)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
-    )
-    results: dict[str, Any] = {}
-    try:
-        for case in CASES:
-            results[case] = trained(case)
-    except Exception:  # noqa: BLE001 - the parent shows it
-        results["error"] = traceback.format_exc()
-    torch.save(results, path / f"results-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def ranks_results(folder: Path, world_size: int = 2) -> list[dict[str, Any]]:
-    """Results of all cases by rank, from processes of their own."""
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_ranks, args=(rank, world_size, str(folder))) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(JOIN_TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-    codes = [process.exitcode for process in processes]
-    assert codes == [0] * world_size, f"ranks ended with {codes}"
-    return [torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in range(world_size)]
+def train_all() -> dict[str, Any]:
+    """`trained` of every case on this rank."""
+    return {case: trained(case) for case in CASES}

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from diffusion_fakes import (
-    JOIN_TIMEOUT_S,
     SHAPE,
     FieldBundle,
     FieldPipeline,
@@ -72,35 +67,3 @@ def trained_state() -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     made = ppo(displaced=0.5, micro=4, updates=2, rows_per_forward=5, critic_seed=5 + rank, critic_max_grad_norm=0.1)
     metrics = train(made, range(3))
     return snapshot(made.backend), metrics
-
-
-def run_rank(rank: int, world_size: int, folder: str) -> None:
-    """`trained_state` as one rank of a gloo group; the result, or the traceback, goes to a file."""
-    torch.set_num_threads(1)
-    path = Path(folder)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
-    )
-    try:
-        result: Any = trained_state()
-    except Exception:  # noqa: BLE001 - the parent shows it
-        result = traceback.format_exc()
-    torch.save(result, path / f"result-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def results_of_ranks(folder: Path, world_size: int = 2) -> list[Any]:
-    """`trained_state` of every rank, from processes of their own."""
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_rank, args=(rank, world_size, str(folder))) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(JOIN_TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-    return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(world_size)]

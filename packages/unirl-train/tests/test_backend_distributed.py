@@ -1,12 +1,14 @@
 """Two ranks against one: gradients, HSDP, policies, skipped steps, checkpoints. Both ranks run once, for all tests."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import results_of_ranks
 from safetensors.torch import load_file
-from train_fakes import TinyBundle, gradients_and_state, lora_config, make_backend, rows, scenario_results, snapshot
+from train_fakes import TinyBundle, gradients_and_state, lora_config, make_backend, rows, run_scenarios, snapshot
 
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import EMAConfig
@@ -21,10 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    results = scenario_results(folder)
-    for rank, result in enumerate(results):
-        assert "error" not in result, f"rank {rank}:\n{result['error']}"
-    return results
+    return results_of_ranks(partial(run_scenarios, folder), folder)
 
 
 @pytest.mark.parametrize("name", ["sharded", "replicated", "one_by_two", "lora", "kept_gathered"])

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_fakes import CASES, FieldBundle, FieldPipeline, Setup, ranks_results, rollout, setup, some_advantages
+from diffusion_fakes import CASES, FieldBundle, FieldPipeline, Setup, rollout, setup, some_advantages, train_all
 from diffusion_fakes import trained as trained_alone
+from ranks import results_of_ranks
 from torch import Tensor
 
 from unirl.algorithms.awm import AWM
@@ -201,10 +202,7 @@ def test_state_of_the_algorithm_goes_through_the_stack():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    results = ranks_results(tmp_path_factory.mktemp("stack-ranks"))
-    for rank, result in enumerate(results):
-        assert "error" not in result, f"rank {rank}:\n{result['error']}"
-    return results
+    return results_of_ranks(train_all, tmp_path_factory.mktemp("stack-ranks"))
 
 
 @pytest.mark.slow

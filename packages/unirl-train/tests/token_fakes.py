@@ -5,18 +5,13 @@ Legend: B samples, V tokens, L positions of a prompt and its completion, D width
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
-from diffusion_fakes import JOIN_TIMEOUT_S, RecordingBackend
+from diffusion_fakes import RecordingBackend, UnexportedBundle
 from torch import Tensor, nn
 
 from unirl.algorithms.ar_cispo import ARCISPO
@@ -73,7 +68,7 @@ class TinyLM(nn.Module):
         return [(self.head(each), each) for each in hidden]
 
 
-class LMBundle:
+class LMBundle(UnexportedBundle):
     """The language model as the only component of a bundle."""
 
     block_class_names: tuple[str, ...] = ("MixingBlock",)
@@ -86,20 +81,6 @@ class LMBundle:
     def trainable_modules(self) -> dict[str, nn.Module]:
         """The model."""
         return {"transformer": self.model}
-
-    def export_lora(
-        self,
-        folder: str,
-        lora_state: Mapping[str, Mapping[str, Tensor]],
-        *,
-        rank: int,
-        alpha: float,
-        target_modules: Sequence[str],
-    ) -> None:
-        """Nothing here exports."""
-
-    def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Nothing here exports."""
 
 
 @dataclass(frozen=True)
@@ -361,37 +342,6 @@ def trained(case: str, micro: int = 2) -> dict[str, Any]:
     return {"gradients": made.backend.gradients, "metrics": result.metrics}
 
 
-def run_rank(rank: int, world_size: int, folder: str) -> None:
-    """All cases as one rank of a gloo group; results, or the traceback, go to a file."""
-    torch.set_num_threads(1)
-    path = Path(folder)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
-    )
-    results: dict[str, Any] = {}
-    try:
-        for case in CASES:
-            results[case] = trained(case, micro=1)
-    except Exception:  # noqa: BLE001 - the parent shows it
-        results["error"] = traceback.format_exc()
-    torch.save(results, path / f"results-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def results_of_ranks(folder: Path, world_size: int = 2) -> list[dict[str, Any]]:
-    """Results of all cases by rank, from processes of their own."""
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_rank, args=(rank, world_size, str(folder))) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(JOIN_TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-    codes = [process.exitcode for process in processes]
-    assert codes == [0] * world_size, f"ranks ended with {codes}"
-    return [torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in range(world_size)]
+def train_all() -> dict[str, Any]:
+    """`trained` of every case on this rank."""
+    return {case: trained(case, micro=1) for case in CASES}

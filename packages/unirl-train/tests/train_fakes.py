@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -158,7 +155,6 @@ TOPOLOGIES = {
     "replicated": TrainTopology(dp_replicate=2),
     "one_by_two": TrainTopology(dp_replicate=1, dp_shard=2),
 }
-JOIN_TIMEOUT_S = 240.0
 
 
 def gradients_and_state(**options: Any) -> dict[str, Any]:
@@ -291,34 +287,6 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def run_scenarios(rank: int, world_size: int, folder: str) -> None:
-    """Run all scenarios as one rank; results, or the traceback of the first that failed, go to a file."""
-    torch.set_num_threads(1)
-    path = Path(folder)
-    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world_size, timeout=timeout
-    )
-    results: dict[str, Any] = {}
-    try:
-        for name, scenario in SCENARIOS.items():
-            results[name] = scenario(path)
-    except Exception:  # noqa: BLE001 - the parent shows it
-        results["error"] = traceback.format_exc()
-    torch.save(results, path / f"results-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def scenario_results(folder: Path, world_size: int = 2) -> list[dict[str, Any]]:
-    """Results of all scenarios by rank, from processes of their own."""
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=run_scenarios, args=(rank, world_size, str(folder))) for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(JOIN_TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-    return [torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in range(world_size)]
+def run_scenarios(folder: Path) -> dict[str, Any]:
+    """Results of all scenarios on this rank."""
+    return {name: scenario(folder) for name, scenario in SCENARIOS.items()}

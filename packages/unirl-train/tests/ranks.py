@@ -1,0 +1,55 @@
+"""Functions run by every rank of a gloo group, in processes of their own."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+JOIN_TIMEOUT_S = 240.0
+
+Job = Callable[[], Any]  # Any: what torch.save can write
+
+
+def results_of_ranks(job: Job, folder: Path, world_size: int = 2) -> list[Any]:
+    """What `job()` returns on each rank, through files in `folder`.
+
+    job: a function of a module, or a `partial` of one, which the processes import.
+    Raises AssertionError with the tracebacks of the ranks that failed.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_run, args=(job, rank, world_size, folder)) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(JOIN_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    failures = [path.read_text() for rank in range(world_size) if (path := folder / f"failure-{rank}").is_file()]
+    assert not failures, "\n".join(failures)
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * world_size, f"ranks ended with {codes}"
+    return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(world_size)]
+
+
+def _run(job: Job, rank: int, world_size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+    )
+    try:
+        torch.save(job(), folder / f"result-{rank}.pt")
+    except Exception:  # noqa: BLE001 - the parent raises it
+        (folder / f"failure-{rank}").write_text(traceback.format_exc())
+    dist.destroy_process_group()
