@@ -1,5 +1,6 @@
-"""Small recipes on the shipped shapes world, and one Ray for the session."""
+"""Small recipes on the shipped shapes world, one Ray for the session."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ def ray_of_two_cores():
     ray.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def recipe():
     """recipe(name, *overrides) -> a small resolved recipe."""
     register_resolvers()
@@ -50,3 +51,16 @@ def recipe():
         return resolve(compose(f"diffusion/{name}", [*SMALL, *overrides]))
 
     return make
+
+
+@pytest.fixture
+def own_process(monkeypatch):
+    """The command sets up logging and threads for its process."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TQDM_DISABLE"):
+        monkeypatch.setenv(name, "1")
+    root, ours = logging.getLogger(), logging.getLogger("unirl")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    root.handlers = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])

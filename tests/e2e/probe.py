@@ -1,4 +1,4 @@
-"""Components of a recipe plus a probe that remembers gradients: the workers of runtime tests import this module."""
+"""Components of recipes plus a probe that remembers gradients, and runtimes over them: workers import this module."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from unirl.distributed.runtime import WorkerContext
+from unirl.distributed.runtime import ComponentInfo, Held, Role, Runtime, WorkerContext
 from unirl.trainer.wiring import build_components
 from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutResp
 
 
 class GradientProbe:
@@ -48,3 +49,40 @@ def build_with_probe(recipe: Mapping[str, Any], run_dir: str, context: WorkerCon
     components = build_components(recipe, run_dir, context)
     components["probe"] = GradientProbe(components["backend"], components["bundle"])
     return components
+
+
+def build_all(recipes: Mapping[str, Mapping[str, Any]], run_dir: str, context: WorkerContext) -> dict[str, object]:
+    """`build_with_probe` of several recipes, each component called name/component."""
+    return {
+        f"{name}/{component}": value
+        for name, recipe in recipes.items()
+        for component, value in build_with_probe(recipe, run_dir, context).items()
+    }
+
+
+class RecipeOf(Runtime):
+    """The components of one recipe among those of `build_all`. Closing it leaves the workers to the other recipes."""
+
+    def __init__(self, workers: Runtime, recipe: str) -> None:
+        super().__init__()
+        self._workers = workers
+        self._recipe = recipe
+        self.num_ranks = workers.num_ranks
+
+    def role(self, name: str) -> Role:
+        """The role of the workers, whose results they hold."""
+        return self._workers.role(f"{self._recipe}/{name}")
+
+    def hold(self, value: RolloutResp) -> Held:
+        """Held by the workers."""
+        return self._workers.hold(value)
+
+    def _infos(self) -> Mapping[str, ComponentInfo]:
+        prefix = f"{self._recipe}/"
+        return {name.removeprefix(prefix): i for name, i in self._workers._infos().items() if name.startswith(prefix)}
+
+    def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
+        return self._workers._invoke_all(calls)
+
+    def close(self) -> None:
+        """Nothing of its own to stop."""

@@ -1,7 +1,6 @@
 """A tiny comparison as a user would make it, and made again."""
 
 import json
-import logging
 
 import pytest
 from conftest import SMALL
@@ -12,19 +11,6 @@ from unirl.app.main import main
 pytestmark = pytest.mark.slow
 RECIPES = ["diffusion/sd3_shapes"]
 CHANGES = [word for word in SMALL if not word.startswith(("num_rollouts", "batch_size", "save."))]
-
-
-@pytest.fixture
-def own_process(monkeypatch):
-    """The command sets up logging and threads for its process."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TQDM_DISABLE"):
-        monkeypatch.setenv(name, "1")
-    root, ours = logging.getLogger(), logging.getLogger("unirl")
-    handlers, levels = list(root.handlers), (root.level, ours.level)
-    yield
-    root.handlers = handlers
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
 
 
 def test_a_recipe_is_trained_and_then_only_read(tmp_path, own_process, capsys):

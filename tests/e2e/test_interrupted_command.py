@@ -10,6 +10,8 @@ import time
 import pytest
 from conftest import SMALL
 
+from unirl.app.main import main
+
 pytestmark = pytest.mark.slow
 ARGUMENTS = ["diffusion/sd3_shapes_flowgrpo", *SMALL, "num_rollouts=4", "trackers.tensorboard.enabled=false"]
 
@@ -41,10 +43,14 @@ def finished(process, timeout_s=240):
     return output
 
 
-def test_terminated_and_resumed_equals_uninterrupted(tmp_path):
+def in_this_process(*extra):
+    assert main([*ARGUMENTS, *extra]) == 0
+
+
+def test_terminated_and_resumed_equals_uninterrupted(tmp_path, own_process):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    uninterrupted = command(f"run_dir={whole}")
     process = command(f"run_dir={parts}")
+    in_this_process(f"run_dir={whole}")
     deadline = time.monotonic() + 120
     metrics = parts / "metrics.jsonl"
     while time.monotonic() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < 2):
@@ -54,8 +60,7 @@ def test_terminated_and_resumed_equals_uninterrupted(tmp_path):
     finished(process)
     stopped = json.loads((parts / "summary.json").read_text())
     assert not stopped["is_complete"] and 0 < stopped["num_rollouts"] < 4
-    finished(command(f"run_dir={parts}", "resume=auto"))
-    finished(uninterrupted)
+    in_this_process(f"run_dir={parts}", "resume=auto")
     resumed = json.loads((parts / "summary.json").read_text())
     assert resumed["is_complete"] and resumed["num_rollouts"] == 4
     assert records(parts) == records(whole)

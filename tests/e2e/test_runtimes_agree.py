@@ -1,17 +1,46 @@
-"""The same recipe in one process, on one Ray worker and on two gives the same samples, rewards and gradients."""
+"""The same recipe in one process, on one Ray worker and on two gives the same samples, rewards and gradients.
+
+So does scoring while the engine generates instead of afterwards, bit for bit.
+"""
 
 import functools
 import threading
 
 import pytest
 import torch
-from probe import build_with_probe
+from probe import RecipeOf, build_all, build_with_probe
 
 from unirl.distributed.runtime import LocalRuntime
-from unirl.trainer.wiring import make_trainer
+from unirl.trainer.wiring import build_components, make_evaluator, make_trainer
 from unirl.types.media import Images
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.slow
+
+# 16 samples in chunks of 3 for a scorer that takes 4: no chunk is a batch.
+CHUNKS = ["engine.forward_batch_size=3", "reward.scorers.shapes.batch_size=4", "stack.num_updates_per_batch=1"]
+SHARED = {
+    "flowgrpo": ("sd3_shapes_flowgrpo", "stack.num_updates_per_batch=2"),
+    "online_dpo": ("sd3_shapes_online_dpo", "stack.num_updates_per_batch=2"),
+    "scored_later": ("sd3_shapes", *CHUNKS),
+    "scored_meanwhile": ("sd3_shapes", *CHUNKS, "+reward.is_async=true"),
+}
+"""Words of the recipes that tests run on two workers."""
+COMPARED = ("reward/", "advantage/", "policy/", "train/", "group/", "eval/")
+KEEPS_UP = ("reward/async/", "reward/shapes/utilisation")
+
+
+@pytest.fixture(scope="module")
+def on_two_workers(recipe, ray_of_two_cores, tmp_path_factory):
+    """on_two_workers(recipe) -> a runtime of two Ray workers with the components of one of `SHARED`.
+
+    A worker imports frameworks for as long as a test runs, so all of them share one pair.
+    """
+    from unirl.distributed.group.ray_runtime import RayRuntime
+
+    recipes = {name: recipe(*words) for name, words in SHARED.items()}
+    builder = functools.partial(build_all, recipes, str(tmp_path_factory.mktemp("workers")))
+    with RayRuntime(builder, num_devices=2) as workers:
+        yield lambda name: RecipeOf(workers, name)
 
 
 def pixels_of(resp):
@@ -34,21 +63,74 @@ def one_step(recipe, runtime, run_dir):
         return pixels, rewards, metrics, runtime.role("probe").gradients()
 
 
-@pytest.mark.parametrize(("name", "numbers"), [("sd3_shapes_flowgrpo", (1, 2)), ("sd3_shapes_online_dpo", (2,))])
-def test_local_and_ray_workers_agree(name, numbers, recipe, ray_of_two_cores, tmp_path):
+def assert_alike(got, expected):
+    assert torch.equal(got[0], expected[0]), "samples"
+    assert torch.equal(got[1], expected[1]), "rewards"
+    assert got[2]["reward/mean"] == expected[2]["reward/mean"]
+    # The first update's gradients; later ones start from weights that Adam has made differ by rounding.
+    ours, theirs = got[3][0], expected[3][0]
+    assert ours.keys() == theirs.keys()
+    scale = torch.sqrt(sum(gradient.square().sum() for gradient in theirs.values()))
+    error = torch.sqrt(sum((ours[key] - theirs[key]).square().sum() for key in theirs))
+    assert float(error / scale) < 1e-5
+
+
+@pytest.mark.ray
+def test_one_ray_worker_agrees_with_one_process(recipe, ray_of_two_cores, tmp_path):
+    # Before `on_two_workers`, which takes both cores.
     from unirl.distributed.group.ray_runtime import RayRuntime
 
-    small = recipe(name, "stack.num_updates_per_batch=2")
+    small = recipe(*SHARED["flowgrpo"])
     builder = functools.partial(build_with_probe, small, str(tmp_path))
     expected = one_step(small, LocalRuntime(builder), tmp_path)
-    for num_devices in numbers:
-        got = one_step(small, RayRuntime(builder, num_devices=num_devices), tmp_path)
-        assert torch.equal(got[0], expected[0]), "samples"
-        assert torch.equal(got[1], expected[1]), "rewards"
-        assert got[2]["reward/mean"] == expected[2]["reward/mean"]
-        # The first update's gradients; later ones start from weights that Adam has made differ by rounding.
-        ours, theirs = got[3][0], expected[3][0]
-        assert ours.keys() == theirs.keys()
-        scale = torch.sqrt(sum(gradient.square().sum() for gradient in theirs.values()))
-        error = torch.sqrt(sum((ours[key] - theirs[key]).square().sum() for key in theirs))
-        assert float(error / scale) < 1e-5
+    assert_alike(one_step(small, RayRuntime(builder, num_devices=1), tmp_path), expected)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("name", ["flowgrpo", "online_dpo"])
+def test_two_ray_workers_agree_with_one_process(name, recipe, on_two_workers, tmp_path):
+    small = recipe(*SHARED[name])
+    expected = one_step(small, LocalRuntime(functools.partial(build_with_probe, small, str(tmp_path))), tmp_path)
+    assert_alike(one_step(small, on_two_workers(name), tmp_path), expected)
+
+
+# Scored while the engine generates -----------------------------------------------------------------------------------
+
+
+def two_rollouts(recipe, runtime, run_dir):
+    """Metrics and rewards of two rollouts, and of an evaluation after them."""
+    with runtime:
+        trainer = make_trainer(recipe, runtime, run_dir, [], threading.Event())
+        runtime.role("stack").prepare()
+        metrics = [trainer.step(rollout_id) for rollout_id in range(2)]
+        evaluator = make_evaluator(recipe)
+        assert evaluator is not None
+        metrics.append(evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_ranks).metrics())
+        req = trainer.request(2, recipe["batch_size"])
+        with runtime.role("engine").generate(req, policy=runtime.role("stack").rollout_policy()) as resp:
+            reply = runtime.role("reward").score_and_attach(resp, req)
+    return metrics, reply
+
+
+def compare(recipe, runtime_of, run_dir):
+    expected, expected_reply = two_rollouts(recipe(*SHARED["scored_later"]), runtime_of("scored_later"), run_dir)
+    got, reply = two_rollouts(recipe(*SHARED["scored_meanwhile"]), runtime_of("scored_meanwhile"), run_dir)
+    for ours, theirs in zip(got, expected, strict=True):
+        new = {name for name in ours if name.startswith(KEEPS_UP)}
+        values = {name: value for name, value in ours.items() if name.startswith(COMPARED) and name not in new}
+        assert values == {name: value for name, value in theirs.items() if name.startswith(COMPARED)}
+    assert torch.equal(reply.rewards, expected_reply.rewards) and reply.sample_ids == expected_reply.sample_ids
+    assert 0 < got[0]["reward/shapes/utilisation"] <= 1 and got[0]["reward/async/latency_s/max"] > 0
+
+
+def test_async_rewards_train_alike_in_one_process(recipe, tmp_path):
+    compare(
+        recipe,
+        lambda name: LocalRuntime(functools.partial(build_components, recipe(*SHARED[name]), str(tmp_path))),
+        tmp_path,
+    )
+
+
+@pytest.mark.ray
+def test_async_rewards_train_alike_on_two_ray_workers(recipe, on_two_workers, tmp_path):
+    compare(recipe, on_two_workers, tmp_path)
