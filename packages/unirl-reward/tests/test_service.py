@@ -260,6 +260,16 @@ def test_non_finite_pixels_fail_their_sample_and_are_not_scored(make_request):
     assert scored.successes == [True, True, False, False, True, True] and scorer.calls == [[0, 1], [3], [4, 5]]
 
 
+@pytest.mark.parametrize(
+    ("values", "is_scored"),
+    [((3e38, 3e38), True), ((-3e38, -3e38), True), ((math.inf, -math.inf), False), ((math.inf, 0.0), False)],
+)
+def test_only_pixels_that_are_not_finite_fail_however_large_their_sum(make_request, values, is_scored):
+    request = make_request()
+    request.pixels[2, 0, 0, :2] = torch.tensor(values)
+    assert RewardService([RowScorer()], on_failure="drop_group").score(request).successes[2] == is_scored
+
+
 def test_a_foreign_scorer_obeys_the_policies_too(make_request):
     request = make_request(num_samples=2, per_group=1)
     with pytest.raises(RewardError, match="scorer foreign has no finite reward .*s1: its value is nan"):

@@ -176,19 +176,21 @@ def _generated(samples: Sequence[WireSample]) -> Primitive:
         return Texts(texts=[str(sample.media) for sample in samples])
     if kind == "image":
         return Images(pixels=_channels_first([sample.media for sample in samples]))
-    return Videos.pack(frames=[_floats(sample.media) for sample in samples], fps=samples[0].fps)
+    return Videos.pack(frames=[_channels_first([sample.media])[0] for sample in samples], fps=samples[0].fps)
 
 
 def _channels_first(arrays: Sequence[np.ndarray | str | None]) -> Tensor:
-    return torch.stack([_floats(array) for array in arrays])
-
-
-def _floats(array: np.ndarray | str | None) -> Tensor:
-    """[..., H, W, 3] -> float32 [..., 3, H, W]."""
-    if not isinstance(array, np.ndarray):
-        raise ContractError(f"expected pixels, got {type(array).__name__}")
-    values = torch.from_numpy(np.array(array)).movedim(-1, -3).contiguous()
-    return values if values.is_floating_point() else values.float() / 255
+    """B arrays [..., H, W, 3] of one shape -> float32 [B, ..., 3, H, W]."""
+    media = [array for array in arrays if isinstance(array, np.ndarray)]
+    if len(media) != len(arrays):
+        raise ContractError(f"{len(arrays) - len(media)} of {len(arrays)} samples have no pixels")
+    turned = [np.moveaxis(array, -1, -3) for array in media]
+    pixels = torch.empty(len(turned), *turned[0].shape)
+    for target, array in zip(pixels, turned, strict=True):
+        np.copyto(target.numpy(), array)
+        if array.dtype == np.uint8:
+            target.div_(255)
+    return pixels
 
 
 def _checked_metadata(row: dict[str, Any] | None, name: str) -> dict[str, Any] | None:  # Any: a user's data
