@@ -284,7 +284,7 @@ async def fuzz(folder: Path, num: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         with contextlib.suppress(ConnectionError):
             writer.write(head_bytes + content)
-            if index % 5 == 0:
+            if b"\r\n\r\n" not in head_bytes:
                 writer.write_eof()
             line = await asyncio.wait_for(reader.readline(), 60)
             statuses[line.split(b" ")[1].decode() if line else "closed"] += 1

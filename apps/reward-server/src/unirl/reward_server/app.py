@@ -232,15 +232,16 @@ class RewardServer:
     async def _body(self, request: web.Request) -> bytearray:
         """The body, read into one buffer."""
         limit = self._settings.max_body_bytes
-        body = bytearray()
+        body, filled = bytearray(request.content_length or 0), 0
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
-                async for chunk in request.content.iter_any():
-                    body += chunk
-                    if len(body) > limit:
+                async for chunk, _ in request.content.iter_chunks():
+                    filled += len(chunk)
+                    if filled > limit:
                         raise web.HTTPRequestEntityTooLarge(
-                            limit, len(body), text=f"the body has more than max_body_bytes = {limit} bytes"
+                            limit, filled, text=f"the body has more than max_body_bytes = {limit} bytes"
                         )
+                    body[filled - len(chunk) : filled] = chunk
         except TimeoutError as error:
             text = f"the body was not sent within body_timeout_s = {self._settings.body_timeout_s:g} s"
             raise web.HTTPRequestTimeout(text=text, headers={"Connection": "close"}) from error

@@ -5,13 +5,14 @@ A frame is kind (1 byte), task (4 bytes), length (8 bytes), big-endian, then the
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
 
 _HEAD = struct.Struct(">BIQ")
-HEAD_BYTES = _HEAD.size
+_CLOSED = "the other side closed the connection"
 _MAX_PAYLOAD_BYTES = 16 * 1024**3
 
 
@@ -52,8 +53,33 @@ def send_frame(link: socket.socket, kind: Frame, task: int, payload: bytes) -> N
 
 def receive_frame(link: socket.socket) -> tuple[Frame, int, memoryview]:
     """The next frame of a blocking socket. Raises EOFError where the other side is gone."""
-    kind, task, length = parsed_head(bytes(_receive(link, HEAD_BYTES)))
+    kind, task, length = parsed_head(bytes(_receive(link, _HEAD.size)))
     return kind, task, _receive(link, length)
+
+
+async def write_frame(link: socket.socket, kind: Frame, task: int, payload: Sequence[bytes | memoryview]) -> None:
+    """As `send_frame`, to a socket that does not block, without copying or joining the payload's parts."""
+    loop = asyncio.get_running_loop()
+    for part in (head(kind, task, payload), *payload):
+        await loop.sock_sendall(link, part)
+
+
+async def read_frame(link: socket.socket) -> tuple[Frame, int, memoryview]:
+    """As `receive_frame`, from a socket that does not block."""
+    kind, task, length = parsed_head(bytes(await _read(link, _HEAD.size)))
+    return kind, task, await _read(link, length)
+
+
+async def _read(link: socket.socket, num_bytes: int) -> memoryview:
+    loop = asyncio.get_running_loop()
+    view = memoryview(bytearray(num_bytes))
+    filled = 0
+    while filled < num_bytes:
+        count = await loop.sock_recv_into(link, view[filled:])
+        if count == 0:
+            raise EOFError(_CLOSED)
+        filled += count
+    return view
 
 
 def _receive(link: socket.socket, num_bytes: int) -> memoryview:
@@ -62,6 +88,6 @@ def _receive(link: socket.socket, num_bytes: int) -> memoryview:
     while filled < num_bytes:
         count = link.recv_into(view[filled:])
         if count == 0:
-            raise EOFError("the other side closed the connection")
+            raise EOFError(_CLOSED)
         filled += count
     return view

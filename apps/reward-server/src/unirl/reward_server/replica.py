@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from unirl.reward.wire import WireSample, encode_binary
-from unirl.reward_server.frames import HEAD_BYTES, Frame, head, parsed_head
+from unirl.reward_server.frames import Frame, read_frame, write_frame
 from unirl.reward_server.settings import RewardSettings
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,9 @@ class ProcessReplica:
         self._gpus = gpus
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._link: socket.socket | None = None
+        self._turn = asyncio.Lock()
+        self._writing: set[asyncio.Task[None]] = set()
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[list[Found]]] = {}
         self._next_task = 1
@@ -98,7 +100,8 @@ class ProcessReplica:
         finally:
             theirs.close()
         self.pid = self._process.pid
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
+        ours.setblocking(False)
+        self._link = ours
         told = {
             "name": self._settings.name,
             "target": self._settings.target,
@@ -111,19 +114,19 @@ class ProcessReplica:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await self._send(Frame.START, 0, [json.dumps(told).encode()])
-                kind, _, payload = await _read_frame(reader)
+                kind, _, payload = await read_frame(ours)
         except TimeoutError as error:
             await self.stop()
             raise ReplicaFailed(f"not loaded within start_timeout_s = {self._start_timeout_s} s", False) from error
         except (EOFError, OSError) as error:
             await self.stop()
             raise ReplicaDied(f"its process ended with code {self._process.returncode} while it loaded") from error
-        content = json.loads(payload)
+        content = json.loads(bytes(payload))
         if kind == Frame.FAILED:
             await self.stop()
             raise ReplicaFailed(f"{content['kind']}: {content['text']}", content["is_final"])
         self.card = content
-        self._reading = asyncio.create_task(self._read_answers(reader))
+        self._reading = asyncio.create_task(self._read_answers(ours))
 
     async def score(self, samples: Sequence[WireSample]) -> list[Found]:
         """One entry a sample."""
@@ -151,29 +154,45 @@ class ProcessReplica:
 
     async def stop(self) -> None:
         """Kill the process with its children and wait for its end. A scorer has nothing to save."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._link is not None:
+            with contextlib.suppress(OSError):  # the other side may have closed it
+                self._link.shutdown(socket.SHUT_RDWR)
         if self._process is not None:
             # The session: `uv run` and data loaders are processes of their own.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
-        if self._reading is not None:
-            await asyncio.wait([self._reading])
+        ends = [*self._writing, *([self._reading] if self._reading is not None else [])]
+        if ends:
+            await asyncio.wait(ends)
+        if self._link is not None:
+            self._link.close()
 
     async def _send(self, kind: Frame, task: int, payload: Sequence[bytes | memoryview]) -> None:
-        if self._writer is None or self._writer.is_closing():
-            raise ReplicaDied("its connection is closed")
-        self._writer.writelines([head(kind, task, payload), *payload])
-        await self._writer.drain()
+        """Who is cancelled here leaves a whole frame behind: half of one would make nonsense of those after it."""
+        writing = asyncio.create_task(self._write(kind, task, payload))
+        self._writing.add(writing)
+        writing.add_done_callback(self._written)
+        await asyncio.shield(writing)
 
-    async def _read_answers(self, reader: asyncio.StreamReader) -> None:
+    async def _write(self, kind: Frame, task: int, payload: Sequence[bytes | memoryview]) -> None:
+        async with self._turn:
+            if self._link is None:
+                raise ReplicaDied("it was not started")
+            await write_frame(self._link, kind, task, payload)
+
+    def _written(self, writing: asyncio.Task[None]) -> None:
+        self._writing.discard(writing)
+        if not writing.cancelled():
+            writing.exception()  # known to whoever awaits it, and nobody else has to
+
+    async def _read_answers(self, link: socket.socket) -> None:
         try:
             while True:
-                _, task, payload = await _read_frame(reader)
+                _, task, payload = await read_frame(link)
                 answer = self._waiting.get(task)
                 if answer is not None and not answer.done():
-                    answer.set_result(json.loads(payload))
+                    answer.set_result(json.loads(bytes(payload)))
         except (EOFError, OSError) as error:
             for answer in self._waiting.values():
                 if not answer.done():
@@ -204,11 +223,6 @@ def worker_environment(settings: RewardSettings, gpus: Sequence[str]) -> dict[st
         kept["PYTHONPATH"] = os.pathsep.join([*sys.path[1:], kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     return _KEEP_MEMORY | kept | own
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[Frame, int, bytes]:
-    kind, task, length = parsed_head(await reader.readexactly(HEAD_BYTES))
-    return kind, task, await reader.readexactly(length)
 
 
 def _has_number(stream: Any) -> bool:  # Any: tests replace stderr by objects without a file
