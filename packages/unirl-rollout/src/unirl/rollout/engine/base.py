@@ -59,6 +59,10 @@ class BaseRolloutEngine(ABC):
     def shutdown(self) -> None:  # noqa: B027
         """Stop what the engine started."""
 
+    def close(self) -> None:
+        """Shut down with the worker that the engine is part of."""
+        self.shutdown()
+
 
 class DiffusionRolloutEngine(BaseRolloutEngine):
     """Base of the engines of diffusion models, which tell the driver what to pin on a request."""

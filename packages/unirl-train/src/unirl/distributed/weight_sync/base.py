@@ -58,6 +58,12 @@ class WeightSync(ABC):
         self._engine = engine if self._rank == 0 else None
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def prepare(self) -> None:
+        """Wait until the engine can be pushed to, so that no push is timed with the engine's start."""
+        if self._engine is not None:
+            self._engine.wait_until_ready()
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def push(self) -> Metrics:
         """Make the engine sample from the present policy; every rank calls it.
 

@@ -278,6 +278,11 @@ class SGLangRolloutEngine(BaseRolloutEngine):
 
     # The server -------------------------------------------------------------------------------------------------
 
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def wait_until_ready(self) -> None:
+        """Wait for the server to generate, see WeightReceiver."""
+        self._wait()
+
     def _wait(self) -> None:
         if not self._is_ready:
             self._server.wait_until_ready(self._start_timeout_s)

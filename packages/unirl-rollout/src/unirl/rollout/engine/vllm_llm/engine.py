@@ -126,7 +126,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         executable = interpreter(python)
         self._folder = Path(tempfile.mkdtemp(prefix="unirl-vllm-", dir=transfer_dir))
         self._num_files = itertools.count()
-        self._process = EngineProcess(executable, _variables(is_cpu, num_threads), self._folder / "log", module=_SERVER)
+        self._process = EngineProcess(executable, _variables(is_cpu, num_threads), self._folder, module=_SERVER)
         arguments: dict[str, Any] = {
             "dtype": _DTYPES[dtype],
             "max_model_len": context_length,
@@ -195,6 +195,11 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         self._process.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def wait_until_ready(self) -> None:
+        """Wait for the process to load the model, see WeightReceiver."""
+        self.ready()
+
     def ready(self) -> Ready:
         """What the process said when it had loaded the model. The first call waits for that, and checks versions."""
         if self._ready is None:
@@ -210,8 +215,9 @@ class VLLMRolloutEngine(BaseRolloutEngine):
                 )
             self._ready = answer
             logger.info(
-                "vLLM %s is up: %s, context %d, %d tokens in the vocabulary",
+                "vLLM %s is up (pid %d): %s, context %d, %d tokens in the vocabulary",
                 answer.vllm_version,
+                self._process.pid,
                 answer.dtype,
                 answer.context_length,
                 answer.vocab_size,

@@ -38,19 +38,20 @@ def interpreter(python: str | None) -> str:
 class EngineProcess:
     """A child that answers one message at a time, over a pipe that only the two of them know.
 
-    python: its interpreter. variables: environment variables of its own. log: where it writes what it prints.
-    The child ends when the pipe does, so also when this process is killed.
+    python: its interpreter. variables: environment variables of its own. folder: of the files that the two exchange,
+    and of the child's log. The child ends when the pipe does, so also when this process is killed, and takes the folder
+    along.
     """
 
-    def __init__(self, python: str, variables: Mapping[str, str], log: Path, *, module: str) -> None:
-        self._log = log
+    def __init__(self, python: str, variables: Mapping[str, str], folder: Path, *, module: str) -> None:
+        self._log = folder / "log"
         self._calling = threading.Lock()
         self._sending = threading.Lock()
         self._pipe, theirs = multiprocessing.Pipe()
         settings = [f"{name}={value}" for name, value in variables.items()]
-        with log.open("wb") as output:
+        with self._log.open("wb") as output:
             self._child = subprocess.Popen(
-                ["env", *settings, python, "-m", module, str(theirs.fileno())],
+                ["env", *settings, python, "-m", module, str(theirs.fileno()), str(folder)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -91,11 +92,12 @@ class EngineProcess:
         """Wait for the answer to `what`. As `call`."""
         try:
             if not self._pipe.poll(timeout_s):
+                tail = self._tail()
                 self.stop()
                 raise WorkerError(
                     f"vLLM (pid {self.pid})",
                     f"no answer to {what} within {timeout_s:.0f} s, so it was stopped. If the work is that long, raise "
-                    f"engine.timeout_s (or engine.start_timeout_s). {self._tail()}",
+                    f"engine.timeout_s (or engine.start_timeout_s). {tail}",
                 )
             answer = decode(self._pipe.recv_bytes())
         except (EOFError, ConnectionError) as error:
@@ -130,5 +132,5 @@ class EngineProcess:
     def _tail(self) -> str:
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             log.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
-            return f"The end of its log {self._log}:\n{log.read().decode(errors='replace')}"
-        return f"It left no log at {self._log}."
+            return f"The end of its log:\n{log.read().decode(errors='replace')}"
+        return "It left no log."

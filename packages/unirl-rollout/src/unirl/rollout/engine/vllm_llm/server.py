@@ -1,12 +1,13 @@
 """vLLM's process: reads messages from the pipe that it was started with, and answers each in its turn.
 
-Run by `process.EngineProcess` as `python -m unirl.rollout.engine.vllm_llm.server FD`; ends when the pipe does.
+Run by `process.EngineProcess` as `python -m unirl.rollout.engine.vllm_llm.server FD FOLDER`; ends when the pipe does.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -34,12 +35,14 @@ class Aborts:
             return number <= self._newest
 
 
-def _read(pipe: Connection, inbox: queue.SimpleQueue[Message], aborts: Aborts) -> None:
-    """Sort what arrives. The end of the pipe is the end of the process, whatever it is doing, and of its children."""
+def _read(pipe: Connection, folder: str, inbox: queue.SimpleQueue[Message], aborts: Aborts) -> None:
+    """Sort what arrives. The end of the pipe is the end of the process, whatever it is doing, of its children and of
+    the folder: a trainer that was killed cannot delete it."""
     while True:
         try:
             message = decode(pipe.recv_bytes())
         except (EOFError, OSError):
+            shutil.rmtree(folder, ignore_errors=True)
             os.killpg(os.getpgrp(), signal.SIGKILL)
             return
         if isinstance(message, Abort):
@@ -54,11 +57,11 @@ def _failed(error: Exception) -> Failed:
     return Failed("WorkerError", str(error), "".join(traceback.format_exception(error)))
 
 
-def serve(pipe: Connection) -> None:
+def serve(pipe: Connection, folder: str) -> None:
     """Answer messages until the pipe ends."""
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     aborts = Aborts()
-    threading.Thread(target=_read, args=(pipe, inbox, aborts), daemon=True).start()
+    threading.Thread(target=_read, args=(pipe, folder, inbox, aborts), daemon=True).start()
     start = inbox.get()
     try:
         if not isinstance(start, Start):
@@ -85,10 +88,10 @@ def serve(pipe: Connection) -> None:
 
 
 def main() -> None:
-    """Take over the pipe whose file descriptor is the only argument."""
+    """Take over the pipe whose file descriptor is the first argument."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # or processes that vLLM starts would keep the pipe open
-    serve(Connection(descriptor))
+    serve(Connection(descriptor), sys.argv[2])
 
 
 if __name__ == "__main__":
