@@ -1,9 +1,12 @@
-"""The recipe with rollouts by the real vLLM, as a user runs it: it learns."""
+"""The recipe with rollouts by the real vLLM, as a user runs it: it learns, and survives the death of its engine."""
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -12,35 +15,38 @@ NUM_ROLLOUTS = 8
 
 
 def train(vllm_python, run_dir, *extra):
-    """The command, as a process."""
+    """The command as a process that writes `output` beside its run."""
     settings = [f"engine.python={vllm_python}", f"run_dir={run_dir}", f"num_rollouts={NUM_ROLLOUTS}", "save.interval=0"]
+    output = run_dir.with_suffix(".output").open("a")
     return subprocess.Popen(
         [sys.executable, "-m", "unirl.app.main", "llm/qwen3_arithmetic_vllm", "seed=0", *settings, *extra],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
-        text=True,
     )
 
 
-def finished(process):
-    """Its output. It must end well."""
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return output
+def output_of(run_dir):
+    """What the runs in a folder have said."""
+    return run_dir.with_suffix(".output").read_text()
 
 
 def records(run_dir):
-    """Metrics by step."""
+    """Metrics by step, but the times."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record for record in map(json.loads, lines)}
+    return {
+        record["step"]: {
+            name: value for name, value in record.items() if not name.startswith(("timing", "perf", "sync/s"))
+        }
+        for record in map(json.loads, lines)
+    }
 
 
 @pytest.fixture(scope="module")
 def run(vllm_python, tmp_path_factory):
     """Folder of a run that nothing disturbed."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    finished(train(vllm_python, run_dir))
+    assert train(vllm_python, run_dir).wait(300) == 0, output_of(run_dir)
     return run_dir
 
 
@@ -59,3 +65,25 @@ def test_every_rollout_says_how_far_the_engines_log_probs_are_from_the_trainers(
         assert record.get("sync/logprob_gap_max", 0.0) < 1e-5
         assert record["policy/first_ratio_max_abs_dev"] == 0.0
     assert records(run)[1]["mismatch/logp_absdiff/max"] < 1e-5
+
+
+def test_a_killed_engine_ends_the_run_with_one_error_and_a_checkpoint_that_goes_on_as_if_nothing_had_been(
+    run, vllm_python, tmp_path
+):
+    run_dir = tmp_path / "killed"
+    process = train(vllm_python, run_dir)
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 300
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 4:
+        assert process.poll() is None and time.monotonic() < deadline, output_of(run_dir)
+        time.sleep(0.01)
+    engine = re.search(r"is up \(pid (\d+)\)", output_of(run_dir))
+    assert engine is not None
+    os.kill(int(engine[1]), signal.SIGKILL)
+    assert process.wait(120) == 2
+    said = output_of(run_dir)
+    assert said.count("WorkerError: worker vLLM") == 1 and "ended by signal 9" in said and "Traceback" not in said
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    finished = int(saved.name.removeprefix("step-"))
+    assert 3 <= finished < NUM_ROLLOUTS and f"its {finished} finished rollouts are saved" in said
+    assert train(vllm_python, run_dir, "resume=auto").wait(300) == 0, output_of(run_dir)
+    assert records(run_dir) == records(run)

@@ -7,6 +7,7 @@ import torch
 from letters_model import TOLERANCE, ReplayedQwen3, backend_of, gap, request, save_qwen3
 
 from unirl.distributed.weight_sync.full import FullWeightSync
+from unirl.train.backend.fsdp import COUNTERS
 from unirl.types.errors import WeightSyncError
 from unirl.types.weights import WeightBucket, WeightSpec, weight_buckets, weight_spec
 
@@ -100,24 +101,39 @@ def test_an_older_version_is_refused(engine, tmp_path):
 
 
 def full_sync(engine, model, version):
-    """A backend that has taken `version` optimizer steps, and its sync."""
+    """A backend with a policy of this version, and its sync."""
     backend = backend_of(model)
     state = backend.state_dict()
-    state["counters"][0] = version
+    state["counters"][COUNTERS.index("policy_version")] = version
     backend.load_state_dict(state)
     pipeline: Any = ReplayedQwen3(model)
     options: dict[str, Any] = {"dtype": "fp32", "canary_tolerance": 1e-4, "bucket_bytes": 100_000}
-    return FullWeightSync(backend, engine, pipeline, **options)
+    return backend, FullWeightSync(backend, engine, pipeline, **options)
 
 
 def test_the_policy_that_trains_becomes_the_engines_and_the_canary_says_how_well(engine, tmp_path):
     model = save_qwen3(tmp_path, seed=3)
-    sync = full_sync(engine, model, 20)
+    _, sync = full_sync(engine, model, 20)
     assert sync.is_due
     metrics = sync.push()
     assert not sync.is_due
     assert (metrics["sync/tensors"], metrics["sync/bound"]) == (25, 19)
     assert metrics["sync/logprob_gap_max"] < TOLERANCE
+    assert gap(engine, model) < TOLERANCE
+
+
+def test_weights_that_were_rolled_back_are_pushed_as_a_new_version(engine, tmp_path):
+    model = save_qwen3(tmp_path, seed=3)
+    backend, sync = full_sync(engine, model, 30)
+    saved = {name: tensor.clone() for name, tensor in backend.state_dict().items()}
+    for parameter in backend.parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    backend.optimizer_step(1.0)
+    sync.push()
+    backend.load_state_dict(saved)
+    assert gap(engine, model) > 100 * TOLERANCE
+    sync.push()
+    assert (engine.policy_version, backend.num_optimizer_steps) == (32, 0)
     assert gap(engine, model) < TOLERANCE
 
 
@@ -139,6 +155,6 @@ class Disturbing:
 def test_the_canary_catches_a_weight_that_is_five_percent_off(engine, tmp_path):
     model = save_qwen3(tmp_path, seed=3)
     disturbing = Disturbing(engine, "model.layers.1.mlp.down_proj.weight")
-    with pytest.raises(WeightSyncError, match=r"does not have the trainer's policy of version 21: .* differ by up to"):
-        full_sync(disturbing, model, 21).push()
-    assert full_sync(engine, model, 22).push()["sync/logprob_gap_max"] < TOLERANCE
+    with pytest.raises(WeightSyncError, match=r"does not have the trainer's policy of version 41: .* differ by up to"):
+        full_sync(disturbing, model, 41)[1].push()
+    assert full_sync(engine, model, 42)[1].push()["sync/logprob_gap_max"] < TOLERANCE

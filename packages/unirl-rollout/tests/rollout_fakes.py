@@ -78,7 +78,7 @@ class LinearPipeline:
 class Copies:
     """Stands for a backend that keeps a second set of weights called "old"."""
 
-    num_optimizer_steps = 7
+    policy_version = 7
 
     def __init__(self, pipeline):
         self.pipeline = pipeline

@@ -68,7 +68,7 @@ class FiveWords:
 class Backend:
     """Stands for a backend that keeps a copy called "old", which says "a" alone."""
 
-    num_optimizer_steps = 7
+    policy_version = 7
 
     def __init__(self, pipeline):
         self.pipeline = pipeline

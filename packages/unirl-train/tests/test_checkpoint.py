@@ -16,7 +16,7 @@ import torch
 from train_fakes import TinyBundle, lora_config, make_backend, snapshot, train_step
 
 from unirl.train import checkpoint as checkpoint_module
-from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.backend.fsdp import COUNTERS, FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig
 from unirl.types.errors import CheckpointError, ContractError
@@ -295,4 +295,6 @@ def test_an_asynchronous_save_holds_the_values_of_its_own_moment(tmp_path: Path)
     checkpointer.save(0, {})
     steps(backend, bundle, range(3))
     checkpointer.load()
+    assert backend.policy_version == 4  # three steps, then weights of old under a version of their own
+    expected["counters"][COUNTERS.index("policy_version")] = 4
     assert_equal_states(snapshot(backend), expected)

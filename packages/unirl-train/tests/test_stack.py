@@ -95,16 +95,16 @@ class Scripted(StageAlgorithm):
         self.after: list[int] = []
 
     def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
-        self.calls.append(("anchor", micro.update, list(micro.track.sample_ids), self._policies.num_optimizer_steps))
+        self.calls.append(("anchor", micro.update, list(micro.track.sample_ids), self._policies.policy_version))
         metrics = RowMetrics()
         metrics.mean("mismatch/logp_absdiff/mean", numbers(micro.track))
-        return {"version": torch.full((micro.track.batch_size,), float(self._policies.num_optimizer_steps))}, metrics
+        return {"version": torch.full((micro.track.batch_size,), float(self._policies.policy_version))}, metrics
 
     def num_terms(self, track: RolloutTrack) -> int:
         return self._announced * track.batch_size
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
-        self.calls.append(("losses", micro.update, list(micro.track.sample_ids), self._policies.num_optimizer_steps))
+        self.calls.append(("losses", micro.update, list(micro.track.sample_ids), self._policies.policy_version))
         assert torch.equal(micro.anchor["version"], torch.zeros(micro.track.batch_size))
         for _ in range(2):
             metrics = RowMetrics()

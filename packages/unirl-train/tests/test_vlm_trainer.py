@@ -4,7 +4,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from unirl.trainer.base import TrainerSettings
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
 from unirl.trainer.vlm import VLMTrainer
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, WorkerError
 from unirl.types.roles import Collect, Dispatch, distributed
 
 
@@ -70,7 +70,7 @@ class Pushes:
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def push(self) -> dict[str, float]:
         assert self.is_prepared
-        self.seen.append((self.backend.num_optimizer_steps, len(self.engine.requests)))
+        self.seen.append((self.backend.policy_version, len(self.engine.requests)))
         return {"sync/tensors": 3.0}
 
 
@@ -262,3 +262,73 @@ def test_tables_keep_both_ends_of_a_long_text_and_escape_what_markdown_would_rea
     cut = shown("begin " + "x" * 100 + " end", 40)
     assert len(cut) <= 40 and cut.startswith("begin") and cut.endswith("end")
     assert markdown([{"a": "x|y"}, {"b": math.pi}]) == "| a | b |\n| --- | --- |\n| x\\|y |  |\n|  | 3.142 |"
+
+
+# Failures -----------------------------------------------------------------------------------------------------------
+
+
+def failing(run: Run, role: str, method: str, at: Callable[[int], bool]) -> None:
+    """Let calls of a component fail whose number `at` says yes to."""
+    component: Any = run.runtime.component(role)
+    work, numbers = getattr(component, method), count(1)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if at(next(numbers)):
+            raise WorkerError("vLLM (pid 7)", "died")
+        return work(*args, **kwargs)
+
+    setattr(component, method, call)
+
+
+def test_an_engine_that_dies_leaves_a_checkpoint_of_the_rollouts_before_and_the_run_goes_on_bit_for_bit(tmp_path: Path):
+    whole = Run(tmp_path / "whole", num_rollouts=4)
+    whole.trainer.run()
+    broken = Run(tmp_path / "parts", num_rollouts=4)
+    failing(broken, "engine", "generate", lambda number: number == 3)
+    with pytest.raises(WorkerError, match="died"):
+        broken.trainer.run()
+    assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-000002"]
+    assert sorted(broken.notes.logged) == [1, 2]
+    rest = Run(tmp_path / "parts", num_rollouts=4)
+    rest.trainer.run(resume="auto")
+    mine, theirs = rest.weights, whole.weights
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert [req.sample_ids for req in rest.requests] == [req.sample_ids for req in whole.requests[2:]]
+
+
+def test_a_failed_refill_is_forgotten_too(tmp_path: Path):
+    options: dict[str, Any] = {"num_rollouts": 3, "selection": SampleSelection(dynamic_sampling=True), "samples": 16}
+    options["same"] = lambda group: not group.startswith("refill") and group.endswith("35")
+    whole = Run(tmp_path / "whole", **options)
+    whole.trainer.run()
+    refills = [number for number, req in enumerate(whole.requests, 1) if req.sample_ids[0].startswith("refill")]
+    broken = Run(tmp_path / "parts", **options)
+    failing(broken, "engine", "generate", lambda number: number == refills[-1])
+    with pytest.raises(WorkerError):
+        broken.trainer.run()
+    rest = Run(tmp_path / "parts", **options)
+    rest.trainer.run(resume="auto")
+    mine, theirs = rest.weights, whole.weights
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert rest.notes.logged[3]["reward/dropped_groups"] == whole.notes.logged[3]["reward/dropped_groups"] > 0
+
+
+def test_a_failure_in_training_saves_no_half_trained_weights(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=3)
+    failing(run, "stack", "train", lambda number: number == 2)
+    with pytest.raises(WorkerError):
+        run.trainer.run()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_last_evaluation_that_failed_is_made_up_for(tmp_path: Path):
+    options: dict[str, Any] = {"num_rollouts": 2, "evaluation": {"num_samples": 5}}
+    whole = Run(tmp_path / "whole", **options).trainer.run()
+    broken = Run(tmp_path / "parts", **options)
+    failing(broken, "engine", "generate", lambda number: number == 4)
+    with pytest.raises(WorkerError):
+        broken.trainer.run()
+    assert broken.notes.logged[2]["train/grad_norm"] > 0
+    rest = Run(tmp_path / "parts", **options)
+    assert rest.trainer.run(resume="auto")["eval_after"] == whole["eval_after"]
+    assert len(rest.requests) == 1

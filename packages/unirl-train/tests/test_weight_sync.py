@@ -51,6 +51,8 @@ class RememberingEngine:
         self.is_ready = True
 
     def begin_weights(self, policy_version, specs):
+        if policy_version < self.policy_version:
+            raise WeightSyncError(f"version {policy_version} is older than the engine's {self.policy_version}")
         wrong = [] if self.expected is None else unlike(specs, self.expected)
         if wrong:
             raise WeightSyncError("\n".join(wrong))
@@ -182,12 +184,35 @@ def test_a_push_is_due_after_an_optimizer_step_only():
     assert sync.is_due
     sync.push()
     assert not sync.is_due
-    for parameter in backend.parameters.values():
-        parameter.grad = torch.ones_like(parameter)
-    backend.optimizer_step(1.0)
+    step(backend)
     assert sync.is_due
     sync.push()
     assert engine.policy_version == 1
+
+
+def step(backend):
+    for parameter in backend.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    backend.optimizer_step(1.0)
+
+
+def test_a_rollback_is_a_new_version_that_the_engine_takes():
+    backend, engine = make_backend(), RememberingEngine()
+    sync = make_sync(FullWeightSync, backend, engine)
+    step(backend)
+    saved = {name: tensor.clone() for name, tensor in backend.state_dict().items()}
+    earlier = {name: tensor.clone() for name, tensor in backend.weights()}
+    step(backend)
+    step(backend)
+    sync.push()
+    backend.load_state_dict(saved)
+    assert sync.is_due
+    sync.push()
+    assert (backend.num_optimizer_steps, backend.policy_version, engine.policy_version) == (1, 4, 4)
+    assert all(torch.equal(engine.pushed[name], tensor) for name, tensor in earlier.items())
+    resumed = make_backend()
+    resumed.load_state_dict(backend.state_dict())
+    assert resumed.policy_version == 4
 
 
 def test_a_rank_without_an_engine_gathers_and_replays_with_the_others():

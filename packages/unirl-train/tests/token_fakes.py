@@ -273,7 +273,7 @@ class LMEngine:
             segment = self.pipeline.generate(conditions, params, noise_keys=keys)
         decoded = self.pipeline.decode(segment)
         track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
-        track.policy_versions = torch.full((req.batch_size,), self.policies.num_optimizer_steps, dtype=torch.long)
+        track.policy_versions = torch.full((req.batch_size,), self.policies.policy_version, dtype=torch.long)
         return RolloutResp(tracks={"text": track})
 
 

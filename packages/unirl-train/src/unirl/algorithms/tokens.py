@@ -262,7 +262,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
             raise ContractError("there is no rollout_correction")
         versions_B, staleness_B = micro.track.policy_versions, None
         if versions_B is not None:
-            staleness_B = (self._policies.num_optimizer_steps - versions_B).to(logp_N.device)
+            staleness_B = (self._policies.policy_version - versions_B).to(logp_N.device)
             metrics.mean("mismatch/staleness/mean", staleness_B.float())
             metrics.max("mismatch/staleness/max", staleness_B.float())
         gap_N = logp_N - trained.of(rollout_logp(micro.track))

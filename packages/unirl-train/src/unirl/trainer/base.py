@@ -27,7 +27,7 @@ from unirl.trainer.clock import TRAINING, PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.versions import versions
-from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
+from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError, UniRLError
 from unirl.types.reward import RewardResponse
 from unirl.types.roles import PerSample
 from unirl.types.rollout import RolloutReq, RolloutResp
@@ -118,6 +118,7 @@ class Trainer(ABC, Generic[ParamsT]):
         self._gap_max = 0.0
         self._first_ratio_deviation: float | None = None
         self._saved_at = -1
+        self._before_rollout: dict[str, Any] | None = None
 
     # The run ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +126,8 @@ class Trainer(ABC, Generic[ParamsT]):
         """Train to the end, or until stopped; returns the summary, also written to `summary.json`.
 
         resume: None starts afresh, "auto" continues the newest valid checkpoint of the run directory.
-        Whatever ends the run early, the last checkpoint stands.
+        Whatever ends the run early, the last checkpoint stands; where an engine, a scorer or a push fails, one is saved
+        first, of the rollouts that are finished.
         """
         started = time.perf_counter()
         self._stack.prepare()
@@ -134,25 +136,16 @@ class Trainer(ABC, Generic[ParamsT]):
         self.prepare()
         if resume is not None:
             self._resume()
+        self._before_rollout = self._drawn()
         for tracker in self._trackers:
             tracker.start(self._config, self._run_dir, self._next_rollout)
-        if self._evaluator is not None and self._evaluator.config.before and 0 not in self._evaluations:
-            self._evaluate(0)
-        while not self._is_done() and not self._stop.is_set():
-            metrics = self.step(self._next_rollout)
-            self._next_rollout += 1
-            done = self._next_rollout
-            is_last = self._is_done()
-            reason = self._guardrails.observe(metrics["train/grad_norm"], metrics["reward/mean"])
-            # Before evaluation and checkpoint, which are then of the weights that the run goes on with.
-            self._act(reason, metrics, started)
-            if self._evaluator is not None and (is_last or self._is_evaluation_due()):
-                metrics.update(self._evaluate(done))
-            # What a rollback returns to must be sound: no regular checkpoint while the run is off its range.
-            is_regular = _due(done, self._settings.save_interval) and not (reason and self._guardrails.rolls_back)
-            if is_last or self._stop.is_set() or is_regular:
-                self._save(started)
-            self._log(metrics, done)
+        try:
+            self._loop(started)
+        except (TrainingError, CheckpointError):
+            raise  # weights that went wrong, or nowhere to save: nothing to keep
+        except Exception:
+            self._save_what_is_finished(started)
+            raise
         if self._saved_at != self._next_rollout:
             self._save(started)
         with self._clock.phase("checkpoint"):
@@ -162,6 +155,31 @@ class Trainer(ABC, Generic[ParamsT]):
         for tracker in self._trackers:
             tracker.finish(summary)
         return summary
+
+    def _loop(self, started: float) -> None:
+        """Rollouts with what follows them, to the end or until stopped."""
+        if self._evaluator is not None and self._evaluator.config.before and 0 not in self._evaluations:
+            self._evaluate(0)
+        if self._evaluator is not None and self._is_done() and self._next_rollout not in self._evaluations:
+            self._log(self._evaluate(self._next_rollout), self._next_rollout)  # it failed after the last rollout
+        while not self._is_done() and not self._stop.is_set():
+            metrics = self.step(self._next_rollout)
+            self._next_rollout += 1
+            self._before_rollout = self._drawn()
+            done = self._next_rollout
+            is_last = self._is_done()
+            reason = self._guardrails.observe(metrics["train/grad_norm"], metrics["reward/mean"])
+            # Before evaluation and checkpoint, which are then of the weights that the run goes on with.
+            self._act(reason, metrics, started)
+            try:
+                if self._evaluator is not None and (is_last or self._is_evaluation_due()):
+                    metrics.update(self._evaluate(done))
+                # What a rollback returns to must be sound: no regular checkpoint while the run is off its range.
+                is_regular = _due(done, self._settings.save_interval) and not (reason and self._guardrails.rolls_back)
+                if is_last or self._stop.is_set() or is_regular:
+                    self._save(started)
+            finally:
+                self._log(metrics, done)
 
     def _is_done(self) -> bool:
         budget_s = self._settings.max_cpu_s
@@ -178,6 +196,7 @@ class Trainer(ABC, Generic[ParamsT]):
 
     def step(self, rollout_id: int) -> dict[str, float]:
         """One rollout and the updates made from it; returns its metrics."""
+        self._before_rollout = self._drawn()
         with self._clock.phase("other"):
             req = self.request(rollout_id, self._settings.batch_size)
         pushed = self._push_weights(rollout_id)
@@ -196,6 +215,7 @@ class Trainer(ABC, Generic[ParamsT]):
                 self.show_rollout(resp, req, reply, advantages, rollout_id + 1)
             resp, advantages = self._selected(resp, advantages, req.group_ids)
             metrics["group/trained_samples"] = float(advantages.numel())
+        self._before_rollout = None  # from here on the weights change
         with self._clock.phase("train"):
             result = self._stack.train(resp, PerSample(advantages), progress=progress)
         with self._clock.phase("other"):
@@ -400,14 +420,39 @@ class Trainer(ABC, Generic[ParamsT]):
             self._checkpointer.save(self._next_rollout, self._driver_state(started), score)
         self._saved_at = self._next_rollout
 
+    def _drawn(self) -> dict[str, Any]:
+        """What a rollout changes before anything is trained."""
+        return {
+            "data": self._data.state_dict(),
+            "advantages": self._advantages.state_dict(),
+            "num_dropped_groups": self._num_dropped_groups,
+        }
+
+    def _restore_drawn(self, state: Mapping[str, Any]) -> None:
+        self._data.load_state_dict(state["data"])
+        self._advantages.load_state_dict(state["advantages"])
+        self._num_dropped_groups = state["num_dropped_groups"]
+
+    def _save_what_is_finished(self, started: float) -> None:
+        """Save the rollouts before one that failed, as if it had not begun; nothing where it failed in training."""
+        is_new = self._next_rollout > 0 and self._saved_at != self._next_rollout
+        if self._before_rollout is None or not is_new or self._runtime.is_closed:
+            return
+        self._restore_drawn(self._before_rollout)
+        try:
+            self._save(started)
+            self._checkpointer.wait()
+        except UniRLError as error:  # what ended the run is raised, not this
+            logger.error("the %d finished rollouts could not be saved: %s", self._next_rollout, error)
+        else:
+            logger.error("the run ends early; its %d finished rollouts are saved (resume=auto)", self._next_rollout)
+
     def _driver_state(self, started: float) -> dict[str, Any]:
         return {
             "next_rollout": self._next_rollout,
             "num_samples": self._num_samples,
-            "num_dropped_groups": self._num_dropped_groups,
-            "data": self._data.state_dict(),
+            **self._drawn(),
             "stack": self._stack.state_dict(),
-            "advantages": self._advantages.state_dict(),
             "guardrails": self._guardrails.state_dict(),
             "clock": self._clock.state_dict(),
             "wall_s": self._wall_before_s + time.perf_counter() - started,
@@ -424,10 +469,8 @@ class Trainer(ABC, Generic[ParamsT]):
         check_same_algorithm(state["config"], self._config)
         self._next_rollout = state["next_rollout"]
         self._num_samples = state["num_samples"]
-        self._num_dropped_groups = state["num_dropped_groups"]
-        self._data.load_state_dict(state["data"])
+        self._restore_drawn(state)
         self._stack.load_state_dict(state["stack"])
-        self._advantages.load_state_dict(state["advantages"])
         self._guardrails.load_state_dict(state["guardrails"])
         self._clock.load_state_dict(state["clock"])
         self._wall_before_s = state["wall_s"]

@@ -220,8 +220,8 @@ class PolicyStore(Protocol):
     """Named copies of the trainable parameters, and ways to run the model with them for a while."""
 
     @property
-    def num_optimizer_steps(self) -> int:
-        """Optimizer steps taken so far; also the policy's version."""
+    def policy_version(self) -> int:
+        """Grows with every change of the trained weights."""
         ...
 
     def keep_policy(self, name: str) -> None:
@@ -349,8 +349,8 @@ class WeightSource(Protocol):
     in the same order: sharded weights are gathered tensor by tensor."""
 
     @property
-    def num_optimizer_steps(self) -> int:
-        """The policy's version."""
+    def policy_version(self) -> int:
+        """Grows with every change of the trained weights."""
         ...
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:

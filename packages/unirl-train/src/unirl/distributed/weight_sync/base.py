@@ -70,7 +70,7 @@ class WeightSync(ABC):
         Returns sync/seconds, sync/megabytes, sync/tensors, sync/bound and the canary's sync/logprob_gap_{max,mean}.
         """
         begin = time.perf_counter()
-        version = self._source.num_optimizer_steps
+        version = self._source.policy_version
         engine = self._engine
         if engine is None:  # its shards are gathered for the rank that sends, in the push and in the canary's replay
             self._gather()
@@ -102,7 +102,7 @@ class WeightSync(ABC):
     @property
     def is_due(self) -> bool:
         """Whether the engine's policy is not the present one."""
-        return self._engine is not None and self._engine.policy_version != self._source.num_optimizer_steps
+        return self._engine is not None and self._engine.policy_version != self._source.policy_version
 
     @abstractmethod
     def _send(self, engine: PushedEngine, version: int) -> WeightReceipt:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 CURRENT_POLICY = "default"
 EMA_POLICY = "ema"
 REFERENCE_POLICY = "reference"
-COUNTERS = ("num_optimizer_steps", "num_skipped_steps", "num_skipped_in_a_row", "num_ema_averages")
+COUNTERS = ("num_optimizer_steps", "num_skipped_steps", "num_skipped_in_a_row", "num_ema_averages", "policy_version")
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class FSDPBackend:
         self._reference = float_copies(self._parameters) if keep_reference else None
         self._auxiliary: dict[str, AuxiliaryModule] = {}
         self._num_optimizer_steps = 0
+        self._policy_version = 0
         self._num_skipped_steps = 0
         self._num_skipped_in_a_row = 0
         self._is_offloaded = False
@@ -187,8 +188,16 @@ class FSDPBackend:
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps taken, skipped ones not counted; also the policy's version."""
+        """Optimizer steps taken, skipped ones not counted. A state that is loaded brings its own."""
         return self._num_optimizer_steps
+
+    @property
+    def policy_version(self) -> int:
+        """Grows with every change of the weights: with an optimizer step, and also where an earlier state is loaded.
+
+        So no two policies of a run share a version, and an engine that refuses old ones takes a rollback.
+        """
+        return self._policy_version
 
     @property
     def num_skipped_steps(self) -> int:
@@ -264,6 +273,7 @@ class FSDPBackend:
             auxiliary.step(norms[name], self._scheduled(auxiliary.learning_rate))
         self._reshard()
         self._num_optimizer_steps += 1
+        self._policy_version += 1
         self._num_skipped_in_a_row = 0
         if self._ema is not None:
             self._ema.after_step(self._num_optimizer_steps)
@@ -421,8 +431,8 @@ class FSDPBackend:
     def counters(self) -> dict[str, int]:
         """The backend's own numbers, by the names of COUNTERS."""
         averages = 0 if self._ema is None else self._ema.num_averages
-        values = (self._num_optimizer_steps, self._num_skipped_steps, self._num_skipped_in_a_row, averages)
-        return dict(zip(COUNTERS, values, strict=True))
+        steps = (self._num_optimizer_steps, self._num_skipped_steps, self._num_skipped_in_a_row)
+        return dict(zip(COUNTERS, (*steps, averages, self._policy_version), strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that training changes, by flat name: parameters, optimizer, policies, EMA, modules, counters.
@@ -463,6 +473,8 @@ class FSDPBackend:
         self._num_optimizer_steps = counters["num_optimizer_steps"]
         self._num_skipped_steps = counters["num_skipped_steps"]
         self._num_skipped_in_a_row = counters["num_skipped_in_a_row"]
+        saved = counters["policy_version"]
+        self._policy_version = saved if saved >= self._policy_version else self._policy_version + 1
         if self._ema is not None:
             self._ema.num_averages = counters["num_ema_averages"]
         self.zero_grad()

@@ -97,7 +97,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         self._start_timeout_s = start_timeout_s
         self._track = track
         self._calls = itertools.count()
-        self._policy_version = 0 if policies is None else policies.num_optimizer_steps
+        self._policy_version = 0 if policies is None else policies.policy_version
         self._is_ready = False
         self._needs_push = False
         self._announced: dict[str, WeightSpec] | None = None

@@ -87,5 +87,5 @@ class DirectSampling(BaseRolloutEngine):
 
     def _versions(self, num_samples: int) -> torch.Tensor:
         """Version of the policy that samples, int64 [B]."""
-        version = 0 if self._policies is None else self._policies.num_optimizer_steps
+        version = 0 if self._policies is None else self._policies.policy_version
         return torch.full((num_samples,), version, dtype=torch.long)

@@ -121,7 +121,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         self._track = track
         self._calls = itertools.count()
         self._running: int | None = None
-        self._policy_version = 0 if policies is None else policies.num_optimizer_steps
+        self._policy_version = 0 if policies is None else policies.policy_version
         self._ready: Ready | None = None
         executable = interpreter(python)
         self._folder = Path(tempfile.mkdtemp(prefix="unirl-vllm-", dir=transfer_dir))
