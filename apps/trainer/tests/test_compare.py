@@ -36,7 +36,8 @@ from unirl.app.main import INTERRUPTED, USER_ERROR, main
 from unirl.types.errors import ConfigError
 
 NFT, GRPO, DPO = "diffusion/sd3_shapes", "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes_dpo"
-SETTINGS = {"cpu_s": 60.0, "seeds": [0, 1], "overrides": [], "metric": "strict", "base_model": "base"}
+TEXT, PPO = "llm/qwen3_arithmetic", "llm/qwen3_arithmetic_ppo"
+SETTINGS = {"cpu_s": 60.0, "seeds": [0, 1], "overrides": [], "metric": "strict", "columns": [], "base_model": "base"}
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +131,26 @@ def test_recipes_that_are_judged_differently_are_refused(text, message, here, ca
     assert message in err and "compared from one base and by one evaluation" in err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("eval: {pass_prompts: 20}", "eval.pass_prompts = 100 in llm/qwen3_arithmetic, 20 in own."),
+        ("sampling: {temperature: 0.5}", "sampling.sampled.temperature = 1.0 in llm/qwen3_arithmetic, 0.5 in own."),
+        ("sampling: {max_new_tokens: 4}", "sampling.greedy.max_new_tokens = 8 in llm/qwen3_arithmetic, 4 in own."),
+    ],
+)
+def test_texts_that_are_judged_differently_are_refused(text, message, here, capsys):
+    assert main(["compare", TEXT, own_recipe(here, text, TEXT)]) == USER_ERROR
+    err = capsys.readouterr().err
+    assert message in err and "compared from one base and by one evaluation" in err
+
+
+def test_images_and_texts_are_not_compared(capsys):
+    assert main(["compare", NFT, TEXT]) == USER_ERROR
+    err = capsys.readouterr().err
+    assert 'save.best_metric = "shapes/strict" in diffusion/sd3_shapes, "reward" in llm/qwen3_arithmetic.' in err
+
+
 def test_other_bases_and_prompts_are_refused_together(here, capsys):
     (here / "model").mkdir()
     (here / "model" / "model_index.json").write_text("{}")
@@ -208,9 +229,41 @@ def test_a_finished_comparison_is_only_tabulated(finished, started, capsys):
     assert line in out and out == Path("out/comparison.md").read_text()
     assert out.index(line) < out.index("| diffusion/sd3_shapes_flowgrpo | DiffusionGRPO | 0.250 | 0.375 +- 0.000 |")
     document = json.loads(Path("out/comparison.json").read_text())
-    assert document["settings"]["base_model"] == "${shapes:checkpoint}"
+    assert document["settings"]["base_model"] == "shapes/checkpoint"
     assert document["recipes"][0]["runs"][1]["curve"] == [[0.0, 0, 0.25], [61.0, 768, 0.75]]
     assert Path("out/comparison.png").stat().st_size > 10_000
+
+
+def test_texts_are_tabulated_with_their_pass_rates(here, started, capsys):
+    words = ["compare", TEXT, PPO, "cpu_s=30", "seeds=0,1", "--output", "out"]
+    plan = read_plan(parse(words))
+    finals = {(TEXT, 0): (0.75, 0.5), (TEXT, 1): (0.875, 0.75), (PPO, 0): (0.5, 0.25), (PPO, 1): (0.5, 0.25)}
+    for contender in read_contenders(plan):
+        for seed in plan.seeds:
+            run = make_run(plan, contender, seed)
+            run.folder.mkdir(parents=True)
+            (run.folder / "settings.json").write_text(json.dumps(run.settings))
+            greedy, sampled = finals[contender.name, seed]
+            records = {
+                "0": {"overall": {"reward": 0.25, "pass@1": 0.125, "pass@8": 0.5}, "train_cpu_s": 0.0},
+                "3": {"overall": {"reward": greedy, "pass@1": sampled, "pass@8": 1.0}, "train_cpu_s": 31.0},
+            }
+            for step, record in records.items():
+                record |= {"num_samples": 8, "num_samples_trained": 512 * int(step)}
+            content = {"is_complete": True, "evaluations": records, "num_rollouts": 3}
+            (run.folder / "summary.json").write_text(json.dumps(content))
+    assert main(words) == 0 and started == []
+    out = capsys.readouterr().out
+    assert "Held-out `reward` over 8 samples after 30 CPU seconds of training from `arithmetic/checkpoint`" in out
+    assert "| recipe | algorithm | base | final | gain (95 %) | pass@1 | pass@8 | samples |" in out
+    # 0.8125 over 16 and 0.25 over 8: 1.96 * sqrt(0.8125 * 0.1875 / 16 + 0.25 * 0.75 / 8) = 0.356.
+    assert (
+        f"| {TEXT} | ARGRPO | 0.250 | 0.812 +- 0.062 | +0.562 [+0.207, +0.918] | 0.125 to 0.625 | 0.500 to 1.000 |"
+        " 1536 | 3 | 31 | 2 |" in out
+    )
+    recipe = json.loads(Path("out/comparison.json").read_text())["recipes"][1]
+    assert recipe["columns"]["pass@1"] == {"base": 0.125, "final": 0.25}
+    assert recipe["runs"][1]["columns"]["pass@8"] == {"base": 0.5, "final": 1.0}
 
 
 def test_only_what_is_missing_runs(finished, started):

@@ -7,6 +7,7 @@ docs/compare.md describes what comes out.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +33,8 @@ from unirl.types.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from unirl.trainer.evaluation import Evaluates
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_OUTPUT = Path(RUNS) / "compare"
@@ -45,19 +48,6 @@ OWNED = ("seed", "max_cpu_s", "run_dir", "resume", "eval.before", "eval.interval
 """What the comparison sets in every run."""
 WITHOUT_EFFECT = ("run_dir", "resume", "trackers")
 """Top-level keys that change no result."""
-FREE_EVALUATION_KEYS = ("before", "interval", "interval_cpu_s", "policy", "num_images")
-"""Keys of `eval` that may differ: when it happens, which copy of the weights is the recipe's result, and pictures."""
-EVALUATED_SAMPLING = (
-    "num_inference_steps",
-    "guidance_scale",
-    "negative_prompt",
-    "height",
-    "width",
-    "num_frames",
-    "max_sequence_length",
-    "autocast_precision",
-)
-"""Sampling parameters that an evaluation sets itself or takes from training."""
 FAILED = 1
 """Exit status where a run failed."""
 
@@ -115,6 +105,16 @@ class Contender:
     def metric(self) -> str:
         """The held-out mean that it is judged by."""
         return str((self.recipe.get("save") or {}).get("best_metric", "reward"))
+
+    @functools.cached_property
+    def evaluation(self) -> Evaluates:
+        """Its `eval` section."""
+        from unirl.trainer.wiring import evaluation_of
+
+        evaluation = evaluation_of(self.recipe)
+        if evaluation is None:
+            raise ConfigError(f"{self.typed} has no held-out evaluation to be compared by. Add eval.prompts.")
+        return evaluation
 
 
 def compare_recipes(command: Command) -> int:
@@ -236,7 +236,7 @@ def require_one_evaluation(contenders: Sequence[Contender]) -> None:
     for other in contenders:
         twin = by_source.setdefault(str(other.recipe["data"][TARGET]), other)
         for one, left, right in (
-            (first, evaluation_of(first), evaluation_of(other)),
+            (first, compared_settings(first), compared_settings(other)),
             (twin, {"data.path": twin.recipe["data"].get("path")}, {"data.path": other.recipe["data"].get("path")}),
         ):
             found += [f"{key} = {a} in {one.name}, {b} in {other.name}." for key, a, b in differences(left, right)]
@@ -246,25 +246,19 @@ def require_one_evaluation(contenders: Sequence[Contender]) -> None:
         )
 
 
-def evaluation_of(contender: Contender) -> Settings:
+def compared_settings(contender: Contender) -> Settings:
     """What must agree between recipes: the base, and all that an evaluation depends on besides weights."""
-    from unirl.trainer.evaluation import EvaluationConfig
-
     recipe = contender.recipe
-    config = EvaluationConfig(**recipe["eval"])
-    params = config.params(instantiate_at("sampling", recipe["sampling"]))
     scorers, metric = recipe["reward"]["scorers"], contender.metric
     scorer = metric.split("/")[0]
     judged_by = {scorer: scorers[scorer]} if scorer in scorers else scorers
-    kept = {name: value for name, value in asdict(config).items() if name not in FREE_EVALUATION_KEYS}
     return {
         "device": recipe["device"],
         "bundle": {"pretrained_model": recipe["bundle"].get("pretrained_model")},
         "save": {"best_metric": metric},
         "pipeline": {"schedule": recipe["pipeline"].get("schedule")},
         "reward": {"scorers": judged_by} | ({} if scorer in scorers else {"weights": recipe["reward"].get("weights")}),
-        "sampling": {name: getattr(params, name) for name in EVALUATED_SAMPLING},
-        "eval": {name: value for name, value in kept.items() if name not in EVALUATED_SAMPLING},
+        **contender.evaluation.settings(instantiate_at("sampling", recipe["sampling"])),
     }
 
 
@@ -294,13 +288,14 @@ def write_results(plan: Plan, contenders: Sequence[Contender], runs: Sequence[Ru
         "seeds": list(plan.seeds),
         "overrides": list(plan.overrides),
         "metric": first.metric,
-        "base_model": first.unresolved["bundle"].get("pretrained_model"),
+        "columns": list(first.evaluation.columns),
+        "base_model": _short_name(str(first.recipe["bundle"].get("pretrained_model"))),
     }
     results = [
         RecipeResult(
             contender.name,
             contender.algorithm,
-            tuple(_result(run, plan, first.metric, errors.get(run)) for run in runs if run.name == contender.name),
+            tuple(_result(run, plan, first, errors.get(run)) for run in runs if run.name == contender.name),
         )
         for contender in contenders
     ]
@@ -315,8 +310,13 @@ def write_results(plan: Plan, contenders: Sequence[Contender], runs: Sequence[Ru
     return table
 
 
-def _result(run: Run, plan: Plan, metric: str, error: str | None) -> SeedResult:
+def _short_name(model: str) -> str:
+    """owner/model of a hub; of a folder the last two names, which do not tell where things lie on this machine."""
+    return "/".join(Path(model).parts[-2:])
+
+
+def _result(run: Run, plan: Plan, first: Contender, error: str | None) -> SeedResult:
     folder, summary = str(run.folder.relative_to(plan.output)), run.summary()
     if summary is not None:
-        return complete_run(run.seed, folder, summary, metric)
+        return complete_run(run.seed, folder, summary, first.metric, first.evaluation.columns)
     return SeedResult(run.seed, folder, "unfinished" if error is None else "failed", error)

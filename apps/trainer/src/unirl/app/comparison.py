@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +35,8 @@ class SeedResult:
     num_rollouts: int = 0
     num_evaluated: int = 0
     """Samples behind each held-out mean."""
+    columns: tuple[tuple[str, float, float], ...] = ()
+    """(name, before training, at the end) of each held-out mean shown beside the compared one."""
 
     @property
     def base(self) -> float:
@@ -61,8 +63,10 @@ class RecipeResult:
         return [run for run in self.seeds if run.status == "complete"]
 
 
-def complete_run(seed: int, run_dir: str, summary: Mapping[str, Any], metric: str) -> SeedResult:
-    """The result of a finished run from its summary."""
+def complete_run(
+    seed: int, run_dir: str, summary: Mapping[str, Any], metric: str, columns: Sequence[str] = ()
+) -> SeedResult:
+    """The result of a finished run from its summary; `columns` are held-out means to show beside `metric`."""
     records = [summary["evaluations"][step] for step in sorted(summary["evaluations"], key=int)]
     return SeedResult(
         seed,
@@ -71,6 +75,7 @@ def complete_run(seed: int, run_dir: str, summary: Mapping[str, Any], metric: st
         curve=tuple((r["train_cpu_s"], r["num_samples_trained"], r["overall"][metric]) for r in records),
         num_rollouts=summary["num_rollouts"],
         num_evaluated=records[-1]["num_samples"],
+        columns=tuple((name, records[0]["overall"][name], records[-1]["overall"][name]) for name in columns),
     )
 
 
@@ -140,8 +145,18 @@ def _recipe(result: RecipeResult, is_binomial: bool) -> Document:
             "num_rollouts": statistics.fmean(run.num_rollouts for run in runs),
             "train_cpu_s": statistics.fmean(run.curve[-1][0] for run in runs),
         }
+    document["columns"] = {
+        name: {"base": statistics.fmean(befores), "final": statistics.fmean(afters)}
+        for name, befores, afters in _columns(runs)
+    }
     document["runs"] = [_run(run) for run in result.seeds]
     return document
+
+
+def _columns(runs: Sequence[SeedResult]) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Each column's values over seeds, before training and at the end."""
+    for of_seeds in zip(*(run.columns for run in runs), strict=True):
+        yield of_seeds[0][0], [before for _, before, _ in of_seeds], [after for _, _, after in of_seeds]
 
 
 def _run(run: SeedResult) -> Document:
@@ -156,6 +171,7 @@ def _run(run: SeedResult) -> Document:
         "num_samples": run.curve[-1][1] if is_complete else None,
         "num_rollouts": run.num_rollouts if is_complete else None,
         "train_cpu_s": run.curve[-1][0] if is_complete else None,
+        "columns": {name: {"base": before, "final": after} for name, before, after in run.columns},
         "curve": [list(point) for point in run.curve],
     }
 
@@ -174,10 +190,11 @@ def as_markdown(document: Mapping[str, Any]) -> str:
         f"Held-out `{settings['metric']}` over {settings['num_evaluated'] or '-'} samples after {settings['cpu_s']:g} "
         f"CPU seconds of training from `{settings['base_model']}`, {seeds}.{changes}",
         "",
-        "| recipe | algorithm | base | final | gain (95 %) | samples | rollouts | CPU s | seeds |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [f"| {' | '.join(_cells(recipe))} |" for recipe in document["recipes"]]
+    names = settings["columns"]
+    head = ["recipe", "algorithm", "base", "final", "gain (95 %)", *names, "samples", "rollouts", "CPU s", "seeds"]
+    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines += [f"| {' | '.join(_cells(recipe, names))} |" for recipe in document["recipes"]]
     missing = [
         f"- {recipe['recipe']} seed {run['seed']}: {run['error'] or 'not finished'}"
         for recipe in document["recipes"]
@@ -189,10 +206,10 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(recipe: Mapping[str, Any]) -> list[str]:
+def _cells(recipe: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
     head, seeds = [recipe["recipe"], recipe["algorithm"]], str(recipe["num_complete"])
     if recipe["final"] is None:
-        return [*head, *["-"] * 6, seeds]
+        return [*head, *["-"] * (6 + len(columns)), seeds]
     spread = f" +- {recipe['final_half_range']:.3f}" if recipe["num_complete"] > 1 else ""
     interval = recipe["gain_interval"]
     between = "" if interval is None else f" [{interval[0]:+.3f}, {interval[1]:+.3f}]"
@@ -202,6 +219,7 @@ def _cells(recipe: Mapping[str, Any]) -> list[str]:
         f"{recipe['base']:.3f}",
         f"{recipe['final']:.3f}{spread}",
         f"{recipe['gain']:+.3f}{between}",
+        *(f"{recipe['columns'][name]['base']:.3f} to {recipe['columns'][name]['final']:.3f}" for name in columns),
         *counts,
         seeds,
     ]

@@ -24,6 +24,23 @@ from unirl.types.sampling import DiffusionSamplingParams
 EVAL_ROLLOUT_ID = -1
 """Part of every noise id, so evaluation noise never equals training noise."""
 
+SCHEDULING = ("before", "interval", "interval_cpu_s", "policy")
+"""Options of every evaluation that say when it happens and of which weights, not what it measures."""
+EVALUATED_SAMPLING = (
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance_scale_2",
+    "distilled_guidance_scale",
+    "negative_prompt",
+    "height",
+    "width",
+    "num_frames",
+    "max_sequence_length",
+    "autocast_precision",
+    "sampler_kwargs",
+)
+"""Sampling parameters of diffusion that an evaluation sets itself or takes from training."""
+
 
 class Evaluates(Protocol):
     """How a recipe's `eval` section is evaluated: what `eval._target_` names."""
@@ -31,6 +48,15 @@ class Evaluates(Protocol):
     @property
     def prompts(self) -> str:
         """File of prompts."""
+        ...
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Names of held-out means that a comparison shows beside the one it judges by."""
+        ...
+
+    def settings(self, training: Any) -> Mapping[str, Mapping[str, Any]]:  # Any: the trainer's parameters; plain values
+        """All that the means depend on besides weights and scorers, by section of the recipe."""
         ...
 
     def evaluator(self, rows: Sequence[PromptRow], training: Any) -> BaseEvaluator:  # Any: the trainer's parameters
@@ -70,6 +96,16 @@ class HeldOut:
                 "when to evaluate. Set interval: 0 or interval_cpu_s: null."
             )
 
+    @property
+    def columns(self) -> Sequence[str]:
+        """See `Evaluates.columns`: none."""
+        return ()
+
+    def _without(self, *names: str) -> dict[str, Any]:  # Any: plain values
+        """The options but those of `SCHEDULING` and `names`."""
+        left_out = {*SCHEDULING, *names}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(HeldOut):
@@ -84,6 +120,14 @@ class EvaluationConfig(HeldOut):
         super().__post_init__()
         if self.num_images < 0:
             raise ConfigError(f"eval.num_images = {self.num_images} must be at least 0")
+
+    def settings(self, training: DiffusionSamplingParams) -> dict[str, dict[str, Any]]:  # Any: plain values
+        """See `Evaluates.settings`."""
+        params = self.params(training)
+        return {
+            "eval": self._without("num_images", "num_inference_steps", "guidance_scale"),
+            "sampling": {name: getattr(params, name) for name in EVALUATED_SAMPLING},
+        }
 
     def evaluator(self, rows: Sequence[PromptRow], training: DiffusionSamplingParams) -> Evaluator:
         """See `Evaluates.evaluator`."""

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from unirl.data.data_source import PromptRow
 from unirl.distributed.runtime import Role
@@ -63,6 +64,21 @@ class TextEvaluationConfig(HeldOut):
         wrong = [k for k in self.pass_at if not 1 <= k <= self.pass_samples]
         if wrong:
             raise ConfigError(f"eval.pass_at {wrong} must lie in 1 .. eval.pass_samples = {self.pass_samples}")
+
+    @property
+    def columns(self) -> list[str]:
+        """See `unirl.trainer.evaluation.Evaluates.columns`: pass@k."""
+        return [pass_name(k) for k in self.pass_at]
+
+    def settings(self, training: ARSamplingParams) -> dict[str, dict[str, Any]]:  # Any: plain values
+        """See `unirl.trainer.evaluation.Evaluates.settings`."""
+        return {
+            "eval": self._without("num_completions", "max_new_tokens", "temperature", "top_p"),
+            "sampling": {
+                "greedy": dataclasses.asdict(self.greedy(training)),
+                "sampled": dataclasses.asdict(self.sampled(training)) if self.pass_at else None,
+            },
+        }
 
     def greedy(self, training: ARSamplingParams) -> ARSamplingParams:
         """The most probable token each time."""
@@ -166,7 +182,7 @@ class TextEvaluator(BaseEvaluator):
                 scores.errors.append(failed[0])
                 continue
             num_right = sum(self._is_right(batch.reply, i) for i in samples)
-            scores.add(row, {f"pass@{k}": pass_at(k, num_right, size) for k in self._options.pass_at})
+            scores.add(row, {pass_name(k): pass_at(k, num_right, size) for k in self._options.pass_at})
 
     def _is_right(self, reply: RewardResponse, sample: int) -> bool:
         values = sample_values(reply, sample)
@@ -176,6 +192,11 @@ class TextEvaluator(BaseEvaluator):
                 "Name one of those."
             )
         return values[self._options.pass_metric] >= self._options.pass_threshold
+
+
+def pass_name(k: int) -> str:
+    """The metric's name."""
+    return f"pass@{k}"
 
 
 def pass_at(k: int, num_right: int, num_samples: int) -> float:
