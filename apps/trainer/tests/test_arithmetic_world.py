@@ -14,6 +14,7 @@ from unirl.arithmetic import pretrain, world
 from unirl.arithmetic.evaluate import evaluate
 from unirl.arithmetic.world import Problem
 from unirl.models.qwen3.bundle import Qwen3Bundle
+from unirl.pretraining.text import byte_tokenizer
 
 FOLDER = Path(unirl.arithmetic.world.__file__).parent
 
@@ -81,7 +82,7 @@ def test_prompts_have_their_shares_and_their_answers():
 
 
 def test_lessons_show_the_right_answer_the_columnwise_one_and_slips():
-    tokenizer = pretrain.make_tokenizer()
+    tokenizer = byte_tokenizer()
     problems = [Problem(37, "+", 58), Problem(52, "-", 37), Problem(12, "+", 34), Problem(58, "-", 37)]
     lessons = pretrain.make_lessons(problems, tokenizer, np.random.default_rng(0))
     texts = [tokenizer.batch_decode(answers, skip_special_tokens=True) for answers in lessons.ids_NVL.tolist()]

@@ -9,27 +9,24 @@ Shape letters: B problems of a batch, N problems, L tokens of prompt and answer.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from unirl.arithmetic.evaluate import evaluate
 from unirl.arithmetic.world import Problem, slip, split_problems
-from unirl.shapes.muon import Muon
+from unirl.pretraining.fit import fit
+from unirl.pretraining.saving import save_half
+from unirl.pretraining.text import byte_tokenizer
 
 logger = logging.getLogger(__name__)
 
-END = "<|im_end|>"
-PAD = "<|endoftext|>"
 ANSWER_TOKENS = 4
 """Three digits and the end."""
 PUPIL = {"right": 0.15, "columnwise": 0.60, "slip": 0.25}
@@ -75,27 +72,16 @@ def pretrain(out: Path, *, seed: int, budget: Budget) -> None:
     """Run both stages and write the checkpoint to `out`. Seeds the global generator of torch."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    tokenizer = make_tokenizer()
+    tokenizer = byte_tokenizer()
     model = make_model(tokenizer)
     train, _ = split_problems()
     lessons = make_lessons(train, tokenizer, rng)
-    fit(model, lessons, {"right": 1.0}, num_steps=budget.right, muon_rate=0.02, adam_rate=3e-3)
+    learn(model, lessons, {"right": 1.0}, num_steps=budget.right, muon_rate=0.02, adam_rate=3e-3)
     save(model, tokenizer, out)
     logger.info("after the right answers: %s", evaluate(out))
-    fit(model, lessons, PUPIL, num_steps=budget.pupil, muon_rate=0.005, adam_rate=1e-3)
+    learn(model, lessons, PUPIL, num_steps=budget.pupil, muon_rate=0.005, adam_rate=1e-3)
     save(model, tokenizer, out)
     logger.info("after the pupil's answers: %s", evaluate(out))
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that any text can be read, and Qwen's special tokens."""
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=END, pad_token=PAD, additional_special_tokens=["<|im_start|>"]
-    )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -137,7 +123,7 @@ def make_lessons(problems: list[Problem], tokenizer: PreTrainedTokenizerFast, rn
     return Lessons(torch.tensor(ids).unflatten(0, by_problem), torch.tensor(labels).unflatten(0, by_problem), weights)
 
 
-def fit(
+def learn(
     model: Qwen3ForCausalLM,
     lessons: Lessons,
     shares: Mapping[str, float],
@@ -147,51 +133,32 @@ def fit(
     adam_rate: float,
     batch_size: int = 128,
 ) -> None:
-    """Cross entropy of answers drawn by their shares; matrices of the layers by Muon, all else by AdamW."""
-    hidden, rest = [], []
-    for name, parameter in model.named_parameters():
-        (hidden if parameter.ndim == 2 and ".layers." in name else rest).append(parameter)
-    optimizers = [
-        Muon(hidden, lr=muon_rate),
-        torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: _trapezoid(step, num_steps)) for o in optimizers]
+    """Cross entropy of answers drawn by their shares."""
     kinds = torch.tensor([shares.get(kind, 0.0) for kind in PUPIL])
-    recent: list[float] = []
-    started = time.process_time()
-    for step in range(1, num_steps + 1):
+
+    def batch_loss() -> Tensor:
         row_B = torch.multinomial(lessons.weights_N, batch_size, replacement=True)
         kind_B = torch.multinomial(kinds, batch_size, replacement=True)
         answer_B = torch.where(kind_B < 2, kind_B, 2 + torch.randint(NUM_SLIPS, (batch_size,)))
         ids_BL, labels_BL = lessons.ids_NVL[row_B, answer_B], lessons.labels_NVL[row_B, answer_B]
         logits = model(input_ids=ids_BL[:, :-1], logits_to_keep=ANSWER_TOKENS).logits
         targets = labels_BL[:, -ANSWER_TOKENS:]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        model.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(rest, 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        recent.append(loss.item())
-        if step % 100 == 0 or step == num_steps:
-            seconds = time.process_time() - started
-            logger.info("step %d loss %.4f, %.0f CPU s", step, sum(recent) / len(recent), seconds)
-            recent.clear()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
-
-def _trapezoid(step: int, num_steps: int) -> float:
-    """Warm up over 50 steps, hold, and fall to zero over the last 40 %."""
-    return min(1.0, (step + 1) / 50, max(num_steps - step, 0) / (0.4 * num_steps))
+    fit(
+        model,
+        batch_loss,
+        num_steps=num_steps,
+        muon_rate=muon_rate,
+        adam_rate=adam_rate,
+        is_hidden=lambda name: ".layers." in name,
+    )
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write model and tokenizer, weights in fp16: half the bytes; it loads in fp32 unless asked otherwise."""
-    state = {name: tensor.half() for name, tensor in model.state_dict().items()}
-    model.save_pretrained(out, state_dict=state)
+    """Write model and tokenizer, weights in fp16."""
+    save_half(model, out)
     tokenizer.save_pretrained(out)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

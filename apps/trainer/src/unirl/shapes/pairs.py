@@ -15,17 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from unirl.reward.local.shapes import score_shapes
 from unirl.reward.local.shapes_grammar import PromptSpec, parse_prompt
 from unirl.shapes import world
+from unirl.shapes.sheet import coarse, write_sheet
 
 NUM_PAIRS = 512
 COLUMNS = 32
 """Tiles in a row of the sheet."""
-LEVELS = 16
-"""Values of a colour channel that the sheet keeps: enough for antialiased edges, at a quarter of the bytes."""
 
 
 def draw_pairs(num_pairs: int, seed: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
@@ -45,16 +43,7 @@ def draw_pairs(num_pairs: int, seed: int) -> list[tuple[str, np.ndarray, np.ndar
 def write_pairs(folder: Path, pairs: list[tuple[str, np.ndarray, np.ndarray]]) -> None:
     """Write `pairs.jsonl` and the sheet `pairs.png`, chosen and rejected next to each other."""
     folder.mkdir(parents=True, exist_ok=True)
-    tiles = np.stack([picture for _, chosen, rejected in pairs for picture in (chosen, rejected)])
-    rows = -(-len(tiles) // COLUMNS)
-    sheet = np.zeros((rows * COLUMNS, 3, world.IMAGE_SIDE, world.IMAGE_SIDE), dtype=np.uint8)
-    sheet[: len(tiles)] = tiles
-    sheet = sheet.reshape(rows, COLUMNS, 3, world.IMAGE_SIDE, world.IMAGE_SIDE).transpose(0, 3, 1, 4, 2)
-    picture = Image.fromarray(sheet.reshape(rows * world.IMAGE_SIDE, COLUMNS * world.IMAGE_SIDE, 3))
-    # Four hues in LEVELS values each fit a palette without loss.
-    picture.quantize(4 * LEVELS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
-        folder / "pairs.png", optimize=True
-    )
+    write_sheet(folder / "pairs.png", [picture for _, *both in pairs for picture in both], COLUMNS)
     lines = [
         json.dumps(
             {
@@ -80,15 +69,10 @@ def _confirmed(
 ) -> np.ndarray:
     """A drawing on which the verifier agrees."""
     while True:
-        picture = _coarse(world.render(layout(parse_prompt(prompt), rng), rng))
+        picture = coarse(world.render(layout(parse_prompt(prompt), rng), rng))
         strict, _ = score_shapes(torch.from_numpy(picture)[None], [prompt])
         if bool(strict[0]) == is_right:
             return picture
-
-
-def _coarse(picture: np.ndarray) -> np.ndarray:
-    step = 255 / (LEVELS - 1)
-    return np.round(np.round(picture / step) * step).astype(np.uint8)
 
 
 if __name__ == "__main__":

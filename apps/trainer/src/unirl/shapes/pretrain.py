@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +22,11 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
+from unirl.pretraining.fit import fit
+from unirl.pretraining.saving import load_in_fp32
 from unirl.reward.local.shapes_grammar import parse_prompt
 from unirl.shapes import text, world
 from unirl.shapes.evaluate import Conditioning, encode_prompts, evaluate
-from unirl.shapes.muon import Muon
 
 logger = logging.getLogger(__name__)
 
@@ -233,20 +232,10 @@ def train_transformer(
 
     Noise levels are uniform on the sampler's own grid, sigma = 3u / (1 + 2u), so training is dense where sampling is.
     """
-    hidden, rest = [], []
-    for name, parameter in transformer.named_parameters():
-        is_hidden = parameter.ndim == 2 and (".attn." in name or ".ff" in name)
-        (hidden if is_hidden else rest).append(parameter)
-    optimizers = [
-        Muon(hidden, lr=muon_rate),
-        torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: _trapezoid(step, num_steps)) for o in optimizers]
     averaged = copy.deepcopy(transformer).requires_grad_(False)
     null_row = len(bank.prompt_weights_P)
-    recent: list[float] = []
-    started = time.process_time()
-    for step in range(1, num_steps + 1):
+
+    def batch_loss() -> Tensor:
         prompt_B = torch.multinomial(bank.prompt_weights_P, batch_size, replacement=True)
         layout_B = bank.layouts_PN[prompt_B, torch.randint(bank.layouts_PN.shape[1], (batch_size,))]
         drawing_B = torch.randint(bank.mean_LJCHW.shape[1], (batch_size,))
@@ -264,29 +253,27 @@ def train_transformer(
             pooled_projections=conditioning.pooled_BD[row_B],
             return_dict=False,
         )[0]
-        loss = nn.functional.mse_loss(velocity, noise - clean)
-        loss.backward()
-        nn.utils.clip_grad_norm_(rest, 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        transformer.zero_grad()
-        with torch.no_grad():
-            decay = min(average, (1 + step) / (10 + step))
-            for slow, fast in zip(averaged.parameters(), transformer.parameters(), strict=True):
-                slow.lerp_(fast, 1 - decay)
-        recent.append(loss.item())
-        if step % 100 == 0:
-            seconds = time.process_time() - started
-            logger.info("transformer step %d loss %.4f, %.0f CPU s", step, sum(recent) / len(recent), seconds)
-            recent.clear()
+        return nn.functional.mse_loss(velocity, noise - clean)
+
+    @torch.no_grad()
+    def after_step(step: int) -> None:
+        decay = min(average, (1 + step) / (10 + step))
+        for slow, fast in zip(averaged.parameters(), transformer.parameters(), strict=True):
+            slow.lerp_(fast, 1 - decay)
         if step == num_steps or (every and step % every == 0):
             snapshot(averaged)
 
-
-def _trapezoid(step: int, num_steps: int) -> float:
-    """Warm up over 100 steps, hold, and fall to zero over the last 45 %."""
-    return min(1.0, (step + 1) / 100, max(num_steps - step, 0) / (0.45 * num_steps))
+    fit(
+        transformer,
+        batch_loss,
+        num_steps=num_steps,
+        muon_rate=muon_rate,
+        adam_rate=adam_rate,
+        is_hidden=lambda name: ".attn." in name or ".ff" in name,
+        warm_up=100,
+        decay=0.45,
+        after_step=after_step,
+    )
 
 
 def save(pipeline: StableDiffusion3Pipeline, out: Path) -> None:
@@ -299,8 +286,7 @@ def save(pipeline: StableDiffusion3Pipeline, out: Path) -> None:
         setattr(pipeline, name, module)
     # Where nobody asks for a dtype, transformers takes the one of the configuration, diffusers always fp32.
     for path in out.glob("text_encoder*/config.json"):
-        config = json.loads(path.read_text())
-        path.write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")
+        load_in_fp32(path)
 
 
 def _draw(layouts: list[world.Layout], rng: np.random.Generator, repeats: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""What the scripts that make the bases of the small worlds share."""
