@@ -10,7 +10,7 @@ import transformers
 from unirl.models.ar import ARStage
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
-from unirl.types.errors import CheckpointError, ConfigError
+from unirl.types.errors import CheckpointError, ConfigError, ContractError, DataError
 from unirl.types.media import ImageLists, Images, Texts
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
@@ -194,3 +194,77 @@ def test_fewer_pixels_make_shorter_prompts(pipeline):
     one = {"text": Texts(texts=["a"]), "image": Images(pixels=picture(80, 80, 0)[None])}
     assert small.encode(one, PARAMS)["images"].grids == [((1, 2, 2),)]
     assert len(pipeline.encode(one, PARAMS)["images"].patches) > 4
+
+
+def test_images_stand_where_the_text_says_so(pipeline):
+    adapter: Any = pipeline.adapter
+    decode = pipeline.bundle.tokenizer.decode
+    marked = decode(adapter.prompt_tokens("see <image> and <image>.", num_images=2))
+    one = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert marked == f"<|im_start|>user\nsee {one} and {one}.<|im_end|>\n<|im_start|>assistant\n"
+    leading = adapter.prompt_tokens("<image><image>hi", num_images=2)
+    assert leading == adapter.prompt_tokens("hi", num_images=2)
+    assert "<image>" in decode(adapter.prompt_tokens("<image>", num_images=0))
+    with pytest.raises(ConfigError, match="a prompt with 2 images says <image> 1 times: 'a <image>'"):
+        adapter.prompt_tokens("a <image>", num_images=2)
+
+
+def test_equal_prompts_are_read_once_and_others_are_not_mistaken_for_them(pipeline):
+    first, second = picture(56, 56, 0), picture(56, 56, 1)
+    shown = [[first], [second], [first.clone()], [first, second], [first]]
+    texts = ["what?"] * 4 + ["how?"]
+    widths: list[int] = []
+    handle = pipeline.bundle.model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    conditions, segment = sampled(pipeline, texts=texts, pictures=shown)
+    handle.remove()
+    assert widths[0] == 4
+    replayed = pipeline.replay(conditions, segment, PARAMS)
+    torch.testing.assert_close(replayed.logp_V.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+
+
+def test_a_replay_of_the_same_samples_has_the_same_bits(pipeline):
+    conditions, segment = sampled(pipeline)
+    first, second = (pipeline.replay(conditions, segment, PARAMS) for _ in range(2))
+    assert torch.equal(first.logp_V, second.logp_V) and torch.equal(first.entropy_V, second.entropy_V)
+
+
+def test_equal_images_are_processed_once(pipeline, monkeypatch):
+    processor, calls = pipeline.bundle.image_processor, []
+
+    def counting(**arguments):
+        calls.append(1)
+        return processor(**arguments)
+
+    monkeypatch.setattr(pipeline.bundle, "image_processor", counting)
+    image = picture(56, 56, 0)
+    shown = ImageLists(images=[[image, image], [image.clone(), picture(56, 56, 1)]])
+    conditions = pipeline.encode({"text": Texts(texts=["a", "b"]), "image": shown}, PARAMS)
+    assert len(calls) == 2 and [len(grid) for grid in conditions["images"].grids] == [2, 2]
+
+
+def test_images_that_do_not_fit_are_named(pipeline, tmp_path):
+    text = Texts(texts=["a"])
+
+    def encode(*images, params=PARAMS):
+        return pipeline.encode({"text": text, "image": ImageLists(images=[list(images)])}, params)
+
+    with pytest.raises(DataError, match=r"an image of 900 x 2 pixels cannot be resized: .*aspect ratio"):
+        encode(picture(2, 900, 0))
+    with pytest.raises(DataError, match="an image has 1 channels"):
+        encode(picture(56, 56, 0)[:1])
+    many = [picture(112, 112, i) for i in range(40)]
+    with pytest.raises(ConfigError, match=r"\(\d+ of them of its images\).*Lower bundle.max_pixels, shorten or drop"):
+        encode(*many)
+    with pytest.raises(ConfigError, match="the slot 'image' has 2 samples, 'text' 1"):
+        pipeline.encode({"text": text, "image": ImageLists(images=[[], []])}, PARAMS)
+
+
+def test_images_of_another_encoding_than_the_prompt_are_refused(pipeline):
+    conditions, segment = sampled(pipeline)
+    swapped = {**conditions, "images": conditions["images"].select([1, 0, 2, 3])}
+    with pytest.raises(ContractError, match=r"sample 0 has \d+ image tokens, but its images .* take \d+"):
+        pipeline.replay(swapped, segment, PARAMS)
+    with pytest.raises(ContractError, match="image tokens, but its images"):
+        pipeline.replay({"prompt": conditions["prompt"]}, segment, PARAMS)

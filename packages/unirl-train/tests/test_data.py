@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+from PIL import Image
 
 from unirl.data.data_source import MultimodalRLDataSource, epoch_order
-from unirl.data.datasets import MediaRef, PromptRow, read_rows
+from unirl.data.datasets import PromptRow, read_rows
+from unirl.data.pictures import MediaRef
 from unirl.types.errors import DataError
 
 
@@ -55,10 +57,11 @@ def test_dataset_folder_reads_like_a_file(tmp_path):
         read_rows(tmp_path / "two")
 
 
-def test_one_conditioning_image_a_row_is_read(tmp_path):
+def test_conditioning_images_of_a_row_are_read(tmp_path):
+    Image.new("RGB", (6, 4)).save(tmp_path / "cat.png")
     ref = {"modality": "image", "role": "condition", "uri": "cat.png"}
-    rows = read_rows(written(tmp_path, "p.jsonl", lines({"prompt": "make it blue", "media": [ref]})))
-    assert rows[0].media == (MediaRef("image", "condition", "cat.png"),)
+    rows = read_rows(written(tmp_path, "p.jsonl", lines({"prompt": "make it blue", "media": [ref, ref]})))
+    assert rows[0].media == (MediaRef("image", "condition", "cat.png"),) * 2
 
 
 @pytest.mark.parametrize(
@@ -76,16 +79,16 @@ def test_one_conditioning_image_a_row_is_read(tmp_path):
         ("p.jsonl", '{"prompt": "a", "metadata": {}, "x": 1}\n', "also the keys ['x']; move them into metadata"),
         ("p.jsonl", '{"prompt": "a", "prompt_id": true}\n', "p.jsonl:1: prompt_id = True must be"),
         ("p.jsonl", lines(*[{"prompt": "a", "prompt_id": "x"}] * 2), "rows 1 and 2 both have prompt_id 'x'"),
-        ("p.jsonl", '{"prompt": "a", "media": []}\n', "media must be a list of exactly one item"),
+        ("p.jsonl", '{"prompt": "a", "media": []}\n', "media must be a list of at least one picture"),
         ("p.jsonl", '{"prompt": "a", "media": [{"uri": "x"}]}\n', "needs exactly modality, role, uri"),
         (
             "p.jsonl",
             lines({"prompt": "a", "media": [{"modality": "video", "role": "condition", "uri": "x"}]}),
-            "p.jsonl:1: media is (video, condition); only (image, condition)",
+            "p.jsonl:1: picture 1 is (video, condition); only (image, condition)",
         ),
         (
             "p.jsonl",
-            lines("a", {"prompt": "a", "media": [{"modality": "image", "role": "condition", "uri": "x"}]}),
+            lines("a", {"prompt": "a", "media": [{"modality": "image", "role": "condition", "uri": "p.png"}]}),
             "row 1 has no media while 1 other rows do. Split the file",
         ),
         ("p.json", "[1,\n}", "p.json:2: not JSON"),
@@ -96,6 +99,7 @@ def test_one_conditioning_image_a_row_is_read(tmp_path):
     ],
 )
 def test_a_bad_file_is_named_with_its_line_and_the_fix(tmp_path, name, text, message):
+    Image.new("RGB", (6, 4)).save(tmp_path / "p.png")
     with pytest.raises(DataError, match=re.escape(message)):
         read_rows(written(tmp_path, name, text))
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from unirl.tracking.console import ConsoleTracker, sparkline
 from unirl.tracking.jsonl import JsonlTracker, read_metrics
-from unirl.tracking.media import before_after, grid
+from unirl.tracking.media import GREEN, RED, answered, before_after, grid
 from unirl.types.errors import ContractError
 
 CONFIG = {"recipe": "diffusion/test", "num_rollouts": 3}
@@ -218,3 +218,33 @@ def test_the_clock_on_a_terminal_runs_between_rollouts(tmp_path, monkeypatch):
     now[0] = 190.0
     assert "1 of 4   1:30, 2:30 left" in shown()
     tracker.close()
+
+
+def has_ink(picture, ink):
+    """Whether text of this colour is there: letters are antialiased, so a pixel may be paler."""
+    distance = np.abs(np.array(picture).astype(int) - np.array(ink)).sum(-1)
+    return bool((distance < 60).any())
+
+
+def test_answers_stand_in_their_colour_below_pictures_of_any_number_and_size():
+    small, wide = torch.zeros(3, 20, 20), torch.ones(3, 50, 900)
+    wide[1:] = 0
+    picture = answered(
+        [[small, wide], [small], []], ["a", "b", "c"], [("green", True), ("rather red", False), ("3", None)]
+    )
+    assert all(has_ink(picture, ink) for ink in (GREEN, RED, (0, 0, 0), (255, 0, 0)))
+    assert picture.width == 3 * (2 * 160 + 3 + 12)
+    narrow = answered([[small], [small], []], ["a", "b", "c"], [("1", None)] * 3, columns=1)
+    assert not has_ink(narrow, GREEN) and not has_ink(narrow, RED) and narrow.width == 160 + 12
+
+
+def test_a_long_question_leaves_room_for_its_answer():
+    short, long = (
+        answered([[torch.zeros(3, 8, 8)]], [question], [("7: wrong, 8", False)]) for question in ("a", "a b c d " * 99)
+    )
+    assert has_ink(short, RED) and has_ink(long, RED) and 0 < long.height - short.height < 40
+
+
+def test_answers_without_their_questions_are_refused():
+    with pytest.raises(ContractError, match="1 samples, 0 questions and 1 verdicts"):
+        answered([[]], [], [("1", None)])

@@ -8,8 +8,10 @@ from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from token_fakes import FirstDigitReward, LMBundle, LMEngine, LMPipeline, sampling
 
 from unirl.algorithms.advantages import AdvantageConfig
@@ -26,7 +28,7 @@ from unirl.train.stack import TrainStack
 from unirl.trainer.base import TrainerSettings
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
-from unirl.trainer.vlm import VLMTrainer
+from unirl.trainer.vlm import VLMTrainer, verdict
 from unirl.types.errors import ConfigError, WorkerError
 from unirl.types.roles import Collect, Dispatch, distributed
 
@@ -37,6 +39,7 @@ class Notes:
     def __init__(self) -> None:
         self.logged: dict[int, dict[str, float]] = {}
         self.tables: dict[tuple[str, int], list[TableRow]] = {}
+        self.pictures: dict[tuple[str, int], Any] = {}
 
     def start(self, config: Mapping[str, Any], run_dir: Path, step: int) -> None: ...
 
@@ -44,7 +47,7 @@ class Notes:
         self.logged[step] = dict(metrics)
 
     def image(self, name: str, picture: Any, step: int) -> None:
-        raise AssertionError("a trainer of texts draws no pictures")
+        self.pictures[name, step] = picture
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         self.tables[name, step] = list(rows)
@@ -86,6 +89,7 @@ class Run:
         same: Callable[[str], bool] = lambda group: False,
         samples: int = 8,
         syncs: bool = False,
+        has_pictures: bool = False,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,6 +97,9 @@ class Run:
         rows = [
             {"prompt": text, "answer": "4", "category": f"c{len(text)}"} for text in ("1", "2", "35", "61", "5", "16")
         ]
+        if has_pictures:
+            Image.new("RGB", (9, 6), "blue").save(folder / "a.png")
+            rows = [{**row, "images": ["a.png"] * (1 + i % 2)} for i, row in enumerate(rows)]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.folder, self.notes = folder, Notes()
 
@@ -193,9 +200,37 @@ def test_completions_lie_in_the_run_directory_and_reach_the_trackers(tmp_path: P
     ]
     rows = [json.loads(line) for line in (tmp_path / "samples" / "rollout-000002.jsonl").read_text().splitlines()]
     assert rows == run.notes.tables["rollout", 2] and len(rows) == 16
-    assert {"prompt", "completion", "tokens", "end", "reward", "match", "advantage"} == rows[0].keys()
+    assert {"prompt", "completion", "tokens", "end", "answer", "reward", "match", "advantage"} == rows[0].keys()
     assert len(run.notes.tables["eval", 0]) == 5
     assert {row["end"] for row in rows} <= {"completed", "truncated"}
+
+
+def test_a_trainer_of_texts_alone_draws_no_pictures(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=1, evaluation={}, media_interval=1)
+    run.trainer.run()
+    assert run.notes.tables and not run.notes.pictures
+
+
+def test_questions_about_pictures_are_shown_with_them_and_whether_they_were_answered(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=2, evaluation={"num_completions": 5}, media_interval=2, has_pictures=True)
+    run.trainer.run()
+    rows = run.notes.tables["rollout", 2]
+    assert len(rows) == 16 and {row["images"] for row in rows} == {"a.png", "a.png, a.png"}
+    assert run.notes.pictures.keys() == {("eval", 0), ("eval", 2), ("rollout", 2)}
+    for (name, step), picture in run.notes.pictures.items():
+        with Image.open(tmp_path / "samples" / f"{name}-{step:06d}.png") as saved:
+            assert saved.size == picture.size
+    assert len(run.notes.tables["eval", 0]) == 5
+    blue = (torch.tensor(np.array(run.notes.pictures["eval", 0])) == torch.tensor([0, 0, 255])).all(-1)
+    # Cells of 160 pixels, pictures of 9 x 6 enlarged 17 times; prompts 1 to 5 show 1, 2, 1, 2 and 1 of them.
+    num_pictures = sum(1 + str(row["images"]).count(",") for row in run.notes.tables["eval", 0])
+    assert int(blue.sum()) == num_pictures * (9 * 17) * (6 * 17)
+
+
+def test_a_completion_is_called_right_only_where_there_is_a_right_answer():
+    assert verdict({"completion": "4", "reward": 1.0, "answer": "4"}) == ("4: right", True)
+    assert verdict({"completion": "5", "reward": 0.5, "answer": "4"}) == ("5: wrong, 4", False)
+    assert verdict({"completion": "5", "reward": 0.5}) == ("5 (reward 0.5)", None)
 
 
 def test_dynamic_sampling_replaces_groups_that_teach_nothing(tmp_path: Path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,20 +167,22 @@ class _Decoder:
         """Samples that the cache holds, in its order."""
 
     def start(self) -> Tensor:
-        """Logits [B, W] behind each prompt. Equal prompts of text alone are computed once."""
-        keys = [tuple(prompt.tolist()) for prompt in self._prompts]
-        is_text = set(self._conditions) == {"prompt"}
-        first = [row for row, key in enumerate(keys) if not is_text or keys.index(key) == row]
+        """Logits [B, W] behind each prompt. Equal prompts are computed once."""
+        keys = self._adapter.prompt_keys(self._conditions)
+        rows_of: dict[Hashable, int] = {}
+        for row, key in enumerate(keys):
+            rows_of.setdefault(key, row)
+        first = list(rows_of.values())
         width = max(len(prompt) for prompt in self._prompts)
         self._mask = torch.stack([_left(torch.ones_like(self._prompts[row]), width) for row in first])
         logits = self._forward(
             torch.stack([_left(self._prompts[row], width) for row in first]),
             torch.stack([_left(self._prompt_positions[row], width) for row in first], dim=-2),
-            **self._adapter.model_inputs(self._conditions),
+            **self._adapter.model_inputs({name: each.select(first) for name, each in self._conditions.items()}),
         )
         if len(first) == len(keys):
             return logits
-        place = {keys[row]: i for i, row in enumerate(first)}
+        place = {key: i for i, key in enumerate(rows_of)}
         copies = torch.tensor([place[key] for key in keys], device=logits.device)
         self._cache.batch_select_indices(copies)
         self._mask = self._mask[copies]

@@ -5,12 +5,13 @@ Nothing here draws or scores a token: `unirl.models.ar` does that for every adap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from unirl.models.adapter import require_condition
 from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
@@ -105,16 +106,29 @@ class TextAdapter:
         rows = [row.tolist() for row in segment.unpack("tokens")]
         return Texts(texts=list(self.bundle.tokenizer.batch_decode(rows, skip_special_tokens=True)))
 
-    def check_context(self, prompt_lengths: Sequence[int], max_new_tokens: int) -> None:
-        """Raises ConfigError where a prompt and max_new_tokens exceed the context."""
+    def check_context(
+        self, prompt_lengths: Sequence[int], max_new_tokens: int, *, num_image_tokens: Sequence[int] | None = None
+    ) -> None:
+        """Raises ConfigError where a prompt and max_new_tokens exceed the context.
+
+        num_image_tokens: how many tokens of each prompt stand for images.
+        """
         longest = max(prompt_lengths, default=0)
         if longest + max_new_tokens > self.context_length:
             row = list(prompt_lengths).index(longest)
+            num_images = num_image_tokens[row] if num_image_tokens is not None else 0
+            of_images = f" ({num_images} of them of its images)" if num_images else ""
+            remedy = "Lower bundle.max_pixels, shorten" if num_images else "Shorten"
             raise ConfigError(
-                f"prompt {row} of the batch has {longest} tokens; with max_new_tokens = {max_new_tokens} that is more "
-                f"than the context of {self.context_length}. Shorten or drop the prompt, or lower "
+                f"prompt {row} of the batch has {longest} tokens{of_images}; with max_new_tokens = {max_new_tokens} "
+                f"that is more than the context of {self.context_length}. {remedy} or drop the prompt, or lower "
                 f"sampling.max_new_tokens to {max(0, self.context_length - longest)}."
             )
+
+    def prompt_keys(self, conditions: Conditions) -> list[Hashable]:
+        """A key of each sample's prompt: those with equal keys read the same, and are computed once."""
+        prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
+        return [tuple(prompt.tolist()) for prompt in prompts]
 
     def positions(self, conditions: Conditions, lengths: Sequence[int]) -> list[Tensor]:
         """Where the first `lengths` tokens of each sample (prompt and completion) stand: int64 [n] a sample, or [3, n]

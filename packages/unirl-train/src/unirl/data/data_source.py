@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 
-from unirl.data.datasets import MediaRef, PromptRow, read_rows
+from unirl.data.datasets import PromptRow, read_rows
+from unirl.data.pictures import MediaRef
 from unirl.types.errors import DataError
 
 __all__ = ["MediaRef", "MultimodalRLDataSource", "PromptRow", "epoch_order", "fingerprint"]
@@ -26,7 +26,12 @@ def fingerprint(rows: list[PromptRow]) -> str:
     """Hash of the content of all rows, in file order."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
-        digest.update(json.dumps(asdict(row), sort_keys=True, default=str).encode())
+        content = {"prompt": row.prompt, "prompt_id": row.prompt_id, "metadata": row.metadata}
+        # Not the folder, which differs from machine to machine.
+        media = [{"modality": ref.modality, "role": ref.role, "uri": ref.uri} for ref in row.media]
+        digest.update(json.dumps({**content, "media": media}, sort_keys=True, default=str).encode())
+        for ref in row.media:
+            digest.update(ref.data or b"")
         digest.update(b"\n")
     return digest.hexdigest()
 

@@ -1,7 +1,11 @@
 """Prompt files of every supported format, read into rows. Every error names the file and the line.
 
 `.txt` has one prompt a line; `.jsonl` one row (or bare string) a line; `.json` is a list of those, or a mapping with
-the list under `prompts`, `prompt` or `caption`; a folder is a Hugging Face dataset written by `save_to_disk`.
+the list under `prompts`, `prompt` or `caption`; `.parquet` is a table with a row a prompt; a folder is a Hugging Face
+dataset written by `save_to_disk`.
+
+The pictures of a prompt are `media`, or `images`: paths, or what tables hold in their place, {bytes, path}.
+A row with `choices` is a multiple-choice question, see `unirl.data.choices`.
 """
 
 from __future__ import annotations
@@ -13,27 +17,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unirl.data.choices import multiple_choice
+from unirl.data.pictures import MediaRef, picture_problem
 from unirl.types.errors import DataError
+from unirl.types.given import IMAGES, SCORES
 
 TEXT_KEYS = ("prompt", "caption")
+QUESTION_KEYS = ("problem", "question")
+"""Stand for the prompt where a row has none."""
 MEDIA_KEYS = ("media", "media_refs")
 LIST_KEYS = ("prompts", *TEXT_KEYS)
 MEDIA_FIELDS = ("modality", "role", "uri")
-SUFFIXES = (".txt", ".jsonl", ".json")
+CHOICES, ANSWER = "choices", "answer"
+SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 
 _EMBEDDING_KEY = re.compile(r"embed(s|ding|dings)?(_path)?$")
 
 Row = Any  # Any: a decoded JSON value, told apart in `parse_row`
-
-
-@dataclass(frozen=True)
-class MediaRef:
-    """A picture that conditions a prompt (editing)."""
-
-    modality: str
-    role: str
-    uri: str
-    """As written in the file; a path is relative to the file's folder."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ def parse_row(value: Row, index: int, path: Path, where: str) -> PromptRow:
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: a row is a {type(value).__name__}; write a string or a mapping with `prompt`.")
     present = [key for key in TEXT_KEYS if value.get(key) is not None]
+    if not present:
+        present = [key for key in QUESTION_KEYS if value.get(key) is not None]
     if len(present) != 1:
         found = "both `prompt` and `caption`" if present else f"neither `prompt` nor `caption` among {sorted(value)}"
         raise DataError(f"{where}: the row has {found}; give exactly one.")
@@ -97,7 +99,10 @@ def parse_row(value: Row, index: int, path: Path, where: str) -> PromptRow:
         raise DataError(
             f"{where}: {embeddings} hold embeddings, which are computed by the model and cached. Remove these keys."
         )
-    return PromptRow(prompt, _prompt_id(value, index, path, where), _metadata(value, where), _media(value, where))
+    media, metadata = _media(value, path, where), _metadata(value, present[0], where)
+    if CHOICES in metadata:
+        prompt, metadata[ANSWER] = _multiple_choice(prompt, metadata, where)
+    return PromptRow(prompt, _prompt_id(value, index, path, where), metadata, media)
 
 
 def _prompt_id(value: Mapping[str, Row], index: int, path: Path, where: str) -> str:
@@ -109,8 +114,9 @@ def _prompt_id(value: Mapping[str, Row], index: int, path: Path, where: str) -> 
     return str(given)
 
 
-def _metadata(value: Mapping[str, Row], where: str) -> dict[str, Row]:
-    extra = {key: item for key, item in value.items() if key not in (*TEXT_KEYS, *MEDIA_KEYS, "prompt_id", "metadata")}
+def _metadata(value: Mapping[str, Row], text_key: str, where: str) -> dict[str, Row]:
+    read = {text_key, *TEXT_KEYS, *MEDIA_KEYS, "prompt_id", "metadata", *({IMAGES} if _shows_images(value) else ())}
+    extra = {key: item for key, item in value.items() if key not in read}
     given = value.get("metadata")
     if given is None:
         return extra
@@ -121,27 +127,61 @@ def _metadata(value: Mapping[str, Row], where: str) -> dict[str, Row]:
     return dict(given)
 
 
-def _media(value: Mapping[str, Row], where: str) -> tuple[MediaRef, ...]:
-    present = [key for key in MEDIA_KEYS if value.get(key) is not None]
+def _multiple_choice(prompt: str, metadata: Mapping[str, Row], where: str) -> tuple[str, str]:
+    try:
+        return multiple_choice(prompt, metadata[CHOICES], metadata.get(ANSWER))
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _shows_images(value: Mapping[str, Row]) -> bool:
+    """Whether `images` belong to the prompt; with scores beside them they are rated ones, see `unirl.types.given`."""
+    return value.get(IMAGES) is not None and SCORES not in value
+
+
+def _media(value: Mapping[str, Row], path: Path, where: str) -> tuple[MediaRef, ...]:
+    keys = (*MEDIA_KEYS, *((IMAGES,) if _shows_images(value) else ()))
+    present = [key for key in keys if value.get(key) is not None]
     if not present:
         return ()
-    if len(present) == 2:
-        raise DataError(f"{where}: the row has both `media` and `media_refs`; give one.")
-    items = value[present[0]]
-    if not isinstance(items, list) or len(items) != 1:
-        raise DataError(f"{where}: {present[0]} must be a list of exactly one item with {', '.join(MEDIA_FIELDS)}.")
-    item = items[0]
+    if len(present) > 1:
+        raise DataError(f"{where}: the row has both `{present[0]}` and `{present[1]}`; give one.")
+    items, folder = value[present[0]], str(path.absolute().parent)
+    if not isinstance(items, list) or not items:
+        raise DataError(f"{where}: {present[0]} must be a list of at least one picture.")
+    read = _image_ref if present[0] == IMAGES else _media_ref
+    refs = tuple(read(item, folder, f"{where}: picture {number}") for number, item in enumerate(items, start=1))
+    for ref in refs:
+        problem = picture_problem(ref)
+        if problem is not None:
+            raise DataError(f"{where}: the picture {ref.uri} {problem}. Mend its path or remove the row.")
+    return refs
+
+
+def _media_ref(item: Row, folder: str, where: str) -> MediaRef:
     if not isinstance(item, Mapping) or set(item) != set(MEDIA_FIELDS):
-        raise DataError(f"{where}: an item of {present[0]} needs exactly {', '.join(MEDIA_FIELDS)}; got {item!r}.")
-    ref = MediaRef(str(item["modality"]), str(item["role"]), str(item["uri"]))
+        raise DataError(f"{where} needs exactly {', '.join(MEDIA_FIELDS)}; got {item!r}.")
+    ref = MediaRef(str(item["modality"]), str(item["role"]), str(item["uri"]), folder)
     if (ref.modality, ref.role) != ("image", "condition"):
-        raise DataError(f"{where}: media is ({ref.modality}, {ref.role}); only (image, condition) is supported.")
-    return (ref,)
+        raise DataError(f"{where} is ({ref.modality}, {ref.role}); only (image, condition) is supported.")
+    return ref
+
+
+def _image_ref(item: Row, folder: str, where: str) -> MediaRef:
+    if isinstance(item, str) and item:
+        return MediaRef("image", "condition", item, folder)
+    if isinstance(item, Mapping) and set(item) == {"bytes", "path"} and (item["bytes"] or item["path"]):
+        name = str(item["path"] or "(without a name)")
+        return MediaRef("image", "condition", name, folder, item["bytes"] or None)
+    raise DataError(f"{where} must be a path, or what a table holds for one, {{bytes, path}}; got {str(item)[:80]}.")
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Row]]:
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: unknown format {path.suffix!r}. Use {_formats()}.")
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -187,6 +227,25 @@ def _decoded(line: str, where: str) -> Row:
         raise DataError(f"{where}: not JSON: {error.msg} (column {error.colno}). Fix or remove the line.") from error
 
 
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError("parquet files need pyarrow: pip install 'unirl-train[data]'") from error
+    try:
+        table = parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as parquet: {error}. Fetch or write the file again.") from error
+    for index, row in enumerate(table.to_pylist()):
+        yield f"{path}:row {index + 1}", _present(row)
+
+
+def _present(row: Mapping[str, Row]) -> Row:
+    """A row of a table without its empty columns."""
+    return {key: item for key, item in row.items() if item is not None}
+
+
 def _dataset_rows(path: Path, split: str | None) -> Iterable[tuple[str, Row]]:
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         raise DataError(
@@ -206,11 +265,9 @@ def _dataset_rows(path: Path, split: str | None) -> Iterable[tuple[str, Row]]:
         loaded = loaded[split]
     elif split is not None:
         raise DataError(f"{path}: has no splits, but split = {split!r} was asked for. Remove data.split.")
-    # Columns absent in a row come as None.
-    return [
-        (f"{path}:row {index + 1}", {key: item for key, item in row.items() if item is not None})
-        for index, row in enumerate(loaded)
-    ]
+    # Pictures stay files; they are decoded where a rollout needs them.
+    stored = loaded.with_format("arrow")
+    return [(f"{path}:row {index + 1}", _present(stored[index].to_pylist()[0])) for index in range(len(stored))]
 
 
 def _check_ids(rows: list[PromptRow], path: Path) -> None:

@@ -18,7 +18,12 @@ MARGIN = 6
 FONT_SIZE = 12
 MAX_CAPTION_LINES = 3
 BACKGROUND = (255, 255, 255)
-INK = (30, 30, 30)
+INK, GREEN, RED = (30, 30, 30), (0, 120, 40), (190, 20, 20)
+SHEET_WIDTH = 1400
+"""Pixels that a grid of answers aims at."""
+
+Caption = list[tuple[str, tuple[int, int, int], int]]
+"""Texts below a cell, each with its colour and the lines that it may take."""
 
 
 def grid(
@@ -33,7 +38,7 @@ def grid(
     captions = _checked(images, labels)
     columns = columns or max(1, math.ceil(math.sqrt(len(images))))
     cells = [_enlarged(image, scale) for image in images]
-    return _assembled([[cell] for cell in cells], captions, columns, titles=None)
+    return _assembled([[cell] for cell in cells], _plain(captions), columns, titles=None)
 
 
 def before_after(before: Tensor, after: Tensor, labels: Sequence[str], columns: int | None = None) -> Image.Image:
@@ -46,7 +51,30 @@ def before_after(before: Tensor, after: Tensor, labels: Sequence[str], columns: 
     captions = _checked(before, labels)
     columns = columns or max(1, math.ceil(math.sqrt(len(before) / 2)))
     pairs = [[_enlarged(left, None), _enlarged(right, None)] for left, right in zip(before, after, strict=True)]
-    return _assembled(pairs, captions, columns, titles=("before", "after"))
+    return _assembled(pairs, _plain(captions), columns, titles=("before", "after"))
+
+
+def answered(
+    pictures: Sequence[Sequence[Tensor]],
+    questions: Sequence[str],
+    verdicts: Sequence[tuple[str, bool | None]],
+    columns: int | None = None,
+) -> Image.Image:
+    """A grid of samples: the pictures of each side by side, its question, and what was answered below.
+
+    pictures: any number a sample, [3, H, W] in [0, 1] of any size. verdicts: the answer, and whether it is right, which
+    colours it; None leaves it black. Raises ContractError where the numbers of samples differ.
+    """
+    if not len(pictures) == len(questions) == len(verdicts) or not pictures:
+        raise ContractError(f"{len(pictures)} samples, {len(questions)} questions and {len(verdicts)} verdicts")
+    most = max(1, max(len(each) for each in pictures))
+    shown = [[_boxed(image) for image in each] + [_blank()] * (most - len(each)) for each in pictures]
+    width = most * TARGET_SIDE + (most - 1) * (MARGIN // 2)
+    captions = [
+        [(question, INK, MAX_CAPTION_LINES - 1), (answer, INK if is_right is None else GREEN if is_right else RED, 1)]
+        for question, (answer, is_right) in zip(questions, verdicts, strict=True)
+    ]
+    return _assembled(shown, captions, columns or max(1, min(len(shown), SHEET_WIDTH // width)), titles=None)
 
 
 def _checked(images: Tensor, labels: Sequence[str] | None) -> list[str]:
@@ -70,15 +98,35 @@ def _enlarged(image: Tensor, scale: int | None) -> Image.Image:
     return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
 
 
+def _boxed(image: Tensor) -> Image.Image:
+    """An image in a square of TARGET_SIDE, enlarged by a whole factor or made smaller."""
+    picture = _enlarged(image, None)
+    picture.thumbnail((TARGET_SIDE, TARGET_SIDE))
+    square = _blank()
+    square.paste(picture, ((TARGET_SIDE - picture.width) // 2, (TARGET_SIDE - picture.height) // 2))
+    return square
+
+
+def _blank() -> Image.Image:
+    return Image.new("RGB", (TARGET_SIDE, TARGET_SIDE), BACKGROUND)
+
+
+def _plain(captions: list[str]) -> list[Caption]:
+    return [[(caption, INK, MAX_CAPTION_LINES)] for caption in captions]
+
+
 def _assembled(
-    cells: list[list[Image.Image]], captions: list[str], columns: int, titles: tuple[str, str] | None
+    cells: list[list[Image.Image]], captions: list[Caption], columns: int, titles: tuple[str, str] | None
 ) -> Image.Image:
     font = ImageFont.load_default(FONT_SIZE)
     gap = MARGIN // 2
     width = sum(picture.width for picture in cells[0]) + gap * (len(cells[0]) - 1)
     height = cells[0][0].height
     line_height = FONT_SIZE + 3
-    wrapped = [_wrapped(caption, width, font) for caption in captions]
+    wrapped = [
+        [(line, ink) for text, ink, most in caption for line in _wrapped(text, width, font, most)]
+        for caption in captions
+    ]
     caption_height = line_height * max(len(lines) for lines in wrapped)
     title_height = line_height if titles else 0
     columns = min(columns, len(cells))
@@ -94,16 +142,16 @@ def _assembled(
             canvas.paste(picture, (x, top))
             if titles is not None and index < columns:
                 draw.text((x, MARGIN // 2), titles[number], fill=INK, font=font)
-        for number, line in enumerate(lines):
-            draw.text((left, top + height + 2 + number * line_height), line, fill=INK, font=font)
+        for number, (line, ink) in enumerate(lines):
+            draw.text((left, top + height + 2 + number * line_height), line, fill=ink, font=font)
     return canvas
 
 
-def _wrapped(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
+def _wrapped(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, max_lines: int) -> list[str]:
     if not caption:
         return []
     per_character = max(font.getlength(caption) / len(caption), 1.0)
     lines = textwrap.wrap(" ".join(caption.split()), max(4, int(width / per_character)))
-    if len(lines) > MAX_CAPTION_LINES:
-        lines = [*lines[: MAX_CAPTION_LINES - 1], lines[MAX_CAPTION_LINES - 1].rstrip() + " ..."]
+    if len(lines) > max_lines:
+        lines = [*lines[: max_lines - 1], lines[max_lines - 1].rstrip() + " ..."]
     return lines

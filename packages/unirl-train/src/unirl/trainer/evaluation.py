@@ -166,6 +166,8 @@ class EvaluationResult:
     """Samples without a score (reward.on_failure: drop_group), left out of the means."""
     completions: list[TableRow] = field(default_factory=list)
     """Some texts with their prompts and scores."""
+    pictures: list[list[Tensor]] = field(default_factory=list)
+    """The pictures of the prompts of `completions`, [3, H, W] each; empty where prompts have none."""
 
     def metrics(self) -> dict[str, float]:
         """Flat names: eval/<component>, eval/<category>/<component>, and eval/failed_samples where there are any."""

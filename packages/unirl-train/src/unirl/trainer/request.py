@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unirl.data.data_source import PromptRow
+from unirl.data.pictures import prompt_pictures
 from unirl.sde.schedule import compressed_tail
 from unirl.types.media import Texts
 from unirl.types.noise import noise_keys
@@ -63,8 +64,15 @@ def repeated(rows: Sequence[PromptRow], repeats: int) -> dict[str, Any]:  # Any:
 
 
 def build_text_request(rows: Sequence[PromptRow], params: ARSamplingParams, *, rollout_id: int) -> RolloutReq:
-    """A request for completions, `params.samples_per_prompt` of every row; see `repeated` for the ids."""
-    return RolloutReq(**repeated(rows, params.samples_per_prompt), sampling_params=params, rollout_id=rollout_id)
+    """A request for completions, `params.samples_per_prompt` of every row; see `repeated` for the ids.
+
+    Where rows have pictures, they are the slot "image". Raises DataError for one that cannot be read any more.
+    """
+    fields = repeated(rows, params.samples_per_prompt)
+    if any(row.media for row in rows):
+        pictures = prompt_pictures([row.media for row in rows])
+        fields["primitives"]["image"] = pictures.repeat_interleave(params.samples_per_prompt)
+    return RolloutReq(**fields, sampling_params=params, rollout_id=rollout_id)
 
 
 def build_request(

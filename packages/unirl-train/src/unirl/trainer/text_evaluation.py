@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from unirl.data.data_source import PromptRow
 from unirl.distributed.runtime import Role
 from unirl.tracking.base import TableRow
@@ -24,7 +26,7 @@ from unirl.trainer.evaluation import (
 )
 from unirl.trainer.request import build_text_request
 from unirl.types.errors import ConfigError
-from unirl.types.media import Texts
+from unirl.types.media import ImageLists, Texts
 from unirl.types.reward import RewardResponse
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams
@@ -136,7 +138,7 @@ class TextEvaluator(BaseEvaluator):
 
     def run(self, engine: Role, reward: Role, num_ranks: int) -> EvaluationResult:
         """See `BaseEvaluator.run`. Means are of the greedy completions, `pass@k` of the sampled ones."""
-        scores, completions = Scores(), []
+        scores, completions, pictures = Scores(), [], []
 
         def greedy(rows: list[PromptRow]) -> RolloutReq:
             return build_text_request(rows, self._greedy, rollout_id=EVAL_ROLLOUT_ID)
@@ -151,9 +153,10 @@ class TextEvaluator(BaseEvaluator):
             wanted = min(self._options.num_completions - len(completions), len(batch.rows))
             if wanted > 0:
                 taken = [row for part in batch.resp.map(take_completions, self._track, wanted) for row in part]
-                completions += [
-                    {**taken[i], **sample_values(batch.reply, i)} for i in range(wanted) if batch.reply.successes[i]
-                ]
+                scored = [i for i in range(wanted) if batch.reply.successes[i]]
+                completions += [{**taken[i], **sample_values(batch.reply, i)} for i in scored]
+                shown = [each for part in batch.resp.map(take_pictures, self._track, wanted) for each in part]
+                pictures += [shown[i] for i in scored if shown]
         for batch in scored_batches(
             self._pass_rows,
             sampled,
@@ -170,6 +173,7 @@ class TextEvaluator(BaseEvaluator):
             num_samples=scores.num_scored,
             num_failed=len(scores.errors),
             completions=completions,
+            pictures=pictures,
         )
 
     def _add_passes(self, scores: Scores, batch: ScoredBatch) -> None:
@@ -208,19 +212,29 @@ def pass_at(k: int, num_right: int, num_samples: int) -> float:
 
 
 def take_completions(resp: RolloutResp, track: str, count: int) -> list[TableRow]:
-    """Prompt, completion, number of tokens and end of the first samples (runs where the response lies)."""
+    """Prompt, names of its pictures, completion, number of tokens, end and right answer of the first samples, as far as
+    there are any (runs where the response lies)."""
     own = resp.tracks[track]
     prompts, decoded, segment = own.primitives.get("text"), own.decoded, own.segment
     if not (isinstance(prompts, Texts) and isinstance(decoded, Texts) and isinstance(segment, TextSegment)):
         return []
     lengths = segment.lengths.tolist()
     status = [SegmentStatus.COMPLETED] * len(lengths) if segment.status is None else segment.status.tolist()
-    return [
-        {
-            "prompt": prompts.texts[i],
-            "completion": decoded.texts[i],
-            "tokens": lengths[i],
-            "end": SegmentStatus(status[i]).name.lower(),
-        }
-        for i in range(min(count, len(lengths)))
-    ]
+    pictures, metadata = own.primitives.get("image"), own.metadata
+    rows: list[TableRow] = []
+    for i in range(min(count, len(lengths))):
+        row: TableRow = {"prompt": prompts.texts[i]}
+        if isinstance(pictures, ImageLists) and pictures.sources is not None:
+            row["images"] = ", ".join(pictures.sources[i])
+        row |= {"completion": decoded.texts[i], "tokens": lengths[i], "end": SegmentStatus(status[i]).name.lower()}
+        answer = (metadata[i] or {}).get("answer") if metadata else None
+        if answer is not None:
+            row["answer"] = str(answer)
+        rows.append(row)
+    return rows
+
+
+def take_pictures(resp: RolloutResp, track: str, count: int) -> list[list[Tensor]]:
+    """The pictures of the first samples' prompts (runs where the response lies); empty for prompts of text alone."""
+    pictures = resp.tracks[track].primitives.get("image")
+    return [list(each) for each in pictures.images[:count]] if isinstance(pictures, ImageLists) else []

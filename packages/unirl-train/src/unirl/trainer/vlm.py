@@ -9,10 +9,11 @@ import torch
 
 from unirl.distributed.runtime import Held
 from unirl.tracking.base import TableRow
+from unirl.tracking.media import answered
 from unirl.trainer.base import Trainer
 from unirl.trainer.evaluation import EvaluationResult, sample_values
 from unirl.trainer.request import build_text_request
-from unirl.trainer.text_evaluation import take_completions
+from unirl.trainer.text_evaluation import take_completions, take_pictures
 from unirl.types.reward import RewardResponse
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import ARSamplingParams
@@ -41,13 +42,14 @@ class VLMTrainer(Trainer[ARSamplingParams]):
             {**row, **sample_values(reply, i), "advantage": float(advantages[i])}
             for i, row in enumerate(taken[:NUM_COMPLETIONS])
         ]
-        self._show("rollout", rows, step)
+        pictures = [each for part in resp.map(take_pictures, self.track, NUM_COMPLETIONS) for each in part]
+        self._show("rollout", rows, pictures[: len(rows)], step)
 
     def show_evaluation(self, result: EvaluationResult, step: int) -> None:
         """Some greedy completions with their scores, to the run directory and the trackers."""
-        self._show("eval", result.completions, step)
+        self._show("eval", result.completions, result.pictures, step)
 
-    def _show(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+    def _show(self, name: str, rows: Sequence[TableRow], pictures: Sequence[Sequence[torch.Tensor]], step: int) -> None:
         if not rows:
             return
         folder = self._run_dir / "samples"
@@ -56,3 +58,20 @@ class VLMTrainer(Trainer[ARSamplingParams]):
         (folder / f"{name}-{step:06d}.jsonl").write_text("".join(lines), encoding="utf-8")
         for tracker in self._trackers:
             tracker.table(name, rows, step)
+        if not pictures:
+            return
+        picture = answered(pictures, [str(row["prompt"]) for row in rows], [verdict(row) for row in rows])
+        picture.save(folder / f"{name}-{step:06d}.png")
+        for tracker in self._trackers:
+            tracker.image(name, picture, step)
+
+
+def verdict(row: TableRow) -> tuple[str, bool | None]:
+    """What to say of a completion below its pictures, and whether it is right: where there is a right answer, a reward
+    of at least 1 says so."""
+    said = str(row["completion"])
+    if "answer" not in row:
+        return f"{said} (reward {row['reward']:.3g})", None
+    if float(row["reward"]) >= 1:
+        return f"{said}: right", True
+    return f"{said}: wrong, {row['answer']}", False

@@ -77,6 +77,8 @@ class ImageLists(Batch):
 
     images: list[list[Tensor]] = per_sample(default_factory=list)
     """[C, H, W] each, float in [0, 1]."""
+    sources: list[tuple[str, ...]] | None = per_sample(default=None)
+    """What each image is called, for people to look it up."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ Legend: N patches, D numbers of a patch, P tokens of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from unirl.models.adapter import require_condition
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.text_adapter import TextAdapter
 from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, ContractError, DataError
 from unirl.types.media import ImageLists, Images, Primitive, Texts
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import ARSamplingParams
@@ -23,12 +23,16 @@ from unirl.types.sampling import ARSamplingParams
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 """One image in a prompt without chat template, as the template writes it."""
 
+IMAGE_MARK = "<image>"
+"""Where an image stands in a text that says so; data sets of questions are written with it."""
+
 Grid = tuple[int, int, int]
 
 
 class QwenVLAdapter(TextAdapter):
-    """Qwen2.5-VL or Qwen3-VL, see `TextAdapter`. The images of a prompt stand before its text.
+    """Qwen2.5-VL or Qwen3-VL, see `TextAdapter`.
 
+    The images of a prompt stand where its text has "<image>", before the text where it has none.
     Images are rounded to 8 bits first, as they would be on their way to an engine elsewhere.
     """
 
@@ -42,8 +46,9 @@ class QwenVLAdapter(TextAdapter):
     def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
         """{"prompt": PromptCondition} of B texts and, with the slot "image", {"images": ImagePatchCondition}.
 
-        "image" holds Images, one a sample, or ImageLists. Raises ConfigError where slots are missing or not
-        understood, or a prompt with its images leaves no room for max_new_tokens.
+        "image" holds Images, one a sample, or ImageLists. Equal images are processed once. Raises ConfigError where
+        slots are missing or not understood, or a prompt with its images leaves no room for max_new_tokens; DataError
+        for an image that cannot be resized.
         """
         texts, images = primitives.get("text"), primitives.get("image")
         if not isinstance(texts, Texts) or set(primitives) - {"text", "image"}:
@@ -57,12 +62,18 @@ class QwenVLAdapter(TextAdapter):
             pictures = images.images
         else:
             raise ConfigError(f"the slot 'image' must hold Images or ImageLists, got {type(images).__name__}")
-        patches, grids = zip(*(self._patches(each) for each in pictures), strict=True)
+        if len(pictures) != len(texts.texts):
+            raise ConfigError(f"the slot 'image' has {len(pictures)} samples, 'text' {len(texts.texts)}")
+        patches, grids = zip(*self._patches(pictures), strict=True)
         prompts = [
             self._expanded(self.prompt_tokens(text, num_images=len(grid)), grid)
             for text, grid in zip(texts.texts, grids, strict=True)
         ]
-        self.check_context([len(prompt) for prompt in prompts], params.max_new_tokens)
+        self.check_context(
+            [len(prompt) for prompt in prompts],
+            params.max_new_tokens,
+            num_image_tokens=[prompt.count(self.bundle.image_token_id) for prompt in prompts],
+        )
         device = self.bundle.device
         return {
             "prompt": PromptCondition.pack(tokens=[torch.tensor(prompt, device=device) for prompt in prompts]),
@@ -71,16 +82,53 @@ class QwenVLAdapter(TextAdapter):
 
     def prompt_tokens(self, text: str, *, num_images: int = 0) -> list[int]:
         """Tokens of one prompt, with one placeholder an image."""
+        if not num_images:
+            return super().prompt_tokens(text)
+        parts = text.split(IMAGE_MARK)
+        if len(parts) == 1:
+            parts = [""] * num_images + parts
+        if len(parts) != num_images + 1:
+            raise ConfigError(
+                f"a prompt with {num_images} images says {IMAGE_MARK} {len(parts) - 1} times: {text[:80]!r}. Mark each "
+                "image once, or none (they then stand before the text)."
+            )
         if not self.uses_template:
-            return super().prompt_tokens(PLACEHOLDER * num_images + text)
-        return self.templated([*({"type": "image"} for _ in range(num_images)), {"type": "text", "text": text}])
+            return super().prompt_tokens(PLACEHOLDER.join(parts))
+        content = [{"type": "text", "text": parts[0]}]
+        for part in parts[1:]:
+            content += [{"type": "image"}, {"type": "text", "text": part}]
+        return self.templated([part for part in content if part.get("text") != ""])
+
+    def prompt_keys(self, conditions: Conditions) -> list[Hashable]:
+        """See `TextAdapter.prompt_keys`; images count by their patches."""
+        keys, images = super().prompt_keys(conditions), conditions.get("images")
+        if not isinstance(images, ImagePatchCondition):
+            return keys
+        patches = [each.cpu().numpy().tobytes() for each in images.unpack("patches")]
+        return list(zip(keys, images.grids, patches, strict=True))
 
     def positions(self, conditions: Conditions, lengths: Sequence[int]) -> list[Tensor]:
         """[3, n] positions of each sample: time, row and column of image tokens; text goes on behind the largest."""
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
         images = conditions.get("images")
         grids = images.grids if isinstance(images, ImagePatchCondition) else [()] * len(prompts)
-        return [self._positions(*each) for each in zip(prompts, grids, lengths, strict=True)]
+        tokens = [int((prompt == self.bundle.image_token_id).sum()) for prompt in prompts]
+        taken = [sum(t * h * w for t, h, w in sample) // self.bundle.patches_per_token for sample in grids]
+        if tokens != taken:
+            row = next(i for i, pair in enumerate(zip(tokens, taken, strict=True)) if pair[0] != pair[1])
+            raise ContractError(
+                f"the prompt of sample {row} has {tokens[row]} image tokens, but its images {grids[row]} (frames, "
+                f"rows, columns of patches) take {taken[row]}. Prompt and images must come from one encoding."
+            )
+        known: dict[Hashable, Tensor] = {}
+        places = []
+        for prompt, sample, length in zip(prompts, grids, lengths, strict=True):
+            key = (tuple(prompt.tolist()), sample)
+            if key not in known:
+                known[key] = self._prompt_positions(prompt, sample)
+            behind = known[key].max() + 1 + torch.arange(length - len(prompt), device=prompt.device)
+            places.append(torch.cat([known[key], behind.expand(3, -1)], dim=1))
+        return places
 
     def model_inputs(self, conditions: Conditions) -> dict[str, Tensor]:
         """Patches and grids of all images in the order of the prompts; nothing where there are none."""
@@ -93,16 +141,36 @@ class QwenVLAdapter(TextAdapter):
             "image_grid_thw": torch.tensor(grids, dtype=torch.long, device=images.patches.device),
         }
 
-    def _patches(self, images: Sequence[Tensor]) -> tuple[Tensor, tuple[Grid, ...]]:
-        """Patches [N, D] of one sample's images and their grids."""
-        if not images:
-            vision = self.bundle.model.config.vision_config
-            width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-            return torch.zeros(0, width), ()
-        pixels = [(image.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy() for image in images]
-        out = self.bundle.image_processor(images=pixels, return_tensors="pt", input_data_format="channels_first")
-        frames_rows_columns: list[Any] = out["image_grid_thw"].tolist()  # Any: nested numbers of tolist
-        return out["pixel_values"], tuple((t, h, w) for t, h, w in frames_rows_columns)
+    def _patches(self, samples: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, tuple[Grid, ...]]]:
+        """Patches [N, D] of each sample's images and their grids."""
+        vision = self.bundle.model.config.vision_config
+        nothing = torch.zeros(0, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+        known: dict[tuple[tuple[int, ...], bytes], tuple[Tensor, Grid]] = {}
+
+        def processed(image: Tensor) -> tuple[Tensor, Grid]:
+            pixels = (image.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy()
+            key = (pixels.shape, pixels.tobytes())
+            if key not in known:
+                known[key] = self._processed(pixels)
+            return known[key]
+
+        found = [[processed(image) for image in images] for images in samples]
+        return [
+            (torch.cat([nothing, *(patches for patches, _ in each)]), tuple(grid for _, grid in each)) for each in found
+        ]
+
+    def _processed(self, pixels: Any) -> tuple[Tensor, Grid]:  # Any: an array uint8 [C, H, W]
+        if pixels.shape[0] != 3:
+            raise DataError(
+                f"an image has {pixels.shape[0]} channels; {type(self).__name__} reads RGB images [3, H, W]"
+            )
+        try:
+            out = self.bundle.image_processor(images=[pixels], return_tensors="pt", input_data_format="channels_first")
+        except ValueError as error:
+            height, width = pixels.shape[1:]
+            raise DataError(f"an image of {width} x {height} pixels cannot be resized: {error}") from error
+        frames, rows, columns = (int(size) for size in out["image_grid_thw"][0])
+        return out["pixel_values"], (frames, rows, columns)
 
     def _expanded(self, tokens: list[int], grids: tuple[Grid, ...]) -> list[int]:
         """Every placeholder as often as its image has tokens."""
@@ -115,15 +183,12 @@ class QwenVLAdapter(TextAdapter):
         sizes = iter([t * h * w // self.bundle.patches_per_token for t, h, w in grids])
         return [copy for token in tokens for copy in ([token] * next(sizes) if token == placeholder else [token])]
 
-    def _positions(self, prompt: Tensor, grids: tuple[Grid, ...], length: int) -> Tensor:
-        if grids:
-            places, _ = self.bundle.model.model.get_rope_index(
-                prompt[None],
-                mm_token_type_ids=(prompt == self.bundle.image_token_id).int()[None],
-                image_grid_thw=torch.tensor(grids, dtype=torch.long, device=prompt.device),
-            )
-            places = places[:, 0]
-        else:
-            places = torch.arange(len(prompt), device=prompt.device).expand(3, -1)
-        behind = places.max() + 1 + torch.arange(length - len(prompt), device=prompt.device)
-        return torch.cat([places, behind.expand(3, -1)], dim=1)
+    def _prompt_positions(self, prompt: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        if not grids:
+            return torch.arange(len(prompt), device=prompt.device).expand(3, -1)
+        places, _ = self.bundle.model.model.get_rope_index(
+            prompt[None],
+            mm_token_type_ids=(prompt == self.bundle.image_token_id).int()[None],
+            image_grid_thw=torch.tensor(grids, dtype=torch.long, device=prompt.device),
+        )
+        return places[:, 0]
