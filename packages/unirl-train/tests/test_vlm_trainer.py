@@ -18,19 +18,21 @@ from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import LocalRuntime, WorkerContext
+from unirl.distributed.runtime import Builder, ComponentInfo, LocalRuntime, Runtime, Worker, WorkerContext
 from unirl.tracking.base import TableRow
 from unirl.tracking.tables import markdown, shown
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
-from unirl.train.stack import TrainStack
+from unirl.train.stack import TrainStack, TrainStepResult
 from unirl.trainer.base import TrainerSettings
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
-from unirl.trainer.vlm import VLMTrainer, verdict
+from unirl.trainer.vlm import VLMTrainer, count_tokens, verdict
 from unirl.types.errors import ConfigError, WorkerError
 from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutResp
+from unirl.types.segments import TextSegment
 
 
 class Notes:
@@ -77,6 +79,44 @@ class Pushes:
         return {"sync/tensors": 3.0}
 
 
+class Shards:
+    """Stands for the stack of one rank: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[RolloutResp, torch.Tensor]] = []
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def samples_per_unit(self) -> int:
+        return 1
+
+    @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
+    def train(self, resp: RolloutResp, advantages: torch.Tensor, *, progress: float) -> TrainStepResult:
+        self.given.append((resp, advantages))
+        return TrainStepResult({})
+
+
+class InProcess(Runtime):
+    """Two workers of this process, which never speak to each other."""
+
+    num_ranks = 2
+
+    def __init__(self, builder: Builder) -> None:
+        super().__init__()
+        self.workers = [Worker(builder, WorkerContext(rank, 2, "cpu")) for rank in range(2)]
+
+    def _infos(self) -> Mapping[str, ComponentInfo]:
+        return self.workers[0].component_infos()
+
+    def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
+        return [getattr(self.workers[rank], method)(*args) for rank, method, args in calls]
+
+    def component(self, name: str) -> object:
+        """Of the first worker."""
+        return self.workers[0].component(name)
+
+    def close(self) -> None: ...
+
+
 class Run:
     """A trainer on fakes in `folder`."""
 
@@ -90,6 +130,8 @@ class Run:
         samples: int = 8,
         syncs: bool = False,
         has_pictures: bool = False,
+        runtime: type[LocalRuntime | InProcess] = LocalRuntime,
+        balance_tokens: bool = True,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,12 +154,14 @@ class Run:
                 "backend": backend,
                 "engine": engine,
                 "sync": Pushes(backend, engine),
-                "stack": TrainStack(backend, ARGRPO(pipeline, backend), micro_batch_size=16, track="text"),
+                "stack": TrainStack(backend, ARGRPO(pipeline, backend), micro_batch_size=16, track="text")
+                if context.world_size == 1
+                else Shards(),
                 "reward": FirstDigitReward(same),
                 "checkpointer": Checkpointer(backend, str(folder / "checkpoints")),
             }
 
-        self.runtime = LocalRuntime(build)
+        self.runtime = runtime(build)
         data = MultimodalRLDataSource(str(prompts), shuffle=False)
         params = sampling(samples_per_prompt=samples, max_new_tokens=3, temperature=1.0)
         options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 6, "batch_size": 5}
@@ -138,6 +182,7 @@ class Run:
             stop=threading.Event(),
             selection=selection,
             sync=self.runtime.role("sync") if syncs else None,
+            balance_tokens=balance_tokens,
         )
 
     @property
@@ -367,3 +412,40 @@ def test_a_last_evaluation_that_failed_is_made_up_for(tmp_path: Path):
     rest = Run(tmp_path / "parts", **options)
     assert rest.trainer.run(resume="auto")["eval_after"] == whole["eval_after"]
     assert len(rest.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "selection", [SampleSelection(), SampleSelection(best_of=4)], ids=["all samples", "best and worst"]
+)
+def test_samples_are_dealt_to_devices_by_their_tokens_with_their_advantages(tmp_path: Path, selection: SampleSelection):
+    given = {}
+    for balance_tokens in (False, True):
+        run = Run(
+            tmp_path / str(balance_tokens),
+            runtime=InProcess,
+            balance_tokens=balance_tokens,
+            selection=selection,
+            num_updates=2,
+        )
+        run.trainer.step(0)
+        assert isinstance(run.runtime, InProcess) and run.runtime.num_held() == 0
+        given[balance_tokens] = [vars(worker.component("stack"))["given"][0] for worker in run.runtime.workers]
+
+    def by_sample(shards: list[tuple[RolloutResp, torch.Tensor]]) -> dict[str, tuple[float, list[int], int]]:
+        """Advantage, tokens and update of each sample."""
+        found = {}
+        for resp, advantages in shards:
+            track = resp.tracks["text"]
+            assert isinstance(track.segment, TextSegment)
+            tokens = [each.tolist() for each in track.segment.unpack("tokens")]
+            for row, name in enumerate(track.sample_ids):
+                found[name] = (float(advantages[row]), tokens[row], row % 2)
+        return found
+
+    def spread(shards: list[tuple[RolloutResp, torch.Tensor]]) -> int:
+        counts = [[sum(count_tokens(resp, "text")[update::2]) for resp, _ in shards] for update in range(2)]
+        return max(max(each) - min(each) for each in counts)
+
+    assert by_sample(given[True]) == by_sample(given[False])
+    assert len(by_sample(given[True])) == (16 if selection.best_of else 32)
+    assert spread(given[True]) <= 1 < spread(given[False])

@@ -24,6 +24,8 @@ from unirl.algorithms.critic import TokenCritic
 from unirl.algorithms.rollout_correction import RolloutCorrection
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack
+from unirl.trainer.balance import balanced_order
+from unirl.trainer.vlm import count_tokens
 from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_key
@@ -324,17 +326,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+BALANCED = "dr_grpo"
+
+
 def advantages_of(count: int) -> Tensor:
     """Advantages [count] of both signs."""
     return torch.randn(count, generator=torch.Generator().manual_seed(3))
 
 
-def trained(case: str, micro: int = 2) -> dict[str, Any]:
+def trained(case: str, micro: int = 2, *, is_balanced: bool = False) -> dict[str, Any]:
     """Gradients and metrics of two rollouts of two updates on this rank's shard of twelve samples, the last of which
-    trains no token."""
+    trains no token. is_balanced: samples are dealt to the ranks by their tokens."""
     made = setup(**CASES[case], micro=micro, updates=2)
     resp = response()
     advantages = advantages_of(resp.batch_size)
+    if is_balanced:
+        order = balanced_order(count_tokens(resp, "text"), made.backend.dp_size, 2)
+        resp, advantages = resp.select(order), advantages[order]
     shard = resp.batch_size // made.backend.dp_size
     own = slice(shard * made.backend.dp_rank, shard * (made.backend.dp_rank + 1))
     for _ in range(2):
@@ -343,5 +351,5 @@ def trained(case: str, micro: int = 2) -> dict[str, Any]:
 
 
 def train_all() -> dict[str, Any]:
-    """`trained` of every case on this rank."""
-    return {case: trained(case, micro=1) for case in CASES}
+    """`trained` of every case on this rank, and of one with samples that moved."""
+    return {case: trained(case, micro=1) for case in CASES} | {"balanced": trained(BALANCED, is_balanced=True)}

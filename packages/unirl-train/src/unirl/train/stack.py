@@ -66,6 +66,11 @@ class TrainStack:
         return self._algorithm.rollout_policy
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def samples_per_unit(self) -> int:
+        """Consecutive samples that must stay together on their way here."""
+        return self._algorithm.samples_per_unit
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def state_dict(self) -> dict[str, float]:
         """The algorithm's own numbers, the same on every rank."""
         return self._algorithm.state_dict()

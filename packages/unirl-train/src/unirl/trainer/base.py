@@ -23,6 +23,7 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import Held, Role, Runtime
 from unirl.tracking.base import Tracker
 from unirl.train.stack import TrainStepResult
+from unirl.trainer.balance import balanced_order
 from unirl.trainer.clock import TRAINING, PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
@@ -260,6 +261,10 @@ class Trainer(ABC, Generic[ParamsT]):
     def show_evaluation(self, result: EvaluationResult, step: int) -> None:
         """Let people see some samples of a held-out evaluation, and keep them in the run directory."""
 
+    def training_costs(self, resp: Held) -> list[int] | None:
+        """What each sample costs to train, by which they are dealt to devices; None leaves them where they are."""
+        return None
+
     # Rollout and reward ----------------------------------------------------------------------------------------
 
     def _refill(
@@ -304,20 +309,38 @@ class Trainer(ABC, Generic[ParamsT]):
         return zero_variance_groups(reply.rewards, req.group_ids) if self._selection.dynamic_sampling else set()
 
     def _selected(self, resp: Held, advantages: torch.Tensor, group_ids: list[str]) -> tuple[Held, torch.Tensor]:
-        """The samples to train on with their advantages; the response passes through the driver where some go."""
+        """The samples to train on with their advantages; the response passes through the driver where some go, or move
+        to another device."""
         divisor = self._runtime.num_ranks * self._settings.num_updates
         rows = self._selection.rows(advantages, group_ids, divisor)
-        if rows is None:
-            return resp, advantages
-        if len(rows) % divisor:
+        if rows is not None and len(rows) % divisor:
             raise ConfigError(
                 f"selection keeps {len(rows)} samples, which do not divide over {self._runtime.num_ranks} devices x "
                 f"{self._settings.num_updates} updates. Change batch_size, selection.best_of or "
                 "stack.num_updates_per_batch."
             )
+        rows = self._balanced(resp, rows)
+        if rows is None:
+            return resp, advantages
         chosen = self._runtime.hold(resp.fetch().select(rows))
         resp.release()
         return chosen, advantages[rows]
+
+    def _balanced(self, resp: Held, rows: list[int] | None) -> list[int] | None:
+        """The rows to train on (None: all, as they lie), dealt so that every device has as much to do."""
+        costs = self.training_costs(resp) if self._runtime.num_ranks > 1 else None
+        if costs is None:
+            return rows
+        in_order = list(range(len(costs)))
+        own = in_order if rows is None else rows
+        order = balanced_order(
+            [costs[row] for row in own],
+            self._runtime.num_ranks,
+            self._settings.num_updates,
+            self._stack.samples_per_unit(),
+        )
+        arranged = [own[place] for place in order]
+        return None if arranged == in_order else arranged
 
     def _fresh_groups(self, req: RolloutReq, rollout_id: int, num_groups: int) -> RolloutReq:
         """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""

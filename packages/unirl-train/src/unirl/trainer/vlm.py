@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from unirl.distributed.runtime import Held
+from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.base import TableRow
 from unirl.tracking.media import answered
-from unirl.trainer.base import Trainer
+from unirl.trainer.base import Trainer, TrainerSettings
 from unirl.trainer.evaluation import EvaluationResult, sample_values
 from unirl.trainer.request import build_text_request
 from unirl.trainer.text_evaluation import take_completions, take_pictures
+from unirl.types.conditions import PromptCondition
+from unirl.types.errors import ContractError
 from unirl.types.reward import RewardResponse
-from unirl.types.rollout import RolloutReq
+from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
 
 NUM_COMPLETIONS = 16
 
 
 class VLMTrainer(Trainer[ARSamplingParams]):
-    """`Trainer` of texts."""
+    """`Trainer` of texts.
+
+    balance_tokens: deal the samples of a rollout to the devices by their tokens, so that none waits for the one with
+        the longest texts. The rollout passes through the driver, images included. With one device it does nothing.
+    Everything else comes from `unirl.trainer.wiring`.
+    """
 
     track = "text"
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: TrainerSettings,
+        *,
+        balance_tokens: bool = True,
+        **options: Any,  # Any: the keywords of Trainer
+    ) -> None:
+        super().__init__(runtime, settings, **options)
+        self._balances_tokens = balance_tokens
 
     def prepare(self) -> None:
         """Nothing: prompts are encoded with their rollout."""
@@ -32,6 +52,12 @@ class VLMTrainer(Trainer[ARSamplingParams]):
     def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
         """The next prompts of the data as a request."""
         return build_text_request(self._data.next(num_prompts), self._sampling, rollout_id=rollout_id)
+
+    def training_costs(self, resp: Held) -> list[int] | None:
+        """Tokens of each prompt and its completion."""
+        if not self._balances_tokens:
+            return None
+        return [count for part in resp.map(count_tokens, self.track) for count in part]
 
     def show_rollout(
         self, resp: Held, req: RolloutReq, reply: RewardResponse, advantages: torch.Tensor, step: int
@@ -75,3 +101,12 @@ def verdict(row: TableRow) -> tuple[str, bool | None]:
     if float(row["reward"]) >= 1:
         return f"{said}: right", True
     return f"{said}: wrong, {row['answer']}", False
+
+
+def count_tokens(resp: RolloutResp, track: str) -> list[int]:
+    """Tokens of each sample, prompt and completion (runs where the response lies)."""
+    own = resp.tracks[track]
+    prompt, segment = own.conditions.get("prompt"), own.segment
+    if not (isinstance(prompt, PromptCondition) and isinstance(segment, TextSegment)):
+        raise ContractError(f"track {track!r} holds no prompt and text that could be trained on")
+    return (prompt.lengths + segment.lengths).tolist()
