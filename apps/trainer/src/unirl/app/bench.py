@@ -6,6 +6,7 @@ process; compare reports of different machines only through them.
 
 from __future__ import annotations
 
+import functools
 import platform
 import resource
 import statistics
@@ -22,16 +23,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.distributed.runtime import LocalRuntime
+from unirl.models.ar import ARStage
+from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.sde.loop import transition_rows
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.versions import versions
 from unirl.trainer.wiring import make_runtime, make_trainer
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import DiffusionPipeline
+from unirl.types.protocols import Conditions, DiffusionPipeline
 from unirl.types.rollout import RolloutResp
-from unirl.types.segments import LatentSegment
+from unirl.types.segments import LatentSegment, TextSegment
 
-SCHEMA = 1
+SCHEMA = 2
 GEMM_SHAPES = ((2048, 2048, 2048), (1024, 1024, 1024), (4608, 384, 96), (3648, 512, 128), (8192, 512, 512))
 """(m, k, n) tried for the machine's rate; the best one counts, so that the fraction is never flattered."""
 COMPUTE_PHASES = ("rollout", "reward", "train")
@@ -145,30 +148,71 @@ def relative_to_first(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def replay_variants(
-    resp: RolloutResp, pipeline: DiffusionPipeline, samples: int = 8, repeats: int = 5
+    resp: RolloutResp, pipeline: Any, samples: int = 8, repeats: int = 5
+) -> dict[str, float]:  # Any: the pipeline that generated the response
+    """CPU seconds of replaying a micro-batch with gradients, in the way of training and in the plain one."""
+    part = resp.root_track().slice(0, samples)
+    return _variants_of(part.segment, part.conditions, pipeline, repeats)
+
+
+@functools.singledispatch
+def _variants_of(segment: object, conditions: Conditions, pipeline: Any, repeats: int) -> dict[str, float]:
+    """Nothing to compare; Any: a pipeline of the segment's kind."""
+    return {}
+
+
+@_variants_of.register
+def _latent_variants(
+    segment: LatentSegment, conditions: Conditions, pipeline: DiffusionPipeline, repeats: int
 ) -> dict[str, float]:
-    """CPU seconds of replaying a micro-batch with gradients: all steps in one forward, and one forward a step."""
-    track = resp.tracks["image"].slice(0, samples)
-    segment = track.segment
-    if not isinstance(segment, LatentSegment) or not segment.sde_indices or segment.params is None:
+    """All steps in one forward, and one forward a step."""
+    if not segment.sde_indices or segment.params is None:
         return {}
     params = segment.params
     sample_R, step_R = transition_rows(segment.batch_size, segment.sde_indices)
 
     def batched() -> None:
-        pipeline.replay(track.conditions, segment, sample_R, step_R, params).logp_R.sum().backward()
+        pipeline.replay(conditions, segment, sample_R, step_R, params).logp_R.sum().backward()
 
     def per_step() -> None:
         for step in segment.sde_indices:
             rows = step_R == step
-            pipeline.replay(track.conditions, segment, sample_R[rows], step_R[rows], params).logp_R.sum().backward()
+            pipeline.replay(conditions, segment, sample_R[rows], step_R[rows], params).logp_R.sum().backward()
 
-    pairs = [(_cpu_seconds(batched), _cpu_seconds(per_step)) for _ in range(repeats + 1)][1:]
     return {
         "replay_samples": float(segment.batch_size),
         "replay_steps": float(len(segment.sde_indices)),
-        "replay_batched_cpu_s": statistics.median(pair[0] for pair in pairs),
-        "replay_per_step_cpu_s": statistics.median(pair[1] for pair in pairs),
+        **_side_by_side("batched", batched, "per_step", per_step, repeats),
+    }
+
+
+@_variants_of.register
+def _text_variants(
+    segment: TextSegment, conditions: Conditions, pipeline: AutoregressivePipeline, repeats: int
+) -> dict[str, float]:
+    """Samples end to end, and each padded to the longest."""
+    params = segment.params
+    if not pipeline.ar.is_packed or params is None:
+        return {}
+    stages = pipeline.ar, ARStage(pipeline.adapter, packed=False)
+    packed, padded = (
+        lambda stage=stage: stage.replay(conditions, segment, params).logp_V.sum().backward() for stage in stages
+    )
+    return {
+        "replay_samples": float(segment.batch_size),
+        "replay_tokens": float(segment.tokens.numel()),
+        **_side_by_side("packed", packed, "padded", padded, repeats),
+    }
+
+
+def _side_by_side(
+    ours: str, run: Callable[[], None], plain: str, run_plain: Callable[[], None], repeats: int
+) -> dict[str, float]:
+    """Median CPU seconds of both, taken in turn after one of each to warm up, and the median ratio."""
+    pairs = [(_cpu_seconds(run), _cpu_seconds(run_plain)) for _ in range(repeats + 1)][1:]
+    return {
+        f"replay_{ours}_cpu_s": statistics.median(pair[0] for pair in pairs),
+        f"replay_{plain}_cpu_s": statistics.median(pair[1] for pair in pairs),
         "replay_speedup": statistics.median(pair[1] / pair[0] for pair in pairs),
     }
 
@@ -232,11 +276,9 @@ def _report(
         "geometry": {
             "prompts": recipe["batch_size"],
             "samples": num_samples,
-            "steps": recipe["sampling"]["num_inference_steps"],
-            "height": recipe["sampling"]["height"],
-            "width": recipe["sampling"]["width"],
+            "sampling": {name: value for name, value in recipe["sampling"].items() if type(value) in (int, float)},
             "micro_batch_size": recipe["stack"]["micro_batch_size"],
-            "forward_batch_size": recipe["engine"]["forward_batch_size"],
+            "forward_batch_size": recipe["engine"].get("forward_batch_size"),
         },
         "repeats": len(steps),
         "step_wall_s": {"min": min(totals), "median": statistics.median(totals), "max": max(totals)},
