@@ -10,16 +10,10 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from unirl.config.check import check_recipe
 from unirl.distributed.runtime import LocalRuntime
-from unirl.reward.local.shapes_scorer import ShapesRewardScorer
-from unirl.reward.remote import RemoteRewardBackend
-from unirl.reward.service import RewardService
 from unirl.trainer.wiring import build_components, make_trainer
-from unirl.types.media import Images, Texts
-from unirl.types.reward import RewardRequest
 
 pytestmark = pytest.mark.slow
 
@@ -81,32 +75,3 @@ def test_the_default_recipe_gets_the_same_rewards_from_a_server(recipe, server, 
         for ours, theirs in zip(got, expected, strict=True):
             own = {key: value for key, value in theirs.items() if key.startswith(COMPARED)}
             assert {key: ours[key] for key in own} == own
-
-
-@pytest.mark.parametrize(("transport", "pixels"), [("binary", "lossless"), ("json", "lossless"), ("binary", "floats")])
-def test_a_thousand_pictures_get_the_same_rewards_in_another_process(server, transport, pixels):
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(1000, 3, 32, 32, generator=generator)
-    texts = [f"a {colour} square" for colour in ("red", "green", "blue", "yellow")] * 250
-    # Rectangles of the colour that is asked for or another, on noise: every score occurs.
-    for row in range(1000):
-        left, top = row % 13, row % 7
-        drawn[row, row % 3, top + 6 : top + 18, left + 4 : left + 16] = 1.0
-        drawn[row, (row + 1) % 3, top + 6 : top + 18, left + 4 : left + 16] *= 0.1
-    if pixels == "lossless":
-        drawn = (drawn * 255).round() / 255
-    request = RewardRequest(
-        sample_ids=[f"s{i}" for i in range(1000)],
-        primitives={"text": Texts(texts=texts)},
-        generated={"image": Images(pixels=drawn)},
-    )
-    url, token_file = server
-    there = RemoteRewardBackend(url, ["shapes"], token_file=token_file, transport=transport, start_timeout_s=300.0)
-    scored = RewardService([there]).score(request)
-    expected = RewardService([ShapesRewardScorer()]).score(request)
-    num_values = len(expected.rewards.unique())
-    assert num_values > 10, "scores that hardly differ would hide a sample in another's place"
-    for name, values in (("rewards", expected.rewards), *expected.component_rewards.items()):
-        ours = scored.rewards if name == "rewards" else scored.component_rewards[name]
-        assert torch.equal(ours, values), name
-    there.close()
