@@ -4,11 +4,13 @@ import concurrent.futures
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +202,19 @@ def test_replicas_run_in_the_environment_that_their_reward_asks_for(monkeypatch)
     environment = worker_environment(reward(num_cpus=3), ["2", "5"])
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("2,5", "3")
     assert "REWARD_SERVER_TOKEN" not in environment
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv on PATH")
+def test_packages_of_a_reward_stand_before_those_of_the_server(tmp_path):
+    wheel = tmp_path / "iniconfig-0.1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("iniconfig/__init__.py", "origin = 'of the reward'")
+        archive.writestr("iniconfig-0.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: iniconfig\nVersion: 0.1\n")
+        archive.writestr("iniconfig-0.1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("iniconfig-0.1.dist-info/RECORD", "")
+    settings = reward(packages=[str(wheel)])
+    *interpreter, _, module = worker_command(settings)
+    program = f"import iniconfig, {module}; print(iniconfig.origin)"
+    environment = worker_environment(settings, []) | {"UV_OFFLINE": "1"}
+    done = subprocess.run([*interpreter, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("of the reward\n", 0), done.stderr

@@ -206,7 +206,7 @@ def worker_command(settings: RewardSettings) -> list[str]:
         return [settings.python, *module]
     if settings.runtime_env is None and not settings.packages:
         return [sys.executable, *module]
-    # The environment of the server, with more on top.
+    # The environment of the server, with more in front: uv lays it over the site-packages of this interpreter.
     command = ["uv", "run", "--no-project", "--python", sys.executable]
     if settings.runtime_env is not None:
         command += ["--with-requirements", settings.runtime_env]
@@ -219,8 +219,6 @@ def worker_environment(settings: RewardSettings, gpus: Sequence[str]) -> dict[st
     """This process' environment without its token, with the replica's own GPUs and threads."""
     threads = str(max(1, int(settings.num_cpus)))
     kept = {key: value for key, value in os.environ.items() if key != "REWARD_SERVER_TOKEN"}
-    if settings.runtime_env is not None or settings.packages:
-        kept["PYTHONPATH"] = os.pathsep.join([*sys.path[1:], kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     return _KEEP_MEMORY | kept | own
 
