@@ -121,8 +121,18 @@ def test_impossible_arguments_say_what_to_change(folder, arguments, text):
 
 
 def test_a_folder_without_a_model_is_named(folder, tmp_path):
-    with pytest.raises(ConfigError, match=f"scorer clip: cannot load model '{tmp_path}'"):
+    with pytest.raises(ConfigError, match=f"scorer clip: model = '{tmp_path}' cannot be loaded"):
         CLIPRewardScorer(model=str(tmp_path), processor=folder)
+    with pytest.raises(ConfigError, match=f"scorer clip: cannot load processor '{tmp_path}'"):
+        CLIPRewardScorer(model=folder, processor=str(tmp_path))
+
+
+def test_weights_that_are_missing_are_not_left_at_random(folder, tmp_path):
+    model = transformers.CLIPModel.from_pretrained(folder)
+    kept = {key: value for key, value in model.state_dict().items() if key != "visual_projection.weight"}
+    model.save_pretrained(tmp_path, state_dict=kept)
+    with pytest.raises(ConfigError, match="is no whole CLIPModel: 1 weights are missing, such as visual_projection"):
+        PickScoreRewardScorer(model=str(tmp_path), processor=folder)
 
 
 def test_without_transformers_the_message_names_the_extra(folder, monkeypatch):

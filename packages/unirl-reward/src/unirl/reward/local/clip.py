@@ -15,7 +15,14 @@ from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import CropPreprocessing, at_least_float32
-from unirl.reward.local.pretrained import DTYPES, check_dtype, check_source, load_transformers
+from unirl.reward.local.pretrained import (
+    DTYPES,
+    check_dtype,
+    check_source,
+    load_complete,
+    load_transformers,
+    on_one_line,
+)
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -119,15 +126,13 @@ class CLIPRewardScorer(CLIPModelScorer):
         processor = model if processor is None else processor
         for source, option in ((model, "model"), (processor, "processor")):
             check_source(source, f"scorer {name}: {option}")
+        loaded = load_complete(transformers.CLIPModel, model, f"scorer {name}: model", dtype=torch.float32)
         try:
-            loaded = transformers.CLIPModel.from_pretrained(model, dtype=torch.float32)
             tokenizer = transformers.AutoTokenizer.from_pretrained(processor)
             # The PIL processor, not the torchvision one: rewards must not depend on what else is installed.
             self._processor = transformers.CLIPImageProcessorPil.from_pretrained(processor)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"scorer {name}: cannot load model {model!r} with processor {processor!r}: {error}"
-            ) from error
+            raise ConfigError(f"scorer {name}: cannot load processor {processor!r}: {on_one_line(error)}") from error
         super().__init__(
             model=loaded,
             tokenizer=tokenizer,
