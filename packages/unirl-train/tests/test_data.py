@@ -8,7 +8,7 @@ from PIL import Image
 
 from unirl.data.data_source import MultimodalRLDataSource, epoch_order
 from unirl.data.datasets import PromptRow, read_rows
-from unirl.data.pictures import MediaRef
+from unirl.data.media import MediaRef
 from unirl.types.errors import DataError
 
 

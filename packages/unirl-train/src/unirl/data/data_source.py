@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from unirl.data.datasets import PromptRow, read_rows
-from unirl.data.pictures import MediaRef
+from unirl.data.media import MediaRef
 from unirl.types.errors import DataError
 
 __all__ = ["MediaRef", "MultimodalRLDataSource", "PromptRow", "epoch_order", "fingerprint"]

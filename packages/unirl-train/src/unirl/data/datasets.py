@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.data.choices import multiple_choice
-from unirl.data.pictures import MediaRef, picture_problem
+from unirl.data.media import MediaRef, picture_problem
 from unirl.types.errors import DataError
 from unirl.types.given import IMAGES, SCORES
 

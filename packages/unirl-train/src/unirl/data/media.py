@@ -1,0 +1,75 @@
+"""Where the pictures of prompts lie, and whether they can be read: from the heads of their files, without torch."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from PIL import Image, UnidentifiedImageError
+
+_PART = re.compile(r"(?P<path>.+)#xywh=(?:pixel:)?(?P<box>\d+,\d+,\d+,\d+)")
+"""A media fragment of pixels, w3.org/TR/media-frags (section 4.2.2)."""
+
+Box = tuple[int, int, int, int]
+"""Left, top, width, height."""
+UNREADABLE = (OSError, UnidentifiedImageError, Image.DecompressionBombError)
+"""What PIL raises for files that are no pictures, or pictures of hundreds of millions of pixels."""
+
+
+@dataclass(frozen=True)
+class MediaRef:
+    """A picture that a prompt is about. `unirl.data.pictures` reads it."""
+
+    modality: str
+    role: str
+    uri: str
+    """As written in the file: a path relative to the file's folder; `path#xywh=left,top,width,height` is a part."""
+    folder: str = field(default="", compare=False, repr=False)
+    """Where relative paths begin."""
+    data: bytes | None = field(default=None, repr=False)
+    """The picture file itself, where the table holds it; `uri` then is its name."""
+
+    def place(self) -> tuple[str, Box | None]:
+        """Path of the file, and the part of it that is meant; None is all of it."""
+        found = _PART.fullmatch(self.uri)
+        path = str(Path(self.folder) / (found["path"] if found else self.uri))
+        if found is None:
+            return path, None
+        left, top, width, height = map(int, found["box"].split(","))
+        return path, (left, top, width, height)
+
+
+def picture_problem(ref: MediaRef) -> str | None:
+    """What is wrong with a picture, from its head alone; None where nothing is."""
+    path, box = ref.place()
+    size = size_of(io.BytesIO(ref.data)) if ref.data is not None else _size_of_file(path)
+    if isinstance(size, str):
+        return size
+    return None if box is None else part_problem(box, size)
+
+
+def part_problem(box: Box, size: tuple[int, int]) -> str | None:
+    """Why a picture of this (width, height) has no such part; None where it has."""
+    left, top, width, height = box
+    if width < 1 or height < 1 or left + width > size[0] or top + height > size[1]:
+        return f"names a part that its picture of {size[0]} x {size[1]} pixels does not have"
+    return None
+
+
+@cache
+def _size_of_file(path: str) -> tuple[int, int] | str:
+    return size_of(path)
+
+
+def size_of(file: str | io.BytesIO) -> tuple[int, int] | str:
+    """(width, height), or why it cannot be read."""
+    try:
+        with Image.open(file) as picture:
+            return picture.size
+    except FileNotFoundError:
+        return f"does not exist ({file})"
+    except UNREADABLE as error:
+        return f"cannot be read as a picture: {error}"
