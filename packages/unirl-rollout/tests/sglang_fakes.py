@@ -3,16 +3,19 @@
 Field names are those of sglang.srt.managers.io_struct and sampling_params; any other is refused, as SGLang does.
 """
 
+import base64
+import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from safetensors.torch import load_file
 
 FIELDS = {
-    "/generate": {"rid", "input_ids", "sampling_params", "return_logprob", "lora_path"},
+    "/generate": {"rid", "input_ids", "image_data", "sampling_params", "return_logprob", "lora_path"},
     "/update_weights_from_disk": {"model_path", "load_format", "flush_cache", "weight_version", "abort_all_requests"},
     "/update_weight_version": {"new_version", "abort_all_requests"},
     "/load_lora_adapter": {"lora_name", "lora_path", "pinned"},
@@ -24,12 +27,24 @@ FIELDS = {
 SAMPLING = {"temperature", "max_new_tokens", "stop_token_ids", "sampling_seed", "top_p", "top_k", "ignore_eos"}
 
 
+IMAGE, PIXELS_PER_TOKEN = 40, 16
+"""The placeholder of images, and how many pixels the fake makes one token of."""
+
+
+def decoded(uri: str) -> Image.Image:
+    """The picture of a data URI, as SGLang's load_image reads it."""
+    head, data = uri.split(",", 1)
+    assert head == "data:image/png;base64"
+    return Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+
+
 class SGLangFake:
-    """Runs the server in threads. `log` has every (path, body); `weights` what it read last."""
+    """Runs the server in threads. `log` has every (path, body); `weights` what it read last, `images` what it saw."""
 
     def __init__(self):
         self.log: list[tuple[str, dict[str, Any]]] = []
         self.weights: dict[str, Any] = {}
+        self.images: list[list[Image.Image]] = []
         self.version = "default"
         self.adapters: dict[str, dict[str, Any]] = {}
         self.refuses: set[str] = set()
@@ -106,6 +121,7 @@ class SGLangFake:
         """As tokens the prompt's last token, counted up until a stop token or the limit."""
         ends_early = self.waits_for_abort and self.aborted.wait(30)
         outputs = []
+        self.images = [[decoded(uri) for uri in uris] for uris in body.get("image_data", [])]
         for row, (prompt, params) in enumerate(zip(body["input_ids"], body["sampling_params"], strict=True)):
             assert set(params) <= SAMPLING
             assert not params.get("ignore_eos"), "SGLang would ignore stop_token_ids as well"
@@ -117,12 +133,22 @@ class SGLangFake:
             reason, tokens = ("abort", tokens[:1]) if ends_early else (reason, tokens)
             meta = {
                 "id": body["rid"][row],
+                "prompt_tokens": len(self.expanded(prompt, row)),
                 "finish_reason": {"type": reason},
                 "weight_version": self.version,
                 "output_token_logprobs": [[-0.5, token, None] for token in tokens],
             }
             outputs.append({"output_ids": tokens, "meta_info": meta})
         return outputs
+
+    def expanded(self, prompt, row):
+        """One placeholder an image, each repeated by the size of its image, as SGLang does."""
+        images = iter(self.images[row] if self.images else [])
+        tokens = []
+        for token in prompt:
+            tokens += [token] * (next(images).width ** 2 // PIXELS_PER_TOKEN if token == IMAGE else 1)
+        assert next(images, None) is None, "more images than placeholders"
+        return tokens
 
     def reply(self, handler, status, content):
         data = b"" if content is None else json.dumps(content).encode()

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from sglang_fakes import SGLangFake
+from sglang_fakes import IMAGE, SGLangFake
 
+from unirl.rollout.engine.sglang_llm import engine as engine_module
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine, _flags
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
-from unirl.types.conditions import PromptCondition
+from unirl.types.conditions import ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
-from unirl.types.media import Texts
+from unirl.types.media import ImageLists, Images, Texts
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus
@@ -34,7 +35,13 @@ class NumberCodec:
 
     def encode(self, primitives, params):
         rows = [[int(word) for word in text.split()] for text in primitives["text"].texts]
-        return {"prompt": PromptCondition.pack(tokens=[torch.tensor(row) for row in rows])}
+        prompt = PromptCondition.pack(tokens=[torch.tensor(row) for row in rows])
+        shown = primitives.get("image")
+        if shown is None:
+            return {"prompt": prompt}
+        patches = [torch.zeros(len(each), 1) for each in shown.images]
+        grids = [((1, 1, 1),) * len(each) for each in shown.images]
+        return {"prompt": prompt, "images": ImagePatchCondition.pack(patches=patches, grids=grids)}
 
     def decode(self, segment):
         return Texts(texts=[" ".join(map(str, row.tolist())) for row in segment.unpack("tokens")])
@@ -50,7 +57,7 @@ def server():
 @pytest.fixture
 def model(tmp_path):
     save_file(WEIGHTS, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": False, "image_token_id": IMAGE}))
     return tmp_path
 
 
@@ -249,3 +256,75 @@ def test_a_model_that_is_no_folder_and_options_of_a_running_server_are_refused(s
         make_engine(server, "org/model")
     with pytest.raises(ConfigError, match="do nothing for a server that runs already"):
         make_engine(server, model, server_args={"tp-size": 2})
+
+
+def asking(texts, shown, params=PARAMS):
+    req = request(texts, params)
+    req.primitives["image"] = shown if isinstance(shown, Images) else ImageLists(images=shown)
+    return req
+
+
+def square(side, value):
+    return torch.full((3, side, side), value)
+
+
+def test_images_travel_in_eight_bits_one_placeholder_each_and_the_prompt_stays_as_it_was(server, engine):
+    small, large = square(4, 0.5), square(8, 1.0)
+    prompts = [f"1 {IMAGE} 2 {IMAGE} {IMAGE} {IMAGE} {IMAGE} 3", "7", f"5 {IMAGE} 6"]
+    track = engine.generate(asking(prompts, [[small, large], [], [small]])).tracks["text"]
+    (body,) = [body for path, body in server.log if path == "/generate"]
+    assert body["input_ids"] == [[1, IMAGE, 2, IMAGE, 3], [7], [5, IMAGE, 6]]
+    assert [len(each) for each in body["image_data"]] == [2, 0, 1]
+    assert body["image_data"][0][0] == body["image_data"][2][0]
+    assert [each.size for each in server.images[0]] == [(4, 4), (8, 8)]
+    assert server.images[0][0].getpixel((0, 0)) == (128, 128, 128)
+    # Replay needs the tokens that SGLang made of the images.
+    assert track.conditions["prompt"].unpack("tokens")[0].tolist() == [int(word) for word in prompts[0].split()]
+    assert [row.tolist() for row in track.segment.unpack("tokens")] == [[4, 5, 6], [8, 9], [7, 8, 9]]
+
+
+def test_another_number_of_image_tokens_than_replay_counts_is_refused(server, engine):
+    with pytest.raises(ContractError, match=r"prompt 0 has 4 tokens, SGLang read 6: its image processor resizes"):
+        engine.generate(asking([f"1 {IMAGE} {IMAGE} 2"], [[square(8, 0.5)]]))
+
+
+def test_images_for_a_model_that_reads_text_alone_are_refused(server, model):
+    (model / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    engine = make_engine(server, model)
+    with pytest.raises(ConfigError, match="names no image_token_id: the model reads text alone"):
+        engine.generate(asking(["1"], [[square(4, 0.5)]]))
+    engine.shutdown()
+
+
+def test_limits_are_those_of_the_models_own_configuration_unless_given(server, model):
+    text = {"max_position_embeddings": 6, "vocab_size": 8}
+    for config in (text, {"text_config": text}):
+        (model / "config.json").write_text(json.dumps({"tie_word_embeddings": False, **config}))
+        engine = make_engine(server, model, context_length=None, vocab_size=None)
+        with pytest.raises(ConfigError, match="of the engine's context of 6"):
+            engine.generate(request(["1 2 3 4"]))
+        with pytest.raises(ConfigError, match="has token 8"):
+            engine.generate(request(["8"]))
+        engine.shutdown()
+    (model / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has no max_position_embeddings; set engine.context_length"):
+        make_engine(server, model, context_length=None)
+
+
+def test_a_server_of_ours_keeps_the_tokens_of_prompts_with_images(model, monkeypatch):
+    started = []
+    monkeypatch.setattr(engine_module, "SGLangServer", lambda url, command, log: started.append(command))
+    SGLangRolloutEngine(NumberCodec(), model=str(model), context_length=9, vocab_size=9)
+    assert started[0][:2] == ["env", "SGLANG_MM_AVOID_RETOKENIZE=1"]
+    assert started[0][2:5] == [sys.executable, "-m", "sglang.launch_server"]
+
+
+def test_weights_of_a_checkpoint_with_old_names_are_pushed_under_the_present_ones(server, tmp_path):
+    old = {"visual.merger.weight": torch.ones(2), "model.layers.0.w": torch.ones(2, 2), "lm_head.weight": torch.ones(3)}
+    save_file(old, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    engine = make_engine(server, tmp_path)
+    new = ["model.visual.merger.weight", "model.language_model.layers.0.w", "lm_head.weight"]
+    push(engine, dict(zip(new, old.values(), strict=True)), 1, max_bytes=1000)
+    assert sorted(server.weights) == sorted(new)
+    engine.shutdown()

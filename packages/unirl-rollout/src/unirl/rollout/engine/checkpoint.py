@@ -27,7 +27,18 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 shapes[name] = tuple(opened.get_slice(name).get_shape())
     if _is_tied(folder):
         shapes.pop("lm_head.weight", None)
-    return shapes
+    is_old_vision = any(name.startswith("visual.") for name in shapes)
+    return {present_name(name) if is_old_vision else name: shape for name, shape in shapes.items()}
+
+
+def present_name(name: str) -> str:
+    """What transformers calls a parameter of Qwen2-VL or Qwen2.5-VL, whose checkpoints keep names of before its 4.52.
+
+    Engines read both.
+    """
+    if name.startswith("visual."):
+        return f"model.{name}"
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def _is_tied(folder: Path) -> bool:

@@ -47,19 +47,26 @@ class Generations:
     """The words of vLLM and SGLang alike: "stop", "length" or "abort"."""
 
 
-def prompt_tokens(conditions: Mapping[str, Condition]) -> list[list[int]]:
-    """Token ids of each prompt. Raises ContractError where the conditions hold none, or images, which this engine does
-    not pass on."""
+def prompt_tokens(conditions: Mapping[str, Condition], *, takes_images: bool = False) -> list[list[int]]:
+    """Token ids of each prompt. Raises ContractError where the conditions hold none, ConfigError where they hold images
+    and the engine does not pass them on."""
     prompt = conditions.get("prompt")
     if not isinstance(prompt, PromptCondition):
         raise ContractError(f"the conditions {sorted(conditions)} hold no PromptCondition under 'prompt'")
-    if "images" in conditions:
-        raise ConfigError("this engine generates from text alone. For prompts with images use the trainside engine.")
+    if "images" in conditions and not takes_images:
+        raise ConfigError(
+            "this engine generates from text alone. For prompts with images use the trainside engine or SGLang's."
+        )
     return [tokens.tolist() for tokens in prompt.unpack("tokens")]
 
 
 def generation(
-    req: RolloutReq, conditions: Mapping[str, Condition], stop_token_ids: tuple[int, ...], number: int
+    req: RolloutReq,
+    conditions: Mapping[str, Condition],
+    stop_token_ids: tuple[int, ...],
+    number: int,
+    *,
+    takes_images: bool = False,
 ) -> Generate:
     """The call for a request whose prompts are `conditions`.
 
@@ -68,7 +75,7 @@ def generation(
     params = text_params(req)
     return Generate(
         number=number,
-        prompts=prompt_tokens(conditions),
+        prompts=prompt_tokens(conditions, takes_images=takes_images),
         seeds=[noise_seed(params.seed, noise_key(req.rollout_id, sample)) for sample in req.sample_ids],
         temperature=params.temperature,
         top_p=params.top_p,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -9,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from safetensors.torch import save_file
 
@@ -22,7 +23,7 @@ from unirl.rollout.engine.served_text import (
     text_segment,
     text_track,
 )
-from unirl.rollout.engine.sglang_llm.request import payload
+from unirl.rollout.engine.sglang_llm.request import PromptImages, data_uris, payload
 from unirl.rollout.engine.sglang_llm.response import generations
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.rollout.text_checks import text_params
@@ -39,10 +40,15 @@ _DTYPES: dict[Precision, tuple[str, str]] = {
     "fp16": ("float16", "torch.float16"),
 }
 _TAGS = ["weights", "kv_cache"]
+CONFIG_FILE = "config.json"
+KEEP_PROMPTS = "SGLANG_MM_AVOID_RETOKENIZE=1"
+"""Keeps the tokens of prompts with images; SGLang would otherwise decode and tokenise them again."""
 
 
 class SGLangRolloutEngine(BaseRolloutEngine):
     """Samples completions with SGLang. Implements RolloutEngine and WeightReceiver of unirl.types.protocols.
+
+    Images of prompts travel with the request, in 8 bits, and SGLang must count as many tokens as the pipeline did.
 
     Pushed weights travel as safetensors files that the server reads by /update_weights_from_disk or /load_lora_adapter:
     nothing is pickled, and unlike tensors over HTTP (/update_weights_from_tensor) they need no
@@ -50,15 +56,19 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     its parameters took a value; the tensors are compared with the model's checkpoint here instead.
 
     pipeline: makes prompts of requests and texts of tokens; SGLang sees tokens alone.
-    model: folder of the weights that the server starts with, which must be the policy's.
+    model: folder of the weights that the server starts with, which must be the policy's; or a hub id whose files are
+        here already, since the trainer has loaded it.
     url: of a server that runs already, with this model; None starts one on `port` + rank, with `server_args` as more
         options ({"tp-size": 2} is --tp-size 2).
     dtype: SGLang computes and keeps weights in it; pushes must bring it.
-    context_length, vocab_size: limits of the model, checked before a prompt is sent.
+    context_length, vocab_size: limits, checked before a prompt is sent; None takes the model's own.
     max_lora_rank: for policies that are pushed as LoRA adapters; None for full weights.
     uses_memory_saver: whether `sleep` frees weights and caches; they must be pushed again after it.
     transfer_dir: where pushed weights lie; memory-backed by default, once the model's size.
     """
+
+    has_own_weights: ClassVar[bool] = True
+    """For `trainer check`: the recipe needs a `sync` section."""
 
     def __init__(
         self,
@@ -70,8 +80,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         rank: int = 0,
         port: int = 30000,
         dtype: Precision = "bf16",
-        context_length: int,
-        vocab_size: int,
+        context_length: int | None = None,
+        vocab_size: int | None = None,
         max_lora_rank: int | None = None,
         uses_memory_saver: bool = False,
         transfer_dir: str = "/dev/shm",
@@ -80,16 +90,15 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         timeout_s: float = 1800.0,
         track: str = "text",
     ) -> None:
-        self._model = Path(model)
-        if not self._model.is_dir():
-            raise ConfigError(
-                f"engine.model = {model!r} is no folder; SGLang's pushes are compared with its checkpoint"
-            )
+        self._model = _model_folder(model)
+        self._config = json.loads((self._model / CONFIG_FILE).read_text(encoding="utf-8"))
         if url is not None and server_args:
             raise ConfigError(f"engine.server_args do nothing for a server that runs already, at {url}")
         name, self._dtype = _DTYPES[dtype]
         self._pipeline = pipeline
         self._shapes = checkpoint_shapes(self._model)
+        context_length = context_length or _limit(self._config, "max_position_embeddings")
+        vocab_size = vocab_size or _limit(self._config, "vocab_size")
         self._limits = {"context_length": context_length, "vocab_size": vocab_size}
         self._has_lora = max_lora_rank is not None
         self._uses_memory_saver = uses_memory_saver
@@ -117,7 +126,9 @@ class SGLangRolloutEngine(BaseRolloutEngine):
             **({"max-lora-rank": max_lora_rank, "lora-target-modules": "all"} if max_lora_rank is not None else {}),
             **(server_args or {}),
         }
-        command = None if url is not None else [sys.executable, "-m", "sglang.launch_server", *_flags(options)]
+        command = None
+        if url is None:
+            command = ["env", KEEP_PROMPTS, sys.executable, "-m", "sglang.launch_server", *_flags(options)]
         self._server = SGLangServer(url or f"http://127.0.0.1:{port + rank}", command, self._folder / "log")
 
     # Rollout ----------------------------------------------------------------------------------------------------
@@ -137,13 +148,29 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         params = text_params(req)
         self._wait()
         conditions = self._pipeline.encode(req.primitives, params)
-        call = generation(req, conditions, self._pipeline.stop_token_ids(params), next(self._calls))
+        stops = self._pipeline.stop_token_ids(params)
+        call = generation(req, conditions, stops, next(self._calls), takes_images=True)
         check_fits(call, **self._limits)
-        answer = generations(self._post("/generate", payload(call, self._adapter)), req.batch_size)
+        body = payload(call, self._adapter, self._images(req))
+        answer = generations(self._post("/generate", body), [len(prompt) for prompt in call.prompts])
         check_version(answer, self._policy_version)
         segment = text_segment(answer, call, params)
         track = text_track(req, conditions, segment, self._pipeline.decode(segment), answer.policy_version)
         return RolloutResp(tracks={self._track: track})
+
+    def _images(self, req: RolloutReq) -> PromptImages | None:
+        """The images of a request; None where it has none."""
+        shown = req.primitives.get("image")
+        images = [] if shown is None else data_uris(shown)
+        if not any(images):
+            return None
+        placeholder = self._config.get("image_token_id")
+        if placeholder is None:
+            raise ConfigError(
+                f"the request has images, but {self._model / CONFIG_FILE} names no image_token_id: the model reads "
+                "text alone. Choose a vision-language model, or prompts without images."
+            )
+        return PromptImages(images, int(placeholder))
 
     def abort(self) -> None:
         """End the `generate` that runs in another thread: it returns what it has, unfinished samples ABORTED."""
@@ -303,6 +330,33 @@ class SGLangRolloutEngine(BaseRolloutEngine):
 def _refuse(lines: list[str], what: str) -> None:
     if lines:
         raise WeightSyncError(f"{what} ({len(lines)}):\n  " + "\n  ".join(lines[:20]))
+
+
+def _model_folder(model: str) -> Path:
+    """The folder of a model on this machine. Raises ConfigError where there is none."""
+    folder = Path(model)
+    if not folder.is_dir() and model.count("/") == 1:
+        try:
+            from huggingface_hub import snapshot_download
+            from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+        except ImportError as error:
+            raise ImportError("hub ids need huggingface-hub: pip install 'unirl-rollout[sglang]'") from error
+        with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
+            folder = Path(snapshot_download(model, local_files_only=True))
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"engine.model = {model!r} is no folder with a {CONFIG_FILE}; SGLang's pushes are compared with its "
+            "checkpoint. Give the folder of a model, or the hub id of one that has been downloaded."
+        )
+    return folder
+
+
+def _limit(config: Mapping[str, Any], name: str) -> int:  # Any: JSON
+    """A number of the language model, which the configurations of vision-language models keep in a part of theirs."""
+    value = config.get(name, config.get("text_config", {}).get(name))
+    if not isinstance(value, int):
+        raise ConfigError(f"the model's {CONFIG_FILE} has no {name}; set engine.context_length and engine.vocab_size")
+    return value
 
 
 def _flags(options: Mapping[str, str | int | float | bool]) -> list[str]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from unirl.rollout.engine.served_text import Generations
 from unirl.types.errors import ContractError, WeightSyncError
 
 
-def generations(answer: Any, num_prompts: int) -> Generations:  # Any: JSON
+def generations(answer: Any, prompt_lengths: Sequence[int]) -> Generations:  # Any: JSON
     """The completions of an answer, in the order of the prompts.
 
+    prompt_lengths: tokens of each prompt, those of its images among them; SGLang must have read as many.
     Raises ContractError where tokens and log-probs disagree or are missing, and WeightSyncError where samples are of
     several policies, or of one that this trainer did not push.
     """
     outputs = answer if isinstance(answer, list) else [answer]
-    if len(outputs) != num_prompts:
-        raise ContractError(f"SGLang answered {num_prompts} prompts with {len(outputs)} completions")
+    if len(outputs) != len(prompt_lengths):
+        raise ContractError(f"SGLang answered {len(prompt_lengths)} prompts with {len(outputs)} completions")
     tokens: list[list[int]] = []
     log_probs: list[list[float]] = []
     reasons: list[str] = []
@@ -27,11 +29,19 @@ def generations(answer: Any, num_prompts: int) -> Generations:  # Any: JSON
             scored = meta["output_token_logprobs"]
             ids, values = [int(entry[1]) for entry in scored], [float(entry[0]) for entry in scored]
             output_ids, reason, version = output["output_ids"], meta["finish_reason"]["type"], meta["weight_version"]
+            num_read = int(meta["prompt_tokens"])
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise ContractError(
                 f"sample {row} of SGLang's answer lacks what /generate gives with return_logprob "
                 f"({type(error).__name__}: {error}); it has {str(output)[:200]}"
             ) from error
+        if num_read != prompt_lengths[row]:
+            raise ContractError(
+                f"prompt {row} has {prompt_lengths[row]} tokens, SGLang read {num_read}: its image processor resizes "
+                "otherwise, or it tokenised the prompt again. Leave bundle.min_pixels and max_pixels to the checkpoint "
+                "or give the server the same (engine.server_args.mm-process-config), and start a server of your own "
+                "with SGLANG_MM_AVOID_RETOKENIZE=1."
+            )
         if ids != output_ids:
             raise ContractError(f"sample {row} has tokens {output_ids[:8]}, but log-probs of {ids[:8]}")
         tokens.append(ids)
