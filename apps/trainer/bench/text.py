@@ -1,0 +1,171 @@
+"""Measures what replay of texts does without: padding, and the logits of a whole batch. Prints Markdown.
+
+    uv run python apps/trainer/bench/text.py [replay|memory]
+
+    replay  forward and backward of the arithmetic model over texts of 8 to 256 tokens, packed and padded
+    memory  peak memory of log-probs at a vocabulary of 151,936, in chunks and at once
+Both ways of a part run in turn in one process; CPU seconds of this process are counted, so other work on the machine
+hardly matters to the ratios.
+"""
+
+# ruff: noqa: INP001 - a script, no package
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unirl.app.environment import packaged_path
+from unirl.models.ar import ARStage
+from unirl.models.qwen3.bundle import Qwen3Bundle
+from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.models.token_scores import CHUNK_LOGITS, chunked_scores, softmax_scores
+from unirl.types.conditions import PromptCondition
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
+
+SHORTEST, LONGEST = 8, 256
+NUM_TEXTS = 64
+PROMPT_TOKENS = 4
+VOCABULARY = 151_936
+"""Words of Qwen3's vocabulary."""
+WIDTH = 128
+"""Of the hidden states; the vocabulary outweighs it by far at any width of a real model."""
+MIB = 2**20
+
+
+def cpu_seconds(function: Callable[[], object]) -> float:
+    """CPU seconds of one call."""
+    started = time.process_time()
+    function()
+    return time.process_time() - started
+
+
+def length_mixes() -> dict[str, list[int]]:
+    """Tokens of every text, prompt included, by the name of the mix."""
+    generator = torch.Generator().manual_seed(0)
+    share = torch.rand(NUM_TEXTS, generator=generator)
+    share[:2] = torch.tensor([0.0, 1.0])
+    return {
+        "uniform": (SHORTEST + share * (LONGEST - SHORTEST)).round().int().tolist(),
+        "uniform in the logarithm, many short ones": (SHORTEST * (LONGEST / SHORTEST) ** share).round().int().tolist(),
+        "all of 256": [LONGEST] * NUM_TEXTS,
+    }
+
+
+def replay(repeats: int, micro_batch_size: int = 16) -> None:
+    """Packed against padded."""
+    pipeline = Qwen3Pipeline(Qwen3Bundle(str(packaged_path("arithmetic", "checkpoint"))))
+    stages = {"packed": pipeline.ar, "padded": ARStage(pipeline.adapter, packed=False)}
+    params = ARSamplingParams(temperature=1.0, max_new_tokens=LONGEST)
+    say(f"{NUM_TEXTS} texts in micro-batches of {micro_batch_size}, median of {repeats}:\n")
+    say("| lengths | tokens | padding | packed, CPU s | padded, CPU s | padded / packed |")
+    say("|---|---|---|---|---|---|")
+    for name, lengths in length_mixes().items():
+        micros = [lengths[start : start + micro_batch_size] for start in range(0, NUM_TEXTS, micro_batch_size)]
+        batches = [random_texts(micro, pipeline.bundle.vocabulary_size, params) for micro in micros]
+
+        def run(stage: ARStage, batches: list[tuple[PromptCondition, TextSegment]] = batches) -> None:
+            for prompt, segment in batches:
+                stage.replay({"prompt": prompt}, segment, params).logp_V.sum().backward()
+
+        pairs = [tuple(cpu_seconds(lambda s=stage: run(s)) for stage in stages.values()) for _ in range(repeats + 1)][
+            1:
+        ]
+        packed, padded = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
+        ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
+        padding = 1 - sum(lengths) / sum(len(micro) * max(micro) for micro in micros)
+        say(f"| {name} | {sum(lengths)} | {padding:.0%} | {packed:.2f} | {padded:.2f} | {ratio:.2f} |")
+
+
+def random_texts(lengths: list[int], vocabulary: int, params: ARSamplingParams) -> tuple[PromptCondition, TextSegment]:
+    """Prompts of a few tokens with completions that fill the lengths up."""
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
+    prompt = PromptCondition.pack(tokens=[text[:PROMPT_TOKENS] for text in texts])
+    return prompt, TextSegment.pack(tokens=[text[PROMPT_TOKENS:] for text in texts], params=params)
+
+
+def memory(repeats: int) -> None:
+    """Chunks of the vocabulary projection against all of it at once, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).requires_grad_()
+
+    def at_once(hidden: Tensor, tokens: Tensor) -> None:
+        logp, entropy = softmax_scores(hidden @ weight.T, tokens, 1.0)
+        (logp - 0.01 * entropy).sum().backward()
+
+    def in_chunks(hidden: Tensor, tokens: Tensor) -> None:
+        logp, entropy = chunked_scores(
+            lambda x: x @ weight.T, hidden, tokens, 1.0, tokens_per_chunk=CHUNK_LOGITS // VOCABULARY
+        )
+        (logp - 0.01 * entropy).sum().backward()
+
+    in_chunks(*random_states(8, generator))  # the gradient of the weight stays
+    say(f"Vocabulary {VOCABULARY:,}, float32, chunks of {CHUNK_LOGITS // VOCABULARY} tokens:\n")
+    say("| tokens | logits, MiB | chunks: peak MiB | at once: peak MiB | at once / chunks | CPU s, chunks / at once |")
+    say("|---|---|---|---|---|---|")
+    for num_tokens in (256, 512, 1024, 2048):
+        inputs = random_states(num_tokens, generator)
+        chunks = peak_mib(lambda inputs=inputs: in_chunks(*inputs))
+        row = f"| {num_tokens} | {num_tokens * VOCABULARY * 4 / MIB:.0f} | {chunks:.0f} | "
+        if num_tokens > 512:
+            say(row + "not run | | |")
+            continue
+        whole = peak_mib(lambda inputs=inputs: at_once(*inputs))
+        ratios = [
+            cpu_seconds(lambda inputs=inputs: in_chunks(*inputs)) / cpu_seconds(lambda inputs=inputs: at_once(*inputs))
+            for _ in range(repeats)
+        ]
+        say(row + f"{whole:.0f} | {whole / chunks:.1f} | {statistics.median(ratios):.2f} |")
+
+
+def random_states(num_tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Hidden states and tokens."""
+    hidden = torch.randn(num_tokens, WIDTH, generator=generator).requires_grad_()
+    return hidden, torch.randint(0, VOCABULARY, (num_tokens,), generator=generator)
+
+
+def peak_mib(function: Callable[[], object]) -> float:
+    """How far the resident memory of this process rises above where it is, in MiB."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
+    before = resident("VmRSS")
+    function()
+    return (resident("VmHWM") - before) / MIB
+
+
+def resident(field: str) -> int:
+    """A field of this process's memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def say(line: str) -> None:
+    """Print at once, for who watches."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Run the parts that are named, all without names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=["replay", "memory"], help="both without one")
+    parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    parts: dict[str, Callable[[int], None]] = {"replay": replay, "memory": memory}
+    for part in [options.part] if options.part else parts:
+        parts[part](options.repeats)
+        say("")
+
+
+if __name__ == "__main__":
+    main()
