@@ -340,8 +340,12 @@ class WeightReceiver(Protocol):
         ...
 
 
-class PushedEngine(RolloutEngine, WeightReceiver, Protocol):
-    """An engine with weights of its own."""
+class PushTarget(WeightReceiver, Protocol):
+    """An engine with weights of its own, or several that are pushed to as one."""
+
+    def generate(self, req: RolloutReq) -> RolloutResp:
+        """One sample for every row of the request, in its order; of several engines, once each."""
+        ...
 
 
 class WeightSource(Protocol):

@@ -19,6 +19,7 @@ from typing import Any
 from unirl.distributed.group.device_pool import Block, Device, DevicePool
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_worker import ProcessInfo, RayWorker
+from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.group.waiting import CallFailed, answers
 from unirl.distributed.runtime import Builder, ComponentInfo, Runtime
 from unirl.distributed.tensor.transport import outgoing
@@ -27,7 +28,7 @@ from unirl.types.errors import ConfigError, ContractError, WorkerError
 logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT_S = 5.0
-"""How long `close` lets workers end by themselves before they are killed."""
+"""How long `close` lets workers close what they hold, and then end by themselves, before they are killed."""
 
 _GONE_TIMEOUT_S = 10.0
 """How long `close` waits for killed processes to disappear."""
@@ -124,6 +125,12 @@ class RayRuntime(Runtime):
         (port,) = self._await({store: 0}, "opening the meeting point", start_timeout_s)
         self._on_all("join", (host, port, num_threads, self._timeout_s), "forming the process group", start_timeout_s)
 
+    def remote_role(self, name: str) -> RemoteRole:
+        """A component of these workers, for code in the workers of another runtime."""
+        self._require_open()
+        self.role(name)
+        return RemoteRole(name, tuple(self._actors), tuple(self._names()), self._timeout_s)
+
     def _infos(self) -> Mapping[str, ComponentInfo]:
         return self._components
 
@@ -180,6 +187,9 @@ class RayRuntime(Runtime):
         atexit.unregister(self.close)
         if self._ray.is_initialized():
             if self._failure is None:
+                # Ray kills what a worker has started as soon as the worker ends.
+                closing = [actor.close.remote() for actor in self._actors]
+                self._ray.wait(closing, num_returns=len(closing), timeout=_LEAVE_TIMEOUT_S)
                 # A worker that ends by itself is no event; one that is killed makes Ray print a warning.
                 leaving = [actor.__ray_terminate__.remote() for actor in self._actors]
                 self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_TIMEOUT_S)

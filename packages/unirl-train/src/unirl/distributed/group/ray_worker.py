@@ -78,6 +78,15 @@ class RayWorker:
         self._worker = Worker(builder, self._context)
         return self._worker.component_infos()
 
+    def close(self) -> None:
+        """Close the components, so that what they started ends in order."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def call_component(self, role: str, method: str, *args: Any) -> Any:  # Any: as the component's methods
+        """Call a component for a worker of another runtime (`RemoteRole`)."""
+        return self.perform("invoke", (role, method, args, {}, None))
+
     def perform(self, method: str, args: tuple[Any, ...]) -> Any:  # Any: as the worker's methods
         """Call a method of `Worker`; what it returns leaves as CPU tensors."""
         if self._worker is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unirl.distributed.weight_sync.canary import LogProbCanary
 from unirl.types.errors import ConfigError, WeightSyncError
-from unirl.types.protocols import AutoregressivePipeline, PushedEngine, WeightSource
+from unirl.types.protocols import AutoregressivePipeline, PushTarget, WeightSource
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.sampling import Precision
 from unirl.types.weights import WeightReceipt
@@ -24,9 +24,9 @@ Metrics = dict[str, float]
 
 
 class WeightSync(ABC):
-    """Pushes the backend's policy to an engine. Every rank pushes to the engine beside it, or rank 0 to one elsewhere.
+    """Pushes the backend's policy to an engine: every rank to the one beside it, or rank 0 to those elsewhere.
 
-    backend: the weights that train. engine: the engine of this worker; None where `connect` names one elsewhere.
+    backend: the weights that train. engine: the engine of this worker; None where `connect` names some elsewhere.
     pipeline: replays the canary. dtype: what the engine keeps weights in; tensors are rounded to it before they leave.
     canary_prompts: short texts that the engine continues after every push. canary_tolerance: largest difference in nats
         between its log-probs and the trainer's; rounding gives 1e-5 where both compute in fp32, about 0.1 in bf16.
@@ -36,7 +36,7 @@ class WeightSync(ABC):
     def __init__(
         self,
         backend: WeightSource,
-        engine: PushedEngine | None,
+        engine: PushTarget | None,
         pipeline: AutoregressivePipeline,
         *,
         dtype: Precision = "bf16",
@@ -53,8 +53,8 @@ class WeightSync(ABC):
         self._canary = LogProbCanary(pipeline, canary_prompts, canary_tolerance)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def connect(self, engine: PushedEngine) -> None:
-        """Push to an engine of other workers from now on: rank 0 sends, the others only gather with it."""
+    def connect(self, engine: PushTarget) -> None:
+        """Push to engines of other workers (`EnginesElsewhere`) from now on: rank 0 sends, the others only gather."""
         self._engine = engine if self._rank == 0 else None
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
@@ -105,7 +105,7 @@ class WeightSync(ABC):
         return self._engine is not None and self._engine.policy_version != self._source.policy_version
 
     @abstractmethod
-    def _send(self, engine: PushedEngine, version: int) -> WeightReceipt:
+    def _send(self, engine: PushTarget, version: int) -> WeightReceipt:
         """Send the policy, and return the engine's receipt."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ import torch
 
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 from unirl.types.media import Texts
-from unirl.types.protocols import AutoregressivePipeline, RolloutEngine
+from unirl.types.protocols import AutoregressivePipeline, PushTarget
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
@@ -32,7 +32,7 @@ class LogProbCanary:
         self._prompts = list(prompts)
         self._tolerance = tolerance
 
-    def check(self, engine: RolloutEngine, version: int) -> tuple[float, float]:
+    def check(self, engine: PushTarget, version: int) -> tuple[float, float]:
         """Largest and mean |log-prob of the engine - of the trainer|, nats.
 
         Raises WeightSyncError above the tolerance, and where the samples are of another version.
@@ -51,10 +51,11 @@ class LogProbCanary:
         largest, mean = float(gap.max()), float(gap.mean())
         if not largest <= self._tolerance:  # NaN is above every tolerance
             row = int(torch.bucketize(gap.argmax(), segment.cu_seqlens[1:], right=True))
+            prompt = self._prompts[row % len(self._prompts)]  # several engines answer one behind the other
             raise WeightSyncError(
                 f"the engine does not have the trainer's policy of version {version}: log-probs of the same tokens "
                 f"differ by up to {largest:.3g} nats ({mean:.3g} on average, {segment.tokens.numel()} tokens), most "
-                f"behind {self._prompts[row]!r}; sync.canary_tolerance is {self._tolerance:g}. Compare the engine's "
+                f"behind {prompt!r}; sync.canary_tolerance is {self._tolerance:g}. Compare the engine's "
                 "model, dtype and adapter scale with the trainer's."
             )
         return largest, mean

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from unirl.distributed.weight_sync.base import WeightSync
 from unirl.types.errors import WeightSyncError
-from unirl.types.protocols import AutoregressivePipeline, PushedEngine, WeightSource
+from unirl.types.protocols import AutoregressivePipeline, PushTarget, WeightSource
 from unirl.types.sampling import Precision
 from unirl.types.weights import WeightReceipt, WeightSpec, weight_buckets
 
@@ -20,7 +20,7 @@ class FullWeightSync(WeightSync):
     def __init__(
         self,
         backend: WeightSource,
-        engine: PushedEngine | None,
+        engine: PushTarget | None,
         pipeline: AutoregressivePipeline,
         *,
         dtype: Precision = "bf16",
@@ -44,7 +44,7 @@ class FullWeightSync(WeightSync):
         for _ in self._source.weights():
             pass
 
-    def _send(self, engine: PushedEngine, version: int) -> WeightReceipt:
+    def _send(self, engine: PushTarget, version: int) -> WeightReceipt:
         shapes = self._source.weight_shapes()
         engine.begin_weights(version, [WeightSpec(name, shape, str(self._dtype), "") for name, shape in shapes.items()])
         rounded = ((name, self._rounded(tensor)) for name, tensor in self._source.weights())

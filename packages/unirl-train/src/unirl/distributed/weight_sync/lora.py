@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unirl.distributed.weight_sync.base import WeightSync
 from unirl.types.errors import WeightSyncError
-from unirl.types.protocols import PushedEngine
+from unirl.types.protocols import PushTarget
 from unirl.types.weights import WeightBucket, WeightReceipt, weight_spec
 
 
@@ -14,7 +14,7 @@ class LoraWeightSync(WeightSync):
     def _gather(self) -> None:
         self._source.adapter_weights()
 
-    def _send(self, engine: PushedEngine, version: int) -> WeightReceipt:
+    def _send(self, engine: PushTarget, version: int) -> WeightReceipt:
         tensors = {name: self._rounded(tensor) for name, tensor in self._source.adapter_weights().items()}
         config = self._source.adapter_config()
         specs = tuple(weight_spec(name, tensor) for name, tensor in tensors.items())

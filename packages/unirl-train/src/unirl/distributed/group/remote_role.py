@@ -1,0 +1,41 @@
+"""A component of one runtime's workers, for code in the workers of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unirl.distributed.group.framework import ray_module
+from unirl.distributed.group.waiting import CallFailed, answers
+from unirl.distributed.tensor.transport import outgoing
+
+
+@dataclass(frozen=True)
+class RemoteRole:
+    """Calls one component on every worker of a runtime that runs elsewhere. Pickles, unlike a `Role`.
+
+    The runtime's own driver must not call the same workers meanwhile: they answer one call at a time, in order.
+    """
+
+    name: str
+    actors: Sequence[Any]  # Any: ray actor handles
+    workers: Sequence[str]
+    """What errors call the actors."""
+    timeout_s: float
+
+    def call(self, method: str, *args: Any) -> list[Any]:  # Any: as the component's methods
+        """The method's results, one a worker. Arguments leave this process once, through Ray's object store.
+
+        Raises what a worker raises where it is an error of ours, else WorkerError.
+        """
+        ray = ray_module()
+        references = [ray.put(outgoing(value)) for value in args]
+        pending = {
+            actor.call_component.remote(self.name, method, *references): worker
+            for actor, worker in zip(self.actors, self.workers, strict=True)
+        }
+        try:
+            return answers(pending, f"{self.name}.{method}", self.timeout_s)
+        except CallFailed as failed:
+            failed.raise_cause()
