@@ -1,11 +1,12 @@
-"""Measures what replay of texts does without: padding, and the logits of a whole batch. Prints Markdown.
+"""Measures what replay of texts does without: padding, the logits of a whole batch, waiting. Prints Markdown.
 
-    uv run python apps/trainer/bench/text.py [replay|memory]
+    uv run python apps/trainer/bench/text_training.py [replay|memory|devices]
 
     replay  forward and backward of the arithmetic model over texts of 8 to 256 tokens, packed and padded
     memory  peak memory of log-probs at a vocabulary of 151,936, in chunks and at once
-Both ways of a part run in turn in one process; CPU seconds of this process are counted, so other work on the machine
-hardly matters to the ratios.
+    devices work of the slowest device over the mean, as samples come and as they are dealt by their tokens
+Both ways of a measurement run in turn in one process; CPU seconds of this process are counted, so other work on the
+machine hardly matters to the ratios.
 """
 
 # ruff: noqa: INP001 - a script, no package
@@ -27,6 +28,7 @@ from unirl.models.ar import ARStage
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
 from unirl.models.token_scores import CHUNK_LOGITS, chunked_scores, softmax_scores
+from unirl.trainer.balance import balanced_order
 from unirl.types.conditions import PromptCondition
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
@@ -48,15 +50,15 @@ def cpu_seconds(function: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def length_mixes() -> dict[str, list[int]]:
+def length_mixes(num_texts: int) -> dict[str, list[int]]:
     """Tokens of every text, prompt included, by the name of the mix."""
     generator = torch.Generator().manual_seed(0)
-    share = torch.rand(NUM_TEXTS, generator=generator)
+    share = torch.rand(num_texts, generator=generator)
     share[:2] = torch.tensor([0.0, 1.0])
     return {
         "uniform": (SHORTEST + share * (LONGEST - SHORTEST)).round().int().tolist(),
         "uniform in the logarithm, many short ones": (SHORTEST * (LONGEST / SHORTEST) ** share).round().int().tolist(),
-        "all of 256": [LONGEST] * NUM_TEXTS,
+        "all of 256": [LONGEST] * num_texts,
     }
 
 
@@ -68,7 +70,7 @@ def replay(repeats: int, micro_batch_size: int = 16) -> None:
     say(f"{NUM_TEXTS} texts in micro-batches of {micro_batch_size}, median of {repeats}:\n")
     say("| lengths | tokens | padding | packed, CPU s | padded, CPU s | padded / packed |")
     say("|---|---|---|---|---|---|")
-    for name, lengths in length_mixes().items():
+    for name, lengths in length_mixes(NUM_TEXTS).items():
         micros = [lengths[start : start + micro_batch_size] for start in range(0, NUM_TEXTS, micro_batch_size)]
         batches = [random_texts(micro, pipeline.bundle.vocabulary_size, params) for micro in micros]
 
@@ -127,6 +129,25 @@ def memory(repeats: int) -> None:
         say(row + f"{whole:.0f} | {whole / chunks:.1f} | {statistics.median(ratios):.2f} |")
 
 
+def devices(repeats: int, per_device: int = 64, micro_batch_size: int = 16) -> None:
+    """Tokens of the busiest device over the mean, by micro-batch, which all devices end together. Nothing is timed."""
+    say(f"{per_device} texts a device in micro-batches of {micro_batch_size}:\n")
+    say("| lengths | devices | as they come | dealt by tokens |")
+    say("|---|---|---|---|")
+    for name in list(length_mixes(2))[:2]:
+        for num_devices in (2, 8, 32):
+            lengths = length_mixes(per_device * num_devices)[name]
+            orders = list(range(len(lengths))), balanced_order(lengths, num_devices, num_updates=1)
+            shown = [f"{busiest([lengths[i] for i in order], num_devices, micro_batch_size):.3f}" for order in orders]
+            say(f"| {name} | {num_devices} | {shown[0]} | {shown[1]} |")
+
+
+def busiest(lengths: list[int], num_devices: int, micro_batch_size: int) -> float:
+    """Sum over micro-batches of the most tokens of a device, over what an even split would make it."""
+    work = torch.tensor(lengths).view(num_devices, -1, micro_batch_size).sum(-1)
+    return float(work.amax(0).sum() / work.float().mean(0).sum())
+
+
 def random_states(num_tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Hidden states and tokens."""
     hidden = torch.randn(num_tokens, WIDTH, generator=generator).requires_grad_()
@@ -157,11 +178,11 @@ def say(line: str) -> None:
 def main() -> None:
     """Run the parts that are named, all without names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["replay", "memory"], help="both without one")
+    parser.add_argument("part", nargs="?", choices=["replay", "memory", "devices"], help="all without one")
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    parts: dict[str, Callable[[int], None]] = {"replay": replay, "memory": memory}
+    parts: dict[str, Callable[[int], None]] = {"replay": replay, "memory": memory, "devices": devices}
     for part in [options.part] if options.part else parts:
         parts[part](options.repeats)
         say("")
