@@ -351,6 +351,18 @@ def test_a_malformed_prompt_row_is_named_with_file_and_line_before_a_model_loads
         on_machine(runnable, {"eval.prompts": str(tmp_path / "rows.jsonl")})
 
 
+def test_rows_without_the_answer_that_a_scorer_compares_with_are_named_before_a_model_loads(recipes, tmp_path):
+    recipe = changed(recipes["llm/qwen3_arithmetic"], {"run_dir": str(tmp_path / "run")})
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "prompt_id": "p7", "total": "3"}\n')
+    with pytest.raises(ConfigError, match=r"data\.path = .*: 1 rows \(p7\) have no 'answer', which scorer exact_match"):
+        on_machine(recipe, {"data.path": str(rows)})
+    with pytest.raises(ConfigError, match=r"eval\.prompts = .* have no 'total'"):
+        on_machine(recipe, {"reward.scorers.exact_match.answer_key": "total", "eval.prompts": str(rows)})
+    rows.write_text('{"prompt": "1+1=", "answer": 2}\n')
+    on_machine(recipe, {"data.path": str(rows)})
+
+
 def test_run_directory_that_cannot_be_written_is_an_error(runnable, tmp_path):
     with pytest.raises(ConfigError, match="is a file. Set run_dir to a folder"):
         on_machine(runnable, {"run_dir": str(tmp_path / "p.txt")})

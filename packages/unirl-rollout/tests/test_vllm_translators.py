@@ -1,14 +1,18 @@
 """Requests as vLLM's process gets them and answers as tracks: no vLLM needed."""
 
+import dataclasses
+import importlib.util
 import math
 import signal
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from unirl.rollout.engine.checkpoint import adapter_specs, checkpoint_shapes, full_specs
 from unirl.rollout.engine.served_text import Generations, check_fits, check_version, generation, text_segment
+from unirl.rollout.engine.vllm_llm import engine as engine_module
 from unirl.rollout.engine.vllm_llm import messages
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 from unirl.rollout.engine.vllm_llm.messages import Failed, Ready, ReceiveWeights, Start
@@ -235,6 +239,47 @@ def test_an_error_that_is_none_of_ours_brings_its_traceback(tmp_path, monkeypatc
     process = start(tmp_path, monkeypatch, f"pipe.recv_bytes()\npipe.send_bytes({failed!r})\npipe.recv_bytes()\n")
     with pytest.raises(WorkerError, match="KeyError 'x'"):
         process.call(messages.WakeUp(), 60)
+    process.stop()
+
+
+# Another version, or none
+
+
+def engine_of(tmp_path, monkeypatch, source=None):
+    """An engine whose process is the running interpreter, with `source` in the place of vLLM's side."""
+    if source is not None:
+        played = "import sys\nfrom multiprocessing.connection import Connection\npipe = Connection(int(sys.argv[1]))\n"
+        (tmp_path / "played.py").write_text(played + source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(engine_module, "_SERVER", "played")
+    codec: Any = None
+    return VLLMRolloutEngine(codec, model=str(tmp_path), kv_cache_bytes=1, transfer_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(("version", "protocol"), [("0.99.1", messages.PROTOCOL), ("0.32.0", 999)])
+def test_an_engine_of_another_version_is_refused_and_stopped(tmp_path, monkeypatch, version, protocol):
+    ready = messages.encode(dataclasses.replace(READY, vllm_version=version, protocol=protocol))
+    engine = engine_of(tmp_path, monkeypatch, f"pipe.recv_bytes()\npipe.send_bytes({ready!r})\npipe.recv_bytes()\n")
+    with pytest.raises(ConfigError, match=rf"has vLLM {version} and speaks protocol {protocol}; .* needs vLLM 0\.30, "):
+        engine.wait_until_ready()
+    assert not engine._process.is_alive and not list(tmp_path.glob("unirl-vllm-*"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM")
+def test_an_environment_without_vllm_names_what_to_install(tmp_path, monkeypatch):
+    engine = engine_of(tmp_path, monkeypatch)
+    with pytest.raises(
+        ConfigError, match=r"vLLM cannot be imported in its process .* `uv sync --project environments/"
+    ):
+        engine.wait_until_ready()
+    engine.shutdown()
+
+
+def test_sources_of_another_version_are_refused_by_the_process(tmp_path):
+    process = EngineProcess(sys.executable, {}, tmp_path, module="unirl.rollout.engine.vllm_llm.server")
+    start = Start("m", {}, uses_processes=False, policy_version=0, protocol=messages.PROTOCOL + 1)
+    with pytest.raises(ConfigError, match=r"the trainer speaks protocol 2, vLLM's environment 1\. Install the same"):
+        process.call(start, 120)
     process.stop()
 
 

@@ -119,10 +119,11 @@ class TextAdapter:
             num_images = num_image_tokens[row] if num_image_tokens is not None else 0
             of_images = f" ({num_images} of them of its images)" if num_images else ""
             remedy = "Lower bundle.max_pixels, shorten" if num_images else "Shorten"
+            room = self.context_length - longest
+            lower = f", or lower sampling.max_new_tokens to {room}" if room > 0 else ""
             raise ConfigError(
                 f"prompt {row} of the batch has {longest} tokens{of_images}; with max_new_tokens = {max_new_tokens} "
-                f"that is more than the context of {self.context_length}. {remedy} or drop the prompt, or lower "
-                f"sampling.max_new_tokens to {max(0, self.context_length - longest)}."
+                f"that is more than the context of {self.context_length}. {remedy} or drop the prompt{lower}."
             )
 
     def prompt_keys(self, conditions: Conditions) -> list[Hashable]:

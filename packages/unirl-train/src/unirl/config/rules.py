@@ -33,6 +33,8 @@ CLIP_OF_A_MEAN = 1e-1
 """From here on, a clip or a divergence per element is meant for sums: over 256 elements it is 25 nats."""
 MAX_ETA = {"cps": 1.0}
 """Largest eta by kernel name; the other kernels take any."""
+ANSWER_KEY = "answer_key"
+"""Keyword of scorers that compare with an answer in the data: the key of a row that holds it; "answer" by default."""
 
 POSITIVE = (
     "batch_size",
@@ -636,6 +638,22 @@ def prompts_exist(recipe: Recipe, machine: Machine) -> Messages:
                     yield f"{name} = {path} brings images, which would be judged in the policy's place. Take them out."
 
 
+def answers_exist(recipe: Recipe, machine: Machine) -> Messages:
+    """Every row has the answer that a scorer compares with; without it the run would stop when the row's turn comes."""
+    for scorer, node in (recipe["reward"].get("scorers") or {}).items():
+        path = node.get(TARGET) if isinstance(node, Mapping) else None
+        if path is None or ANSWER_KEY not in read_target(str(path)).parameters:
+            continue
+        key = str(node.get(ANSWER_KEY, "answer"))
+        for name, file in (("data.path", recipe["data"].get("path")), ("eval.prompts", _eval_prompts(recipe))):
+            without = [row.prompt_id for row in _rows(file) if row.metadata.get(key) in (None, "")]
+            if without:
+                yield (
+                    f"{name} = {file}: {len(without)} rows ({', '.join(without[:4])}) have no {key!r}, which scorer "
+                    f"{scorer} compares with. Add it, or name the right key as reward.scorers.{scorer}.{ANSWER_KEY}."
+                )
+
+
 def run_dir_writable(recipe: Recipe, machine: Machine) -> Messages:
     """The run directory can be made and written."""
     run_dir = Path(str(recipe.get("run_dir") or "runs")).expanduser().absolute()
@@ -685,6 +703,7 @@ MACHINE_RULES: tuple[Callable[[Recipe, Machine], Messages], ...] = (
     model_exists,
     engine_environment_exists,
     prompts_exist,
+    answers_exist,
     run_dir_writable,
 )
 
@@ -772,6 +791,14 @@ def _read_pairs(recipe: Recipe, path: Path) -> list[PromptRow]:
     sampling = _sampling(recipe)
     size = tuple(sampling.get(side, _default(recipe, side)) for side in ("height", "width"))
     return read_pairs(path, size=size, num_images=max(2, sampling.get("samples_per_prompt", 2)))
+
+
+def _rows(file: object) -> list[PromptRow]:
+    """The rows of a prompt file; none of one that another rule refuses, or of a folder."""
+    try:
+        return read_rows(Path(str(file)).expanduser()) if file and Path(str(file)).expanduser().is_file() else []
+    except DataError:
+        return []
 
 
 def _eval_prompts(recipe: Recipe) -> str | None:
