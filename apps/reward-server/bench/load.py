@@ -20,6 +20,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -53,6 +54,41 @@ def body_of(reward: str, *, num: int, side: int, kind: str, seed: int = 0) -> tu
     samples = samples_of(request, "uint8")
     encoded = encode_json(samples, [reward]) if kind == JSON_TYPE else b"".join(encode_binary(samples, [reward]))
     return encoded, pixels[:, :, 0].mean((1, 2)).tolist()
+
+
+class Link:
+    """A keep-alive connection that hands a body to the system as it is: the load should cost what the server costs."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    async def score(self, body: bytes, kind: str) -> int:
+        """Status of the answer, which is read to its end."""
+        loop = asyncio.get_running_loop()
+        head = f"POST /score HTTP/1.1\r\nHost: h\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(self._socket, head.encode())
+        await loop.sock_sendall(self._socket, body)
+        answer = b""
+        while b"\r\n\r\n" not in answer or len(answer) < self._length(answer):
+            part = await loop.sock_recv(self._socket, 2**16)
+            if not part:
+                raise RuntimeError(f"the connection ended within an answer: {answer[:200]!r}")
+            answer += part
+        return int(answer.split(b" ", 2)[1])
+
+    @staticmethod
+    def _length(answer: bytes) -> int:
+        head, _, _ = answer.partition(b"\r\n\r\n")
+        [size] = [
+            line.partition(b":")[2] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
+        ]
+        return len(head) + 4 + int(size)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
 
 
 class Server:
@@ -125,7 +161,7 @@ def memory_mib(pid: int) -> float:
 
 
 async def hammer(
-    server: Server, session: aiohttp.ClientSession, body: bytes, kind: str, *, clients: int, seconds: float
+    server: Server, body: bytes, kind: str, *, clients: int, seconds: float
 ) -> tuple[list[float], Counter[int], float]:
     """Latencies, statuses and the time it took."""
     latencies: list[float] = []
@@ -133,11 +169,12 @@ async def hammer(
     end = time.monotonic() + seconds
 
     async def client() -> None:
-        while time.monotonic() < end:
-            started = time.monotonic()
-            status, _ = await server.score(session, body, kind)
-            latencies.append(time.monotonic() - started)
-            statuses[status] += 1
+        with contextlib.closing(Link(server.port)) as link:
+            while time.monotonic() < end:
+                started = time.monotonic()
+                status = await link.score(body, kind)
+                latencies.append(time.monotonic() - started)
+                statuses[status] += 1
 
     started = time.monotonic()
     await asyncio.gather(*(client() for _ in range(clients)))
@@ -175,10 +212,10 @@ async def measure(
     seconds: float,
 ) -> None:
     """One row of the table of `load`."""
-    await hammer(server, session, body, kind, clients=clients, seconds=seconds / 5)
+    await hammer(server, body, kind, clients=clients, seconds=seconds / 5)
     replica = (await server.status(session))["rewards"][reward[1]]["replicas"][0]["pid"]
     before = cpu_s(server.pid), cpu_s(replica)
-    latencies, statuses, took = await hammer(server, session, body, kind, clients=clients, seconds=seconds)
+    latencies, statuses, took = await hammer(server, body, kind, clients=clients, seconds=seconds)
     used = cpu_s(server.pid) - before[0], cpu_s(replica) - before[1]
     if set(statuses) != {200}:
         raise RuntimeError(f"statuses {statuses}")
@@ -202,7 +239,7 @@ async def faults(folder: Path, seconds: float) -> None:
     async with server.running() as session:
         await kill_replica(server, session, seconds)
         body, _ = body_of("slow", num=2, side=16, kind=BINARY_TYPE)
-        latencies, statuses, _ = await hammer(server, session, body, BINARY_TYPE, clients=32, seconds=seconds)
+        latencies, statuses, _ = await hammer(server, body, BINARY_TYPE, clients=32, seconds=seconds)
         p50 = 1000 * float(np.median(latencies))
         say(f"- Slow scorer, 32 clients, queue of 16 samples: statuses {dict(statuses)}, p50 {p50:.0f} ms.")
         await leave(server, session, body)
@@ -319,7 +356,7 @@ async def steady(folder: Path, minutes: float) -> None:
         for _ in range(parts):
             for kind, body in bodies:
                 latencies, _, _ = await hammer(
-                    server, session, body, kind, clients=8, seconds=60 * minutes / parts / len(bodies)
+                    server, body, kind, clients=8, seconds=60 * minutes / parts / len(bodies)
                 )
                 num += len(latencies)
             replica = (await server.status(session))["rewards"][0]["replicas"][0]["pid"]

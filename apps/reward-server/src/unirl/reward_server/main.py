@@ -16,6 +16,7 @@ from aiohttp import web
 
 from unirl.reward_server.access import checked_token, read_token
 from unirl.reward_server.app import CONNECTION_OPTIONS, RewardServer
+from unirl.reward_server.memory import keep_freed_memory
 from unirl.reward_server.settings import Settings, read_settings
 from unirl.types.errors import ConfigError
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = read_settings(options.config)
         given = {key: value for key, value in (("host", options.host), ("port", options.port)) if value is not None}
         settings = replace(settings, server=replace(settings.server, **given))
+        keep_freed_memory()
         asyncio.run(serve(settings))
     except ConfigError as error:
         parser.exit(2, f"reward-server: {error}\n")

@@ -19,10 +19,6 @@ from unirl.reward_server.settings import RewardSettings
 
 logger = logging.getLogger(__name__)
 
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(256 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
-"""Let glibc keep up to 256 MiB for the next batch. Else every batch gets fresh pages from the system, which costs
-four times what turning its bytes into floats costs."""
-
 Found = dict[str, float] | str
 """Numbers of one sample, or the reason why it has none."""
 
@@ -219,8 +215,7 @@ def worker_environment(settings: RewardSettings, gpus: Sequence[str]) -> dict[st
     """This process' environment without its token, with the replica's own GPUs and threads."""
     threads = str(max(1, int(settings.num_cpus)))
     kept = {key: value for key, value in os.environ.items() if key != "REWARD_SERVER_TOKEN"}
-    own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    return _KEEP_MEMORY | kept | own
+    return kept | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 def _has_number(stream: Any) -> bool:  # Any: tests replace stderr by objects without a file

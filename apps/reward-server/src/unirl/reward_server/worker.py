@@ -28,6 +28,7 @@ from unirl.reward.base import LocalScorer
 from unirl.reward.service import RewardService
 from unirl.reward.wire import Limits, WireSample, decode_binary, request_of, sub_metrics
 from unirl.reward_server.frames import Frame, receive_frame, send_frame
+from unirl.reward_server.memory import keep_freed_memory
 from unirl.types.errors import ConfigError, ContractError, UniRLError
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.protocols import Scorer
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m unirl.reward_server.worker")
     parser.add_argument("--fd", type=int, required=True)
     options = parser.parse_args(argv)
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the server decides when we end
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=options.fd) as link:
