@@ -72,5 +72,8 @@ def test_an_aborted_rollout_returns_what_it_has(engine):
 def test_prompts_that_do_not_fit_and_named_policies_are_refused(engine):
     with pytest.raises(ConfigError, match=f"prompt 0 has 120 tokens .* context of {CONTEXT}"):
         engine.generate(request(["x" * 120]))
+    engine.check_prompts(request(["x" * 100]))
+    with pytest.raises(ConfigError, match="prompt 1 has 120 tokens"):
+        engine.check_prompts(request(["x", "x" * 120]))
     with pytest.raises(ConfigError, match="not from 'ema'"):
         engine.generate(request(["x"]), policy="ema")

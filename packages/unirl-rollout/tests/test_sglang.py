@@ -120,8 +120,9 @@ def test_what_sglang_cannot_do_is_refused(engine):
         engine.generate(request(["1"], ARSamplingParams(temperature=1, top_p=0.9, max_new_tokens=3)))
     with pytest.raises(ConfigError, match="not from 'ema'"):
         engine.generate(request(["1"]), policy="ema")
-    with pytest.raises(ConfigError, match="prompt 0 has token 50"):
-        engine.generate(request(["50"]))
+    for look in (engine.generate, engine.check_prompts):
+        with pytest.raises(ConfigError, match="prompt 0 has token 50"):
+            look(request(["50"]))
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,14 @@ def test_an_evaluation_is_greedy_and_tells_categories_apart(tmp_path: Path):
     assert {"eval/match", "eval/c1/match", "eval/c2/match"} <= run.notes.logged[0].keys()
 
 
+def test_a_prompt_that_is_too_long_stops_the_run_before_anything_is_sampled(tmp_path: Path):
+    run = Run(tmp_path)
+    vars(run.runtime.component("engine"))["longest"] = 1
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl: prompt 2 of the batch has 2 tokens"):
+        run.trainer.run()
+    assert run.requests == []
+
+
 def test_pass_at_k_is_the_fraction_of_all_choices_of_k_with_a_right_one():
     for size, right in ((5, 2), (4, 0), (3, 3), (6, 1)):
         is_right = [True] * right + [False] * (size - right)

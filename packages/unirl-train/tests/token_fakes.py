@@ -27,6 +27,7 @@ from unirl.train.stack import TrainStack
 from unirl.trainer.balance import balanced_order
 from unirl.trainer.vlm import count_tokens
 from unirl.types.conditions import Condition, PromptCondition
+from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_key
 from unirl.types.protocols import Conditions, PolicyStore
@@ -262,6 +263,16 @@ class LMEngine:
         self.pipeline = pipeline
         self.policies = policies
         self.requests: list[RolloutReq] = []
+        self.longest = 100
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def check_prompts(self, req: RolloutReq) -> None:
+        """Refuses what is longer than `longest`."""
+        texts = req.primitives["text"]
+        assert isinstance(texts, Texts)
+        for row, text in enumerate(texts.texts):
+            if len(text) > self.longest:
+                raise ConfigError(f"prompt {row} of the batch has {len(text)} tokens")
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from unirl.trainer.evaluation import EvaluationResult, sample_values
 from unirl.trainer.request import build_text_request
 from unirl.trainer.text_evaluation import take_completions, take_pictures
 from unirl.types.conditions import PromptCondition
-from unirl.types.errors import ContractError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.reward import RewardResponse
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams
@@ -47,7 +48,18 @@ class VLMTrainer(Trainer[ARSamplingParams]):
         self._balances_tokens = balance_tokens
 
     def prepare(self) -> None:
-        """Nothing: prompts are encoded with their rollout."""
+        """Let the engine look at every prompt of texts alone, so that none that is too long stops the run later.
+
+        Raises ConfigError naming the file.
+        """
+        rows = [row for row in self._data.rows if not row.media]
+        if not rows:
+            return
+        once = dataclasses.replace(self._sampling, samples_per_prompt=1)
+        try:
+            self._engine.check_prompts(build_text_request(rows, once, rollout_id=0))
+        except ConfigError as error:
+            raise ConfigError(f"{self._data.path}: {error}") from error
 
     def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
         """The next prompts of the data as a request."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from unirl.types.errors import ConfigError
+from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -49,6 +50,10 @@ class BaseRolloutEngine(ABC):
             f"{type(self).__name__} makes whole responses only, so nothing can be scored while it generates. "
             "Set reward.is_async: false."
         )
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)  # noqa: B027 (engines that take any prompt check nothing)
+    def check_prompts(self, req: RolloutReq) -> None:
+        """Raise ConfigError where a prompt cannot be sampled from. Generates nothing."""
 
     def sleep(self) -> None:  # noqa: B027 (engines that hold no memory of their own do nothing)
         """Free device memory."""

@@ -172,6 +172,14 @@ class SGLangRolloutEngine(BaseRolloutEngine):
             )
         return PromptImages(images, int(placeholder))
 
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def check_prompts(self, req: RolloutReq) -> None:
+        """Raise ConfigError where a prompt does not fit the context."""
+        params = text_params(req)
+        conditions = self._pipeline.encode(req.primitives, params)
+        call = generation(req, conditions, self._pipeline.stop_token_ids(params), next(self._calls))
+        check_fits(call, **self._limits)
+
     def abort(self) -> None:
         """End the `generate` that runs in another thread: it returns what it has, unfinished samples ABORTED."""
         self._post("/abort_request", {"abort_all": True})

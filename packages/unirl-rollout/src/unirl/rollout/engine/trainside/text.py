@@ -8,6 +8,7 @@ from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.rollout.text_checks import text_params, verify_text_segment
 from unirl.types.noise import noise_key
 from unirl.types.protocols import AutoregressivePipeline, ShardedPolicyStore
+from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 
 
@@ -35,6 +36,11 @@ class TrainsideTextEngine(DirectSampling):
         self._pipeline = pipeline
         self._any_rank = None if policies is None else policies.any_rank
         self._track = track
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def check_prompts(self, req: RolloutReq) -> None:
+        """Raise ConfigError where a prompt does not fit the context."""
+        self._pipeline.encode(req.primitives, text_params(req))
 
     def _check(self, req: RolloutReq) -> None:
         text_params(req)

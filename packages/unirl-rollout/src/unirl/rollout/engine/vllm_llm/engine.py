@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.engine.served_text import (
+    Generate,
     Generations,
     check_fits,
     check_version,
@@ -38,6 +39,7 @@ from unirl.rollout.engine.vllm_llm.messages import (
 )
 from unirl.rollout.engine.vllm_llm.process import EngineProcess, interpreter
 from unirl.rollout.text_checks import text_params
+from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import PolicyStore, TextCodec
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -157,10 +159,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
                 f"vLLM samples from the policy that was pushed, not from {policy!r}; use trainside for it"
             )
         params = text_params(req)
-        ready = self.ready()
-        conditions = self._pipeline.encode(req.primitives, params)
-        call = generation(req, conditions, self._pipeline.stop_token_ids(params), next(self._calls))
-        check_fits(call, context_length=ready.context_length, vocab_size=ready.vocab_size)
+        conditions, call = self._prepared(req)
         self._running = call.number
         try:
             answer = self._call(call, Generations)
@@ -170,6 +169,18 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         segment = text_segment(answer, call, params)
         track = text_track(req, conditions, segment, self._pipeline.decode(segment), answer.policy_version)
         return RolloutResp(tracks={self._track: track})
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def check_prompts(self, req: RolloutReq) -> None:
+        """Raise ConfigError where a prompt does not fit the context."""
+        self._prepared(req)
+
+    def _prepared(self, req: RolloutReq) -> tuple[dict[str, Condition], Generate]:
+        params, ready = text_params(req), self.ready()
+        conditions = self._pipeline.encode(req.primitives, params)
+        call = generation(req, conditions, self._pipeline.stop_token_ids(params), next(self._calls))
+        check_fits(call, context_length=ready.context_length, vocab_size=ready.vocab_size)
+        return conditions, call
 
     def abort(self) -> None:
         """End the `generate` that runs in another thread: it returns what it has, unfinished samples ABORTED."""
