@@ -14,6 +14,9 @@ import torch.multiprocessing
 
 JOIN_TIMEOUT_S = 240.0
 
+PRELOADED = ["unirl.train.stack", "unirl.trainer.vlm"]
+"""Imported once, by the process that all ranks of a test session are forked from: imports take longer than the jobs."""
+
 Job = Callable[[], Any]  # Any: what torch.save can write
 
 
@@ -23,7 +26,8 @@ def results_of_ranks(job: Job, folder: Path, world_size: int = 2) -> list[Any]:
     job: a function of a module, or a `partial` of one, which the processes import.
     Raises AssertionError with the tracebacks of the ranks that failed.
     """
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     processes = [context.Process(target=_run, args=(job, rank, world_size, folder)) for rank in range(world_size)]
     for process in processes:
         process.start()
