@@ -1,0 +1,44 @@
+"""Environments beside the workspace have locks of their own, which must follow the packages that they install."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ENVIRONMENTS = Path(__file__).parents[2] / "environments"
+
+
+def locked(package):
+    """Requirements of a package as the lock remembers them: name, extras, versions, the extra that asks for them."""
+    for entry in package.get("metadata", {}).get("requires-dist", []):
+        extra = re.fullmatch(r"extra == '(.+)'", entry.get("marker", ""))
+        yield entry["name"], tuple(entry.get("extras", ())), entry.get("specifier", ""), extra and extra[1]
+
+
+def declared(folder):
+    """The same, as its pyproject.toml has them."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    for extra, texts in [(None, project["dependencies"]), *project.get("optional-dependencies", {}).items()]:
+        for requirement in map(Requirement, texts):
+            yield requirement.name, tuple(sorted(requirement.extras)), requirement.specifier, extra
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in ENVIRONMENTS.glob("*/uv.lock")))
+def test_the_lock_of_an_environment_knows_what_its_packages_require_now(name):
+    lock = tomllib.loads((ENVIRONMENTS / name / "uv.lock").read_text())
+    ours = {package["name"]: package for package in lock["package"] if "editable" in package["source"]}
+    assert "unirl-rollout" in ours
+    for package in ours.values():
+        folder = (ENVIRONMENTS / name / package["source"]["editable"]).resolve()
+        # A package that the environment takes from a folder is locked by that, whatever versions are asked for.
+        found = {
+            (what, extras, "" if what in ours else Requirement(f"x{versions}").specifier, extra)
+            for what, extras, versions, extra in locked(package)
+        }
+        wanted = {
+            (what, extras, "" if what in ours else versions, extra)
+            for what, extras, versions, extra in declared(folder)
+        }
+        assert found == wanted, f"uv lock --project environments/{name}"
