@@ -22,7 +22,7 @@ CPU_S, SAMPLES, VALUE = range(3)
 LEGEND_ROW_INCHES = 0.24
 AXES = ((CPU_S, "CPU seconds of training"), (SAMPLES, "samples trained on"))
 MAX_OVERLAID = 8
-PANEL_COLUMNS = 7
+MAX_PANEL_COLUMNS = 7
 
 Curve = Sequence[Sequence[float]]
 
@@ -68,12 +68,13 @@ def _overlaid(recipes: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _panels(recipes: Sequence[Mapping[str, Any]]) -> Figure:
-    num_rows = math.ceil(len(recipes) / PANEL_COLUMNS)
+    num_rows = math.ceil(len(recipes) / MAX_PANEL_COLUMNS)
+    num_columns = math.ceil(len(recipes) / num_rows)
     figure = Figure(figsize=(13.0, 2 * (1.75 * num_rows + 0.4)), layout="constrained")
     halves = figure.add_gridspec(len(AXES), 1)
     for half, (axis, title) in enumerate(AXES):
         part = figure.add_subfigure(halves[half])
-        grid = part.subplots(num_rows, PANEL_COLUMNS, sharex=True, sharey=True).flatten()
+        grid = part.subplots(num_rows, num_columns, sharex=True, sharey=True).flatten()
         for index, (axes, recipe) in enumerate(zip(grid, recipes, strict=False)):
             for other in recipes:
                 x, mean, _, _ = _band(other, axis)
@@ -83,7 +84,7 @@ def _panels(recipes: Sequence[Mapping[str, Any]]) -> Figure:
             axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
             _draw_base(axes, recipes)
             axes.set_title(_label(recipe), fontsize=7, loc="left", pad=2)
-            axes.tick_params(labelsize=7, labelbottom=index + PANEL_COLUMNS >= len(recipes))
+            axes.tick_params(labelsize=7, labelbottom=index + num_columns >= len(recipes))
         for axes in grid[len(recipes) :]:
             axes.set_visible(False)
         part.supxlabel(title, fontsize=9)
