@@ -400,6 +400,11 @@ def test_overrides_that_hydra_cannot_take_are_one_message(overrides, message):
         resolve(compose("diffusion/sd3_shapes", overrides))
 
 
+def test_cpu_seconds_of_another_process_are_no_budget(recipes):
+    with pytest.raises(ConfigError, match="max_cpu_s = 60 counts .* VLLMRolloutEngine samples in another"):
+        check_recipe(changed(recipes["llm/qwen3_arithmetic_vllm"], {"max_cpu_s": 60}))
+
+
 def test_an_engine_without_its_environment_names_the_command_that_makes_it(recipes, tmp_path):
     recipe = recipes["llm/qwen3_arithmetic_vllm"]
     nowhere = {"engine.python": str(tmp_path / "python"), "run_dir": str(tmp_path / "run")}

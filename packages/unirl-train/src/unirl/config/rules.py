@@ -123,10 +123,16 @@ def cpu_seconds_are_of_one_process(recipe: Recipe) -> Messages:
     budget_s = _at(recipe, "max_cpu_s")
     if budget_s is not None and not budget_s > 0:
         yield f"max_cpu_s = {budget_s} must be above 0, or null for no limit."
+    engine = str(recipe["engine"].get(TARGET))
     for name in ("max_cpu_s", "eval.interval_cpu_s"):
         value = _at(recipe, name)
         if value is not None and recipe["runtime"] != "local":
             yield f"{name} = {value} counts CPU seconds of one process. Set runtime: local, or {name}: null."
+        elif value is not None and _constant(engine, "has_own_weights"):
+            yield (
+                f"{name} = {value} counts CPU seconds of the trainer's process, {engine.rsplit('.', 1)[-1]} samples in "
+                f"another: rollouts would seem free. Set {name}: null, or take a trainside engine."
+            )
 
 
 def sampling_values(recipe: Recipe) -> Messages:
