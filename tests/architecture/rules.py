@@ -36,7 +36,7 @@ ARROWS: dict[str, frozenset[str]] = {
 """What each may import besides itself."""
 
 HOMES: dict[str, tuple[str, ...]] = {
-    "ray": ("unirl.distributed",),
+    "ray": ("unirl.distributed", "unirl.reward_server.ray_replica"),  # a reward node has no unirl.distributed
     "hydra": ("unirl.config", "apps"),
     "omegaconf": ("unirl.config", "apps"),
 }

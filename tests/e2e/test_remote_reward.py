@@ -1,15 +1,10 @@
 """The default recipe with its reward from a reward server in a process of its own: the rewards of this process."""
 
 import functools
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
+from servers import running_server
 
 from unirl.config.check import check_recipe
 from unirl.distributed.runtime import LocalRuntime
@@ -32,23 +27,9 @@ TOKEN = "a-token-for-this-test"
 def server(tmp_path_factory):
     """URL and token file of a running `reward-server`."""
     folder = tmp_path_factory.mktemp("server")
-    (folder / "service.yaml").write_text(SERVICE)
     (folder / "token").write_text(TOKEN)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "reward-server"), "--config", str(folder / "service.yaml")]
-    environment = {**os.environ, "REWARD_SERVER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*command, "--port", str(port)], env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        yield f"http://127.0.0.1:{port}", str(folder / "token")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(60)
-    assert code == 0, (folder / "log").read_text()
+    with running_server(folder, SERVICE, REWARD_SERVER_TOKEN=TOKEN) as running:
+        yield running.url, str(folder / "token")
 
 
 def rewards_of(recipe, run_dir):

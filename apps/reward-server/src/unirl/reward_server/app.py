@@ -59,7 +59,7 @@ class RewardServer:
     """Handlers and pools of one server.
 
     token: what clients must send as bearer; None where only this machine reaches the server.
-    gpus: those that replicas may have. make_replica: by default a process.
+    gpus: those that replicas may have; a cluster deals out its own. make_replica: by default a process.
     """
 
     def __init__(
@@ -74,7 +74,9 @@ class RewardServer:
         self._settings = server
         self._rewards = settings.rewards
         self._token = token
-        self._gpus = placed(settings.rewards, gpus)
+        self._gpus = {reward.name: [[]] * reward.num_replicas for reward in settings.rewards}
+        if settings.cluster is None:
+            self._gpus = placed(settings.rewards, gpus)
         self._make_replica = make_replica or (lambda reward, gpus: ProcessReplica(reward, gpus, server.start_timeout_s))
         self._limits = Limits(
             max_samples=server.max_samples,

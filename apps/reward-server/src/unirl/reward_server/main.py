@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 
 from aiohttp import web
 
 from unirl.reward_server.access import checked_token, read_token
 from unirl.reward_server.app import CONNECTION_OPTIONS, RewardServer
 from unirl.reward_server.memory import keep_freed_memory
-from unirl.reward_server.settings import Settings, read_settings
+from unirl.reward_server.settings import ServerSettings, Settings, read_settings
 from unirl.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,22 @@ async def serve(settings: Settings) -> None:
     """Serve until a signal, then drain. Raises ConfigError where a reward cannot be loaded or the port is taken."""
     server = settings.server
     token = os.environ.get(TOKEN_VARIABLE) or (read_token(server.token_file) if server.token_file else None)
-    app = RewardServer(settings, token=checked_token(server.host, token), gpus=visible_gpus(settings))
+    token = checked_token(server.host, token)
+    with contextlib.ExitStack() as cluster:
+        if settings.cluster is None:
+            app = RewardServer(settings, token=token, gpus=visible_gpus(settings))
+        else:
+            ray_replica = _ray_replica()
+            cluster.enter_context(ray_replica.connected(settings.cluster))
+            app = RewardServer(
+                settings,
+                token=token,
+                make_replica=lambda reward, _: ray_replica.RayReplica(reward, server.start_timeout_s),
+            )
+        await _serve(app, server)
+
+
+async def _serve(app: RewardServer, server: ServerSettings) -> None:
     runner = web.AppRunner(
         app.application(),
         access_log=None,
@@ -79,6 +97,16 @@ async def serve(settings: Settings) -> None:
         await app.drain()
     finally:
         await runner.cleanup()
+
+
+def _ray_replica() -> ModuleType:
+    """The module for clusters. Raises ConfigError without Ray."""
+    try:
+        return importlib.import_module("unirl.reward_server.ray_replica")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"`cluster` needs {error.name}: pip install 'unirl-reward-server[ray]', or leave `cluster` out"
+        ) from error
 
 
 def visible_gpus(settings: Settings) -> list[str]:

@@ -98,15 +98,7 @@ class ProcessReplica:
         self.pid = self._process.pid
         ours.setblocking(False)
         self._link = ours
-        told = {
-            "name": self._settings.name,
-            "target": self._settings.target,
-            "params": dict(self._settings.params),
-            "device": "cuda" if self._gpus else "cpu",
-            "num_cpus": self._settings.num_cpus,
-            "max_concurrency": self._settings.max_concurrency,
-            "warm_up": self._settings.warm_up,
-        }
+        told = told_to_worker(self._settings)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await self._send(Frame.START, 0, [json.dumps(told).encode()])
@@ -193,6 +185,19 @@ class ProcessReplica:
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(ReplicaDied(f"its process ended: {error or 'connection lost'}"))
+
+
+def told_to_worker(settings: RewardSettings) -> dict[str, Any]:  # Any: JSON values
+    """What to build, for `worker.prepared`."""
+    return {
+        "name": settings.name,
+        "target": settings.target,
+        "params": dict(settings.params),
+        "device": "cuda" if settings.num_gpus else "cpu",
+        "num_cpus": settings.num_cpus,
+        "max_concurrency": settings.max_concurrency,
+        "warm_up": settings.warm_up,
+    }
 
 
 def worker_command(settings: RewardSettings) -> list[str]:

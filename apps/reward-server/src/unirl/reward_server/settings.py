@@ -65,6 +65,21 @@ class ServerSettings:
 
 
 @dataclass(frozen=True)
+class ClusterSettings:
+    """`cluster:` of the file: replicas are actors of a Ray cluster, on any of its nodes. Needs the extra `ray`."""
+
+    ray_address: str = "auto"
+    """As ray.init takes it; "auto" is the cluster that this node belongs to, "local" a new one on this machine."""
+    namespace: str | None = None
+    """Ray's namespace of the server."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("ray_address", self.ray_address), ("namespace", self.namespace)):
+            if not (isinstance(value, str) and value) and not (name == "namespace" and value is None):
+                raise ConfigError(f"cluster.{name} = {value!r} must be a text")
+
+
+@dataclass(frozen=True)
 class RewardSettings:
     """One entry of `rewards:`."""
 
@@ -143,6 +158,8 @@ class Settings:
 
     rewards: tuple[RewardSettings, ...]
     server: ServerSettings = field(default_factory=ServerSettings)
+    cluster: ClusterSettings | None = None
+    """None runs every replica on this machine."""
 
     def __post_init__(self) -> None:
         names = [reward.name for reward in self.rewards]
@@ -173,19 +190,24 @@ def parsed_settings(content: Any, folder: Path) -> Settings:  # Any: values of a
     """The settings that a file's content says. folder: where the file lies; relative files are seen from there."""
     if not isinstance(content, dict):
         raise ConfigError(f"it must hold a mapping with `rewards`, got {type(content).__name__}")
-    if "cluster" in content:
-        raise ConfigError(
-            "`cluster` is not known: this server runs on one node. Start one on every node and give clients all URLs."
-        )
-    _check_keys(content, ["server", "rewards"], "")
-    server = content.get("server") or {}
-    if not isinstance(server, dict):
-        raise ConfigError(f"server must be a mapping, got {type(server).__name__}")
-    _check_keys(server, _names(ServerSettings), "server.")
+    _check_keys(content, ["server", "cluster", "rewards"], "")
+    server, cluster = _section(content, "server", ServerSettings), _section(content, "cluster", ClusterSettings)
     listed = content.get("rewards")
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
         raise ConfigError("rewards must be a list of mappings, each with name and scorer")
-    return Settings(tuple(_reward(entry, i, folder) for i, entry in enumerate(listed)), ServerSettings(**server))
+    return Settings(
+        rewards=tuple(_reward(entry, i, folder) for i, entry in enumerate(listed)),
+        server=ServerSettings(**server),
+        cluster=ClusterSettings(**cluster) if "cluster" in content else None,
+    )
+
+
+def _section(content: dict[str, Any], name: str, owner: type[ServerSettings] | type[ClusterSettings]) -> dict[str, Any]:
+    found = content.get(name) or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} must be a mapping, got {type(found).__name__}")
+    _check_keys(found, _names(owner), f"{name}.")
+    return found
 
 
 def _reward(entry: dict[str, Any], index: int, folder: Path) -> RewardSettings:  # Any: values of a file
@@ -204,7 +226,7 @@ def _reward(entry: dict[str, Any], index: int, folder: Path) -> RewardSettings: 
     return RewardSettings(**found)
 
 
-def _names(owner: type[ServerSettings] | type[RewardSettings]) -> list[str]:
+def _names(owner: type[ServerSettings] | type[ClusterSettings] | type[RewardSettings]) -> list[str]:
     return [entry.name for entry in dataclasses.fields(owner)]
 
 

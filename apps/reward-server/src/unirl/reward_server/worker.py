@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -55,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m unirl.reward_server.worker")
     parser.add_argument("--fd", type=int, required=True)
     options = parser.parse_args(argv)
-    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the server decides when we end
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=options.fd) as link:
@@ -66,6 +65,18 @@ def serve(link: socket.socket) -> None:
     """Build what the first frame says, then answer until the connection ends."""
     _, _, payload = receive_frame(link)
     start = json.loads(bytes(payload))
+    judge, told = prepared(start)
+    send_frame(link, Frame.FAILED if judge is None else Frame.READY, 0, json.dumps(told).encode())
+    if judge is None:
+        return
+    _answer_all(link, judge, int(start["max_concurrency"]))
+
+
+def prepared(start: Mapping[str, Any]) -> tuple[Judge | None, dict[str, Any]]:  # Any: JSON values
+    """The judge that the server asks for, warm if it says so, with its card; or None and why it cannot be built:
+    {"kind", "text", "is_final"}, where is_final says that trying again is vain.
+    """
+    keep_freed_memory()
     try:
         torch.set_num_threads(max(1, int(start["num_cpus"])))
         judge = Judge(start["name"], built(start["target"], start["params"], start["device"]))
@@ -73,11 +84,9 @@ def serve(link: socket.socket) -> None:
             judge.warm_up()
     except Exception as error:  # whatever a scorer's constructor raises is the server's to report
         logger.exception("reward %s cannot be built", start["name"])
-        told = {"kind": type(error).__name__, "is_final": isinstance(error, (ConfigError, ImportError))}
-        send_frame(link, Frame.FAILED, 0, json.dumps(told | {"text": str(error)}).encode())
-        return
-    send_frame(link, Frame.READY, 0, json.dumps(judge.card()).encode())
-    _answer_all(link, judge, int(start["max_concurrency"]))
+        is_final = isinstance(error, (ConfigError, ImportError))
+        return None, {"kind": type(error).__name__, "text": str(error), "is_final": is_final}
+    return judge, judge.card()
 
 
 def built(target: str, params: Any, device: str) -> Scorer:  # Any: values of a configuration file
