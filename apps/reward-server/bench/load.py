@@ -374,7 +374,7 @@ def say(line: str) -> None:
 def main() -> None:
     """Run the parts that are named, all without names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["load", "faults", "fuzz", "steady"])
+    parser.add_argument("parts", nargs="*", metavar="{load,faults,fuzz,steady}")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--minutes", type=float, default=10.0, help="of steady")
     parser.add_argument("--requests", type=int, default=10_000, help="of fuzz")
@@ -385,6 +385,8 @@ def main() -> None:
         "fuzz": lambda folder: fuzz(folder, options.requests),
         "steady": lambda folder: steady(folder, options.minutes),
     }
+    if unknown := sorted(set(options.parts) - set(run)):
+        parser.error(f"no part is called {unknown[0]!r}; there are {', '.join(run)}")
     for part in options.parts or run:
         with tempfile.TemporaryDirectory() as folder:
             asyncio.run(run[part](Path(folder)))
