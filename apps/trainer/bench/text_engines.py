@@ -57,6 +57,11 @@ class Spent:
 class TokenPipeline(Qwen3Pipeline):
     """Prompts are numbers written out ("5 17 3") and are themselves the tokens; nothing ends a text early."""
 
+    def __init__(self, bundle: Qwen3Bundle) -> None:
+        super().__init__(bundle)
+        # Of the stage too, so that all engines make the same number of tokens.
+        setattr(self.adapter, "stop_token_ids", self.stop_token_ids)  # noqa: B010 - a method of this object alone
+
     def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
         """The numbers."""
         texts = primitives["text"]
@@ -69,7 +74,7 @@ class TokenPipeline(Qwen3Pipeline):
         return Texts(texts=[""] * segment.batch_size)
 
     def stop_token_ids(self, params: ARSamplingParams) -> tuple[int, ...]:
-        """None, so that all engines make the same number of tokens."""
+        """None."""
         return ()
 
 
@@ -172,6 +177,8 @@ class Bench:
         """One call: wall seconds, CPU seconds of this process and of vLLM's, tokens."""
         begin, cpu = time.perf_counter(), time.process_time() + _cpu_s(self.vllm._process.pid)
         num_tokens = work(prompts)
+        if num_tokens != len(prompts) * self.params.max_new_tokens:
+            raise ValueError(f"{num_tokens} tokens for {len(prompts)} prompts: a text ended early")
         spent = time.perf_counter() - begin
         return Spent(spent, time.process_time() + _cpu_s(self.vllm._process.pid) - cpu, num_tokens)
 
