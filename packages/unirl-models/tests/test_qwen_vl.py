@@ -268,3 +268,23 @@ def test_images_of_another_encoding_than_the_prompt_are_refused(pipeline):
         pipeline.replay(swapped, segment, PARAMS)
     with pytest.raises(ContractError, match="image tokens, but its images"):
         pipeline.replay({"prompt": conditions["prompt"]}, segment, PARAMS)
+
+
+def test_a_placeholder_that_the_model_writes_itself_is_a_word(pipeline):
+    image_token = pipeline.bundle.image_token_id
+    pictures = [[picture(60, 60, 0)], []]
+    conditions = pipeline.encode({"text": Texts(texts=["a", "b"]), "image": ImageLists(images=pictures)}, PARAMS)
+    completion = torch.tensor([65, image_token, image_token, 66])
+    replayed = pipeline.replay(conditions, TextSegment.pack(tokens=[completion, completion]), PARAMS)
+    expected = []
+    for row in range(2):
+        model = library_model(pipeline)  # anew: it remembers where the images of the last prompt ended
+        inputs, cache = library_inputs(pipeline, conditions, row), transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            logits = [model(**inputs, past_key_values=cache).logits[:, -1]]
+            # Behind the prompt the library has no images any more, and reads every token as a word.
+            for token in completion[:-1]:
+                logits.append(model(input_ids=token.view(1, 1), past_key_values=cache).logits[:, -1])
+        scores = (torch.cat(logits) / PARAMS.temperature).log_softmax(-1)
+        expected.append(scores.gather(-1, completion[:, None]).squeeze(-1))
+    torch.testing.assert_close(replayed.logp_V.detach(), torch.cat(expected), rtol=0, atol=ROUNDING)

@@ -127,9 +127,8 @@ class ARStage:
         if not num_rows(conditions) == len(completions):
             raise ContractError(f"conditions of {num_rows(conditions)} samples for a segment of {len(completions)}")
         # The last token of a completion predicts nothing that is scored.
-        rows = [
-            torch.cat([p, c])[: max(len(p), len(p) + len(c) - 1)] for p, c in zip(prompts, completions, strict=True)
-        ]
+        written = [self.adapter.as_written(completion)[: max(0, len(completion) - 1)] for completion in completions]
+        rows = [torch.cat(pair) for pair in zip(prompts, written, strict=True)]
         positions = self.adapter.positions(conditions, [len(row) for row in rows])
         inputs = _packed(rows, positions) if self.is_packed else _padded(rows, positions)
         places_V = torch.cat(

@@ -137,6 +137,11 @@ class TextAdapter:
         device = self.bundle.device
         return [torch.arange(length, device=device) for length in lengths]
 
+    def as_written(self, tokens: Tensor) -> Tensor:
+        """Tokens of completions as the model's forward takes them: those that stand for media in a prompt were written
+        by the model itself, and are words like any other."""
+        return tokens
+
     def model_inputs(self, conditions: Conditions) -> dict[str, Tensor]:
         """What the model's forward takes besides tokens and positions wherever the prompts are part of it."""
         return {}

@@ -130,6 +130,11 @@ class QwenVLAdapter(TextAdapter):
             places.append(torch.cat([known[key], behind.expand(3, -1)], dim=1))
         return places
 
+    def as_written(self, tokens: Tensor) -> Tensor:
+        """See `TextAdapter.as_written`: a placeholder goes by an alias that the embedding alone understands, since the
+        model would look for an image to put there."""
+        return torch.where(tokens == self.bundle.image_token_id, tokens + self.bundle.alias_offset, tokens)
+
     def model_inputs(self, conditions: Conditions) -> dict[str, Tensor]:
         """Patches and grids of all images in the order of the prompts; nothing where there are none."""
         images = conditions.get("images")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.token_scores import CHUNK_LOGITS
@@ -40,6 +41,9 @@ class QwenVLBundle(CausalLMBundle):
     ) -> None:
         super().__init__(pretrained_model, dtype, device, chunk_logits=chunk_logits)
         self.model.model.visual.requires_grad_(not freeze_vision)
+        self.alias_offset: int = self.model.get_input_embeddings().num_embeddings
+        """An id beyond the vocabulary by this much is embedded as the id itself, and is no placeholder to the model."""
+        self.model.get_input_embeddings().register_forward_pre_hook(_embed_aliases)
         self.image_processor = self._load_image_processor(min_pixels, max_pixels)
         vision = self.model.config.vision_config
         for name, expected in (
@@ -89,3 +93,8 @@ class QwenVLBundle(CausalLMBundle):
             )
         processor.size = size
         return processor
+
+
+def _embed_aliases(embedding: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    assert isinstance(embedding, nn.Embedding)  # noqa: S101 - what every Qwen-VL has
+    return (inputs[0] % embedding.num_embeddings, *inputs[1:])
