@@ -6,12 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from text_ranks import PARAMS, run_two_ranks, sample_and_differentiate, save_model, stop_tokens
+from text_ranks import PARAMS, PROMPTS, pictures, run_two_ranks, sample_and_differentiate, save_model, stop_tokens
 
-from unirl.train.configs import FSDPConfig
+from unirl.models.qwen_vl.bundle import QwenVLBundle
+from unirl.models.qwen_vl.pipeline import QwenVLPipeline
+from unirl.rollout.engine.checkpoint import checkpoint_shapes
+from unirl.shapes.questions import pretrain
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.configs import FSDPConfig, OptimizerConfig
+from unirl.types.media import ImageLists, Texts
+from unirl.types.segments import TextSegment
 
 pytestmark = pytest.mark.slow
-CASES = {"tied-full": ("tied", False), "untied-full": ("untied", False), "untied-lora": ("untied", True)}
+CASES = {
+    "tied-full": ("tied", False),
+    "untied-full": ("untied", False),
+    "untied-lora": ("untied", True),
+    "vision-full": ("vision", False),
+    "vision-lora": ("vision", True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text-ranks")
     for name in ("tied", "untied"):
         save_model(folder / name, is_tied=name == "tied")
+    pretrain.save_random_model(folder / "vision")
     free = sample_and_differentiate(folder / "untied", slice(0, 4), PARAMS, lora=False)
     # End the first two samples early, and so the first rank before the second.
     tokens = free["tokens"].split(free["lengths"].tolist())
@@ -41,6 +55,7 @@ def test_two_ranks_sample_score_and_differentiate_as_one(case: str, folder: Path
     one = sample_and_differentiate(folder / model, slice(0, 4), params, lora=lora)
     first, second = (rank[case] for rank in ranks)
     assert first["num_sampling"] == second["num_sampling"]
+    assert model != "vision" or not any(".visual." in name for name in one["gradients"])
     assert torch.equal(torch.cat([first["tokens"], second["tokens"]]), one["tokens"])
     for name in ("rollout", "replay", "again"):
         # float32 sums in another order.
@@ -68,3 +83,22 @@ def test_half_precision_and_recomputed_blocks_replay_what_they_sampled(folder: P
     assert float((half["replay"] - half["rollout"]).abs().mean()) < 0.05
     assert torch.equal(half["again"], half["replay"])
     assert all(torch.isfinite(gradient).all() for gradient in half["gradients"].values())
+
+
+def test_pictures_change_what_is_sampled_from_them(folder: Path):
+    """Otherwise ranks that lost theirs would agree all the same."""
+    one = sample_and_differentiate(folder / "vision", slice(0, 2), PARAMS, lora=False)
+    bundle = QwenVLBundle(str(folder / "vision"))
+    pipeline = QwenVLPipeline(bundle)
+    blank = ImageLists(images=[[torch.zeros_like(image) for image in each] for each in pictures().images[:2]])
+    conditions = pipeline.encode({"text": Texts(texts=PROMPTS[:2]), "image": blank}, PARAMS)
+    segment = TextSegment.pack(tokens=list(one["tokens"].split(one["lengths"].tolist())), params=PARAMS)
+    other = pipeline.replay(conditions, segment, PARAMS).logp_V.detach()
+    assert float((other - one["replay"]).abs().max()) > 1e-3
+
+
+def test_a_push_names_the_weights_of_a_vision_model_as_the_engine_does(folder: Path):
+    """Its checkpoint has the names of an older transformers."""
+    backend = FSDPBackend(QwenVLBundle(str(folder / "vision")), optimizer=OptimizerConfig(learning_rate=1e-3))
+    assert backend.weight_shapes() == checkpoint_shapes(folder / "vision")
+    backend.close()

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 behind the backend, sampled and replayed: what one process and each of two ranks run."""
+"""A tiny Qwen3 or Qwen2.5-VL behind the backend, sampled and replayed: what one process and each of two ranks run."""
 
 import traceback
 from dataclasses import replace
@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.models.qwen_vl.bundle import QwenVLBundle
+from unirl.models.qwen_vl.pipeline import QwenVLPipeline
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, LoraConfig, OptimizerConfig
-from unirl.types.media import Texts
+from unirl.types.media import ImageLists, Texts
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
@@ -53,11 +55,19 @@ def save_model(folder: Path, *, is_tied: bool) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def request(params: ARSamplingParams) -> RolloutReq:
+def pictures() -> ImageLists:
+    """Pictures of the first two prompts alone, so that the second of two ranks has none."""
+    generator = torch.Generator().manual_seed(0)
+    first, second, third = (torch.rand(3, 32, 32, generator=generator) for _ in range(3))
+    return ImageLists(images=[[first], [second, third], [], []])
+
+
+def request(params: ARSamplingParams, *, has_pictures: bool) -> RolloutReq:
+    shown = {"image": pictures()} if has_pictures else {}
     return RolloutReq(
         sample_ids=[f"s{i}" for i in range(len(PROMPTS))],
         group_ids=[f"s{i}" for i in range(len(PROMPTS))],
-        primitives={"text": Texts(texts=PROMPTS)},
+        primitives={"text": Texts(texts=PROMPTS), **shown},
         sampling_params=params,
     )
 
@@ -75,7 +85,8 @@ def sample_and_differentiate(
     folder: Path, rows: slice, params: ARSamplingParams, *, lora: bool, config: FSDPConfig | None = None
 ) -> dict[str, Any]:
     """Tokens, log-probs of rollout and replay of these rows, and the gradient of the mean log-prob over all ranks."""
-    bundle = Qwen3Bundle(str(folder))
+    has_pictures = (folder / "preprocessor_config.json").is_file()
+    bundle = QwenVLBundle(str(folder)) if has_pictures else Qwen3Bundle(str(folder))
     torch.manual_seed(0)  # of the adapters
     backend = FSDPBackend(
         bundle,
@@ -83,12 +94,12 @@ def sample_and_differentiate(
         fsdp=config if config is not None else FSDPConfig(param_dtype="fp32"),
         lora=LoraConfig(rank=2, alpha=4) if lora else None,
     )
-    pipeline = Qwen3Pipeline(bundle)
+    pipeline = QwenVLPipeline(bundle) if isinstance(bundle, QwenVLBundle) else Qwen3Pipeline(bundle)
     forwards: list[int] = []
     bundle.model.register_forward_pre_hook(lambda *_: forwards.append(1))
     track = (
         TrainsideTextEngine(pipeline, backend, forward_batch_size=4)
-        .generate(request(params).select(rows))
+        .generate(request(params, has_pictures=has_pictures).select(rows))
         .tracks["text"]
     )
     num_sampling = len(forwards)
@@ -123,7 +134,13 @@ def run_rank(rank: int, folder: str) -> None:
             f"{model}-{'lora' if lora else 'full'}": sample_and_differentiate(
                 path / model, rows, replace(PARAMS, stop_token_ids=stop_tokens(path)), lora=lora
             )
-            for model, lora in (("tied", False), ("untied", False), ("untied", True))
+            for model, lora in (
+                ("tied", False),
+                ("untied", False),
+                ("untied", True),
+                ("vision", False),
+                ("vision", True),
+            )
         }
     except Exception:  # noqa: BLE001 - the parent raises it
         results = {"error": traceback.format_exc()}

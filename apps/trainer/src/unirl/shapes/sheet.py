@@ -30,3 +30,9 @@ def write_sheet(path: Path, pictures: Sequence[np.ndarray], columns: int) -> Non
     picture = Image.fromarray(sheet.reshape(rows * IMAGE_SIDE, columns * IMAGE_SIDE, 3))
     # Four hues in LEVELS values each fit a palette without loss.
     picture.quantize(4 * LEVELS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def tile_uri(name: str, tile: int, columns: int) -> str:
+    """Where a tile lies in its sheet, as a media fragment (w3.org/TR/media-frags): `name#xywh=left,top,32,32`."""
+    left, top = tile % columns * IMAGE_SIDE, tile // columns * IMAGE_SIDE
+    return f"{name}#xywh={left},{top},{IMAGE_SIDE},{IMAGE_SIDE}"

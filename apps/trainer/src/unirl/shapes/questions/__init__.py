@@ -1,0 +1,1 @@
+"""Questions about pictures of shapes: a world for vision-language models."""
