@@ -16,19 +16,6 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
-SMALL = [
-    "batch_size=4",
-    "sampling.samples_per_prompt=4",
-    "stack.micro_batch_size=4",
-    "engine.forward_batch_size=4",
-    "num_rollouts=2",
-    "eval.num_samples=8",
-    "eval.batch_size=8",
-    "eval.num_images=4",
-    "guardrails.action=off",
-    "save.interval=1",
-]
-
 
 @pytest.fixture(scope="session")
 def ray_of_two_cores():
@@ -45,6 +32,8 @@ def ray_of_two_cores():
 @pytest.fixture(scope="session")
 def recipe():
     """recipe(name, *overrides) -> a small resolved recipe."""
+    from small import SMALL  # this folder is on the path by now
+
     register_resolvers()
 
     def make(name, *overrides):

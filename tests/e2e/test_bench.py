@@ -1,7 +1,7 @@
 """`trainer bench` measures whole steps of a recipe, of images and of texts."""
 
 import pytest
-from conftest import SMALL
+from small import SMALL
 
 from unirl.app.bench import bench_recipe
 from unirl.app.environment import register_resolvers

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import SMALL
 from PIL import Image
+from small import SMALL
 
 from unirl.app.main import main
 

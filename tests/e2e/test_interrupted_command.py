@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import SMALL
+from small import SMALL
 
 from unirl.app.main import main
 

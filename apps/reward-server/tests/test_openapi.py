@@ -12,6 +12,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from schemathesis.checks import CHECKS
+from schemathesis.core.result import Ok
 
 from unirl.reward.wire import BINARY_TYPE, encode_binary
 from unirl.reward_server.app import RewardServer
@@ -54,14 +55,27 @@ def port():
     assert not thread.is_alive() and held == (0, 0)
 
 
-@schema.parametrize()
-@settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-def test_the_server_answers_generated_requests_as_its_document_says(case, port):
-    # A schema cannot say what makes a picture of base64, so a body that fits it may still get 400.
-    case.call_and_validate(
-        base_url=f"http://127.0.0.1:{port}",
-        excluded_checks=CHECKS.get_by_names(["positive_data_acceptance"]),
-    )
+def answers_generated_requests(operation):
+    """A test of one operation: what schemathesis makes of the document gets what the document says."""
+
+    @schema.include(path=operation.path, method=operation.method.upper()).parametrize()
+    @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    def test(case, port):
+        # A schema cannot say what makes a picture of base64, so a body that fits it may still get 400.
+        case.call_and_validate(
+            base_url=f"http://127.0.0.1:{port}",
+            excluded_checks=CHECKS.get_by_names(["positive_data_acceptance"]),
+        )
+
+    return test
+
+
+for _found in schema.get_all_operations():
+    # A name each: tests of one name would be one to whoever deals tests out by name.
+    assert isinstance(_found, Ok), _found
+    _operation = _found.ok()
+    _name = f"test_{_operation.method}{_operation.path.replace('/', '_').replace('.', '_')}_answers_as_documented"
+    globals()[_name] = answers_generated_requests(_operation)
 
 
 def raw(port, content, *, ends=False):
