@@ -64,10 +64,43 @@ def test_conditioning_images_of_a_row_are_read(tmp_path):
     assert rows[0].media == (MediaRef("image", "condition", "cat.png"),) * 2
 
 
+def test_csv_rows_are_those_of_json_with_texts_for_values(tmp_path):
+    text = (
+        "\ufeffprompt, answer ,prompt_id,metadata\r\n"
+        '"a cat, ""red""",7,,\r\n'
+        "\r\n"
+        '"two\r\nlines",,x,\r\n'
+        'a dog,,,"{""count"": [1, 2]}"\r\n'
+    )
+    assert read_rows(written(tmp_path, "p.csv", text)) == [
+        PromptRow('a cat, "red"', "p.csv:0", {"answer": "7"}),
+        PromptRow("two\nlines", "x"),
+        PromptRow("a dog", "p.csv:2", {"count": [1, 2]}),
+    ]
+
+
+def test_pictures_choices_and_scores_of_csv_cells_are_paths_or_json(tmp_path):
+    Image.new("RGB", (6, 4)).save(tmp_path / "p.png")
+    (row,) = read_rows(written(tmp_path, "one.csv", "question,images,answer,choices\nsee?,p.png,1,\"[\"\"1\"\", 2]\"\n"))
+    assert row.media == (MediaRef("image", "condition", "p.png"),)
+    assert (row.prompt, row.metadata["answer"]) == ("see?\nA. 1\nB. 2", "A")
+    rated = 'prompt,images,scores\na,"[""p.png"", ""p.png""]","[1, 0]"\n'
+    (row,) = read_rows(written(tmp_path, "two.csv", rated))
+    assert row.metadata == {"images": ["p.png", "p.png"], "scores": [1, 0]}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("p.csv", "a", "p.csv: unknown format '.csv'. Use .txt, .jsonl, .json"),
+        ("p.tsv", "a", "p.tsv: unknown format '.tsv'. Use .txt, .jsonl, .json, .csv"),
+        ("p.csv", "prompt\n", "p.csv: holds no prompt"),
+        ("p.csv", "text\na\n", "p.csv:2: the row has neither `prompt` nor `caption` among ['text']"),
+        ("p.csv", "prompt;answer\na;1\n", "p.csv:1: the header 'prompt;answer' is one column. Separate the columns with"),
+        ("p.csv", "prompt,\na,1\n", "p.csv:1: the header ['prompt', ''] must name every column, each once"),
+        ("p.csv", 'prompt,k\n"a\nb",1\na,b,c\n', "p.csv:4: has 3 cells, the header has 2 (prompt, k). Put a cell"),
+        ("p.csv", 'prompt\na\n"b\n', "p.csv:3: not CSV: unexpected end of data. Close the quotes"),
+        ("p.csv", 'prompt,metadata\na,"{k: 1}"\n', "p.csv:2: metadata is not JSON: Expecting property name"),
+        ("p.csv", "prompt,metadata\na,k\n", "p.csv:2: metadata is a str; write a mapping"),
         ("p.txt", " \n", "p.txt: holds no prompt"),
         ("p.jsonl", '"a"\n{"prompt": \n', "p.jsonl:2: not JSON"),
         ("p.jsonl", '"a"\n\n3\n', "p.jsonl:3: a row is a int"),

@@ -39,7 +39,7 @@ def fingerprint(rows: list[PromptRow]) -> str:
 class MultimodalRLDataSource:
     """Rows of a prompt file, epoch after epoch, each epoch in an order of its own.
 
-    path: `.txt`, `.jsonl`, `.json` or a Hugging Face dataset folder, see `unirl.data.datasets`.
+    path: a prompt file or a Hugging Face dataset folder, see `unirl.data.datasets`.
     seed: of the order. shuffle: False keeps the file's order. split: of a dataset folder with several.
     Raises DataError where the file is missing, empty or malformed.
     """

@@ -1,8 +1,8 @@
 """Prompt files of every supported format, read into rows. Every error names the file and the line.
 
 `.txt` has one prompt a line; `.jsonl` one row (or bare string) a line; `.json` is a list of those, or a mapping with
-the list under `prompts`, `prompt` or `caption`; `.parquet` is a table with a row a prompt; a folder is a Hugging Face
-dataset written by `save_to_disk`.
+the list under `prompts`, `prompt` or `caption`; `.csv` has a header and one row per prompt (`unirl.data.comma_separated`);
+`.parquet` is a table with one row per prompt; a folder is a Hugging Face dataset written by `save_to_disk`.
 
 The pictures of a prompt are `media`, or `images`: paths, or what tables hold in their place, {bytes, path}.
 A row with `choices` is a multiple-choice question, see `unirl.data.choices`.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.data.choices import multiple_choice
+from unirl.data.comma_separated import read_csv
 from unirl.data.media import MediaRef, picture_problem
 from unirl.types.errors import DataError
 from unirl.types.given import IMAGES, SCORES
@@ -29,7 +30,7 @@ MEDIA_KEYS = ("media", "media_refs")
 LIST_KEYS = ("prompts", *TEXT_KEYS)
 MEDIA_FIELDS = ("modality", "role", "uri")
 CHOICES, ANSWER = "choices", "answer"
-SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
 _EMBEDDING_KEY = re.compile(r"embed(s|ding|dings)?(_path)?$")
 
@@ -188,6 +189,9 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path}: cannot be read as UTF-8 text: {error}. Fix the file or its permissions.") from error
     if path.suffix == ".json":
         yield from _json_rows(path, text)
+        return
+    if path.suffix == ".csv":
+        yield from read_csv(text, str(path))
         return
     for number, line in enumerate(text.split("\n"), start=1):
         stripped = line.strip()

@@ -23,7 +23,7 @@ from unirl.types.given import IMAGES, SCORES, split_reference, tile_corner
 class PreferenceDataSource(MultimodalRLDataSource):
     """Rows of a file of preferences, in the order of `MultimodalRLDataSource`.
 
-    path: `.jsonl`, `.json` or a dataset folder. Raises DataError naming file and line for a row without two images,
+    path: a file or dataset folder, see `unirl.data.datasets`. Raises DataError naming file and line for a row without two images,
     with an image that is missing, or whose scores are all equal.
     """
 
