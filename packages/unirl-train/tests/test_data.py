@@ -81,7 +81,8 @@ def test_csv_rows_are_those_of_json_with_texts_for_values(tmp_path):
 
 def test_pictures_choices_and_scores_of_csv_cells_are_paths_or_json(tmp_path):
     Image.new("RGB", (6, 4)).save(tmp_path / "p.png")
-    (row,) = read_rows(written(tmp_path, "one.csv", "question,images,answer,choices\nsee?,p.png,1,\"[\"\"1\"\", 2]\"\n"))
+    question = 'question,images,answer,choices\nsee?,p.png,1,"[""1"", 2]"\n'
+    (row,) = read_rows(written(tmp_path, "one.csv", question))
     assert row.media == (MediaRef("image", "condition", "p.png"),)
     assert (row.prompt, row.metadata["answer"]) == ("see?\nA. 1\nB. 2", "A")
     rated = 'prompt,images,scores\na,"[""p.png"", ""p.png""]","[1, 0]"\n'
@@ -95,7 +96,7 @@ def test_pictures_choices_and_scores_of_csv_cells_are_paths_or_json(tmp_path):
         ("p.tsv", "a", "p.tsv: unknown format '.tsv'. Use .txt, .jsonl, .json, .csv"),
         ("p.csv", "prompt\n", "p.csv: holds no prompt"),
         ("p.csv", "text\na\n", "p.csv:2: the row has neither `prompt` nor `caption` among ['text']"),
-        ("p.csv", "prompt;answer\na;1\n", "p.csv:1: the header 'prompt;answer' is one column. Separate the columns with"),
+        ("p.csv", "prompt;answer\na;1\n", "p.csv:1: the header 'prompt;answer' is one column. Separate"),
         ("p.csv", "prompt,\na,1\n", "p.csv:1: the header ['prompt', ''] must name every column, each once"),
         ("p.csv", 'prompt,k\n"a\nb",1\na,b,c\n', "p.csv:4: has 3 cells, the header has 2 (prompt, k). Put a cell"),
         ("p.csv", 'prompt\na\n"b\n', "p.csv:3: not CSV: unexpected end of data. Close the quotes"),

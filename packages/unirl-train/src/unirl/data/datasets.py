@@ -1,8 +1,9 @@
 """Prompt files of every supported format, read into rows. Every error names the file and the line.
 
 `.txt` has one prompt a line; `.jsonl` one row (or bare string) a line; `.json` is a list of those, or a mapping with
-the list under `prompts`, `prompt` or `caption`; `.csv` has a header and one row per prompt (`unirl.data.comma_separated`);
-`.parquet` is a table with one row per prompt; a folder is a Hugging Face dataset written by `save_to_disk`.
+the list under `prompts`, `prompt` or `caption`; `.csv` has a header and one row per prompt, see
+`unirl.data.comma_separated`; `.parquet` is a table with one row per prompt; a folder is a Hugging Face dataset
+written by `save_to_disk`.
 
 The pictures of a prompt are `media`, or `images`: paths, or what tables hold in their place, {bytes, path}.
 A row with `choices` is a multiple-choice question, see `unirl.data.choices`.

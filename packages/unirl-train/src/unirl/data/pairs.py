@@ -23,8 +23,8 @@ from unirl.types.given import IMAGES, SCORES, split_reference, tile_corner
 class PreferenceDataSource(MultimodalRLDataSource):
     """Rows of a file of preferences, in the order of `MultimodalRLDataSource`.
 
-    path: a file or dataset folder, see `unirl.data.datasets`. Raises DataError naming file and line for a row without two images,
-    with an image that is missing, or whose scores are all equal.
+    path: a file or dataset folder, see `unirl.data.datasets`. Raises DataError naming file and line for a row without
+    two images, with an image that is missing, or whose scores are all equal.
     """
 
     brings_images: ClassVar[bool] = True
