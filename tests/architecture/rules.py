@@ -42,6 +42,17 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 """Third-party package -> the only places that import it; "apps" stands for the portions of the apps."""
 
+UNPICKLES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("pickle", "Unpickler", "FileSystemReader"), ("unirl.train.backend.state_reader",)),
+    # Between the ranks of one run, which execute each other's functions anyway.
+    **dict.fromkeys(("broadcast_object_list", "all_gather_object"), ("unirl.train.checkpoint",)),
+    **dict.fromkeys(("_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"), ()),
+    **dict.fromkeys(("multiprocessing.managers", "multiprocessing.connection.Listener"), ()),
+    **dict.fromkeys(("gather_object", "scatter_object_list", "recv_object_list", "read_pickle"), ()),
+}
+"""What turns bytes into objects that may act -> the only modules with it, each for a reason that its docstring gives.
+Ray pickles too; its homes are above."""
+
 
 @dataclass(frozen=True)
 class Module:
@@ -97,6 +108,39 @@ def imported_names(module: Module) -> Iterator[tuple[int, str]]:
                 and isinstance(first.value, str)
             ):
                 yield node.lineno, first.value
+
+
+def unpickling(root: Path) -> list[str]:
+    """Places where bytes from a file or a wire could become objects that act; see UNPICKLES."""
+    found = []
+    for module in modules(root):
+        where = module.path.relative_to(root)
+        for line, name in imported_names(module):
+            parts = name.split(".")
+            for banned, homes in UNPICKLES.items():
+                is_it = parts[: banned.count(".") + 1] == banned.split(".") or parts[-1] == banned
+                if is_it and module.name not in homes:
+                    found.append(f"{where}:{line}: {name} unpickles; keep data as JSON or safetensors")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and module.name not in UNPICKLES.get(node.attr, (module.name,)):
+                found.append(f"{where}:{node.lineno}: {node.attr} unpickles; keep data as JSON or safetensors")
+            if isinstance(node, ast.Call) and (reason := _unpickling_call(node)):
+                found.append(f"{where}:{node.lineno}: {reason}")
+    return sorted(set(found))
+
+
+def _unpickling_call(node: ast.Call) -> str | None:
+    called = ast.unparse(node.func)
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if called in ("torch.load", "jit.load", "torch.jit.load", "hub.load", "torch.hub.load") and (
+        called != "torch.load" or given.get("weights_only") != "True"
+    ):
+        return f"{called} unpickles; only torch.load(..., weights_only=True) does not"
+    if given.get("allow_pickle", "False") != "False":
+        return f"{called} with allow_pickle unpickles"
+    if called.endswith(".recv") and not node.args and not node.keywords:
+        return f"{called}() of a multiprocessing connection unpickles; take recv_bytes"
+    return None
 
 
 def stray_namespace_files(root: Path) -> list[str]:

@@ -51,6 +51,10 @@ def test_only_apps_read_the_environment():
     none_of(rules.environment_reads(ROOT))
 
 
+def test_nothing_unpickles_what_a_file_or_a_wire_brings():
+    none_of(rules.unpickling(ROOT))
+
+
 def test_bounds_contain_the_versions_of_the_workspace():
     none_of(rules.wrong_bounds(ROOT))
 
@@ -205,6 +209,34 @@ def test_a_framework_outside_its_home_is_found(tmp_path, part, path, source, cou
 def test_a_read_of_the_environment_is_found(tmp_path, source, count):
     assert len(rules.environment_reads(plant(tmp_path, package("train", "train/a.py", source)))) == count
     assert rules.environment_reads(plant(tmp_path / "app", package("trainer", "app/a.py", source))) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("import pickle", 1),
+        ("def f():\n    from pickle import loads", 2),
+        ("import cloudpickle as harmless", 1),
+        ("import joblib.numpy_pickle", 1),
+        ("import torch\ntorch.load('a')", 1),
+        ("import torch\ntorch.load('a', weights_only=False)", 1),
+        ("import torch\ntorch.load('a', weights_only=True)", 0),
+        ("import numpy\nnumpy.load('a', allow_pickle=True)", 1),
+        ("import numpy\nnumpy.load('a')", 0),
+        ("import pandas\npandas.read_pickle('a')", 1),
+        ("from torch.distributed.checkpoint import FileSystemReader", 1),
+        ("import torch.distributed as dist\ndist.all_gather_object([], 1)", 1),
+        ("def f(pipe):\n    return pipe.recv()", 1),
+        ("def f(pipe, socket):\n    return pipe.recv_bytes() + socket.recv(3)", 0),
+    ],
+)
+def test_what_unpickles_is_found(tmp_path, source, count):
+    assert len(rules.unpickling(plant(tmp_path, package("train", "train/a.py", source)))) == count
+
+
+def test_what_unpickles_has_a_home(tmp_path):
+    source = "import pickle\nfrom torch.distributed.checkpoint import FileSystemReader\npickle.Unpickler"
+    assert rules.unpickling(plant(tmp_path, package("train", "train/backend/state_reader.py", source))) == []
 
 
 def test_missing_docstrings_are_found(tmp_path):

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.manifest import damage, flush, read_manifest, write_manifest
 from unirl.train.backend.rng import read_rng_state, rng_state, set_rng_state, write_rng_state
+from unirl.train.backend.state_reader import StateReader
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.roles import Collect, Dispatch, distributed
 
@@ -62,7 +63,7 @@ class Checkpointer:
     as `step-000123.tmp-...`, forced to the disk, read back, and renamed, so that the last good one survives whatever
     happens meanwhile. keep_last: newest checkpoints that stay. keep_best: the one of the highest score stays too, and
     `best.json` names it. is_async: `save` copies to host memory and returns; a thread writes.
-    `state/.metadata` is a pickle: load only checkpoints that you trust.
+    Loading executes nothing that a checkpoint holds (`unirl.train.backend.state_reader`).
     Every method is called by the driver on all ranks. With the same number of ranks, resuming is bit-identical to
     never having stopped; other numbers resume too, without the generators of ranks that were not there.
     """
@@ -203,7 +204,7 @@ class Checkpointer:
         """On rank 0: the small files, the manifest, the check, the name, and what may go now."""
         (temp / DRIVER_STATE).write_text(snapshot.driver_state + "\n")
         (temp / ARCHITECTURE).write_text(snapshot.architecture + "\n")
-        written = set(FileSystemReader(temp / STATE_FOLDER).read_metadata().state_dict_metadata)
+        written = set(StateReader(temp / STATE_FOLDER).read_metadata().state_dict_metadata)
         if lost := sorted(set(snapshot.state) - written):
             raise OSError(f"{len(lost)} tensors were not written: {lost[:3]}")
         write_manifest(temp, snapshot.facts)
@@ -331,7 +332,7 @@ class Checkpointer:
             )
 
     def _read_state(self, folder: Path, state: dict[str, Tensor]) -> None:
-        stored = set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+        stored = set(StateReader(folder).read_metadata().state_dict_metadata)
         missing, unexpected = sorted(set(state) - stored), sorted(stored - set(state))
         if missing or unexpected:
             raise CheckpointError(
@@ -343,7 +344,7 @@ class Checkpointer:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_load(
                 state,
-                storage_reader=FileSystemReader(folder),
+                storage_reader=StateReader(folder),
                 process_group=self._group,
                 no_dist=self._group is None,
             )
