@@ -68,6 +68,7 @@ def test_a_stock_pipeline_with_the_exported_lora_reproduces_the_evaluation(recip
     before = stock_images(plain, small, result.labels)
     plain.load_lora_weights(str(tmp_path / "lora"))
     after = stock_images(plain, small, result.labels)
+    assert "A LoRA (rank 4, alpha 8) of `checkpoint`" in (tmp_path / "lora" / "README.md").read_text()
     assert result.images is not None
     assert float((before - result.images).abs().max()) > 0.05, "training changed nothing"
     torch.testing.assert_close(after, result.images, rtol=0, atol=1e-4)
@@ -78,5 +79,7 @@ def test_a_stock_pipeline_loads_the_merged_export(recipe, tmp_path):
     result = trained(small, tmp_path)
     export_recipe(small, tmp_path, tmp_path / "merged", merged=True)
     pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path / "merged", torch_dtype=torch.float32)
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert "library_name: diffusers" in card and "| shapes/strict | " in card
     assert result.images is not None
     torch.testing.assert_close(stock_images(pipeline, small, result.labels), result.images, rtol=0, atol=1e-4)

@@ -25,6 +25,7 @@ from unirl.trainer.base import Trainer, TrainerSettings
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator, Evaluates, EvaluationResult
 from unirl.trainer.guardrails import GuardrailConfig
+from unirl.trainer.model_card import write_model_card
 from unirl.types.errors import ConfigError
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
@@ -170,17 +171,17 @@ def run_recipe(
     return summary
 
 
-def load_checkpoint(runtime: Runtime, which: str) -> None:
-    """Restore "newest", "best" (by held-out score) or a step of the run directory on every worker."""
+def load_checkpoint(runtime: Runtime, which: str) -> dict[str, Any]:
+    """Restore "newest", "best" (by held-out score) or a step of the run directory on every worker; returns the driver's
+    state."""
     checkpointer = runtime.role("checkpointer")
     if which == "best":
-        checkpointer.load_best()
-    elif which == "newest":
-        checkpointer.load(None)
-    elif which.isdecimal():
-        checkpointer.load(int(which))
-    else:
-        raise ConfigError(f"--checkpoint {which!r} must be newest, best or the number of a step")
+        return checkpointer.load_best()
+    if which == "newest":
+        return checkpointer.load(None)
+    if which.isdecimal():
+        return checkpointer.load(int(which))
+    raise ConfigError(f"--checkpoint {which!r} must be newest, best or the number of a step")
 
 
 def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) -> EvaluationResult:
@@ -200,13 +201,14 @@ def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) ->
 def export_recipe(
     recipe: Recipe, run_dir: Path, folder: Path, *, merged: bool, policy: str = "default", checkpoint: str = "newest"
 ) -> Path:
-    """Write a checkpoint of a run for use outside: LoRA weights, or the model with weights merged."""
+    """Write a checkpoint of a run for use outside, with a model card: LoRA weights, or the model with them merged."""
     with make_runtime(recipe, run_dir) as runtime:
         runtime.role("stack").prepare()
-        load_checkpoint(runtime, checkpoint)
+        state = load_checkpoint(runtime, checkpoint)
         backend = runtime.role("backend")
         if merged:
             backend.export_merged(str(folder), policy)
         else:
             backend.export_lora(str(folder), policy)
+    write_model_card(folder, recipe, state, run_dir, merged=merged, policy=policy)
     return folder

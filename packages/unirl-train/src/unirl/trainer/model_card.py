@@ -1,0 +1,138 @@
+"""The model card of an export: what the weights are, how to load them, how they were made and how well they did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unirl.config.instantiation import TARGET
+from unirl.train.backend.fsdp import CURRENT_POLICY
+from unirl.trainer.versions import versions
+
+CARD_FILE = "README.md"
+SUMMARY_FILE = "summary.json"
+_OF_ONE_MACHINE = ("run_dir", "resume", "trackers")
+"""Parts of a recipe that say nothing about the weights."""
+
+Values = Mapping[str, Any]  # Any: a recipe's values, or what JSON holds
+
+
+def write_model_card(folder: Path, recipe: Values, state: Values, run_dir: Path, *, merged: bool, policy: str) -> None:
+    """Write `README.md` into the folder of an export, in the form that model hubs read.
+
+    state: the driver's state of the exported checkpoint. run_dir: whose summary has the versions that trained; where
+    the run has not ended there is none, and the card has those of this process and says so.
+    """
+    library, usage = _loading(folder)
+    base = recipe["bundle"].get("pretrained_model")
+    front = [f"library_name: {library}"] if library else []
+    if base and not Path(str(base)).exists():  # a name of the hub, which a hub links to
+        front.append(f"base_model: {base}")
+    front += ["tags:", "- unirl", "- reinforcement-learning", *([] if merged else ["- lora"])]
+    sections = [
+        "\n".join(["---", *front, "---"]),
+        f"# {recipe['recipe']}, rollout {state['next_rollout']}",
+        f"{_kind(recipe, merged=merged)} of `{_shown(base)}`, trained with reinforcement learning by UniRL. The base "
+        "model's licence applies.",
+        *([f"## Load\n\n```python\n{usage}\n```"] if usage else []),
+        f"## Training\n\n{_training(recipe, state, policy)}",
+        f"## Held-out figures\n\n{_figures(recipe, state)}",
+        f"## Versions\n\n{_versions(run_dir)}",
+        f"## Recipe\n\n{_recipe(recipe)}",
+    ]
+    (folder / CARD_FILE).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def _kind(recipe: Values, *, merged: bool) -> str:
+    lora = recipe["backend"].get("lora")
+    if lora is None:
+        return "All weights"
+    numbers = ", ".join(f"{name} {lora[name]}" for name in ("rank", "alpha") if name in lora)
+    return f"The whole model, with a LoRA ({numbers}) merged into the weights" if merged else f"A LoRA ({numbers})"
+
+
+def _loading(folder: Path) -> tuple[str | None, str | None]:
+    """The library of an export and how it loads it, by the file that each format is known by."""
+    if (folder / "pytorch_lora_weights.safetensors").is_file():
+        return "diffusers", (
+            "from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained(base_model)\n"
+            'pipe.load_lora_weights(".")  # this folder'
+        )
+    if (folder / "model_index.json").is_file():
+        return "diffusers", (
+            'from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained(".")  # this folder'
+        )
+    if (folder / "adapter_config.json").is_file():
+        return "peft", (
+            "from peft import PeftModel\n\n# base_model: the model above, loaded by transformers\n"
+            'model = PeftModel.from_pretrained(base_model, ".")  # this folder'
+        )
+    if (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        name = (config.get("architectures") or ["AutoModel"])[0]
+        return "transformers", (
+            f'from transformers import {name}\n\nmodel = {name}.from_pretrained(".")  # this folder'
+        )
+    return None, None
+
+
+def _training(recipe: Values, state: Values, policy: str) -> str:
+    reward = recipe["reward"]
+    weights = reward.get("weights") or {}
+    scorers = [
+        f"{name} ({node.get(TARGET)}), weight {json.dumps(weights.get(name, 1.0))}"
+        for name, node in (reward.get("scorers") or {}).items()
+        if node
+    ]
+    data = recipe["data"].get("path")
+    rows = {
+        "recipe": recipe["recipe"],
+        "algorithm": recipe["algorithm"].get(TARGET),
+        "reward": "; ".join(scorers) or reward.get(TARGET),
+        "prompts": f"`{_shown(data)}`, content {state['data'].get('fingerprint', 'unknown')}",
+        "checkpoint": f"after {state['next_rollout']} rollouts of {recipe['num_rollouts']}, {state['num_samples']:,} "
+        "samples",
+        "weights": "the trained policy" if policy == CURRENT_POLICY else f"the copy `{policy}` of the policy",
+        "seed": recipe["seed"],
+    }
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _figures(recipe: Values, state: Values) -> str:
+    done = {int(step): record for step, record in state["evaluations"].items()}
+    upto = [step for step in sorted(done) if step <= state["next_rollout"]]
+    if not upto:
+        return "The run made no held-out evaluation before this checkpoint."
+    last, first = done[upto[-1]], done[upto[0]]
+    judged = recipe["eval"].get("policy")
+    head = [f"after {step} rollouts" for step in dict.fromkeys((upto[0], upto[-1]))]
+    table = ["| mean | " + " | ".join(head) + " |", "|---|" + "---|" * len(head)]
+    for name in last["overall"]:
+        values = [record["overall"].get(name) for record in (first, last)[: len(head)]]
+        table.append(f"| {name} | " + " | ".join("-" if value is None else f"{value:.4f}" for value in values) + " |")
+    where = f"{last['num_samples']} samples on `{_shown(recipe['eval'].get('prompts'))}`"
+    whose = f"the copy `{judged}` of the policy" if judged else "the trained policy"
+    return "\n".join([*table, "", f"By {whose}, {where}, one run with seed {recipe['seed']}."])
+
+
+def _versions(run_dir: Path) -> str:
+    summary = run_dir / SUMMARY_FILE
+    if summary.is_file():
+        found, whose = json.loads(summary.read_text(encoding="utf-8"))["versions"], "Of the training"
+    else:
+        found, whose = versions(), "Of the export (the run had not ended)"
+    return f"{whose}: " + ", ".join(f"{name} {version}" for name, version in found.items()) + "."
+
+
+def _recipe(recipe: Values) -> str:
+    kept = {name: value for name, value in recipe.items() if name not in _OF_ONE_MACHINE}
+    text = json.dumps(kept, indent=2, default=str)
+    how = "JSON is YAML: saved as `recipe.yaml`, it runs as `trainer recipe.yaml` where its paths exist."
+    return f"{how}\n\n<details>\n<summary>{recipe['recipe']}</summary>\n\n```json\n{text}\n```\n\n</details>"
+
+
+def _shown(place: object) -> str:
+    """A name of the hub as it is, a file or folder of this machine by its last part."""
+    return Path(str(place)).name if Path(str(place)).exists() else str(place)

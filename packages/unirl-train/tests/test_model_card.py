@@ -1,0 +1,78 @@
+"""What the model card of an export says."""
+
+import json
+
+from unirl.trainer.model_card import write_model_card
+
+RECIPE = {
+    "recipe": "diffusion/mine",
+    "seed": 7,
+    "num_rollouts": 40,
+    "run_dir": "/home/me/run",
+    "trackers": {"wandb": {"project": "secret"}},
+    "bundle": {"_target_": "b.Bundle", "pretrained_model": "org/base"},
+    "backend": {"lora": {"_target_": "l.Lora", "rank": 4, "alpha": 8}},
+    "algorithm": {"_target_": "a.NFT"},
+    "data": {"path": "prompts.csv"},
+    "eval": {"prompts": "held.txt", "policy": "ema"},
+    "reward": {
+        "_target_": "r.Service",
+        "weights": {"pick": 0.5},
+        "scorers": {"pick": {"_target_": "p.Pick"}, "off": None},
+    },
+}
+STATE = {
+    "next_rollout": 20,
+    "num_samples": 3840,
+    "data": {"fingerprint": "abc123"},
+    "evaluations": {
+        "0": {"overall": {"reward": 0.25}, "num_samples": 64},
+        "10": {"overall": {"reward": 0.5, "pick/x": 1.0}, "num_samples": 64},
+        "30": {"overall": {"reward": 0.9}, "num_samples": 64},
+    },
+}
+
+
+def card(folder, recipe=RECIPE, state=STATE, *, merged=False, policy="default"):
+    write_model_card(folder, recipe, state, folder, merged=merged, policy=policy)
+    return (folder / "README.md").read_text()
+
+
+def test_the_card_of_a_lora_names_base_recipe_data_figures_and_versions(tmp_path):
+    (tmp_path / "pytorch_lora_weights.safetensors").touch()
+    (tmp_path / "summary.json").write_text(json.dumps({"versions": {"torch": "1.2.3"}}))
+    text = card(tmp_path)
+    front = "library_name: diffusers\nbase_model: org/base\ntags:\n- unirl\n- reinforcement-learning\n- lora"
+    assert text.startswith(
+        f"---\n{front}\n---\n\n# diffusion/mine, rollout 20\n\nA LoRA (rank 4, alpha 8) of `org/base`"
+    )
+    assert 'pipe.load_lora_weights(".")' in text
+    assert "| reward | pick (p.Pick), weight 0.5 |" in text and "content abc123" in text
+    assert "| mean | after 0 rollouts | after 10 rollouts |" in text, "the newest figures up to the checkpoint"
+    assert "| reward | 0.2500 | 0.5000 |\n| pick/x | - | 1.0000 |" in text
+    assert "By the copy `ema` of the policy, 64 samples on `held.txt`, one run with seed 7." in text
+    assert "Of the training: torch 1.2.3." in text
+    recipe = json.loads(text.split("```json\n")[1].split("\n```")[0])
+    assert recipe == {name: value for name, value in RECIPE.items() if name not in ("run_dir", "trackers")}
+
+
+def test_the_card_of_a_merged_export_loads_the_folder_and_names_a_local_base_by_its_last_part(tmp_path):
+    base = tmp_path / "sd3"
+    base.mkdir()
+    (tmp_path / "model_index.json").touch()
+    recipe = {**RECIPE, "bundle": {"pretrained_model": str(base)}}
+    text = card(tmp_path, recipe, {**STATE, "evaluations": {}}, merged=True, policy="ema")
+    assert "The whole model, with a LoRA (rank 4, alpha 8) merged into the weights of `sd3`" in text
+    assert "base_model" not in text.split("---")[1]
+    assert 'DiffusionPipeline.from_pretrained(".")' in text and "the copy `ema` of the policy" in text
+    assert "no held-out evaluation before this checkpoint" in text
+    assert "Of the export (the run had not ended): python 3." in text
+
+
+def test_the_card_of_a_language_model_names_its_class(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    text = card(tmp_path, {**RECIPE, "backend": {}}, merged=True)
+    assert "library_name: transformers" in text and "Qwen3ForCausalLM.from_pretrained" in text
+    assert "All weights of `org/base`" in text
+    (tmp_path / "adapter_config.json").touch()
+    assert "library_name: peft" in card(tmp_path)
