@@ -7,6 +7,7 @@ Legend: B samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -56,6 +57,35 @@ def finite_rewards(rewards_B: Tensor, num_samples: int) -> Tensor:
     return rewards_B.detach().to("cpu", torch.float64)
 
 
+def is_constant(values_B: Tensor, index_B: Tensor) -> Tensor:
+    """bool [B]: whether all values of a sample's group are equal."""
+    num_groups = int(index_B.max()) + 1
+    empty = torch.zeros(num_groups, dtype=values_B.dtype)
+    low, high = (empty.scatter_reduce(0, index_B, values_B, how, include_self=False) for how in ("amin", "amax"))
+    return (low == high)[index_B]
+
+
+ALWAYS_DIVISIBLE = (
+    ("group", "group"),
+    ("group", "batch"),
+    ("group", "residual"),
+    ("batch", "batch"),
+    ("batch", "residual"),
+)
+"""(center, scale) under which a standard deviation of 0 leaves nothing to divide: all centred rewards are 0 too."""
+
+
+def check_eps(eps: float, center: str, scale: str) -> None:
+    """Raises ConfigError for an `eps` that is not positive where a standard deviation of 0 would divide something."""
+    if not 0 <= eps < math.inf:
+        raise ConfigError(f"advantages.eps = {eps} must be a number of at least 0")
+    if eps == 0 and scale != "none" and (center, scale) not in ALWAYS_DIVISIBLE:
+        raise ConfigError(
+            f"advantages.eps = 0 with center = {center} and scale = {scale} divides by 0 where all rewards are equal. "
+            "Set advantages.eps: 1.0e-8, or the same center as scale."
+        )
+
+
 def normalized_advantages(
     rewards_B: Tensor,
     group_ids: Sequence[str],
@@ -76,8 +106,10 @@ def normalized_advantages(
     ddof: 0 is the population standard deviation, 1 the sample standard deviation.
     eps_inside_sqrt: divide by sqrt(var + eps) instead.
     clip: half-width of the range kept, in standard deviations.
-    A group whose rewards are all equal gets exactly 0. Raises ContractError for non-finite rewards or wrong sizes.
+    A group (center = batch: a batch) whose rewards are all equal gets exactly 0, whatever eps is. Raises ContractError
+    for non-finite rewards or wrong sizes, ConfigError for an eps of 0 where that rule does not save the division.
     """
+    check_eps(eps, center, scale)
     rewards = finite_rewards(rewards_B, len(group_ids))
     index = group_index(group_ids)
     whole = torch.zeros_like(index)
@@ -89,9 +121,8 @@ def normalized_advantages(
     if scale != "none":
         std = group_std(advantages, whole, ddof) if scale == "residual" else group_std(rewards, scopes[scale], ddof)
         advantages = advantages / ((std.square() + eps).sqrt() if eps_inside_sqrt else std + eps)
-    if center == "group":
-        spread = group_std(rewards, index, 0)
-        advantages = torch.where(spread == 0, torch.zeros_like(advantages), advantages)
+    if center != "none":
+        advantages = torch.where(is_constant(rewards, scopes[center]), torch.zeros_like(advantages), advantages)
     if clip is not None:
         advantages = advantages.clamp(-clip, clip)
     return advantages.to(torch.float32)
@@ -176,6 +207,8 @@ class AdvantageConfig:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ConfigError(f"advantages.{name} = {value!r} must be one of {', '.join(allowed)}")
+        options = self.options()
+        check_eps(options["eps"], options["center"], options["scale"])  # ty: ignore[invalid-argument-type]
         if self.component_weights is not None and self.multi_reward != "normalize_then_sum":
             raise ConfigError(
                 "advantages.component_weights does nothing with multi_reward = weighted_sum. "

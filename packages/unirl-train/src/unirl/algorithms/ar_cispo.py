@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from unirl.algorithms.base import RowMetrics
+from unirl.algorithms.losses import bounded_ratio
 from unirl.algorithms.token_losses import truncated_ratio_loss
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.types.errors import ConfigError
@@ -46,7 +47,7 @@ class ARCISPO(TokenAlgorithm):
         loss_N = truncated_ratio_loss(
             rows.log_ratio_N, rows.logp_N, rows.advantage_N, ratio_min=self.ratio_min, ratio_max=self.ratio_max
         )
-        ratio_N = rows.log_ratio_N.detach().exp()
+        ratio_N = bounded_ratio(rows.log_ratio_N.detach())
         metrics = RowMetrics()
         metrics.mean("policy/clipfrac_high", (ratio_N > self.ratio_max).float())
         metrics.mean("policy/clipfrac_low", (ratio_N < self.ratio_min).float())

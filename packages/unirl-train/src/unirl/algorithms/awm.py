@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, check_advantage_clip, report_clipped
+from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, check_advantage_clip, report_clipped, report_ratio
 from unirl.algorithms.forward_process import ForwardProcessAlgorithm, ForwardRows
 from unirl.algorithms.losses import clipped_surrogate, matching_logp, velocity_distance
 from unirl.types.errors import ConfigError
@@ -90,11 +90,9 @@ class AWM(ForwardProcessAlgorithm):
             metrics = RowMetrics()
             metrics.mean("policy/loss", loss_R)
             report_clipped(metrics, micro.advantages[rows.sample_R], self.advantage_clip)
-            metrics.mean("policy/ratio_mean", measured["ratio"])
-            metrics.max("policy/ratio_max_abs_dev", (measured["ratio"] - 1).abs())
+            report_ratio(metrics, logp_R - anchor_R[place])
             metrics.mean("policy/clipfrac_high", measured["clipped_high"])
             metrics.mean("policy/clipfrac_low", measured["clipped_low"])
-            metrics.mean("policy/approx_kl", measured["approx_kl"])
             metrics.mean("awm/logp_mean", logp_R)
             loss_R = loss_R + self.reference_penalty(v, v_reference, metrics)
             if v_average is not None:

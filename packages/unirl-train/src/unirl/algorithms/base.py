@@ -14,6 +14,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from unirl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
@@ -139,8 +140,10 @@ class StageAlgorithm(ABC):
 def report_ratio(metrics: RowMetrics, log_ratio_R: Tensor) -> None:
     """The ratio's statistics, under the names that all algorithms share."""
     log_ratio = log_ratio_R.detach()
-    metrics.mean("policy/ratio_mean", log_ratio.exp())
-    metrics.max("policy/ratio_max_abs_dev", (log_ratio.exp() - 1).abs())
+    ratio = bounded_ratio(log_ratio)
+    metrics.mean("policy/ratio_mean", ratio)
+    metrics.max("policy/ratio_max_abs_dev", (ratio - 1).abs())
+    metrics.mean("policy/ratio_bounded_fraction", log_ratio > MAX_LOG_RATIO)
     metrics.mean("policy/approx_kl", 0.5 * log_ratio.square())
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio
 from unirl.algorithms.transitions import TransitionRows
 from unirl.sde.likelihood import transition_kl
 from unirl.types.errors import ConfigError, ContractError
@@ -49,8 +50,10 @@ class GRPOGuard(DiffusionGRPO):
         """The clipped objective of the normalised ratio. Raises ConfigError for a kernel without one."""
         log_ratio_R = normalised_log_ratio(rows)
         loss_R, metrics = self.clipped(log_ratio_R, torch.zeros_like(log_ratio_R), rows)
-        metrics.mean("guard/ratio_mean", log_ratio_R.exp())
-        metrics.max("guard/ratio_max_abs_dev", (log_ratio_R.exp() - 1).abs())
+        ratio_R = bounded_ratio(log_ratio_R.detach())
+        metrics.mean("guard/ratio_mean", ratio_R)
+        metrics.max("guard/ratio_max_abs_dev", (ratio_R - 1).abs())
+        metrics.mean("guard/ratio_bounded_fraction", log_ratio_R > MAX_LOG_RATIO)
         if self.reweight_gradient:
             loss_R = loss_R / rows.delta_sigma_R
         return loss_R, metrics

@@ -22,6 +22,18 @@ def same_shape(**tensors: Tensor) -> None:
         raise ContractError(f"shapes disagree: {shapes}")
 
 
+MAX_LOG_RATIO = 20.0
+"""exp(20) is 5e8, whose square, and products with it, still fit into float32."""
+
+
+def bounded_ratio(log_ratio_R: Tensor) -> Tensor:
+    """exp(min(log_ratio, MAX_LOG_RATIO)), [R]: beyond the bound the ratio stands still and has no gradient.
+
+    exp overflows float32 from 88.7 on, and its gradient turns even a factor of 0 into nan.
+    """
+    return log_ratio_R.clamp(max=MAX_LOG_RATIO).exp()
+
+
 def clipped_surrogate(
     logp_R: Tensor,
     anchor_R: Tensor,
@@ -37,13 +49,13 @@ def clipped_surrogate(
     clips of 1e-4 are usual). The anchor carries no gradient. advantage_R: float32 [R].
     ratio_cap: above 1 + clip_high it bounds the loss where A < 0 (dual clip), and changes nothing where A > 0.
     Returns loss_R and detached values a row: ratio, clipped_high, clipped_low, approx_kl (half squared log-ratio).
-    At r = 1 the gradient is -A. Raises ContractError where shapes disagree.
+    At r = 1 the gradient is -A. r is bounded, see `bounded_ratio`. Raises ContractError where shapes disagree.
     Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; Liu et al. 2025 (arXiv 2505.05470); the cap: Ye et al. 2020
     (arXiv 1912.09729), eq. 3.
     """
     same_shape(logp_R=logp_R, anchor_R=anchor_R, advantage_R=advantage_R)
     log_ratio = logp_R - anchor_R.detach()
-    ratio = log_ratio.exp()
+    ratio = bounded_ratio(log_ratio)
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss_R = torch.maximum(-advantage_R * ratio.clamp(max=ratio_cap), -advantage_R * clipped)
     with torch.no_grad():
@@ -63,14 +75,15 @@ def masked_surrogate(
     with A < 0). To be minimised.
 
     logp_R, anchor_R, advantage_R: float32 [R]; the anchor carries no gradient. is_outside_R: bool [R].
-    Returns loss_R and detached booleans a row: dropped_positive and dropped_negative, by the sign of A.
-    Raises ContractError where shapes disagree. Source: Ping et al. 2026 (arXiv 2606.11025), its asymmetric mask.
+    Returns loss_R and detached booleans a row: dropped_positive and dropped_negative, by the sign of A. r is bounded,
+    see `bounded_ratio`. Raises ContractError where shapes disagree.
+    Source: Ping et al. 2026 (arXiv 2606.11025), its asymmetric mask.
     """
     same_shape(logp_R=logp_R, anchor_R=anchor_R, advantage_R=advantage_R, is_outside_R=is_outside_R)
     log_ratio = logp_R - anchor_R.detach()
     positive = is_outside_R & (log_ratio > 0) & (advantage_R > 0)
     negative = is_outside_R & (log_ratio < 0) & (advantage_R < 0)
-    loss_R = torch.where(positive | negative, 0.0, -advantage_R * log_ratio.exp())
+    loss_R = torch.where(positive | negative, 0.0, -advantage_R * bounded_ratio(log_ratio))
     return loss_R, {"dropped_positive": positive.detach(), "dropped_negative": negative.detach()}
 
 

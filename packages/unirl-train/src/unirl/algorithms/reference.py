@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import RowMetrics, StageAlgorithm
 from unirl.algorithms.kl import AdaptiveKL, adapted_coefficient
+from unirl.algorithms.losses import MAX_LOG_RATIO
 from unirl.sde.likelihood import code_kl, transition_kl
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import PolicyStore, TransitionStats
@@ -26,7 +27,7 @@ ResultT = TypeVar("ResultT")
 
 def sampled_kl(logp_R: Tensor, reference_R: Tensor, estimator: str) -> Tensor:
     """Estimators of KL(policy || reference) from one action's log-probs, [R]: with d = log p_ref - log p,
-    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 with d at most MAX_LOG_RATIO, beyond which k3 has no gradient.
 
     k1 and k3 are unbiased for actions of the policy itself, k3 is never negative. Source: Schulman 2020, "Approximating
     KL Divergence".
@@ -37,7 +38,8 @@ def sampled_kl(logp_R: Tensor, reference_R: Tensor, estimator: str) -> Tensor:
     if estimator == "k2":
         return 0.5 * difference.square()
     # Log-ratios of means over a latent are 1e-4 and less: exp(d) - 1 in float32 would leave nothing of d^2 / 2.
-    return difference.expm1() - difference
+    bounded = difference.clamp(max=MAX_LOG_RATIO)
+    return bounded.expm1() - bounded
 
 
 class ReferenceKL:
@@ -85,13 +87,13 @@ class ReferenceKL:
         with torch.no_grad(), self._policies.reference_policy():
             return forward()
 
-    def of_transitions(self, policy: TransitionStats, reference: TransitionStats) -> Tensor:
+    def of_transitions(self, policy: TransitionStats, reference: TransitionStats, metrics: RowMetrics) -> Tensor:
         """KL of stored transitions, [R], per latent element under a kernel with mean reduction.
 
         Raises ConfigError where the kernel does not support the estimator.
         """
         if self.estimator in ("k1", "k2", "k3"):
-            return sampled_kl(policy.logp_R, reference.logp_R, self.estimator)
+            return self.of_actions(policy.logp_R, reference.logp_R, metrics)
         if self.estimator == "flow_grpo":
             if policy.q_R is None:
                 raise ConfigError("kl_estimator = 'flow_grpo' needs a Flow or Dance kernel; use kl_estimator: exact")
@@ -103,8 +105,10 @@ class ReferenceKL:
             )
         return transition_kl(policy.mean, reference.mean, policy.std_R)
 
-    def of_actions(self, logp_R: Tensor, reference_R: Tensor) -> Tensor:
+    def of_actions(self, logp_R: Tensor, reference_R: Tensor, metrics: RowMetrics) -> Tensor:
         """KL [R] from the log-probs of sampled actions that have no closed form, such as tokens, by k1, k2 or k3."""
+        if self.estimator == "k3":
+            metrics.mean("policy/reference_kl_bounded_fraction", reference_R - logp_R > MAX_LOG_RATIO)
         return sampled_kl(logp_R, reference_R, self.estimator)
 
     def penalty(

@@ -19,6 +19,9 @@ from unirl.types.errors import ConfigError
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 CorrectionMode = Literal["truncate", "mask", "reject"]
 
+MAX_WEIGHT = 2.0**29
+"""5e8, which float32 holds exactly. The sum over a long sequence would overflow its exponential without any bound."""
+
 
 def correction_weights(
     log_gap_N: Tensor,
@@ -35,7 +38,7 @@ def correction_weights(
     level: the ratio r is exp of the token's gap ("token"), of the sum over its sequence ("sequence": unbiased, and
         wild for long ones), or of the mean over its sequence ("geometric").
     mode: clamp r to [lower, upper] ("truncate"), keep r inside and put 0 outside ("mask"), or put 1 inside and 0
-        outside ("reject"). A bound of None does not bind.
+        outside ("reject"). A bound of None does not bind; r is at most MAX_WEIGHT all the same.
     Sources: Espeholt et al. 2018 (arXiv 1802.01561), truncated importance sampling; the modes are those of TRL.
     """
     gap_N = log_gap_N.detach()
@@ -43,7 +46,7 @@ def correction_weights(
         require_choice("rollout_correction.level", level, CorrectionLevel)
         reduce = sequence_sum if level == "sequence" else sequence_mean
         gap_N = reduce(gap_N, lengths_B)[sequence_index(lengths_B)]
-    ratio_N = gap_N.exp()
+    ratio_N = gap_N.exp().clamp(max=MAX_WEIGHT)
     low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
     if mode == "truncate":
         return ratio_N.clamp(low, high)

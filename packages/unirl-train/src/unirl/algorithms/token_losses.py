@@ -13,15 +13,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from unirl.algorithms.losses import same_shape
+from unirl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio, same_shape
 from unirl.types.errors import ConfigError, ContractError
 
 ImportanceLevel = Literal["token", "sequence", "sequence-token"]
 LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Divergence = Literal["tv", "kl"]
-
-MAX_LOG_RATIO = 20.0
-"""exp(20) is 5e8: further out a squared ratio would leave float32."""
 
 
 def require_choice(name: str, value: str, choices: object) -> None:
@@ -89,10 +86,11 @@ def truncated_ratio_loss(
 ) -> Tensor:
     """-sg(clamp(r, ratio_min, ratio_max)) A log p, [N], to be minimised: no token's gradient is ever cut off.
 
+    A ratio_max of infinity leaves the bound of `bounded_ratio`.
     Source: MiniMax 2025 (arXiv 2506.13585), eqs. 4 and 5 (CISPO), which leaves ratio_min at 0.
     """
     same_shape(log_ratio_N=log_ratio_N, logp_N=logp_N, advantage_N=advantage_N)
-    return -log_ratio_N.detach().exp().clamp(ratio_min, ratio_max) * advantage_N * logp_N
+    return -bounded_ratio(log_ratio_N.detach()).clamp(ratio_min, ratio_max) * advantage_N * logp_N
 
 
 def binary_divergence(logp_N: Tensor, anchor_N: Tensor, *, kind: Divergence) -> Tensor:

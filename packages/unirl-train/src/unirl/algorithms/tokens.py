@@ -26,7 +26,7 @@ from unirl.algorithms.base import (
 )
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.reference import KLEstimator, PenalisedAlgorithm, ReferenceKL
-from unirl.algorithms.rollout_correction import RolloutCorrection
+from unirl.algorithms.rollout_correction import MAX_WEIGHT, RolloutCorrection
 from unirl.algorithms.token_losses import (
     ImportanceLevel,
     LossAggregation,
@@ -205,7 +205,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
         if self.entropy_coef > 0:
             loss_N = loss_N - self.entropy_coef * entropy_N
         if reference is not None:
-            kl_N = self.reference.of_actions(logp_N, trained.of(reference.logp_V))
+            kl_N = self.reference.of_actions(logp_N, trained.of(reference.logp_V), metrics)
             loss_N = loss_N + self.reference.penalty(kl_N, metrics)
         added_N = self.added_loss(micro, stats, trained, metrics)
         if added_N is not None:
@@ -269,6 +269,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
         weight_N = self.rollout_correction.weights(gap_N, trained.lengths_B, staleness_B)
         metrics.mean("mismatch/correction/mean", weight_N)
         metrics.mean("mismatch/correction/dropped_fraction", (weight_N == 0).float())
+        metrics.mean("mismatch/correction/bounded_fraction", weight_N == MAX_WEIGHT)
         return weight_N
 
     def _replay(self, micro: MicroBatch) -> TokenStats:

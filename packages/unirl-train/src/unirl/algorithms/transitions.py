@@ -178,7 +178,7 @@ class TransitionAlgorithm(PenalisedAlgorithm):
             metrics.mean("policy/loss", loss_R)
             report_clipped(metrics, given_R[rows], self.advantage_clip)
             if reference is not None:
-                kl_R = self.reference.of_transitions(policy, reference)
+                kl_R = self.reference.of_transitions(policy, reference, metrics)
                 loss_R = loss_R + self.reference.penalty(kl_R, metrics, steps, segment.sde_indices)
             yield LossPart(loss_R.sum(), loss_R.numel(), metrics)
 
