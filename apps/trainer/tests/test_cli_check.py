@@ -138,7 +138,7 @@ MISTAKES = [
     ({"stack.micro_batch_size": 0}, "stack.micro_batch_size = 0 must be at least 1"),
     ({"stack.max_grad_norm": -1.0}, "stack.max_grad_norm = -1.0 must be above 0"),
     ({"engine.forward_batch_size": -4}, "engine.forward_batch_size = -4 must be at least 1"),
-    ({"reward.scorers.shapes": None}, "reward.scorers.shapes is null, which is no scorer"),
+    ({"reward.scorers.shapes": None}, "reward.scorers is empty: null takes shapes out. Name at least one scorer."),
     ({"save.interval": "x"}, "save.interval = 'x' must be an integer"),
     ({"algorithm.clip_rang": 1}, "has no argument 'clip_rang'. Did you mean clip_range"),
     ({"algorithm.pipeline": 1}, "algorithm.pipeline is set by the trainer. Remove it here."),
@@ -213,6 +213,10 @@ MISTAKES = [
     ({"eval.policy": "ema"}, "eval.policy = 'ema' is not kept by this recipe; there are default. Set backend.ema"),
     ({"reward.scorers": {}}, "reward.scorers is empty"),
     ({"reward.weights": {"shape": 1.0}}, "reward.weights names ['shape'], reward.scorers ['shapes']"),
+    (
+        {"reward.scorers": {"mine": {"_target_": "unirl.reward.local.compressibility.JPEGCompressibilityScorer"}}},
+        "save.best_metric = shapes/strict is a number of the scorer 'shapes', reward.scorers has mine. Set",
+    ),
 ]
 
 
@@ -258,6 +262,38 @@ def test_a_mistake_of_deterministic_rollouts_is_named(recipes, changes, message)
 
 def test_nft_may_evaluate_its_old_policy(recipes):
     check_recipe(changed(recipes[NFT], {"eval.policy": "old"}))
+
+
+JPEG = "{_target_:unirl.reward.local.compressibility.JPEGCompressibilityScorer}"
+
+
+def test_null_takes_a_component_out_and_stays_null_elsewhere():
+    register_resolvers()
+    recipe = resolve(
+        compose(
+            "diffusion/sd3_shapes_refl",
+            [
+                f"reward.scorers.smooth={JPEG}",
+                "reward.scorers.shapes=null",
+                "reward.weights.shapes=null",
+                "reward.weights.smooth=0",
+                "trackers.tensorboard=null",
+                "save.best_metric=reward",
+            ],
+        )
+    )
+    assert list(recipe["reward"]["scorers"]) == ["gradient", "smooth"]
+    assert recipe["reward"]["weights"] == {"gradient": 1.0, "smooth": 0}
+    assert "tensorboard" not in recipe["trackers"] and recipe["sampling"]["scheduler"] is None
+    assert recipe["max_cpu_s"] is None
+    check_recipe(recipe)
+
+
+def test_a_weight_that_outlives_its_scorer_is_named_with_the_way_out():
+    register_resolvers()
+    recipe = resolve(compose("diffusion/sd3_shapes_refl", ["reward.scorers.shapes=null"]))
+    with pytest.raises(ConfigError, match=r"A weight goes with its scorer: reward\.weights\.shapes: null takes it out"):
+        check_recipe(recipe)
 
 
 def test_several_mistakes_are_reported_together(recipes):

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from unirl.tracking.console import ConsoleTracker, sparkline
+from unirl.tracking.console import ConsoleTracker, reward_formula, sparkline
 from unirl.tracking.jsonl import JsonlTracker, read_metrics
 from unirl.tracking.media import GREEN, RED, answered, before_after, grid
 from unirl.types.errors import ContractError
@@ -91,6 +91,26 @@ def test_console_shows_reward_evaluation_and_phases(tmp_path, is_terminal):
     text = out.getvalue()
     assert "diffusion/test" in text and "0.75" in text and "0.25" in text and "rollout" in text
     assert ("\x1b[" in text) == is_terminal
+
+
+SCORER = {"_target_": "my_package.Scorer"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "formula"),
+    [
+        ({"scorers": {"shapes": SCORER}}, "shapes"),
+        ({"scorers": {"a": SCORER, "b": SCORER}, "weights": {"a": 1.0, "b": 0.1}}, "a + 0.1 * b"),
+        ({"scorers": {"a": SCORER, "b": SCORER}, "weights": {"a": -2.0, "b": 0.0}}, "-2 * a; only reported: b"),
+        ({"scorers": {"a": SCORER, "b": SCORER}, "aggregation": "weighted_mean"}, "(a + b) / 2"),
+        ({"scorers": [SCORER, {**SCORER, "name": "mine"}]}, "Scorer + mine"),
+    ],
+)
+def test_a_run_begins_with_the_reward_that_it_trains_on(tmp_path, reward, formula):
+    assert reward_formula(reward) == formula
+    out = io.StringIO()
+    ConsoleTracker(console=Console(file=out, width=100)).start({**CONFIG, "reward": reward}, tmp_path, 0)
+    assert f"reward: {formula}\n" in out.getvalue()
 
 
 def test_tensorboard_writes_scalars_and_pictures_and_purges_on_resume(tmp_path):

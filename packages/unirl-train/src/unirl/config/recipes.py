@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, packaged_name
+from unirl.config.instantiation import TARGET
 from unirl.types.errors import ConfigError
 
 _HYDRA_VERSION = "1.3"
@@ -46,14 +47,36 @@ def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
-    """Plain containers with every interpolation replaced. Raises ConfigError naming the key that cannot be."""
+    """Plain containers with every interpolation replaced, without the components that null takes out.
+
+    Raises ConfigError naming the key that cannot be resolved.
+    """
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'recipe'}: {_first_line(error)} Set it on the command line.") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"a recipe is a mapping, this file holds a {type(plain).__name__}")
-    return {str(key): value for key, value in plain.items()}
+    recipe = {str(key): _without_removed(value) for key, value in plain.items()}
+    reward = recipe.get("reward")
+    if isinstance(reward, dict) and isinstance(reward.get("weights"), dict):  # numbers by the names of components
+        reward["weights"] = {name: weight for name, weight in reward["weights"].items() if weight is not None}
+    return recipe
+
+
+def _without_removed(node: Any) -> Any:  # Any: a recipe's values
+    """The node without the null entries of mappings from names to components (`reward.scorers`, `trackers`, ...).
+
+    A recipe composed from another one can only override, so null is how a file takes an entry of the other one out.
+    Null as a keyword of a component, or as a value of a plain section, stays what it is.
+    """
+    if isinstance(node, list):
+        return [_without_removed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    names_components = TARGET not in node and any(isinstance(item, dict) and TARGET in item for item in node.values())
+    kept = {key: item for key, item in node.items() if item is not None or not names_components}
+    return {key: _without_removed(item) for key, item in kept.items()}
 
 
 def render(config: DictConfig, *, is_resolved: bool = False) -> str:

@@ -557,15 +557,31 @@ def async_reward_has_chunks(recipe: Recipe) -> Messages:
 def weights_name_scorers(recipe: Recipe) -> Messages:
     """Reward weights and scorers have the same names."""
     scorers, weights = recipe["reward"].get("scorers"), recipe["reward"].get("weights")
-    if not scorers:
+    if isinstance(scorers, Mapping) and scorers and not any(scorers.values()):
+        yield f"reward.scorers is empty: null takes {', '.join(map(str, scorers))} out. Name at least one scorer."
+    elif not scorers:
         yield "reward.scorers is empty. Name at least one scorer."
-    elif isinstance(scorers, Mapping) and (absent := sorted(str(key) for key in scorers if scorers[key] is None)):
-        yield (
-            f"reward.scorers.{absent[0]} is null, which is no scorer. Give it a _target_, or take it out: "
-            f"~reward.scorers.{absent[0]} on the command line, other parts than parts/reward in a recipe of your own."
-        )
     elif isinstance(scorers, Mapping) and isinstance(weights, Mapping) and set(weights) != set(scorers):
-        yield f"reward.weights names {sorted(weights)}, reward.scorers {sorted(scorers)}. Give each scorer one weight."
+        gone = sorted(set(weights) - set(scorers))
+        hint = f" A weight goes with its scorer: reward.weights.{gone[0]}: null takes it out." if gone else ""
+        yield (
+            f"reward.weights names {sorted(weights)}, reward.scorers {sorted(scorers)}. Give each scorer one weight."
+            f"{hint}"
+        )
+
+
+def best_metric_has_its_scorer(recipe: Recipe) -> Messages:
+    """The number that the best checkpoint is chosen by comes from a scorer that is there."""
+    scorers, metric = recipe["reward"].get("scorers"), (recipe.get("save") or {}).get("best_metric")
+    has_own_evaluation = TARGET in (recipe.get("eval") or {})
+    if not isinstance(metric, str) or "/" not in metric or not isinstance(scorers, Mapping) or has_own_evaluation:
+        return
+    scorer = metric.split("/")[0]
+    if scorer not in scorers:
+        yield (
+            f"save.best_metric = {metric} is a number of the scorer {scorer!r}, reward.scorers has "
+            f"{', '.join(map(str, scorers))}. Set save.best_metric: reward, or a number of a scorer that is there."
+        )
 
 
 # Rules about this machine -------------------------------------------------------------------------------------------
@@ -703,6 +719,7 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     evaluated_policy_exists,
     async_reward_has_chunks,
     weights_name_scorers,
+    best_metric_has_its_scorer,
 )
 MACHINE_RULES: tuple[Callable[[Recipe, Machine], Messages], ...] = (
     devices_exist,

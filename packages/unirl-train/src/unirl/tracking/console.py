@@ -41,6 +41,25 @@ def sparkline(values: list[float], width: int = SPARKLINE_WIDTH, *, blocks: str 
     return "".join(blocks[round((value - low) / (high - low) * (len(blocks) - 1))] for value in bins)
 
 
+def reward_formula(reward: Config) -> str:
+    """What a recipe's `reward` section trains on: "shapes + 0.1 * smooth; only reported: strict".
+
+    Scorers of a list are called by their `name`, or by their class where the recipe gives none.
+    """
+    scorers, weights = reward["scorers"], reward.get("weights") or {}
+    if isinstance(scorers, Mapping):
+        names = [str(name) for name in scorers]
+    else:
+        names = [str(node.get("name", node["_target_"].rsplit(".", 1)[-1])) for node in scorers]
+    weight_of = {name: weights.get(name, 1) for name in names}
+    terms = [name if weight == 1 else f"{weight:g} * {name}" for name, weight in weight_of.items() if weight]
+    formula = " + ".join(terms)
+    if reward.get("aggregation") == "weighted_mean":
+        formula = f"({formula}) / {sum(weight_of.values()):g}"
+    reported = [name for name, weight in weight_of.items() if not weight]
+    return f"{formula}; only reported: {', '.join(reported)}" if reported else formula
+
+
 class ConsoleTracker:
     """Progress, seconds by phase, and the reward with a sparkline.
 
@@ -76,6 +95,8 @@ class ConsoleTracker:
         self._step = step
         resumed = f", resumed after {step}" if step else ""
         self._console.print(f"[bold]{self._name}[/bold]  {self._total} rollouts{resumed}  {run_dir}", soft_wrap=True)
+        if config.get("reward"):
+            self._console.print(f"reward: {reward_formula(config['reward'])}", soft_wrap=True, markup=False)
         if self._console.is_terminal:
             from rich.live import Live as RichLive
 
