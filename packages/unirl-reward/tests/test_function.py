@@ -57,6 +57,20 @@ def test_a_function_that_is_not_there_says_so(function, text):
         FunctionRewardScorer(function)
 
 
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"powr": 2.0}, r"brightness\(images, prompts, metadata, power=1.0\) cannot be called .* 'powr'"),
+        ({"metadata": 1}, "multiple values for argument 'metadata'"),
+    ],
+)
+def test_keywords_that_the_function_does_not_take_are_refused_at_once(keywords, text):
+    with pytest.raises(ConfigError, match=text):
+        FunctionRewardScorer(brightness, **keywords)
+    with pytest.raises(ConfigError, match="missing a required argument: 'bonus'"):
+        FunctionRewardScorer(lambda images, prompts, metadata, bonus: [bonus])
+
+
 @pytest.mark.parametrize("value", [[1, 2.5], (1.0, True), np.array([1.0, 2.0]), torch.tensor([1, 2])])
 def test_lists_arrays_and_tensors_are_numbers(make_request, value):
     scored = FunctionRewardScorer(lambda *inputs: value).score(make_request(num_samples=2))

@@ -47,7 +47,26 @@ class Model(Base):
 class Loose(argparse.Namespace):
     pass
 
+class Forwarding(Base):
+    def __init__(self, model, *, depth: int = 1, **options):
+        self.depth = depth
+        super().__init__(model, kind=None, **options)
+
+class ForwardingAgain(Forwarding):
+    def __init__(self, *, width: int = 1, **options):
+        super().__init__(**options)
+
+class Keeping(Base):
+    def __init__(self, function, **kwargs):
+        super().__init__(None, size=3)
+        self.kwargs = kwargs
+
 def build(path: str, count: int = 1): ...
+
+def score(images, prompts, metadata, /, target: float, power: float = 1.0): ...
+
+@Model
+def decorated(images, prompts, metadata, from_the_decorator): ...
 """
 KINDS = 'from typing import Literal\nMode = Literal["fast", "slow"]\nclass Kind: ...\n'
 
@@ -73,6 +92,33 @@ def test_signature_of_a_class_comes_from_its_base_without_importing(some_models)
     }
     assert target.constants == {"flag": True, "name": "model"}
     assert "some_models" not in sys.modules
+
+
+def test_options_that_go_to_the_base_bring_its_keywords_without_those_that_are_set_there(some_models):
+    target = read_target(f"{some_models}.ForwardingAgain")
+    assert set(target.parameters) == {"width", "model", "depth", "size", "options"} and not target.accepts_any
+
+
+def test_options_that_the_class_keeps_may_be_any(some_models):
+    target = read_target(f"{some_models}.Keeping")
+    assert set(target.parameters) == {"function"} and target.accepts_any
+
+
+def test_arguments_that_the_caller_passes_by_place_are_left_out(some_models):
+    target = read_target(f"{some_models}.score", 3)
+    assert {name: item.has_default for name, item in target.parameters.items()} == {"target": False, "power": True}
+    assert read_target(f"{some_models}.decorated", 3).accepts_any
+
+
+def test_source_that_is_not_python_is_named_with_its_line(some_models, tmp_path):
+    (tmp_path / "some_models" / "broken.py").write_text("a = 1\nclass Open(:\n")
+    (tmp_path / "some_models" / "bytes.py").write_bytes(b"x = '\xff'\n")
+    (tmp_path / "some_models" / "marked.py").write_bytes("\ufeffclass Marked: ...".encode())
+    with pytest.raises(ConfigError, match=r"some_models/broken\.py:2 is not Python: invalid syntax\. Fix the file\."):
+        read_target("some_models.broken.Open")
+    with pytest.raises(ConfigError, match=r"some_models/bytes\.py.* is not Python"):
+        read_target("some_models.bytes.Any")
+    assert read_target("some_models.marked.Marked").path == "some_models.marked.Marked"
 
 
 def test_signature_of_a_dataclass_leaves_out_what_init_does_not_take(some_models):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,10 +31,14 @@ class FunctionRewardScorer(LocalScorer):
     The function returns b numbers, or a dict of these with the keys of `component_weights`, whose weighted sum is the
     reward. None or a non-finite number says that a sample could not be scored.
     kwargs: passed on to the function.
-    Raises ConfigError where the dotted path leads nowhere.
+    Raises ConfigError where the dotted path leads nowhere, and for keywords that the function does not take or lacks.
     """
 
     card = CATALOG["function"]
+    keywords_of: ClassVar[str] = "function"
+    """The argument that says which function takes `kwargs`; `trainer check` reads that function's signature."""
+    num_inputs: ClassVar[int] = 3
+    """Arguments that the function gets from the samples."""
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class FunctionRewardScorer(LocalScorer):
         if not callable(self.function):
             raise ConfigError(f"function = {function!r} is a {type(self.function).__name__}, which cannot be called")
         self.function_name = function if isinstance(function, str) else _name_of(self.function)
+        _check_keywords(self.function, self.function_name, self.num_inputs, kwargs)
         super().__init__(
             name=name if name is not None else self.function_name.rpartition(".")[2],
             batch_size=batch_size,
@@ -95,6 +101,20 @@ def imported(path: str) -> RewardFunction:
         public = sorted(name for name, value in vars(owner).items() if callable(value) and not name.startswith("_"))
         raise ConfigError(f"function = {path!r}: module {module} has no {attribute!r}; it has {public[:8]}")
     return vars(owner)[attribute]
+
+
+def _check_keywords(function: RewardFunction, name: str, num_inputs: int, keywords: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # a builtin without a readable signature checks for itself
+    try:
+        signature.bind(*(None,) * num_inputs, **keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward function {name}{signature} cannot be called with (images, prompts, metadata) and the keywords "
+            f"{sorted(keywords)}: {error}. Change the function or the keywords."
+        ) from error
 
 
 def _name_of(function: RewardFunction) -> str:

@@ -7,6 +7,7 @@ mistakes of one stage are reported together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from unirl.config.annotations import mismatch
@@ -62,6 +63,9 @@ TOP_LEVEL = (
     "trackers",
 )
 """Every key that a recipe may have."""
+KEYWORDS_OF, NUM_INPUTS = "keywords_of", "num_inputs"
+"""Constants of a class with `**kwargs` for a function that the recipe names: which argument names it, and how many
+arguments the function gets from the class."""
 ENABLED = "enabled"
 """Key of a tracker that switches it on or off without removing it."""
 
@@ -171,7 +175,12 @@ def _bound(
     try:
         target = read_target(str(node[TARGET]))
     except ConfigError as error:
-        yield f"{place}: {error}"
+        yield f"{place}.{TARGET} = {error}"
+        return
+    try:
+        target = _with_function(target, node)
+    except ConfigError as error:
+        yield f"{place}.{target.constants[KEYWORDS_OF]} = {error}"
         return
     injected |= if_taken & set(target.parameters)
     for key, value in node.items():
@@ -193,6 +202,19 @@ def _bound(
         refused = sorted(name for name in injected if name not in target.parameters)
         if refused:
             yield f"{place}: {target.path} must take the keywords {', '.join(refused)}, which the trainer passes."
+
+
+def _with_function(target: Target, node: Mapping[str, Value]) -> Target:
+    """The target with the keywords of the function that it passes its own `**kwargs` to, where the recipe names one.
+
+    Raises ConfigError where there is no such function.
+    """
+    argument, num_inputs = target.constants.get(KEYWORDS_OF), target.constants.get(NUM_INPUTS)
+    path = node.get(argument) if isinstance(argument, str) else None
+    if not isinstance(path, str) or not isinstance(num_inputs, int):
+        return target
+    function = read_target(path, num_inputs)
+    return replace(target, parameters={**function.parameters, **target.parameters}, accepts_any=function.accepts_any)
 
 
 def _value(value: Value, place: str, target: Target, key: str) -> Iterator[str]:

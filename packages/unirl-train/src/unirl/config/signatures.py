@@ -52,7 +52,7 @@ class Target:
     path: str
     parameters: dict[str, Parameter] = field(default_factory=dict)
     accepts_any: bool = False
-    """Whether keywords cannot be checked: `**kwargs`, or a base outside readable source."""
+    """Whether further keywords cannot be checked: `**kwargs` that go to no base, or a base outside readable source."""
     constants: dict[str, object] = field(default_factory=dict)
     """Literal class attributes, inherited ones included."""
 
@@ -64,11 +64,14 @@ class _Found:
 
 
 @lru_cache(maxsize=512)
-def read_target(path: str) -> Target:
-    """The signature at an import path. Raises ConfigError with the nearest names where there is none."""
+def read_target(path: str, num_inputs: int = 0) -> Target:
+    """The signature at an import path. Raises ConfigError with the nearest names where there is none.
+
+    num_inputs: arguments of a function that its caller passes by place, so that a recipe cannot set them.
+    """
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"_target_ = {path!r} must be an import path such as package.module.Class.")
+        raise ConfigError(f"{path!r} must be an import path such as package.module.Class.")
     if parts[0] in sys.builtin_module_names:
         return Target(path, accepts_any=True)
     for length in range(len(parts) - 1, 0, -1):
@@ -79,24 +82,29 @@ def read_target(path: str) -> Target:
         if module is None:
             return Target(path, accepts_any=True)
         if length == len(parts) - 1:
-            return _target(_find(module, parts[-1], path), path)
+            return _target(_find(module, parts[-1], path), path, num_inputs)
         name = parts[length]
         if name in module.definitions:
             return Target(path, accepts_any=True)  # an attribute of a class or an imported object
-        raise ConfigError(
-            f"_target_ = {path}: {module_name} has no module {name!r}. {did_you_mean(name, _children(module_name))}"
-        )
-    raise ConfigError(f"_target_ = {path}: there is no module {parts[0]!r}. {did_you_mean(parts[0], ['unirl'])}")
+        raise ConfigError(f"{path}: {module_name} has no module {name!r}. {did_you_mean(name, _children(module_name))}")
+    raise ConfigError(f"{path}: there is no module {parts[0]!r}. {did_you_mean(parts[0], ['unirl'])}")
 
 
 @lru_cache(maxsize=512)
 def read_module(name: str) -> Module | None:
-    """The parsed module, or None where it has no Python source (a namespace or an extension module)."""
+    """The parsed module, or None where it has no Python source (a namespace or an extension module).
+
+    Raises ConfigError naming file and line where the source is not Python.
+    """
     spec = _spec(name)
     origin = None if spec is None else spec.origin
     if origin is None or not origin.endswith(".py"):
         return Module(name, {}, True) if spec is not None and spec.submodule_search_locations else None
-    tree = ast.parse(Path(origin).read_text(encoding="utf-8"))
+    try:
+        tree = ast.parse(Path(origin).read_bytes())  # of bytes, which may name their encoding
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno is not None else ""
+        raise ConfigError(f"{origin}{line} is not Python: {error.args[0]}. Fix the file.") from error
     definitions: dict[str, ast.stmt] = {}
     for statement in _statements(tree.body):
         for bound in _bound_names(statement):
@@ -121,11 +129,13 @@ def resolve_annotation(name: str, module: Module, depth: int = 0) -> tuple[ast.e
     return None, module
 
 
-def _target(found: _Found, path: str) -> Target:
+def _target(found: _Found, path: str, num_inputs: int) -> Target:
     if found.node is None:
         return Target(path, accepts_any=True)
     if not isinstance(found.node, ast.ClassDef):
-        parameters, accepts_any = _function_parameters(found.node, found.module, skip_first=False)
+        if found.node.decorator_list and num_inputs:
+            return Target(path, accepts_any=True)  # the decorator may pass arguments of its own
+        parameters, accepts_any = _function_parameters(found.node, found.module, skip=num_inputs)
         return Target(path, parameters, accepts_any)
     parameters, accepts_any = _constructor(found.node, found.module, 0)
     constants: dict[str, object] = {}
@@ -141,7 +151,7 @@ def _find(module: Module, name: str, path: str, depth: int = 0) -> _Found:
         if "__getattr__" in module.definitions or _exists(f"{module.name}.{name}"):
             return _Found(None, module)
         hint = did_you_mean(name, (n for n in _own_names(module) if not n.startswith("_")))
-        raise ConfigError(f"_target_ = {path}: {module.name} has no {name!r}. {hint}")
+        raise ConfigError(f"{path}: {module.name} has no {name!r}. {hint}")
     if isinstance(statement, Definition):
         return _Found(statement, module)
     if isinstance(statement, ast.ImportFrom) and depth < MAX_DEPTH:
@@ -155,18 +165,35 @@ def _find(module: Module, name: str, path: str, depth: int = 0) -> _Found:
 def _constructor(node: ast.ClassDef, module: Module, depth: int) -> tuple[dict[str, Parameter], bool]:
     """Keywords of the class, from its own `__init__` or dataclass fields or from its bases'.
 
-    An `__init__` with `**options` passes them on to the base, so it takes the base's keywords too.
+    An `__init__` that passes its `**options` on to `super().__init__` takes the base's keywords too; one that keeps
+    them takes any keyword.
     """
     own = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if own is not None:
-        parameters, has_options = _function_parameters(own, module, skip_first=True)
-        if not has_options or not _bases(node, module):
+        parameters, has_options = _function_parameters(own, module, skip=1)
+        call = _base_call(own) if has_options else None
+        if call is None:
             return parameters, has_options
         inherited, loose = _inherited_parameters(node, module, depth)
-        return {**inherited, **parameters}, loose
+        set_here = {*list(inherited)[: len(call.args)], *(keyword.arg for keyword in call.keywords)}
+        passed_on = {name: item for name, item in inherited.items() if name not in {*parameters, *set_here}}
+        return {**parameters, **passed_on}, loose
     if _is_dataclass(node):
         return _dataclass_parameters(node, module, depth)
     return _inherited_parameters(node, module, depth)
+
+
+def _base_call(init: ast.FunctionDef) -> ast.Call | None:
+    """The call of `super().__init__` that passes the `**options` of `init` on; None where there is none."""
+    options = init.args.kwarg.arg if init.args.kwarg is not None else None
+    for node in ast.walk(init):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "super().__init__":
+            continue
+        if any(
+            item.arg is None and isinstance(item.value, ast.Name) and item.value.id == options for item in node.keywords
+        ):
+            return node
+    return None
 
 
 def _inherited_parameters(node: ast.ClassDef, module: Module, depth: int) -> tuple[dict[str, Parameter], bool]:
@@ -208,12 +235,12 @@ def _dataclass_parameters(node: ast.ClassDef, module: Module, depth: int) -> tup
 
 
 def _function_parameters(
-    node: ast.FunctionDef | ast.AsyncFunctionDef, module: Module, *, skip_first: bool
+    node: ast.FunctionDef | ast.AsyncFunctionDef, module: Module, *, skip: int
 ) -> tuple[dict[str, Parameter], bool]:
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
-    pairs = list(zip(positional, defaults, strict=True))[1 if skip_first else 0 :]
+    pairs = list(zip(positional, defaults, strict=True))[skip:]
     pairs += list(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
     parameters = {
         item.arg: Parameter(item.arg, item.annotation, default is not None, module)

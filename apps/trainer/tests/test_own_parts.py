@@ -1,0 +1,132 @@
+"""Parts of one's own, outside the repository, exactly as the READMEs of the packages write them."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from unirl.app.main import USER_ERROR, main
+from unirl.config.signatures import read_module, read_target
+
+PACKAGES = Path(__file__).parents[3] / "packages"
+SMALL = (
+    "num_rollouts=1",
+    "batch_size=2",
+    "sampling.samples_per_prompt=4",
+    "sampling.num_inference_steps=2",
+    "stack.num_updates_per_batch=1",
+    "eval.num_samples=2",
+    "eval.num_inference_steps=1",
+)
+
+
+def programs(package, language):
+    """The fenced blocks of a package's README, in order."""
+    text = (PACKAGES / package / "README.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def block(package, language, part):
+    """The one block that holds `part`."""
+    (found,) = [text for text in programs(package, language) if part in text]
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with `my_package`, whose modules are the programs of the READMEs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    modules = {
+        "rewards": block("unirl-reward", "python", "def brightness").split("service = ")[0],
+        "scorers": block("unirl-reward", "python", "class Contrast"),
+        "training": "".join(
+            block("unirl-train", "python", f"class {name}") for name in ("Unclipped", "ShortPrompts", "RewardFile")
+        ),
+        "engines": block("unirl-rollout", "python", "class PatientEngine"),
+    }
+    (tmp_path / "my_package").mkdir()
+    for name, text in modules.items():
+        (tmp_path / "my_package" / f"{name}.py").write_text(text)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_package"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    read_target.cache_clear()
+    read_module.cache_clear()
+
+
+OWN_FUNCTION = ("unirl-reward", "function: my_package.rewards.brightness")
+OWN_TRAINING = ("unirl-train", "my_package.training.Unclipped")
+
+
+def written(folder, *blocks, **changes):
+    """A recipe file from the recipes of READMEs, one over the other."""
+    recipe = {}
+    for package, part in blocks:
+        recipe |= yaml.safe_load(block(package, "yaml", part))
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({**recipe, **changes}, sort_keys=False))
+    return str(path)
+
+
+def test_a_run_with_an_algorithm_data_tracker_and_engine_of_ones_own(folder, capsys):
+    recipe = written(folder, OWN_TRAINING, ("unirl-rollout", "PatientEngine"))
+    assert main([recipe, *SMALL, "run_dir=run"]) == 0, capsys.readouterr().err
+    first, last = Path("run/rewards.txt").read_text().splitlines()
+    assert re.fullmatch(r"1 \d\.\d{4}", first) and last == "finished short_and_unclipped"
+    assert not list(Path("run").glob("events*")), "the recipe takes TensorBoard out"
+
+
+def test_a_run_on_a_reward_function_of_ones_own_trains_on_nothing_else(folder, capsys):
+    recipe = written(folder, OWN_FUNCTION)
+    assert main([recipe, *SMALL, "algorithm.num_timesteps=1", "run_dir=run"]) == 0, capsys.readouterr().err
+    assert '"reward/brightness' in Path("run/metrics.jsonl").read_text()
+    assert "shapes" not in Path("run/metrics.jsonl").read_text()
+
+
+def test_a_scorer_class_of_ones_own_scores_beside_the_packaged_one(folder, capsys):
+    recipe = written(folder, ("unirl-reward", "Contrast"), defaults=["/diffusion/sd3_shapes", "_self_"])
+    assert main([recipe, *SMALL, "algorithm.num_timesteps=1", "run_dir=run"]) == 0, capsys.readouterr().err
+    assert "reward: shapes + contrast" in capsys.readouterr().err
+    assert all(f'"reward/{name}' in Path("run/metrics.jsonl").read_text() for name in ("shapes", "contrast"))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "change", "message"),
+    [
+        (
+            [OWN_FUNCTION],
+            "reward.scorers.brightness.targte=1",
+            "reward.scorers.brightness.targte: unirl.reward.function.FunctionRewardScorer has no argument 'targte'. "
+            "Did you mean target",
+        ),
+        ([OWN_FUNCTION], "reward.scorers.brightness.images=1", "has no argument 'images'"),
+        (
+            [OWN_FUNCTION],
+            "reward.scorers.brightness.function=my_package.rewards.brightnes",
+            "reward.scorers.brightness.function = my_package.rewards.brightnes: my_package.rewards has no "
+            "'brightnes'. Did you mean brightness?",
+        ),
+        ([OWN_TRAINING], "algorithm.max_rato=1", "my_package.training.Unclipped has no argument 'max_rato'. Did you"),
+        ([OWN_TRAINING], "algorithm.step_fracton=1", "Did you mean step_fraction"),
+        ([OWN_TRAINING], "data.max_wods=1", "my_package.training.ShortPrompts has no argument 'max_wods'. Did you"),
+        ([OWN_TRAINING], "data.max_words=few", "data.max_words = 'few' must be an integer"),
+        ([OWN_TRAINING], "~data.max_words", "ShortPrompts needs max_words. Set data.max_words."),
+        ([OWN_TRAINING], "trackers.rewards.file=x", "my_package.training.RewardFile has no argument 'file'. Did you"),
+        (
+            [OWN_TRAINING, ("unirl-rollout", "PatientEngine")],
+            "engine.max_attempt=1",
+            "my_package.engines.PatientEngine has no argument 'max_attempt'. Did you mean max_attempts?",
+        ),
+    ],
+)
+def test_a_typo_in_a_part_of_ones_own_is_found_without_importing_it(folder, capsys, blocks, change, message):
+    recipe = written(folder, *blocks)
+    assert main(["check", recipe]) == 0, capsys.readouterr().err
+    assert main(["check", recipe, change]) == USER_ERROR
+    assert message in capsys.readouterr().err
+    assert not [name for name in sys.modules if name.startswith("my_package")]
