@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from unirl.app.run_lock import RunIsLockedError, is_lock, locked
 from unirl.types.errors import ConfigError
 
 RUNS = "runs"
@@ -15,6 +17,26 @@ CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
+
+
+@contextmanager
+def claimed_run_dir(recipe: Recipe, now: datetime.datetime) -> Generator[tuple[Path, bool]]:
+    """As `choose_run_dir`, with the directory made and locked. Raises RunIsLockedError where another run holds it."""
+    is_new = recipe.get("run_dir") is None and recipe.get("resume") is None
+    with ExitStack() as stack:
+        while True:
+            folder, _ = choose_run_dir(recipe, now)
+            make_run_dir(folder)
+            try:
+                stack.enter_context(locked(folder))
+                break
+            except RunIsLockedError:
+                if not is_new:
+                    raise
+            # Another run of this second has it; the next choice is a folder that is not there yet.
+        # Anew, since another run may have begun and ended between the choice and the lock.
+        _, is_resumed = choose_run_dir({**recipe, "run_dir": str(folder)}, now)
+        yield folder, is_resumed
 
 
 def choose_run_dir(recipe: Recipe, now: datetime.datetime) -> tuple[Path, bool]:
@@ -57,7 +79,9 @@ def has_checkpoint(folder: Path) -> bool:
 def holds_run(folder: Path) -> bool:
     """Whether a run has written here more than its recipe, which is all that one leaves that fails to start."""
     config = folder / CONFIG_FILE
-    is_run = config.exists() and any(path.is_file() and path != config for path in folder.rglob("*"))
+    is_run = config.exists() and any(
+        path.is_file() and path != config and not is_lock(path) for path in folder.rglob("*")
+    )
     return is_run or has_checkpoint(folder)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from unirl.app.command_line import Command
 from unirl.app.environment import this_machine
 from unirl.app.recipe import checked, composed, settled
-from unirl.app.run_directory import CONFIG_FILE, choose_run_dir, has_checkpoint, make_folder, make_run_dir
+from unirl.app.run_directory import CONFIG_FILE, claimed_run_dir, has_checkpoint, make_folder
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
 from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings
@@ -60,23 +60,27 @@ def run(command: Command) -> None:
     """Train."""
     config = composed(command)
     recipe = checked(config)
-    run_dir, is_resumed = choose_run_dir(recipe, datetime.datetime.now())
+    with claimed_run_dir(recipe, datetime.datetime.now()) as (run_dir, is_resumed):
+        summary = _trained(config, recipe, run_dir, is_resumed=is_resumed)
+    from unirl.app.report import final_screen
+
+    Console().print(final_screen(summary), crop=False)
+
+
+def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> dict[str, Any]:
+    """Run the recipe in its directory; returns its summary."""
     recipe = {**recipe, "resume": "auto" if is_resumed else None, "run_dir": str(run_dir)}
     trackers = make_trackers(recipe)
-    make_run_dir(run_dir)
     if not is_resumed:
         (run_dir / CONFIG_FILE).write_text(rendered_for_run(config), encoding="utf-8")
     from unirl.trainer.wiring import run_recipe
 
     try:
         with stop_on_signals() as stop:
-            summary = run_recipe(recipe, run_dir, trackers, stop)
+            return run_recipe(recipe, run_dir, trackers, stop)
     finally:
         for tracker in trackers:
             tracker.close()
-    from unirl.app.report import final_screen
-
-    Console().print(final_screen(summary), crop=False)
 
 
 def evaluate(command: Command) -> None:
