@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from train_fakes import TinyBundle, lora_config, make_backend, rows, run_backward, snapshot, train_step, whole
 
+from unirl.train.backend.fsdp import COUNTERS
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
 from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
 from unirl.types.protocols import PolicyStore
@@ -210,6 +211,23 @@ def test_the_moving_average_runs_as_a_policy():
         torch.testing.assert_close(tensor, (start[name] + backend.parameters[name].detach()) / 2)
     with pytest.raises(ConfigError, match="backend.ema"), make_backend().ema_policy():
         pass
+
+
+def test_an_earlier_count_of_averages_does_not_change_the_next_one():
+    states = []
+    for counted in (1, 7):
+        bundle = TinyBundle()
+        backend = make_backend(bundle, ema=EMAConfig(decay=0.9, every=2))
+        for step in range(2):
+            train_step(backend, bundle.model, step)
+        state = {name: tensor.clone() for name, tensor in backend.state_dict().items()}
+        state["counters"][COUNTERS.index("num_ema_averages")] = counted
+        backend.load_state_dict(state)
+        for step in range(2, 4):
+            train_step(backend, bundle.model, step)
+        assert backend.counters["num_ema_averages"] == counted + 1
+        states.append(backend.policy_values("ema"))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 # Precision and wrapping -------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def draws() -> list[float]:
 def start(options: dict[str, Any]) -> tuple[FSDPBackend, TinyBundle]:
     bundle = TinyBundle()
     schedule = LrSchedulerConfig("cosine", warmup_steps=2, total_steps=10)
-    backend = make_backend(bundle, ema=EMAConfig(), scheduler=schedule, **options)
+    backend = make_backend(bundle, ema=EMAConfig(every=2), scheduler=schedule, **options)
     backend.keep_policy("old")
     return backend, bundle
 

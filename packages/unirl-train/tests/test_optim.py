@@ -125,6 +125,30 @@ def test_the_moving_average_follows_its_closed_form():
     assert ema.num_averages == 3
 
 
+@pytest.mark.parametrize("resumed_at", [None, 20])
+def test_the_warm_up_counts_optimizer_steps_as_in_flow_grpo(resumed_at):
+    # Flow-GRPO's rule, written down from its published code: step k averages where (k + 1) % 8 == 0.
+    copy = 0.0
+    for k in range(64):
+        if (k + 1) % 8 == 0:
+            decay = min((1 + k) / (10 + k), 0.9)
+            copy = decay * copy + (1 - decay) * (k + 1)
+    assert 64 - copy == pytest.approx(30.1, abs=0.05)  # steps that the copy of weights equal to their step lags
+
+    config = EMAConfig(decay=0.9, every=8)
+    parameters = {"w": nn.Parameter(torch.zeros(1))}
+    ema = EMA(parameters, config)
+    for step in range(1, 65):
+        if step == resumed_at:
+            resumed = EMA(parameters, config)
+            resumed.copies, resumed.num_averages = ema.copies, ema.num_averages
+            ema = resumed
+        with torch.no_grad():
+            parameters["w"].fill_(float(step))
+        ema.after_step(step)
+    assert float(ema.copies["w"]) == pytest.approx(copy, rel=1e-6)
+
+
 def test_the_warmed_up_decay_rises_to_its_limit():
     config = EMAConfig(decay=0.9)
     assert [ema_decay(t, config) for t in (0, 8, 1000)] == [1 / 10, 9 / 18, 0.9]

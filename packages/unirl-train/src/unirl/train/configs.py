@@ -144,7 +144,8 @@ class EMAConfig:
 
     decay: float = 0.9999
     warmup: bool = True
-    """Use min(decay, (1 + t) / (10 + t)) at the t-th average, so that early weights are forgotten."""
+    """Use min(decay, (1 + k) / (10 + k)) after optimizer step k, counted from 0, so that early weights are forgotten.
+    k counts steps, not averages: with `every` above 1 the limit is reached after as many steps as with 1."""
     every: int = 1
     """Optimizer steps between averages."""
 

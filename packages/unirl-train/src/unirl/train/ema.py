@@ -11,11 +11,14 @@ from unirl.train.configs import EMAConfig
 from unirl.train.optim import local_part
 
 
-def ema_decay(num_averages: int, config: EMAConfig) -> float:
-    """Decay of the next average, after `num_averages` earlier ones."""
+def ema_decay(step: int, config: EMAConfig) -> float:
+    """Decay of the average after optimizer step `step`, counted from 0.
+
+    Source: the published code of Flow-GRPO (arXiv 2505.05470); with every = 1 this is the usual warm-up by averages.
+    """
     if not config.warmup:
         return config.decay
-    return min(config.decay, (1 + num_averages) / (10 + num_averages))
+    return min(config.decay, (1 + step) / (10 + step))
 
 
 @torch.no_grad()
@@ -54,5 +57,5 @@ class EMA:
         """Average the current parameters in where this optimizer step, counted from 1, is due."""
         if num_optimizer_steps % self._config.every:
             return
-        average_into(self.copies, self._parameters, ema_decay(self.num_averages, self._config))
+        average_into(self.copies, self._parameters, ema_decay(num_optimizer_steps - 1, self._config))
         self.num_averages += 1
