@@ -1,0 +1,88 @@
+"""The guides work as written: their files are made, their Python is run, their `trainer` commands are typed.
+
+A block whose first line after the fence names a file (```python my_rewards.py) is that file. A `text` block right after
+commands has lines that their output must hold; where it names an error, the commands must fail. Training commands are
+made small. Commands of other programs are not run.
+"""
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from small import SMALL as SMALL_RUN
+
+from unirl.app.command_line import VERBS
+from unirl.app.main import USER_ERROR, main
+
+GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guides").glob("*.md"))
+BLOCK = re.compile(r"^```(?P<language>\w*)(?: (?P<file>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+SETTING = re.compile(r"[A-Z_]+=")
+COMMAND = ["uv", "run", "trainer"]
+SMALL = ["num_rollouts=1", *(value for value in SMALL_RUN if not value.startswith("num_rollouts="))]
+SMALL_TEXTS = [value for value in SMALL if not value.startswith(("engine.", "eval.num_images"))]
+
+
+@dataclass
+class Guide:
+    """A page being followed in a folder of its own."""
+
+    folder: Path
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+    status: int = 0
+    output: str = ""
+
+    def follow(self, block: re.Match[str]) -> None:
+        language, file, text = block.group("language", "file", "text")
+        if file:
+            (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / file).write_text(text)
+        elif language == "python":
+            exec(compile(text, "guide", "exec"), {"__name__": "guide"})
+        elif language == "bash":
+            self.run(text)
+        elif language == "text":
+            self.expect(text)
+
+    def run(self, text: str) -> None:
+        assert self.status == 0, self.output
+        self.output = ""
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and SETTING.match(words[0]):
+                self.monkeypatch.setenv(*words.pop(0).split("=", 1))
+            if words[:3] == COMMAND:
+                assert self.status == 0, self.output
+                self.status = main(self.made_small(words[3:]))
+                self.output += "".join(self.capsys.readouterr())
+
+    def made_small(self, argv: list[str]) -> list[str]:
+        if argv and argv[0] in VERBS and argv[0] != "run":
+            return argv
+        given = {word.split("=")[0] for word in argv}
+        small = SMALL_TEXTS if any(word.startswith("llm/") for word in argv) else SMALL
+        return [*argv, *(word for word in small if word.split("=")[0] not in given)]
+
+    def expect(self, text: str) -> None:
+        shown = " ".join(self.output.split())
+        for line in text.splitlines():
+            assert " ".join(line.split()) in shown, f"{line!r} is not in {self.output!r}"
+        assert self.status == (USER_ERROR if "Error" in text else 0), self.output
+        self.status = 0
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_a_guide_works_as_written(page, tmp_path, monkeypatch, capsys, own_process):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    guide = Guide(tmp_path, monkeypatch, capsys)
+    for block in BLOCK.finditer(page.read_text()):
+        guide.follow(block)
+    assert guide.status == 0, guide.output
+    for name in set(sys.modules) - before:
+        if name.startswith("my_"):
+            del sys.modules[name]
