@@ -1,12 +1,13 @@
 """Advantages against hand-worked numbers, against each convention's closed form, and their invariances."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trl_reference import trl_advantages
 
 from unirl.algorithms.advantages import PRESETS, AdvantageConfig, group_metrics, normalized_advantages
 from unirl.algorithms.schedules import LinearWeight
@@ -106,6 +107,48 @@ def test_normalise_then_sum_gives_each_component_the_same_say():
         preset="flow_grpo", eps=0.0, multi_reward="normalize_then_sum", component_weights={"small": 3.0}
     )
     torch.testing.assert_close(weighted(total, ["g", "g"], components), torch.tensor([-2.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("multi_reward", "aggregation"), [("gdpo", "normalize_then_sum"), ("weighted_sum", "sum_then_normalize")]
+)
+def test_several_rewards_get_the_advantages_of_trl(multi_reward, aggregation):
+    rewards = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double() * torch.tensor([1.0, 30.0, 0.1])
+    rewards[4:8, 1] = 2.0  # a component without spread in one group
+    weights = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+    named = dict(zip("abc", weights.tolist(), strict=True))
+    config = AdvantageConfig(
+        preset="trl", multi_reward=multi_reward, component_weights=named if multi_reward == "gdpo" else None
+    )
+    components = dict(zip("abc", rewards.unbind(1), strict=True))
+    found = config((rewards * weights).sum(1), [f"g{i // 4}" for i in range(12)], components)
+    expected = trl_advantages(rewards, weights, num_generations=4, aggregation=aggregation)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)  # components are rounded to float32
+
+
+def test_gdpo_is_the_sum_of_normalised_components_normalised_over_the_batch():
+    # z: a (-1, 1 | -1, 1), b (1, -1 | -1, 1); their sum (0, 0 | -2, 2) has mean 0 and population deviation sqrt(2).
+    components = {"a": torch.tensor([0.0, 1.0, 5.0, 7.0]), "b": torch.tensor([10.0, 0.0, 3.0, 4.0])}
+    total, groups = components["a"] + components["b"], ["g", "g", "h", "h"]
+    config = AdvantageConfig(preset="flow_grpo", eps=0.0, multi_reward="gdpo")
+    torch.testing.assert_close(config(total, groups, components), torch.tensor([0.0, 0.0, -1.0, 1.0]) * math.sqrt(2))
+
+
+def test_gdpo_gives_a_group_that_no_component_tells_apart_exactly_zero():
+    flat = [0.1, 0.1, 0.1]
+    components = {"a": torch.tensor([*flat, 0.3, 1.7, 0.9]), "b": torch.tensor([*flat, 5.1, 0.2, 0.7])}
+    config = AdvantageConfig(preset="flow_grpo", multi_reward="gdpo")
+    found = config(torch.zeros(6), list("aaabbb"), components)
+    assert torch.equal(found[:3], torch.zeros(3)) and (found[3:] != 0).all()
+    silent = config(torch.zeros(3), ["a"] * 3, {"a": torch.tensor(flat)})
+    assert torch.equal(silent, torch.zeros(3))
+
+
+def test_an_unknown_way_to_add_rewards_up_is_refused():
+    with pytest.raises(
+        ConfigError, match="multi_reward = 'gdppo' must be one of weighted_sum, normalize_then_sum, gdpo"
+    ):
+        AdvantageConfig(multi_reward=cast(Any, "gdppo"))
 
 
 def scheduled() -> AdvantageConfig:

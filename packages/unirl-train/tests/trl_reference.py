@@ -35,6 +35,42 @@ COMPUTE_LOSS = _functions("grpo_trainer.py", {"_compute_loss"})["_compute_loss"]
 COMPUTE_LOSS.__globals__.update(HELPERS)
 
 
+def _branches_on(attribute: str, file: str) -> ast.If:
+    """The `if self.<attribute> == ...` of a file of TRL's trainers."""
+    path = Path(str(importlib.util.find_spec("trl").submodule_search_locations[0])) / "trainer" / file
+    found = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.If) and ast.unparse(node.test).startswith(f"self.{attribute} == ")
+    ]
+    assert found, "TRL has moved its branches"
+    return found[0]
+
+
+def trl_advantages(rewards_BK: Tensor, weights_K: Tensor, *, num_generations: int, aggregation: str) -> Tensor:
+    """GRPOTrainer's advantages of a batch, groups of `num_generations` next to each other.
+
+    aggregation: multi_objective_aggregation; K reward functions with scale_rewards = "group".
+    """
+    code = ast.Module(body=[_branches_on("multi_objective_aggregation", "grpo_trainer.py")], type_ignores=[])
+    names: dict[str, Any] = {
+        "torch": torch,
+        "nanstd": _functions("utils.py", {"nanstd"})["nanstd"],
+        "self": SimpleNamespace(
+            multi_objective_aggregation=aggregation,
+            scale_rewards="group",
+            reward_weights=weights_K,
+            reward_funcs=[None] * rewards_BK.shape[1],
+        ),
+        "rewards_per_func": rewards_BK,
+        "num_generations": num_generations,
+        "unscorable_mask": torch.isnan(rewards_BK).all(dim=1),
+        "device": rewards_BK.device,
+    }
+    exec(compile(code, "grpo_trainer.py", "exec"), names)
+    return names["advantages"]
+
+
 def grpo_trainer_loss(
     logp_BT: Tensor, old_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, *, loss_type: str, **options: Any
 ) -> Tensor:

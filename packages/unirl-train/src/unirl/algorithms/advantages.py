@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ Scope = Literal["group", "batch", "none"]
 SCOPES = ("group", "batch", "none")
 Scale = Literal["group", "batch", "residual", "none"]
 SCALES = ("group", "batch", "residual", "none")
+MultiReward = Literal["weighted_sum", "normalize_then_sum", "gdpo"]
 
 
 def group_index(group_ids: Sequence[str]) -> Tensor:
@@ -195,24 +196,28 @@ class AdvantageConfig:
     eps_inside_sqrt: bool | None = None
     leave_one_out: bool | None = None
     clip: float | None = None
-    multi_reward: Literal["weighted_sum", "normalize_then_sum"] = "weighted_sum"
-    """weighted_sum normalises the total; normalize_then_sum normalises each component and adds (GDPO-like)."""
+    multi_reward: MultiReward = "weighted_sum"
+    """weighted_sum normalises the total. normalize_then_sum normalises each component and adds up w_k z_k (MixGRPO's
+    advantage_aggr). gdpo centres and scales that sum over the whole batch once more, with the same ddof and eps, so
+    that the number of components does not change the size of an update (Liu et al. 2026, arXiv 2601.05242; with the
+    preset trl it is TRL's multi_objective_aggregation = normalize_then_sum)."""
     component_weights: Mapping[str, float | LinearWeight] | None = None
-    """Weights of normalize_then_sum, fixed or changing over the run; absent components count 1."""
+    """Weights of normalize_then_sum and gdpo, fixed or changing over the run; absent components count 1."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise ConfigError(f"advantages.preset = {self.preset!r} must be one of {', '.join(PRESETS)}")
-        for name, allowed in (("center", SCOPES), ("scale", SCALES)):
+        choices = (("center", SCOPES), ("scale", SCALES), ("multi_reward", get_args(MultiReward)))
+        for name, allowed in choices:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ConfigError(f"advantages.{name} = {value!r} must be one of {', '.join(allowed)}")
         options = self.options()
         check_eps(options["eps"], options["center"], options["scale"])  # ty: ignore[invalid-argument-type]
-        if self.component_weights is not None and self.multi_reward != "normalize_then_sum":
+        if self.component_weights is not None and self.multi_reward == "weighted_sum":
             raise ConfigError(
                 "advantages.component_weights does nothing with multi_reward = weighted_sum. "
-                "Set reward.weights, or multi_reward: normalize_then_sum."
+                "Set reward.weights, or multi_reward: normalize_then_sum or gdpo."
             )
         for name, weight in (self.component_weights or {}).items():
             if not isinstance(weight, (int, float, LinearWeight)):
@@ -250,17 +255,26 @@ class AdvantageConfig:
         if self.multi_reward == "weighted_sum":
             return normalized_advantages(rewards_B, group_ids, clip=self.clip, **options)  # ty: ignore[invalid-argument-type]
         if not component_rewards:
-            raise ContractError("multi_reward = normalize_then_sum needs component rewards, the scorers returned none")
+            raise ContractError(
+                f"multi_reward = {self.multi_reward} needs component rewards, the scorers returned none"
+            )
         weights = self.weights(progress)
         unknown = sorted(set(weights) - set(component_rewards))
         if unknown:
             raise ConfigError(
                 f"advantages.component_weights names {unknown}; components are {sorted(component_rewards)}"
             )
-        total = torch.zeros_like(rewards_B, dtype=torch.float32)
+        total = torch.zeros(len(group_ids), dtype=torch.float32)
+        is_silent = torch.ones(len(group_ids), dtype=torch.bool)
         for name, component in component_rewards.items():
             own = normalized_advantages(component, group_ids, **options)  # ty: ignore[invalid-argument-type]
+            is_silent &= own == 0
             total = total + weights.get(name, 1.0) * own
+        if self.multi_reward == "gdpo":
+            whole = {**options, "center": "batch", "scale": "batch", "leave_one_out": False}
+            # A sample that no component tells apart from its group teaches nothing, also where the mean is a rounding.
+            again = normalized_advantages(total, group_ids, **whole)  # ty: ignore[invalid-argument-type]
+            total = torch.where(is_silent, 0.0, again)
         return total.clamp(-self.clip, self.clip) if self.clip is not None else total
 
     def state_dict(self) -> dict[str, Any]:
