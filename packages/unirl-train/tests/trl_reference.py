@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 
-def _functions(file: str, names: set[str]) -> dict[str, Any]:
+def _trainer_file(name: str) -> Path:
     spec = importlib.util.find_spec("trl")
     assert spec is not None and spec.submodule_search_locations
-    path = Path(next(iter(spec.submodule_search_locations))) / "trainer" / file
+    return Path(next(iter(spec.submodule_search_locations))) / "trainer" / name
+
+
+def _functions(file: str, names: set[str]) -> dict[str, Any]:
+    path = _trainer_file(file)
     tree = ast.parse(path.read_text())
     wanted: list[ast.stmt] = [
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names
@@ -37,10 +41,9 @@ COMPUTE_LOSS.__globals__.update(HELPERS)
 
 def _branches_on(attribute: str, file: str) -> ast.If:
     """The `if self.<attribute> == ...` of a file of TRL's trainers."""
-    path = Path(str(importlib.util.find_spec("trl").submodule_search_locations[0])) / "trainer" / file
     found = [
         node
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(_trainer_file(file).read_text()))
         if isinstance(node, ast.If) and ast.unparse(node.test).startswith(f"self.{attribute} == ")
     ]
     assert found, "TRL has moved its branches"
