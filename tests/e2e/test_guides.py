@@ -21,7 +21,11 @@ GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guides").glob("*.md"))
 BLOCK = re.compile(r"^```(?P<language>\w*)(?: (?P<file>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SETTING = re.compile(r"[A-Z_]+=")
 COMMAND = ["uv", "run", "trainer"]
-SMALL = ["num_rollouts=1", *(value for value in SMALL_RUN if not value.startswith("num_rollouts="))]
+SMALL = [
+    "num_rollouts=1",
+    "eval.before=false",
+    *(value for value in SMALL_RUN if not value.startswith("num_rollouts=")),
+]
 SMALL_TEXTS = [value for value in SMALL if not value.startswith(("engine.", "eval.num_images"))]
 
 
