@@ -1,6 +1,7 @@
 import hashlib
 
 import pytest
+import scipy.stats
 import torch
 
 from unirl.sde.noise import initial_noise, keyed_normal, keyed_permutation, keyed_uniform, noise_seed, step_noise
@@ -59,6 +60,42 @@ def test_noise_leaves_the_global_generator_and_ignores_the_process_defaults():
     assert order.device.type == "cpu"
     assert torch.equal(torch.get_rng_state(), before)
     torch.set_rng_state(state)
+
+
+def test_keys_that_agree_in_half_of_their_hash_draw_independent_noise():
+    # torch's CPU generator drops the upper half of a seed: 100,000 keys hold such pairs for either half.
+    def half_equal(shift: int) -> tuple[str, str]:
+        seen: dict[int, str] = {}
+        for index in range(400_000):
+            digest = hashlib.blake2b(f"0::r0:{index}".encode(), digest_size=8).digest()
+            half = int.from_bytes(digest, "big") >> shift & 0xFFFFFFFF
+            if half in seen:
+                return seen[half], f"r0:{index}"
+            seen[half] = f"r0:{index}"
+        raise AssertionError("no two keys agree")
+
+    for shift in (0, 32):
+        a, b = keyed_normal(half_equal(shift), 0, (2**16,)).double()
+        # 2^16 products of independent normals: a correlation of 1.6e-2 would be four standard errors.
+        assert abs(float((a * b).mean())) < 1.6e-2
+        assert abs(float((a.square() * b.square()).mean()) - 1) < 5e-2
+        order_a, order_b = (keyed_permutation(key, 0, 50).tolist() for key in half_equal(shift))
+        assert order_a != order_b
+
+
+def test_noise_follows_the_normal_distribution_in_its_tails_too():
+    noise = keyed_normal([f"key{index}" for index in range(16)], 3, (2**16,)).flatten().double()
+    # Kolmogorov-Smirnov: 1.95 / sqrt(n) is exceeded once in a thousand draws.
+    assert scipy.stats.kstest(noise.numpy(), "norm").statistic < 1.95 / noise.numel() ** 0.5
+    assert float((noise.abs() > 4).double().mean()) == pytest.approx(6.33e-5, rel=0.5)
+    assert torch.isfinite(noise).all()
+
+
+def test_the_extreme_uniform_numbers_give_finite_symmetric_normals(monkeypatch):
+    ends = torch.tensor([0.0, 1 - 2.0**-24], dtype=torch.float32)
+    monkeypatch.setattr("unirl.sde.noise._uniform", lambda hashed, shape, dtype: ends.clone())
+    low, high = keyed_normal(["a"], 0, (2,))[0].tolist()
+    assert low == -high and high == pytest.approx(5.42, abs=0.01)
 
 
 def test_normal_noise_has_the_moments_of_a_standard_normal():
