@@ -63,7 +63,7 @@ PUBLISHED = {
     "height": ("sampling", "height", 512),
     "samples": ("sampling", "samples_per_prompt", 16),
     "clip": ("algorithm", "clip_range", 1e-4),
-    "anchor": ("algorithm", "old_logp_source", "replay"),
+    "anchor": ("algorithm", "old_logp_source", "auto"),
     "updates": ("stack", "num_updates_per_batch", 2),
 }
 
@@ -150,7 +150,7 @@ MISTAKES = [
     ({"stack.micro_batch_size": None}, "stack.micro_batch_size = null must be an integer"),
     ({"backend.optimizer.learning_rate": "high"}, "backend.optimizer.learning_rate = 'high' must be a number"),
     ({"backend.optimizer": 3e-4}, "backend.optimizer = 0.0003 must be a OptimizerConfig (a mapping with _target_)"),
-    ({"algorithm.old_logp_source": "x"}, "algorithm.old_logp_source = 'x' must be one of 'rollout', 'replay'"),
+    ({"algorithm.old_logp_source": "x"}, "algorithm.old_logp_source = 'x' must be one of 'auto', 'rollout', 'replay'"),
     ({"reward.scorers.shapes.strict_wight": 1}, "Did you mean strict_weight"),
     ({"eval.intervall": 3}, "eval.intervall: unirl.trainer.evaluation.EvaluationConfig has no argument 'intervall'"),
     ({"guardrails.action": "panic"}, "guardrails.action = 'panic' must be one of 'off', 'warn', 'stop', 'rollback'"),

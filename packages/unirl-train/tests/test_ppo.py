@@ -36,7 +36,7 @@ def segment_of(track: RolloutTrack) -> LatentSegment:
 
 def anchored(made: Setup, track: RolloutTrack, rewards: Tensor = REWARDS_B) -> MicroBatch:
     micro = MicroBatch(track=track, advantages=rewards, anchor={}, update=0, progress=0.0)
-    anchor, _ = made.algorithm.anchor(micro)
+    anchor = made.algorithm.anchor(micro)
     return MicroBatch(track=track, advantages=rewards, anchor=anchor, update=0, progress=0.0)
 
 

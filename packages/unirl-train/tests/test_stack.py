@@ -58,8 +58,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_rows():
     track = response().tracks["image"]
     advantages = some_advantages(NUM_SAMPLES)
     micro = MicroBatch(track=track, advantages=advantages, anchor={}, update=0, progress=0.0)
-    anchor, _ = fresh.algorithm.anchor(micro)
-    parts = list(fresh.algorithm.losses(MicroBatch(track, advantages, anchor, 0, 0.0)))
+    parts = list(fresh.algorithm.losses(micro))
     assert sum(part.num_terms for part in parts) == NUM_SAMPLES * 3
     (parts[0].loss / (NUM_SAMPLES * 3)).backward()
     for name, parameter in fresh.backend.parameters.items():
@@ -94,18 +93,19 @@ class Scripted(StageAlgorithm):
         self.calls: list[tuple[str, int, list[str], int]] = []
         self.after: list[int] = []
 
-    def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
+    def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
         self.calls.append(("anchor", micro.update, list(micro.track.sample_ids), self._policies.policy_version))
-        metrics = RowMetrics()
-        metrics.mean("mismatch/logp_absdiff/mean", numbers(micro.track))
-        return {"version": torch.full((micro.track.batch_size,), float(self._policies.policy_version))}, metrics
+        return {"version": torch.full((micro.track.batch_size,), float(self._policies.policy_version))}
 
     def num_terms(self, track: RolloutTrack) -> int:
         return self._announced * track.batch_size
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         self.calls.append(("losses", micro.update, list(micro.track.sample_ids), self._policies.policy_version))
-        assert torch.equal(micro.anchor["version"], torch.zeros(micro.track.batch_size))
+        if micro.update > 0:
+            assert torch.equal(micro.anchor["version"], torch.zeros(micro.track.batch_size))
+        else:
+            assert micro.anchor == {}
         for _ in range(2):
             metrics = RowMetrics()
             metrics.mean("policy/loss", numbers(micro.track))
@@ -130,14 +130,14 @@ def test_updates_use_disjoint_samples_and_anchors_come_before_the_first_update()
     made = setup(Scripted, updates=3, micro=1)
     made.stack.train(response(), some_advantages(NUM_SAMPLES), progress=0.0)
     calls = made.algorithm.calls
-    assert [kind for kind, *_ in calls] == ["anchor"] * 6 + ["losses"] * 6
-    assert [version for kind, _, _, version in calls if kind == "anchor"] == [0] * 6
+    assert [kind for kind, *_ in calls] == ["anchor"] * 4 + ["losses"] * 6
+    assert [version for kind, _, _, version in calls if kind == "anchor"] == [0] * 4
     assert [version for kind, _, _, version in calls if kind == "losses"] == [0, 0, 1, 1, 2, 2]
     by_update = [[ids for kind, at, ids, _ in calls if kind == "losses" and at == update] for update in range(3)]
     flat = [sample for update in by_update for ids in update for sample in ids]
     assert sorted(flat) == sorted(response().tracks["image"].sample_ids)
     anchored = [(update, ids) for kind, update, ids, _ in calls if kind == "anchor"]
-    assert anchored == [(update, ids) for kind, update, ids, _ in calls if kind == "losses"]
+    assert anchored == [(update, ids) for kind, update, ids, _ in calls if kind == "losses" and update > 0]
     assert made.algorithm.after == [2, 2, 2]
 
 
@@ -147,12 +147,19 @@ def test_metrics_are_exact_means_and_maxima_over_ragged_micro_batches():
     values = numbers(response().tracks["image"])
     # Double precision throughout: the nanos survive.
     assert result.metrics["policy/loss"] == pytest.approx(float(values.mean()), rel=1e-14, abs=0)
-    assert result.metrics["mismatch/logp_absdiff/mean"] == pytest.approx(float(values.mean()), rel=1e-14, abs=0)
     assert result.metrics["policy/ratio_max_abs_dev"] == float(values.max())
     assert result.metrics["train/loss"] == result.metrics["policy/loss"]
     assert result.metrics["nft/old_policy_decay"] == 0.25
     gradient = made.backend.gradients[0]["transformer.gain"]
     torch.testing.assert_close(gradient, torch.tensor([float(values.mean())]), rtol=1e-6, atol=0)
+
+
+def test_a_maximum_over_updates_is_the_largest_of_theirs():
+    made = setup(Scripted, updates=3, micro=1)
+    result = made.stack.train(response(), some_advantages(NUM_SAMPLES), progress=0.0)
+    largest = [update["policy/ratio_max_abs_dev"] for update in result.updates]
+    assert len(set(largest)) > 1
+    assert result.metrics["policy/ratio_max_abs_dev"] == max(largest)
 
 
 def test_a_wrong_number_of_terms_is_named():

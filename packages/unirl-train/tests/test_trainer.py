@@ -541,7 +541,7 @@ def test_the_summary_has_every_promised_key_and_is_what_the_file_holds(tmp_path:
 def test_the_first_ratio_is_reported_wherever_there_is_one(tmp_path: Path):
     trusted = Run(tmp_path / "rollout", algorithm={"old_logp_source": "rollout"}).trainer.run()
     assert trusted["first_ratio_max_abs_dev"] is not None and trusted["first_ratio_max_abs_dev"] < 1e-5
-    assert trusted["logp_gap"] == {"mean": None, "max": None}
+    assert 0 <= trusted["logp_gap"]["mean"] <= trusted["logp_gap"]["max"] < 1e-5
     forward = Run(tmp_path / "nft", kind=DiffusionNFT).trainer.run()
     assert forward["first_ratio_max_abs_dev"] is None
     assert forward["logp_gap"] == {"mean": None, "max": None}

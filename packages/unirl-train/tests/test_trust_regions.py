@@ -85,7 +85,7 @@ def test_the_normalised_log_ratio_is_the_mean_of_noise_times_the_change_of_the_m
     made, micro = moved(GRPOGuard, strategy=strategy)
     expected, kl, log_ratio, _ = change(micro.track, present(made), strategy is not None)
     # log r + K and s multiply out to it exactly; the plain log-ratio is something else.
-    assert float((log_ratio - expected).abs().max()) > 1e-2
+    assert float((log_ratio - expected).abs().max()) > 5e-3
     found = normalised_log_ratio(rows_of(made, micro)).view(expected.shape).double()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)  # log-probs of float32
     assert float(kl.max()) > 1e-4

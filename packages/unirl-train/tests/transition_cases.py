@@ -37,7 +37,7 @@ def micro_of(
 
 def anchored(made: Setup, track: RolloutTrack, shift: float = 0.0, **options: Any) -> MicroBatch:
     """A micro-batch whose ratios are exp(shift) at the present weights."""
-    anchor, _ = made.algorithm.anchor(micro_of(track))
+    anchor = made.algorithm.anchor(micro_of(track))
     return micro_of(track, anchor={**anchor, "logp": anchor["logp"] - shift}, **options)
 
 
@@ -58,7 +58,7 @@ def run(made: Setup, micro: MicroBatch) -> tuple[float, dict[str, Tensor], dict[
         for name, parameter in made.backend.parameters.items()
         if parameter.grad is not None
     }
-    return value, gradients, {name: added / count for name, (added, count) in sums.items()} | maxima
+    return value, gradients, {name: added / count for name, (added, count) in sums.items() if count} | maxima
 
 
 def close(mine: dict[str, Tensor], theirs: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6) -> None:

@@ -80,32 +80,32 @@ class ARPPO(ARGRPO):
         super().prepare()
         self._modules.add_module("critic", self.critic, self.critic_optimizer, max_grad_norm=self.critic_max_grad_norm)
 
+    def trust_rollout(self) -> None:
+        """The critic needs a replay before the first update anyway, so its log-probs are taken too."""
+
     def anchor_fields(
-        self,
-        micro: MicroBatch,
-        stats: TokenStats,
-        trained: TrainedTokens,
-        reference_logp_N: Tensor | None,
-        metrics: RowMetrics,
+        self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, reference_logp_N: Tensor | None
     ) -> dict[str, Tensor]:
         """Value, advantage and return [N] under the critic before the first update."""
         lengths = trained.lengths_B.tolist()
-        with torch.no_grad():
-            value_N = self.critic(trained.of(stats.hidden_V))
+        value_N = self.critic(trained.of(stats.hidden_V))
+        fields = {"value": value_N}
         rewards: Tensor = micro.advantages
         if reference_logp_N is not None:
-            k1_N = trained.of(stats.logp_V) - reference_logp_N
-            metrics.mean(REFERENCE_KL, k1_N)
+            k1_N = fields["k1"] = trained.of(stats.logp_V) - reference_logp_N
             rewards = _padded(-self.reference.coef * k1_N, lengths).double()
             rewarded = trained.lengths_B.nonzero().flatten()
             rewards[rewarded, trained.lengths_B[rewarded] - 1] += micro.advantages[rewarded].double()
-            penalty_B = sequence_sum(k1_N, trained.lengths_B)
-            metrics.mean("ppo/penalty_in_reward", -self.reference.coef * penalty_B)
+            fields["penalty"] = -self.reference.coef * sequence_sum(k1_N, trained.lengths_B)
         advantages_BT, returns_BT = generalized_advantages(
             rewards, _padded(value_N, lengths), gamma=self.gamma, lam=self.lam, lengths_B=trained.lengths_B
         )
         is_token = torch.arange(advantages_BT.shape[1], device=value_N.device) < trained.lengths_B[:, None]
-        return {"value": value_N, "advantage": advantages_BT[is_token].float(), "return": returns_BT[is_token].float()}
+        return {
+            **fields,
+            "advantage": advantages_BT[is_token].float(),
+            "return": returns_BT[is_token].float(),
+        }
 
     def token_advantages(self, micro: MicroBatch, trained: TrainedTokens) -> Tensor:
         """The generalised advantage of every token [N]."""
@@ -113,6 +113,9 @@ class ARPPO(ARGRPO):
 
     def added_loss(self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, metrics: RowMetrics) -> Tensor:
         """The value loss [N]."""
+        if "k1" in micro.anchor:
+            metrics.mean(REFERENCE_KL, micro.anchor["k1"])
+            metrics.mean("ppo/penalty_in_reward", micro.anchor["penalty"])
         hidden_ND = trained.of(stats.hidden_V)
         value_N = self.critic(hidden_ND if self.value_trains_policy else hidden_ND.detach())
         loss_N = value_loss(value_N, micro.anchor["value"], micro.anchor["return"], clip=self.value_clip)

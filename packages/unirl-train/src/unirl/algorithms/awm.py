@@ -13,7 +13,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, check_advantage_clip, report_clipped, report_ratio
+from unirl.algorithms.base import (
+    LossPart,
+    MicroBatch,
+    RowMetrics,
+    check_advantage_clip,
+    describe_old_logp,
+    report_clipped,
+    report_ratio,
+)
 from unirl.algorithms.forward_process import ForwardProcessAlgorithm, ForwardRows
 from unirl.algorithms.losses import clipped_surrogate, matching_logp, velocity_distance
 from unirl.types.errors import ConfigError
@@ -63,15 +71,20 @@ class AWM(ForwardProcessAlgorithm):
         self.ghuber_power = ghuber_power
         self.ema_kl_coef = ema_kl_coef
 
-    def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
+    @property
+    def old_logp(self) -> str:
+        """There is no rollout's to take."""
+        return describe_old_logp("replay", is_auto=False)
+
+    def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
         """The matching log-probs [B, K] of the policy before the first update."""
         with torch.no_grad():
             parts = [self._logp(rows, rows.velocity()) for _, rows in self.forward_rows(micro)]
-        return {"logp": torch.cat(parts).view(micro.track.batch_size, -1)}, RowMetrics()
+        return {"logp": torch.cat(parts).view(micro.track.batch_size, -1)}
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """One part a chunk of rows: sum over (sample, level) of surrogate and penalties."""
-        anchor_R = micro.anchor["logp"].flatten()
+        anchor_R = micro.anchor["logp"].flatten() if "logp" in micro.anchor else None
         advantages = micro.advantages
         if self.advantage_clip is not None:
             advantages = advantages.clamp(-self.advantage_clip, self.advantage_clip)
@@ -80,9 +93,10 @@ class AWM(ForwardProcessAlgorithm):
             v_average = self._average(rows.velocity)
             v = rows.velocity()
             logp_R = self._logp(rows, v)
+            old_R = logp_R.detach() if anchor_R is None else anchor_R[place]
             loss_R, measured = clipped_surrogate(
                 logp_R,
-                anchor_R[place],
+                old_R,
                 advantages[rows.sample_R],
                 clip_low=self.clip_range,
                 clip_high=self.clip_range,
@@ -90,7 +104,7 @@ class AWM(ForwardProcessAlgorithm):
             metrics = RowMetrics()
             metrics.mean("policy/loss", loss_R)
             report_clipped(metrics, micro.advantages[rows.sample_R], self.advantage_clip)
-            report_ratio(metrics, logp_R - anchor_R[place])
+            report_ratio(metrics, logp_R - old_R)
             metrics.mean("policy/clipfrac_high", measured["clipped_high"])
             metrics.mean("policy/clipfrac_low", measured["clipped_low"])
             metrics.mean("awm/logp_mean", logp_R)

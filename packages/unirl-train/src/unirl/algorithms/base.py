@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -68,7 +68,8 @@ class MicroBatch:
     advantages: Tensor
     """[B] float32."""
     anchor: dict[str, Tensor]
-    """Fields frozen before the first update, [B, ...] each or a value a token; empty where no anchor is taken."""
+    """Fields frozen before the first update, [B, ...] each or one value per token; empty at the first update, and where
+    no anchor is taken."""
     update: int
     """Which optimizer step of this rollout, from 0."""
     progress: float
@@ -102,7 +103,7 @@ class StageAlgorithm(ABC):
     samples_per_unit: ClassVar[int] = 1
     """Consecutive samples that must stay in one micro-batch (2 for preference pairs)."""
     uses_anchor: bool = False
-    """Whether `anchor` is taken before the first update."""
+    """Whether updates after the first need `anchor`. The first takes what it needs from its own forward."""
 
     def use_reward(self, reward: object) -> None:  # noqa: B027 (an optional hook)
         """Called once, before `prepare`, with the reward service of this worker."""
@@ -110,8 +111,16 @@ class StageAlgorithm(ABC):
     def prepare(self) -> None:  # noqa: B027 (an optional hook)
         """Called once before training: make the named policies that the algorithm needs."""
 
-    def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
-        """Fields of the policy before the first update, at exactly the rows that training will use."""
+    def trust_rollout(self) -> None:  # noqa: B027 (an optional hook)
+        """Called once, before `prepare`, where the rollout's log-probs are a replay's up to float32 rounding."""
+
+    @property
+    def old_logp(self) -> str | None:
+        """Where the log-probs before the first update come from, for people; None where none are needed."""
+        return None
+
+    def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
+        """Fields of the policy before the first update, for a later update, at exactly the rows it will use."""
         raise ContractError(f"{type(self).__name__} takes no anchor")
 
     @abstractmethod
@@ -135,6 +144,26 @@ class StageAlgorithm(ABC):
 
     def load_state_dict(self, state: dict[str, float]) -> None:  # noqa: B027 (an optional hook)
         """Restore `state_dict`."""
+
+
+OldLogpSource = Literal["auto", "rollout", "replay"]
+
+
+def check_old_logp_source(source: OldLogpSource) -> None:
+    """Raises ConfigError for another word."""
+    if source not in get_args(OldLogpSource):
+        raise ConfigError(
+            f"algorithm.old_logp_source = {source!r} must be one of {', '.join(map(repr, get_args(OldLogpSource)))}"
+        )
+
+
+def describe_old_logp(source: Literal["rollout", "replay"], *, is_auto: bool) -> str:
+    """A few words on where old log-probs come from, for the head of a run."""
+    if not is_auto:
+        return "the rollout's" if source == "rollout" else "replay (the first update: its own forward)"
+    if source == "rollout":
+        return "the rollout's (auto: same weights, float32; the first update: its own forward)"
+    return "replay (auto: other weights, precision or quantities; the first update: its own forward)"
 
 
 def report_ratio(metrics: RowMetrics, log_ratio_R: Tensor) -> None:

@@ -8,12 +8,13 @@ Legend: B samples, S stochastic steps, C of them trained a sample, R = B C rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, row_chunks
+from unirl.algorithms.base import LossPart, MicroBatch, row_chunks
 from unirl.algorithms.critic import LatentCritic, pooled_text
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.gae import generalized_advantages
@@ -75,21 +76,28 @@ class DiffusionPPO(DiffusionGRPO):
         super().prepare()
         self._modules.add_module("critic", self.critic, self.critic_optimizer, max_grad_norm=self.critic_max_grad_norm)
 
-    def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
-        """The anchor of the policy, and value, advantage and return [B, C] under the critic before the first update.
+    def trust_rollout(self) -> None:
+        """The anchor goes on to hold what the critic says."""
+        super().trust_rollout()
+        self.uses_anchor = True
+
+    def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
+        """The anchor of the policy, and value, advantage and return [B, C] under the critic before the first update."""
+        return {**(super().anchor(micro) if self.replays_old else {}), **self._valued(micro)}
+
+    def _valued(self, micro: MicroBatch) -> dict[str, Tensor]:
+        """Value, advantage and return [B, C] under the present critic.
 
         The advantages run over all stochastic steps, also those that `step_fraction` leaves out of training.
         """
-        fields, metrics = super().anchor(micro) if self.old_logp_source == "replay" else ({}, RowMetrics())
         num_samples, steps = micro.segment.batch_size, sorted(micro.segment.sde_indices)
         with torch.no_grad():
             values_BS = self._values(micro, *transition_rows(num_samples, steps)).view(num_samples, -1)
         advantages_BS, returns_BS = generalized_advantages(micro.advantages, values_BS, gamma=self.gamma, lam=self.lam)
         sample_R, step_R = self.rows(micro)
         columns = [steps.index(step) for step in step_R.tolist()]
-        for name, tensor in (("value", values_BS), ("advantage", advantages_BS), ("return", returns_BS)):
-            fields[name] = tensor.float()[sample_R, columns].view(num_samples, -1)
-        return fields, metrics
+        fields = {"value": values_BS, "advantage": advantages_BS, "return": returns_BS}
+        return {name: tensor.float()[sample_R, columns].view(num_samples, -1) for name, tensor in fields.items()}
 
     def row_advantages(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
         """The generalised advantage of every row [R]."""
@@ -97,6 +105,8 @@ class DiffusionPPO(DiffusionGRPO):
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """The parts of the policy, each with the value loss of its rows."""
+        if "value" not in micro.anchor:  # the first update: the critic has not changed yet
+            micro = replace(micro, anchor={**micro.anchor, **self._valued(micro)})
         sample_R, step_R = self.rows(micro)
         old_R, return_R = (micro.anchor[name].flatten() for name in ("value", "return"))
         chunks = row_chunks(sample_R.numel(), self.rows_per_forward)

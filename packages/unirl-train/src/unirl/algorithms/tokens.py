@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from torch import Tensor
 from unirl.algorithms.base import (
     LossPart,
     MicroBatch,
+    OldLogpSource,
     RowMetrics,
     check_advantage_clip,
+    check_old_logp_source,
+    describe_old_logp,
     report_clipped,
     report_ratio,
     sampled_with,
@@ -83,8 +86,10 @@ class TokenAlgorithm(PenalisedAlgorithm):
     loss_agg_mode, horizon: how token losses become one number, see `token_losses.aggregation_weights`; horizon is the
         constant length of seq-mean-token-sum-norm and must be given with it alone.
     advantage_clip: advantages are clamped to +- this; None leaves them.
-    old_logp_source: "replay" takes the anchor by a replay at the very micro-batches of training (ratio exactly 1 at the
-        first update); "rollout" trusts the engine's log-probs and saves a forward pass.
+    old_logp_source: "replay" takes the old log-probs at the very micro-batches of training, before the first update;
+        that update takes them from its own forward, so its ratio is exactly 1. "rollout" trusts the engine's
+        log-probs. "auto" takes the engine's after the first update where they are a replay's up to float32 rounding,
+        and replays elsewhere.
     rollout_correction: weights for the gap between engine and trainer; None has none.
     mask_truncated: leave out samples that ran into the length limit, whose reward says little of what they began.
     kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`; from the sampled tokens.
@@ -104,7 +109,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
         loss_agg_mode: LossAggregation = "token-mean",
         horizon: int | None = None,
         advantage_clip: float | None = None,
-        old_logp_source: Literal["rollout", "replay"] = "replay",
+        old_logp_source: OldLogpSource = "auto",
         rollout_correction: RolloutCorrection | None = None,
         mask_truncated: bool = False,
         kl_coef: float = 0.0,
@@ -120,8 +125,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
                 f"algorithm.horizon = {horizon} with algorithm.loss_agg_mode = {loss_agg_mode}: the constant length "
                 "(at least 1 token, usually sampling.max_new_tokens) belongs to seq-mean-token-sum-norm alone."
             )
-        if old_logp_source not in ("rollout", "replay"):
-            raise ConfigError(f"algorithm.old_logp_source = {old_logp_source!r} must be 'rollout' or 'replay'")
+        check_old_logp_source(old_logp_source)
         if rollout_correction is not None and old_logp_source == "rollout":
             raise ConfigError(
                 "algorithm.rollout_correction compares a replay with the rollout. "
@@ -141,7 +145,9 @@ class TokenAlgorithm(PenalisedAlgorithm):
         self.horizon = horizon or 1
         self.advantage_clip = advantage_clip
         self.old_logp_source = old_logp_source
-        self.uses_anchor = old_logp_source == "replay"
+        self.replays_old = old_logp_source != "rollout"
+        """Whether updates after the first take their old log-probs from a replay."""
+        self.uses_anchor = self.replays_old
         self.rollout_correction = rollout_correction
         self.mask_truncated = mask_truncated
         self.entropy_coef = entropy_coef
@@ -157,32 +163,53 @@ class TokenAlgorithm(PenalisedAlgorithm):
             return int(self._trained(track).lengths_B.sum())
         return track.batch_size
 
-    def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
-        """Log-probs [N] before the first update with the engine's correction [N], and the gap to the rollout's."""
-        trained = self._trained(micro.track)
+    def trust_rollout(self) -> None:
+        """Under "auto", use the rollout's log-probs after the first update, where they are all that is needed."""
+        if self.old_logp_source == "auto" and self.rollout_correction is None:
+            self.uses_anchor = self.replays_old = False
+
+    @property
+    def old_logp(self) -> str:
+        """Where the old log-probs come from."""
+        return describe_old_logp("replay" if self.replays_old else "rollout", is_auto=self.old_logp_source == "auto")
+
+    def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
+        """What `losses` needs of the policy before the first update, [N] each: the log-probs and `anchor_fields`."""
         reference = self.reference.evaluate(lambda: self._replay(micro)) if self.penalises_reward else None
         with torch.no_grad():
             stats = self._replay(micro)
-        logp_N = trained.of(stats.logp_V)
-        metrics = self._gap(micro, trained, logp_N)
-        fields = {"logp": logp_N} if self.old_logp_source == "replay" else {}
-        if self.rollout_correction is not None:
-            fields["correction"] = self._correction(micro, trained, logp_N, metrics)
-        reference_N = None if reference is None else trained.of(reference.logp_V)
-        fields.update(self.anchor_fields(micro, stats, trained, reference_N, metrics))
-        return fields, metrics
+        return self._frozen(micro, self._trained(micro.track), stats, reference)
+
+    def _frozen(
+        self, micro: MicroBatch, trained: TrainedTokens, stats: TokenStats, reference: TokenStats | None
+    ) -> dict[str, Tensor]:
+        with torch.no_grad():
+            logp_N = trained.of(stats.logp_V).detach()
+            reference_N = None if reference is None else trained.of(reference.logp_V)
+            return {
+                "logp": logp_N,
+                **self._correction(micro, trained, logp_N),
+                **self.anchor_fields(micro, stats, trained, reference_N),
+            }
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """One part: the weighted sum over tokens of surrogate + kl_coef * KL - entropy_coef * entropy."""
         trained = self._trained(micro.track)
-        reference = None if self.penalises_reward else self.reference.evaluate(lambda: self._replay(micro))
+        is_first = micro.update == 0 and not micro.anchor
+        reference = None
+        if is_first or not self.penalises_reward:  # later, a penalty in the reward is part of the anchor
+            reference = self.reference.evaluate(lambda: self._replay(micro))
         stats = self._replay(micro)
         logp_N = trained.of(stats.logp_V)
-        anchor_N = micro.anchor["logp"] if "logp" in micro.anchor else trained.of(rollout_logp(micro.track))
+        if is_first:
+            micro = replace(micro, anchor=self._frozen(micro, trained, stats, reference))
         given_N = self.token_advantages(micro, trained)
         advantage_N = given_N
         if self.advantage_clip is not None:
             advantage_N = given_N.clamp(-self.advantage_clip, self.advantage_clip)
+        replayed_N = micro.anchor.get("logp")
+        trusts_rollout = self.old_logp_source == "rollout" or replayed_N is None
+        anchor_N = trained.of(rollout_logp(micro.track)) if trusts_rollout else replayed_N
         rows = TokenRows(
             logp_N=logp_N,
             anchor_logp_N=anchor_N,
@@ -192,6 +219,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
             progress=micro.progress,
         )
         loss_N, metrics = self.surrogate(rows)
+        self._report_rollout(micro, trained, metrics)
         if "correction" in micro.anchor:
             loss_N = loss_N * micro.anchor["correction"]
         weight_N, num_terms = aggregation_weights(trained.lengths_B, mode=self.loss_agg_mode, horizon=self.horizon)
@@ -204,7 +232,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
         metrics.mean("policy/entropy", entropy_N)
         if self.entropy_coef > 0:
             loss_N = loss_N - self.entropy_coef * entropy_N
-        if reference is not None:
+        if reference is not None and not self.penalises_reward:
             kl_N = self.reference.of_actions(logp_N, trained.of(reference.logp_V), metrics)
             loss_N = loss_N + self.reference.penalty(kl_N, metrics)
         added_N = self.added_loss(micro, stats, trained, metrics)
@@ -219,14 +247,9 @@ class TokenAlgorithm(PenalisedAlgorithm):
         return micro.advantages[sequence_index(trained.lengths_B)]
 
     def anchor_fields(
-        self,
-        micro: MicroBatch,
-        stats: TokenStats,
-        trained: TrainedTokens,
-        reference_logp_N: Tensor | None,
-        metrics: RowMetrics,
+        self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, reference_logp_N: Tensor | None
     ) -> dict[str, Tensor]:
-        """More to freeze before the first update, from the anchor's replay, without gradients.
+        """More to freeze before the first update, from a replay by then, without gradients.
 
         reference_logp_N: the reference's log-probs, where the algorithm `penalises_reward` and the penalty is on.
         """
@@ -249,28 +272,32 @@ class TokenAlgorithm(PenalisedAlgorithm):
         lengths_B = sequence_sum(chosen_V.long(), segment.lengths.to(chosen_V.device))
         return TrainedTokens(chosen_V, lengths_B)
 
-    def _gap(self, micro: MicroBatch, trained: TrainedTokens, logp_N: Tensor) -> RowMetrics:
-        metrics = RowMetrics()
-        if text_segment(micro.track).log_probs is not None:
-            gap_N = (logp_N - trained.of(rollout_logp(micro.track))).abs()
+    def _correction(self, micro: MicroBatch, trained: TrainedTokens, logp_N: Tensor) -> dict[str, Tensor]:
+        """Weights [N] of the rollout's samples and, where they are known, optimizer steps [B] since their policy."""
+        if self.rollout_correction is None:
+            return {}
+        gap_N = logp_N - trained.of(rollout_logp(micro.track))
+        versions_B = micro.track.policy_versions
+        if versions_B is None:
+            return {"correction": self.rollout_correction.weights(gap_N, trained.lengths_B, None)}
+        staleness_B = (self._policies.policy_version - versions_B).to(gap_N.device)
+        weight_N = self.rollout_correction.weights(gap_N, trained.lengths_B, staleness_B)
+        return {"correction": weight_N, "staleness": staleness_B.float()}
+
+    def _report_rollout(self, micro: MicroBatch, trained: TrainedTokens, metrics: RowMetrics) -> None:
+        """How far the rollout was from the policy before the first update, and what that weighs."""
+        frozen = micro.anchor
+        if "logp" in frozen and text_segment(micro.track).log_probs is not None:
+            gap_N = (frozen["logp"] - trained.of(rollout_logp(micro.track))).abs()
             metrics.mean("mismatch/logp_absdiff/mean", gap_N)
             metrics.max("mismatch/logp_absdiff/max", gap_N)
-        return metrics
-
-    def _correction(self, micro: MicroBatch, trained: TrainedTokens, logp_N: Tensor, metrics: RowMetrics) -> Tensor:
-        if self.rollout_correction is None:
-            raise ContractError("there is no rollout_correction")
-        versions_B, staleness_B = micro.track.policy_versions, None
-        if versions_B is not None:
-            staleness_B = (self._policies.policy_version - versions_B).to(logp_N.device)
-            metrics.mean("mismatch/staleness/mean", staleness_B.float())
-            metrics.max("mismatch/staleness/max", staleness_B.float())
-        gap_N = logp_N - trained.of(rollout_logp(micro.track))
-        weight_N = self.rollout_correction.weights(gap_N, trained.lengths_B, staleness_B)
-        metrics.mean("mismatch/correction/mean", weight_N)
-        metrics.mean("mismatch/correction/dropped_fraction", (weight_N == 0).float())
-        metrics.mean("mismatch/correction/bounded_fraction", weight_N == MAX_WEIGHT)
-        return weight_N
+        if "staleness" in frozen:
+            metrics.mean("mismatch/staleness/mean", frozen["staleness"])
+            metrics.max("mismatch/staleness/max", frozen["staleness"])
+        if "correction" in frozen:
+            metrics.mean("mismatch/correction/mean", frozen["correction"])
+            metrics.mean("mismatch/correction/dropped_fraction", (frozen["correction"] == 0).float())
+            metrics.mean("mismatch/correction/bounded_fraction", frozen["correction"] == MAX_WEIGHT)
 
     def _replay(self, micro: MicroBatch) -> TokenStats:
         segment = text_segment(micro.track)

@@ -7,9 +7,9 @@ Legend: B samples, S stochastic steps, C of them trained a sample, R = B C rows 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,12 @@ from torch import Tensor
 from unirl.algorithms.base import (
     LossPart,
     MicroBatch,
+    OldLogpSource,
     RowMetrics,
     check_advantage_clip,
+    check_old_logp_source,
     check_rows_per_forward,
+    describe_old_logp,
     report_clipped,
     row_chunks,
     sampled_with,
@@ -67,8 +70,10 @@ class TransitionAlgorithm(PenalisedAlgorithm):
     """Base of the policy gradients: anchor, rows, credit, reference penalty. A subclass writes `surrogate`.
 
     advantage_clip: advantages are clamped to +- this; None leaves them.
-    old_logp_source: "replay" takes the anchor at the very rows of training (ratio exactly 1 at the first update);
-        "rollout" trusts the engine's log-probs.
+    old_logp_source: "replay" takes the old log-probs at the very rows of training, before the first update; that update
+        takes them from its own forward, so its ratio is exactly 1. "rollout" trusts the engine's log-probs. "auto"
+        takes the engine's after the first update where they are a replay's up to float32 rounding, and replays
+        elsewhere.
     step_fraction: share of the stochastic steps trained a sample, drawn anew for every sample (DanceGRPO: 0.6).
     credit: how a sample's advantage is spread over its steps; None gives each step all of it.
     kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`.
@@ -85,7 +90,7 @@ class TransitionAlgorithm(PenalisedAlgorithm):
         policies: PolicyStore,
         *,
         advantage_clip: float | None = 5.0,
-        old_logp_source: Literal["rollout", "replay"] = "replay",
+        old_logp_source: OldLogpSource = "auto",
         step_fraction: float = 1.0,
         credit: StepCredit | None = None,
         kl_coef: float = 0.0,
@@ -95,8 +100,7 @@ class TransitionAlgorithm(PenalisedAlgorithm):
         seed: int = 0,
         params: DiffusionSamplingParams | None = None,
     ) -> None:
-        if old_logp_source not in ("rollout", "replay"):
-            raise ConfigError(f"algorithm.old_logp_source = {old_logp_source!r} must be 'rollout' or 'replay'")
+        check_old_logp_source(old_logp_source)
         if old_logp_source == "rollout" and self.keeps_anchor_means:
             raise ConfigError(
                 f"{type(self).__name__} compares transition means, which a rollout does not keep. "
@@ -111,7 +115,9 @@ class TransitionAlgorithm(PenalisedAlgorithm):
         self._policies = policies
         self.advantage_clip = advantage_clip
         self.old_logp_source = old_logp_source
-        self.uses_anchor = old_logp_source == "replay"
+        self.replays_old = old_logp_source != "rollout"
+        """Whether updates after the first take their old log-probs from a replay."""
+        self.uses_anchor = self.replays_old
         self.step_fraction = step_fraction
         self.credit = credit
         self.rows_per_forward = rows_per_forward
@@ -125,9 +131,18 @@ class TransitionAlgorithm(PenalisedAlgorithm):
         """Samples times trained steps."""
         return track.batch_size * self._num_trained_steps(track)
 
-    def anchor(self, micro: MicroBatch) -> tuple[dict[str, Tensor], RowMetrics]:
-        """Log-probs [B, C] under the policy before the first update (and means [B, C, ...]), and the gap between them
-        and the rollout's."""
+    def trust_rollout(self) -> None:
+        """Under "auto", use the rollout's log-probs after the first update, where they are all that is needed."""
+        if self.old_logp_source == "auto" and not self.keeps_anchor_means:
+            self.uses_anchor = self.replays_old = False
+
+    @property
+    def old_logp(self) -> str:
+        """Where the old log-probs come from."""
+        return describe_old_logp("replay" if self.replays_old else "rollout", is_auto=self.old_logp_source == "auto")
+
+    def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
+        """Log-probs [B, C] under the policy before the first update, and means [B, C, ...] where they are kept."""
         sample_R, step_R = self.rows(micro)
         with torch.no_grad():
             parts = [
@@ -135,19 +150,16 @@ class TransitionAlgorithm(PenalisedAlgorithm):
                 for rows in row_chunks(sample_R.numel(), self.rows_per_forward)
             ]
         shape = (micro.segment.batch_size, -1)
-        logp_R = torch.cat([part.logp_R for part in parts])
-        metrics = self._gap(micro, logp_R, sample_R, step_R)
-        anchor = {"logp": logp_R.view(shape)}
+        anchor = {"logp": torch.cat([part.logp_R for part in parts]).view(shape)}
         if self.keeps_anchor_means:
             anchor["mean"] = torch.cat([part.mean for part in parts]).unflatten(0, shape)
-        return anchor, metrics
+        return anchor
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """One part a chunk of rows: sum over rows of surrogate + kl_coef * KL."""
         segment = micro.segment
         sample_R, step_R = self.rows(micro)
-        anchor_R = self._anchor_logp(micro, sample_R, step_R)
-        anchor_mean = micro.anchor["mean"].flatten(0, 1) if self.keeps_anchor_means else None
+        rollout_R = self._rollout_logp(micro, sample_R, step_R)
         given_R = self.row_advantages(micro, sample_R, step_R)
         advantage_R = given_R
         if self.advantage_clip is not None:
@@ -163,11 +175,13 @@ class TransitionAlgorithm(PenalisedAlgorithm):
 
             reference = self.reference.evaluate(replay)
             policy = replay()
+            replayed_R = self._replayed_logp(micro, policy, rows)
+            given_logp_R = None if rollout_R is None else rollout_R[rows]
             loss_R, metrics = self.surrogate(
                 TransitionRows(
                     policy=policy,
-                    anchor_logp_R=anchor_R[rows],
-                    anchor_mean=None if anchor_mean is None else anchor_mean[rows],
+                    anchor_logp_R=self._old_logp(replayed_R, given_logp_R),
+                    anchor_mean=self._old_mean(micro, policy, rows),
                     advantage_R=advantage_R[rows],
                     delta_sigma_R=delta_R[rows],
                     sample_R=samples,
@@ -177,6 +191,8 @@ class TransitionAlgorithm(PenalisedAlgorithm):
             )
             metrics.mean("policy/loss", loss_R)
             report_clipped(metrics, given_R[rows], self.advantage_clip)
+            if replayed_R is not None and given_logp_R is not None:
+                report_gap(metrics, (replayed_R - given_logp_R).abs(), steps, segment.sde_indices)
             if reference is not None:
                 kl_R = self.reference.of_transitions(policy, reference, metrics)
                 loss_R = loss_R + self.reference.penalty(kl_R, metrics, steps, segment.sde_indices)
@@ -214,31 +230,46 @@ class TransitionAlgorithm(PenalisedAlgorithm):
             )
         return max(int(self.step_fraction * len(segment.sde_indices) + 1e-9), 1)
 
-    def _gap(self, micro: MicroBatch, logp_R: Tensor, sample_R: Tensor, step_R: Tensor) -> RowMetrics:
-        metrics = RowMetrics()
-        if micro.segment.sde_logp is not None:
-            gap_R = (logp_R - self._rollout_logp(micro, sample_R, step_R)).abs()
-            metrics.mean("mismatch/logp_absdiff/mean", gap_R)
-            metrics.max("mismatch/logp_absdiff/max", gap_R)
-            for step in micro.segment.sde_indices:
-                metrics.mean(f"mismatch/logp_absdiff/ts_{step}", gap_R[(step_R == step).to(gap_R.device)])
-        return metrics
-
-    def _anchor_logp(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
+    @staticmethod
+    def _replayed_logp(micro: MicroBatch, policy: TransitionStats, rows: slice) -> Tensor | None:
+        """Log-probs [R] of `rows` under the policy before the first update: the anchor's, or at the first update those
+        of its own forward; None where there are neither."""
         if "logp" in micro.anchor:
-            return micro.anchor["logp"].flatten()
-        return self._rollout_logp(micro, sample_R, step_R)
+            return micro.anchor["logp"].flatten()[rows]
+        return policy.logp_R.detach() if micro.update == 0 else None
+
+    def _old_logp(self, replayed_R: Tensor | None, rollout_R: Tensor | None) -> Tensor:
+        if self.old_logp_source != "rollout" and replayed_R is not None:
+            return replayed_R
+        if rollout_R is None:
+            raise ContractError(
+                f"old_logp_source = {self.old_logp_source!r} but the engine returned no log-probs. "
+                "Use old_logp_source: replay."
+            )
+        return rollout_R
+
+    def _old_mean(self, micro: MicroBatch, policy: TransitionStats, rows: slice) -> Tensor | None:
+        if not self.keeps_anchor_means:
+            return None
+        return micro.anchor["mean"].flatten(0, 1)[rows] if "mean" in micro.anchor else policy.mean.detach()
 
     @staticmethod
-    def _rollout_logp(micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor:
+    def _rollout_logp(micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor | None:
+        """The engine's log-probs [R]; None where it returned none."""
         logp_BS = micro.segment.sde_logp
         if logp_BS is None:
-            raise ContractError(
-                "old_logp_source = 'rollout' but the engine returned no log-probs. Use old_logp_source: replay."
-            )
+            return None
         columns = {step: column for column, step in enumerate(micro.segment.sde_indices)}
         return logp_BS[sample_R, [columns[step] for step in step_R.tolist()]]
 
     def _replay(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> TransitionStats:
         params = sampled_with(micro.segment.params, self._params)
         return self._pipeline.replay(micro.track.conditions, micro.segment, sample_R, step_R, params)
+
+
+def report_gap(metrics: RowMetrics, gap_R: Tensor, step_R: Tensor, steps: Sequence[int]) -> None:
+    """Distance between the rollout's log-probs and the trainer's before the first update, in all and for each step."""
+    metrics.mean("mismatch/logp_absdiff/mean", gap_R)
+    metrics.max("mismatch/logp_absdiff/max", gap_R)
+    for step in steps:
+        metrics.mean(f"mismatch/logp_absdiff/ts_{step}", gap_R[(step_R == step).to(gap_R.device)])

@@ -97,6 +97,9 @@ class ConsoleTracker:
         self._console.print(f"[bold]{self._name}[/bold]  {self._total} rollouts{resumed}  {run_dir}", soft_wrap=True)
         if config.get("reward"):
             self._console.print(f"reward: {reward_formula(config['reward'])}", soft_wrap=True, markup=False)
+        old_logp = (config.get("resolved") or {}).get("old_logp")
+        if old_logp is not None:
+            self._console.print(f"old log-probs: {old_logp}", soft_wrap=True)
         if self._console.is_terminal:
             from rich.live import Live as RichLive
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,7 +24,8 @@ from unirl.types.rollout import RolloutResp, RolloutTrack
 
 @dataclass(frozen=True)
 class TrainStepResult:
-    """What one rollout's training did. `metrics` are means over the updates; `updates` has one record each."""
+    """What one rollout's training did. `metrics` are means over the updates, and maxima where a metric is one;
+    `updates` has one record each."""
 
     metrics: dict[str, float]
     updates: list[dict[str, float]] = field(default_factory=list)
@@ -54,6 +55,8 @@ class TrainStack:
         self._num_updates = num_updates_per_batch
         self._max_grad_norm = max_grad_norm
         self._track = track
+        self._maxima: set[str] = set()
+        """Names of the metrics that are maxima instead of means."""
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:
@@ -64,6 +67,11 @@ class TrainStack:
     def rollout_policy(self) -> str | None:
         """Named policy that rollouts must be sampled from; None is the policy being trained."""
         return self._algorithm.rollout_policy
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def old_logp(self) -> str | None:
+        """Where the log-probs before the first update come from, for people; None where none are needed."""
+        return self._algorithm.old_logp
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def samples_per_unit(self) -> int:
@@ -95,12 +103,11 @@ class TrainStack:
             track.batch_size, self._num_updates, self._micro_batch_size, self._algorithm.samples_per_unit
         )
         started = time.perf_counter()
-        micros, gap = self._anchored(track, slices, progress)
+        micros = self._anchored(track, slices, progress)
         anchor_s = time.perf_counter() - started
         updates = [self._update(micro_list) for micro_list in micros]
         after = self._algorithm.after_rollout()
-        metrics = _means(updates)
-        metrics.update(gap)
+        metrics = _joined(updates, self._maxima)
         metrics.update(after)
         if "policy/ratio_max_abs_dev" in updates[0]:
             metrics["policy/first_ratio_max_abs_dev"] = updates[0]["policy/ratio_max_abs_dev"]
@@ -108,11 +115,8 @@ class TrainStack:
         metrics["timing_s/anchor"] = anchor_s
         return TrainStepResult(metrics, updates)
 
-    def _anchored(
-        self, track: RolloutTrack, slices: list[list[list[int]]], progress: float
-    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """Micro-batches by update, each with the anchor of the policy before the first update."""
-        record = RowMetrics()
+    def _anchored(self, track: RolloutTrack, slices: list[list[list[int]]], progress: float) -> list[list[MicroBatch]]:
+        """Micro-batches by update, those after the first with the anchor of the policy before it."""
         micros: list[list[MicroBatch]] = []
         for update, micro_list in enumerate(slices):
             micros.append([])
@@ -121,12 +125,10 @@ class TrainStack:
                 if part.advantages is None:
                     raise ContractError("advantages were lost while slicing")
                 micro = MicroBatch(track=part, advantages=part.advantages, anchor={}, update=update, progress=progress)
-                if self._algorithm.uses_anchor:
-                    anchor, metrics = self._algorithm.anchor(micro)
-                    record.merge(metrics)
-                    micro = replace(micro, anchor=anchor)
+                if self._algorithm.uses_anchor and update > 0:
+                    micro = replace(micro, anchor=self._algorithm.anchor(micro))
                 micros[-1].append(micro)
-        return micros, self._reduced(record)
+        return micros
 
     def _update(self, micros: list[MicroBatch]) -> dict[str, float]:
         backend = self._backend
@@ -171,6 +173,7 @@ class TrainStack:
                 {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names) if totals[i, 1] > 0}
             )
         names = sorted(record.maxima)
+        self._maxima.update(names)
         if names:
             packed = torch.stack([record.maxima[n] for n in names]).to(backend.device)
             largest = backend.all_reduce_max(packed).cpu()
@@ -178,11 +181,12 @@ class TrainStack:
         return metrics
 
 
-def _means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the updates that measured it (one without a trained token measures little)."""
+def _joined(updates: Sequence[Mapping[str, float]], maxima: Set[str]) -> dict[str, float]:
+    """Each metric's mean, or the largest of those in `maxima`, over the updates that measured it (one without a trained
+    token measures little)."""
     names = dict.fromkeys(name for update in updates for name in update)
     found = {name: [update[name] for update in updates if name in update] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    return {name: max(values) if name in maxima else sum(values) / len(values) for name, values in found.items()}
 
 
 def with_last_backward(parts: Iterable[LossPart], num_terms: int) -> Iterator[tuple[LossPart, bool]]:

@@ -138,8 +138,9 @@ class Trainer(ABC, Generic[ParamsT]):
         if resume is not None:
             self._resume()
         self._before_rollout = self._drawn()
+        resolved = {"old_logp": self._stack.old_logp()}  # what only the built components know
         for tracker in self._trackers:
-            tracker.start(self._config, self._run_dir, self._next_rollout)
+            tracker.start({**self._config, "resolved": resolved}, self._run_dir, self._next_rollout)
         try:
             self._loop(started)
         except (TrainingError, CheckpointError):

@@ -51,6 +51,8 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
     algorithm = instantiate(recipe["algorithm"], pipeline=pipeline, policies=backend)
     stack = instantiate(recipe["stack"], backend=backend, algorithm=algorithm)
     algorithm.use_reward(reward)
+    if engine.has_trainer_logp and backend.computes_in_float32 and instantiate(recipe["sampling"]).is_float32:
+        algorithm.trust_rollout()
     if recipe["reward"].get("is_async"):
         engine.announce_to(reward.take)
     components: dict[str, object] = {}

@@ -53,6 +53,11 @@ class BaseSamplingParams:
     def __post_init__(self) -> None:
         _require_integer("samples_per_prompt", self.samples_per_prompt, minimum=1)
 
+    @property
+    def is_float32(self) -> bool:
+        """Whether these parameters leave the model's own precision as it is or ask for float32."""
+        return True
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionSamplingParams(BaseSamplingParams):
@@ -135,6 +140,11 @@ class DiffusionSamplingParams(BaseSamplingParams):
             _require(value in PRECISIONS, f"{name} = {value!r} must be one of {', '.join(PRECISIONS)}")
         repeated = sorted(set(self.sampler_kwargs) & {field.name for field in dataclasses.fields(self)})
         _require(not repeated, f"sampler_kwargs repeats declared fields {repeated}; set those directly")
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether the model runs without autocast."""
+        return self.autocast_precision == "fp32"
 
     @property
     def uses_guidance(self) -> bool:

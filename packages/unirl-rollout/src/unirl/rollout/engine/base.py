@@ -34,6 +34,8 @@ ChunkListener = Callable[[RolloutResp, RolloutReq], None]
 class BaseRolloutEngine(ABC):
     """Base of the engines: generates responses; frees and restores device memory between phases."""
 
+    has_trainer_logp: ClassVar[bool] = False
+    """Whether its log-probs are computed by the very modules that train, so that in float32 a replay gives the same."""
     announces_chunks: ClassVar[bool] = False
     """Whether samples can be had before the whole response is there (`announce_to`)."""
 

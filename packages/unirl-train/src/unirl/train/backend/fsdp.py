@@ -210,6 +210,14 @@ class FSDPBackend:
         return None if self._lora is None else self._lora.alpha / self._lora.rank
 
     @property
+    def computes_in_float32(self) -> bool:
+        """Whether forwards of what trains are in float32 throughout, autocast aside."""
+        is_float32 = all(
+            parameter.dtype == torch.float32 for module in self._modules.values() for parameter in module.parameters()
+        )
+        return is_float32 and self._config.param_dtype == "fp32"
+
+    @property
     def is_sharded(self) -> bool:
         """Whether FSDP wraps the model."""
         return bool(self._roots)

@@ -24,6 +24,7 @@ class DirectSampling(BaseRolloutEngine):
     dump_dir: where requests and responses are written as safetensors, one file a rollout and rank; None writes none.
     """
 
+    has_trainer_logp: ClassVar[bool] = True
     announces_chunks: ClassVar[bool] = True
 
     def __init__(
