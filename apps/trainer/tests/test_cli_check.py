@@ -72,9 +72,21 @@ PUBLISHED = {
     ("name", "own"),
     [
         ("sd3_trainside", {"num_devices": 8, "eta": 0.7, "micro": 1, "decay": 0.0, "kernel": "Flow", "same": False}),
-        ("sd3_dancegrpo", {"num_devices": 16, "eta": 0.3, "micro": 8, "decay": 0.0, "kernel": "Dance", "same": True}),
-        ("sd3_mixgrpo", {"num_devices": 16, "eta": 0.7, "micro": 8, "decay": 1e-4, "kernel": "Flow", "same": True}),
-        ("sd3_nft", {"num_devices": 8, "eta": 0.0, "micro": 8, "decay": 1e-4, "kernel": "Flow", "same": False}),
+        (
+            "sd3_dancegrpo",
+            {"num_devices": 16, "eta": 0.3, "micro": 8, "decay": 0.0, "kernel": "Dance", "same": True}
+            | {"preset": "dance_grpo"},
+        ),
+        (
+            "sd3_mixgrpo",
+            {"num_devices": 16, "eta": 0.7, "micro": 8, "decay": 1e-4, "kernel": "Flow", "same": True}
+            | {"preset": "dance_grpo"},
+        ),
+        (
+            "sd3_nft",
+            {"num_devices": 8, "eta": 0.0, "micro": 8, "decay": 1e-4, "kernel": "Flow", "same": False}
+            | {"preset": "flow_grpo_global_std", "convention": "diffusers", "solver": "dpmpp_2m"},
+        ),
     ],
 )
 def test_real_size_recipes_hold_the_published_numbers(recipes, name, own):
@@ -90,10 +102,11 @@ def test_real_size_recipes_hold_the_published_numbers(recipes, name, own):
     assert optimizer["weight_decay"] == own["decay"]
     assert (recipe["backend"]["lora"]["rank"], recipe["backend"]["lora"]["alpha"]) == (32, 64)
     assert recipe["pipeline"]["strategy"]["_target_"] == f"unirl.sde.kernels.{own['kernel']}SDEStrategy"
-    assert recipe["advantages"]["preset"] == ("dance_grpo" if name == "sd3_dancegrpo" else "unirl_global_std")
+    assert recipe["advantages"]["preset"] == own.get("preset", "unirl_global_std")
+    assert recipe["sampling"].get("post_solver", "euler") == own.get("solver", "euler")
     assert recipe["pipeline"]["schedule"] == {
         "_target_": "unirl.sde.schedule.SigmaSchedule",
-        "convention": "linear",
+        "convention": own.get("convention", "linear"),
         "shift": 3.0,
     }
 

@@ -193,12 +193,28 @@ def test_bad_values_are_named(make, message):
 
 def test_a_compressed_tail_by_hand():
     sigmas = torch.tensor([1.0, 0.9, 0.8, 0.6, 0.5, 0.3, 0.1, 0.0])
-    # Behind position 2 there are five steps; two fifths are two: positions 2, 4 (2.5 rounds to even), 7.
-    assert torch.equal(compressed_tail(sigmas, 2, 0.4), sigmas[[0, 1, 2, 4, 7]])
-    # One step of five goes straight to 0; the published linspace(p, 0, 1) would stay at p.
+    # From position 2 on there are six levels; half are three: positions 2, 4 (4.5 rounds to even), 7.
+    assert torch.equal(compressed_tail(sigmas, 2, 0.5), sigmas[[0, 1, 2, 4, 7]])
+    assert torch.equal(compressed_tail(sigmas, 2, 0.4), sigmas[[0, 1, 2, 7]])
+    # One level of six would be no step; the published linspace(p, 0, 1) stays at p.
     assert torch.equal(compressed_tail(sigmas, 2, 0.2), sigmas[[0, 1, 2, 7]])
     assert torch.equal(compressed_tail(sigmas, 2, 0.01), sigmas[[0, 1, 2, 7]])
     assert torch.equal(compressed_tail(sigmas, 6, 0.4), sigmas)
+
+
+@pytest.mark.parametrize("window_end", range(3, 20))
+def test_a_compressed_tail_takes_the_steps_of_the_published_code(window_end):
+    # T = 25, shift 3 and ratio .4, written down from its code; window_end is the last stochastic step.
+    levels = torch.linspace(1, 0, 26, dtype=torch.float64)
+    num_levels = int(max((25 - window_end) * 0.4, 1))
+    tail = torch.linspace(float(levels[window_end + 1]), 0, num_levels, dtype=torch.float64)
+    published = torch.cat([levels[: window_end + 1], tail])
+    published = 3 * published / (1 + 2 * published)
+    found = compressed_tail(linear_sigmas(25, 3.0), window_end + 1, 0.4)
+    assert found.numel() == published.numel()
+    if window_end == 3:
+        assert found.numel() - 1 == 11
+        torch.testing.assert_close(found, published.float(), rtol=1e-6, atol=1e-7)
 
 
 @given(st.integers(1, 40), st.floats(0.01, 1.0), st.data())
@@ -210,7 +226,7 @@ def test_a_compressed_tail_keeps_its_ends_and_always_reaches_zero(num_steps, rat
     assert torch.equal(found[: start + 1], sigmas[: start + 1])
     assert found[-1] == 0 and bool((found.diff() < 0).all())
     assert set(found.tolist()) <= set(sigmas.tolist())
-    assert found.numel() - 1 == start + max(int((num_steps - start) * ratio + 1e-9), 1)
+    assert found.numel() - 1 == start + max(int((num_steps - start + 1) * ratio + 1e-9) - 1, 1)
     assert torch.equal(compressed_tail(sigmas, start, 1.0), sigmas)
 
 

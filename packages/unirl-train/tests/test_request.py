@@ -74,7 +74,7 @@ def test_steps_behind_the_last_stochastic_one_are_compressed():
     # Three steps behind position 1 become one.
     assert sigmas.tolist() == SIGMAS[[0, 1, 4]].tolist() and fewer.num_inference_steps == 2
     assert fewer.sde_indices == [0] and fewer.post_solver == "dpmpp_2m"
-    wider, sigmas = shortened(sampling(sde_indices=[0], post_step_ratio=0.7), SIGMAS)
+    wider, sigmas = shortened(sampling(sde_indices=[0], post_step_ratio=0.75), SIGMAS)
     assert sigmas.tolist() == SIGMAS[[0, 1, 3, 4]].tolist() and wider.num_inference_steps == 3
 
 

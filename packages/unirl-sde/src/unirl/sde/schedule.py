@@ -153,16 +153,18 @@ class SigmaSchedule:
 
 
 def compressed_tail(sigmas: Tensor, start: int, ratio: float) -> Tensor:
-    """The schedule with fewer levels behind position `start`: n steps become max(int(n ratio), 1), ends kept.
+    """The schedule with fewer levels from position `start` on: n + 1 become int((n + 1) ratio), both ends kept.
 
-    sigmas: [T + 1]. The levels that stay are taken from the schedule, evenly by index; start .. T always stay.
-    Raises ValueError unless 0 <= start < T and 0 < ratio <= 1.
-    Source: MixGRPO-Flash (arXiv 2507.21802), which compresses the deterministic steps behind its window.
+    sigmas: [T + 1]. So n steps become int((n + 1) ratio) - 1, and at least one. The levels that stay are taken from the
+    schedule, evenly by index. Raises ValueError unless 0 <= start < T and 0 < ratio <= 1.
+    Source: the code of MixGRPO-Flash (arXiv 2507.21802), which counts levels, not steps: of 25 steps with a window of
+    four, 0.4 leaves 11. It spaces them evenly before the shift, which is the same where the steps divide, and does
+    not reach 0 where one level is left.
     """
     last = sigmas.numel() - 1
     if not 0 <= start < last or not 0 < ratio <= 1:
         raise ValueError(f"start = {start} must lie in 0 .. {last - 1}, ratio = {ratio} in (0, 1].")
-    num_tail = max(int((last - start) * ratio + 1e-9), 1)
+    num_tail = max(int((last - start + 1) * ratio + 1e-9) - 1, 1)
     tail = [start + round(step * (last - start) / num_tail) for step in range(num_tail + 1)]
     return sigmas[[*range(start), *tail]]
 
