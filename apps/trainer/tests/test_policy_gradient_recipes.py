@@ -142,3 +142,15 @@ RIGHT = [
 @pytest.mark.parametrize(("name", "changes"), RIGHT)
 def test_what_is_right_passes(name, changes):
     check_recipe(changed(resolved(f"diffusion/sd3_shapes_{name}"), changes))
+
+
+@pytest.mark.parametrize("name", [name for name in available() if re.match(r"diffusion/sd3_(?!shapes)", name)])
+def test_the_activations_of_a_real_sd3_fit_a_gpu(name):
+    """At most twelve rows in one forward, guidance counted: 27 of 80 GB, see docs/guides/sd35.md; or recomputation."""
+    recipe = resolved(name)
+    if recipe["backend"]["fsdp"].get("activation_checkpointing"):
+        return
+    algorithm, sampling = recipe["algorithm"], recipe["sampling"]
+    levels = algorithm.get("num_timesteps") or sampling["num_inference_steps"]
+    rows = algorithm.get("rows_per_forward") or recipe["stack"]["micro_batch_size"] * levels
+    assert rows * (2 if sampling["guidance_scale"] > 1 else 1) <= 12
