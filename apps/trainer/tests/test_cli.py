@@ -2,6 +2,7 @@
 
 import datetime
 import io
+import json
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from unirl.app import environment
 from unirl.app.command_line import Command, parse
+from unirl.app.kept_recipes import KeptRecipes
 from unirl.app.main import USER_ERROR, main
 from unirl.app.report import final_screen
 from unirl.app.run_directory import choose_run_dir, make_run_dir
@@ -24,6 +26,7 @@ from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
 from unirl.config.recipes import compose, resolve
 from unirl.reward.catalog import CATALOG
+from unirl.train.backend.manifest import write_manifest
 from unirl.trainer import wiring
 from unirl.trainer.evaluation import EvaluationResult
 from unirl.types.errors import ConfigError, ContractError, TrainingError
@@ -259,12 +262,76 @@ def test_run_directories_that_contradict_are_errors(here):
         make_run_dir(Path("file") / "x")
 
 
-def test_resumed_run_keeps_its_first_recipe(here, fake_run):
+def test_a_resumed_run_keeps_its_recipe_until_the_checkpoint_accepts_another(here, fake_run):
     folder = with_checkpoint(here / "old")
     (folder / "config.yaml").write_text("recipe: kept\n")
     assert main([f"run_dir={folder}", "resume=auto"]) == 0
     assert (folder / "config.yaml").read_text() == "recipe: kept\n"
     assert fake_run[0][0]["resume"] == "auto"
+
+
+def test_config_yaml_is_the_recipe_that_runs_and_the_others_are_numbered(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+
+    def recipes():
+        return {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    for text in ("a: 1\n", "a: 2\n", "a: 2\n", "a: 3\n"):
+        KeptRecipes(text).start({}, tmp_path, 0)
+        if text == "a: 1\n":
+            assert recipes() == {"config.yaml": "a: 1\n"}
+    assert recipes() == {
+        "config-1.yaml": "a: 1\n",
+        "config-2.yaml": "a: 2\n",
+        "config-3.yaml": "a: 3\n",
+        "config.yaml": "a: 3\n",
+    }
+
+
+def test_a_resume_with_another_reward_is_refused_before_models_load_or_kept_beside_the_old(here, monkeypatch, capsys):
+    loaded = []
+
+    def make_runtime(recipe, run_dir):
+        loaded.append(recipe)
+        raise ContractError("models would load here")
+
+    monkeypatch.setattr(wiring, "make_runtime", make_runtime)
+    assert main(["run_dir=run", "trackers.tensorboard.enabled=false"]) == USER_ERROR
+    kept = Path("run/config.yaml").read_text()
+    step = Path("run/checkpoints/step-000001")
+    step.mkdir(parents=True)
+    (step / "driver_state.json").write_text(json.dumps({"config": resolve(compose("run/config.yaml"))}))
+    write_manifest(step, {"step": 1})
+    change = ["run", "run/config.yaml", "run_dir=run", "resume=auto", "reward.weights={shapes:0.5}"]
+    capsys.readouterr()
+    assert main(change) == USER_ERROR
+    message = capsys.readouterr().err
+    assert "CheckpointError: the checkpoint was trained with other settings: reward.weights.shapes: " in message
+    assert len(loaded) == 1
+    assert main([*change, "resume_changes=allow"]) == USER_ERROR
+    assert len(loaded) == 2 and loaded[1]["resume_changes"] == "allow"
+    assert Path("run/config.yaml").read_text() == kept and not list(Path("run").glob("config-*"))
+    assert main(["check", "resume_changes=allow"]) == USER_ERROR
+    assert "resume_changes = 'allow' does nothing without resume" in capsys.readouterr().err
+
+
+def test_a_recipe_that_was_resumed_with_changes_does_not_allow_the_next_ones(here, fake_run):
+    folder = with_checkpoint(here / "old")
+    main([f"run_dir={folder}", "resume=auto", "resume_changes=allow", "num_rollouts=7"])
+    recipe, run_dir, trackers, _ = fake_run[0]
+    trackers[-1].start(recipe, run_dir, 1)
+    kept = resolve(compose(str(folder / "config.yaml")))
+    assert (kept["resume_changes"], kept["resume"], kept["num_rollouts"]) == ("refuse", None, 7)
+
+
+def test_the_end_screen_says_what_a_resume_has_changed():
+    changes = [{"rollout": 2, "settings": {"reward.weights.mine": [1.0, 0.5], "seed": [1, 2]}}]
+    text = rendered({**SUMMARY, "resume_changes": changes})
+    assert "not of one setting: resumed after rollout 2 with changes" in text
+    assert "reward.weights.mine: 1.0 -> 0.5" in text and "seed: 1 -> 2" in text
+    assert "held-out evaluation" in text
+    bare = rendered({**SUMMARY, "resume_changes": changes, "eval_before": None, "eval_after": None})
+    assert "reward.weights.mine: 1.0 -> 0.5" in bare
 
 
 def test_eval_scores_the_recipe_or_a_run(here, monkeypatch, capsys, fake_run):

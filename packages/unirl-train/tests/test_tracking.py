@@ -18,6 +18,7 @@ from unirl.tracking.media import GREEN, RED, answered, before_after, grid
 from unirl.types.errors import ContractError
 
 CONFIG = {"recipe": "diffusion/test", "num_rollouts": 3}
+RESUMED = {**CONFIG, "resume": "auto"}
 
 
 def test_jsonl_writes_one_whole_line_a_step(tmp_path):
@@ -37,7 +38,7 @@ def test_jsonl_of_a_resumed_run_drops_what_the_checkpoint_does_not_know(tmp_path
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "x"')  # cut short by a crash
     again = JsonlTracker()
-    again.start(CONFIG, tmp_path, 2)
+    again.start(RESUMED, tmp_path, 2)
     again.log({"x": 30}, 3)
     again.finish({})
     assert [(line["step"], line["x"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
@@ -46,6 +47,22 @@ def test_jsonl_of_a_resumed_run_drops_what_the_checkpoint_does_not_know(tmp_path
         (2, 2),
         (3, 30),
     ]
+
+
+def test_jsonl_of_a_run_stopped_before_its_first_rollout_keeps_the_evaluation_before_it(tmp_path):
+    tracker = JsonlTracker()
+    tracker.start(CONFIG, tmp_path, 0)
+    tracker.log({"eval/reward": 0.5}, 0)
+    tracker.finish({})
+    again = JsonlTracker()
+    again.start(RESUMED, tmp_path, 0)
+    again.log({"x": 1}, 1)
+    again.finish({})
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
+    anew = JsonlTracker()
+    anew.start(CONFIG, tmp_path, 0)  # an attempt that came to no checkpoint counts for nothing
+    anew.finish({})
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_a_run_that_fails_gives_the_terminal_back():
@@ -119,16 +136,19 @@ def test_tensorboard_writes_scalars_and_pictures_and_purges_on_resume(tmp_path):
 
     from unirl.tracking.tensorboard import FOLDER, TensorBoardTracker
 
-    for start in (0, 2):
+    # An attempt without a checkpoint, the run, stopped before its first rollout, and after its second.
+    for number, (config, done) in enumerate([(CONFIG, 0), (CONFIG, 0), (RESUMED, 0), (RESUMED, 2)]):
         tracker = TensorBoardTracker()
-        tracker.start(CONFIG, tmp_path, start)
-        for step in range(start + 1, 4):
-            tracker.log({"x": step + 10 * start}, step)
+        tracker.start(config, tmp_path, done)
+        if config == CONFIG:
+            tracker.log({"x": 10 * number}, 0)
+        for step in range(done + 1, 4):
+            tracker.log({"x": step + 10 * number}, step)
         tracker.image("eval", Image.new("RGB", (4, 4)), 3)
         tracker.finish({})
     events = EventAccumulator(str(tmp_path / FOLDER))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("x")] == [(1, 1), (2, 2), (3, 23)]
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [(0, 10), (1, 21), (2, 22), (3, 33)]
     assert "eval" in events.Tags()["images"]
 
 

@@ -24,7 +24,8 @@ from unirl.algorithms.prompt_statistics import PromptStatistics
 from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, WorkerContext
-from unirl.tracking.base import TableRow
+from unirl.tracking.base import TableRow, Tracker
+from unirl.tracking.jsonl import JsonlTracker, read_metrics
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
@@ -120,6 +121,8 @@ class Run:
         num_prompts: int = 12,
         selection: SampleSelection | None = None,
         advantages: Advantages | None = None,
+        sections: dict[str, Any] | None = None,
+        trackers: Sequence[Tracker] = (),
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,9 +164,9 @@ class Run:
             advantages=advantages if advantages is not None else AdvantageConfig(),
             evaluator=None if evaluation is None else Evaluator(config, data.rows, sampling()),
             guardrails=guardrails,
-            trackers=[self.notes],
+            trackers=[self.notes, *trackers],
             run_dir=folder,
-            config={"recipe": "fake"},
+            config={"recipe": "fake", **(sections or {})},
             rollout_policy=self.runtime.role("stack").rollout_policy(),
             stop=self.stop,
             selection=selection,
@@ -517,6 +520,61 @@ def test_a_stop_before_the_first_rollout_still_leaves_a_checkpoint(tmp_path: Pat
     run.stop.set()
     summary = run.trainer.run()
     assert summary["num_rollouts"] == 0 and not summary["is_complete"] and run.checkpoints == ["step-000000"]
+
+
+def test_a_run_stopped_before_the_first_rollout_keeps_its_first_line_of_metrics(tmp_path: Path):
+    run = Run(tmp_path, evaluation={}, trackers=[JsonlTracker()])
+    run.stop.set()
+    run.trainer.run()
+    (before,) = read_metrics(tmp_path / "metrics.jsonl")
+    Run(tmp_path, evaluation={}, trackers=[JsonlTracker()]).trainer.run("auto")
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2] and lines[0] == before
+
+
+def test_a_resume_with_another_reward_is_refused_before_anything_is_changed(tmp_path: Path):
+    first = Run(tmp_path, sections={"reward": {"weights": {"a": 1.0}}}, num_rollouts=1)
+    first.trainer.run()
+    other = Run(tmp_path, sections={"reward": {"weights": {"a": 0.5}}})
+    with pytest.raises(CheckpointError, match=r"reward.weights.a: 1.0 -> 0.5.*resume_changes=allow"):
+        other.trainer.run("auto")
+    assert other.notes.started_at is None and other.engine.requests == []
+
+
+def test_a_resume_with_changed_rows_is_refused_or_begins_them_anew(tmp_path: Path):
+    Run(tmp_path, num_rollouts=1).trainer.run()
+    with pytest.raises(CheckpointError, match="data.fingerprint: "):
+        Run(tmp_path, num_prompts=10).trainer.run("auto")
+    allowed = Run(tmp_path, num_prompts=10, sections={"resume_changes": "allow"})
+    summary = allowed.trainer.run("auto")
+    assert allowed.seen[0][0][0] == "prompt:p0:sample:0"
+    assert [list(change["settings"]) for change in summary["resume_changes"]] == [["data.fingerprint"]]
+
+
+def test_allowed_changes_are_in_the_summary_of_every_later_run(tmp_path: Path):
+    def config(weight: float, *, changes: str = "allow") -> dict[str, Any]:
+        return {"reward": {"weights": {"a": weight}}, "resume_changes": changes}
+
+    def options() -> dict[str, Any]:
+        return {"num_prompts": 8, "advantages": PromptStatistics(min_count=4)}
+
+    assert (
+        Run(tmp_path, sections=config(1.0, changes="refuse"), num_rollouts=2, **options()).trainer.run()[
+            "resume_changes"
+        ]
+        == []
+    )
+    known = Run(tmp_path, sections=config(1.0), num_rollouts=3, **options())
+    known.trainer.run("auto")
+    assert known.notes.logged[3]["advantage/known_prompt_fraction"] > 0
+    fresh = Run(tmp_path, sections=config(0.5), num_rollouts=4, **options())
+    summary = fresh.trainer.run("auto")
+    # What was remembered are rewards of the other kind.
+    assert fresh.notes.logged[4]["advantage/known_prompt_fraction"] == 0
+    changed = {"rollout": 3, "settings": {"reward.weights.a": [1.0, 0.5]}}
+    assert summary["resume_changes"] == [changed]
+    last = Run(tmp_path, sections=config(0.5, changes="refuse"), num_rollouts=5, **options()).trainer.run("auto")
+    assert last["resume_changes"] == [changed]
 
 
 # What is reported ---------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ NUM_ROLLOUTS = 10_000
 """More than a budget is meant to allow, so that CPU seconds end a run."""
 OWNED = ("seed", "max_cpu_s", "run_dir", "resume", "eval.before", "eval.interval", "eval.interval_cpu_s")
 """What the comparison sets in every run."""
-WITHOUT_EFFECT = ("run_dir", "resume", "trackers")
+WITHOUT_EFFECT = ("run_dir", "resume", "resume_changes", "trackers")
 """Top-level keys that change no result."""
 FAILED = 1
 """Exit status where a run failed."""

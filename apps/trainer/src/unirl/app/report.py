@@ -10,6 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from unirl.trainer.resuming import described
+
 Summary = Mapping[str, Any]  # Any: JSON values, see docs/metrics.md
 MAX_METRICS = 2
 OVERALL = "all"
@@ -26,8 +28,22 @@ def final_screen(summary: Summary) -> Group:
     before, after = summary.get("eval_before"), summary.get("eval_after")
     if before or after:
         parts.append(evaluation_table(before, after, _preferred(summary)))
+    if changes := resume_changes(summary):
+        # Below the table and not its caption, which would be wrapped to the table's width.
+        parts.append(Text("\n".join(changes), style="yellow"))
     parts.append(Text(next_steps(summary), no_wrap=True, overflow="ignore"))
     return Group(*parts)
+
+
+def resume_changes(summary: Summary) -> list[str]:
+    """What other settings the run was resumed with, a line each; empty for a run of one recipe."""
+    lines = []
+    for change in summary.get("resume_changes") or []:
+        lines.append(
+            f"not of one setting: resumed after rollout {change['rollout']} with changes (recipes: config-*.yaml)"
+        )
+        lines += [f"  {line}" for line in described(change["settings"])]
+    return lines
 
 
 def evaluation_table(before: Summary | None, after: Summary | None, preferred: str = "reward") -> Table:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from unirl.app.command_line import Command
 from unirl.app.environment import this_machine
+from unirl.app.kept_recipes import KeptRecipes
 from unirl.app.recipe import checked, composed, settled
 from unirl.app.run_directory import CONFIG_FILE, claimed_run_dir, has_checkpoint, make_folder
 from unirl.app.stopping import stop_on_signals
@@ -71,8 +72,11 @@ def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: b
     """Run the recipe in its directory; returns its summary."""
     recipe = {**recipe, "resume": "auto" if is_resumed else None, "run_dir": str(run_dir)}
     trackers = make_trackers(recipe)
-    if not is_resumed:
-        (run_dir / CONFIG_FILE).write_text(rendered_for_run(config), encoding="utf-8")
+    rendered = rendered_for_run(config)
+    if is_resumed:
+        trackers.append(KeptRecipes(rendered))
+    else:
+        (run_dir / CONFIG_FILE).write_text(rendered, encoding="utf-8")
     from unirl.trainer.wiring import run_recipe
 
     try:
@@ -175,6 +179,7 @@ def rendered_for_run(config: DictConfig) -> str:
     plain = config.copy()
     plain.run_dir = None
     plain.resume = None
+    plain.resume_changes = "refuse"
     return render(plain)
 
 

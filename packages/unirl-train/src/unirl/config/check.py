@@ -37,12 +37,13 @@ SCALARS: dict[str, tuple[type, ...]] = {
     "num_rollouts": (int,),
 }
 """Required top-level values."""
-CHOICES = {"runtime": ("local", "ray"), "device": ("auto", "cpu", "cuda")}
+CHOICES = {"runtime": ("local", "ray"), "device": ("auto", "cpu", "cuda"), "resume_changes": ("refuse", "allow")}
 OPTIONAL_SCALARS: dict[str, tuple[type, ...]] = {
     "media_interval": (int,),
     "max_cpu_s": (float, int),
     "run_dir": (str,),
     "resume": (str,),
+    "resume_changes": (str,),
 }
 SAVE_KEYS: dict[str, tuple[type, ...]] = {
     "interval": (int,),
@@ -126,6 +127,8 @@ def _keys(recipe: Recipe) -> Iterator[str]:
     for key, allowed in CHOICES.items():
         if isinstance(recipe.get(key), str) and recipe[key] not in allowed:
             yield f"{key} = {recipe[key]!r} must be one of {', '.join(allowed)}."
+    if recipe.get("resume_changes") == "allow" and recipe.get("resume") is None:
+        yield "resume_changes = 'allow' does nothing without resume. Set resume=auto, or leave it out."
     for key in (*REQUIRED_SECTIONS, *OPTION_SECTIONS, "advantages", "trainer", "sync", "save", "trackers"):
         value = recipe.get(key)
         if value is not None and not isinstance(value, Mapping):

@@ -18,7 +18,8 @@ class Tracker(Protocol):
     """Receives what a run reports, on the driver only. Steps count finished rollouts; step 0 is before training."""
 
     def start(self, config: Config, run_dir: Path, step: int) -> None:
-        """Called once before anything else. step: rollouts already done, above 0 when a run is resumed."""
+        """Called once before anything else. step: rollouts already done. config: the recipe, whose `resume` is None for
+        a new run; one that is resumed may have been stopped before its first rollout, and has a step of 0 too."""
         ...
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

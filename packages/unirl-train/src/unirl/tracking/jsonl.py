@@ -23,7 +23,7 @@ class JsonlTracker:
     def start(self, config: Config, run_dir: Path, step: int) -> None:
         """Open the file; keep its lines up to `step` when resuming, none for a new run."""
         path = run_dir / self._file_name
-        kept = _lines_up_to(path, step) if step > 0 and path.exists() else []
+        kept = _lines_up_to(path, step) if config.get("resume") is not None and path.exists() else []
         self._file = path.open("w", encoding="utf-8")
         self._file.writelines(f"{line}\n" for line in kept)
         self._file.flush()

@@ -33,7 +33,8 @@ class TensorBoardTracker:
 
     def start(self, config: Config, run_dir: Path, step: int) -> None:
         """Open the event file."""
-        purge = step + 1 if step > 0 else None
+        # A new run hides what an attempt in the same directory has left that never came to a checkpoint.
+        purge = step + 1 if config.get("resume") is not None else 0
         self._writer = self._make_writer(str(run_dir / FOLDER), purge_step=purge, flush_secs=self._flush_s)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 
 from unirl.train.backend.fsdp import FSDPBackend
-from unirl.train.backend.manifest import damage, flush, read_manifest, write_manifest
+from unirl.train.backend.manifest import damage, file_digest, flush, read_manifest, write_manifest
 from unirl.train.backend.rng import read_rng_state, rng_state, set_rng_state, write_rng_state
 from unirl.train.backend.state_reader import StateReader
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
@@ -245,11 +245,7 @@ class Checkpointer:
         return None if best is None else _step_of(best[1])
 
     def _candidates(self) -> list[Path]:
-        """Finished checkpoints, oldest first; one that was being replaced comes before its successor."""
-        if not self._folder.is_dir():
-            return []
-        found = [path for path in self._folder.iterdir() if _FINISHED.fullmatch(path.name)]
-        return sorted(found, key=lambda path: (_step_of(path), "." not in path.name, path.name))
+        return _finished_in(self._folder)
 
     def _finished(self) -> list[Path]:
         """One folder a step, oldest first: of a step that is there twice, the newer."""
@@ -397,6 +393,27 @@ class Checkpointer:
     def _free_bytes(self) -> int:
         existing = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
         return shutil.disk_usage(existing).free
+
+
+def newest_driver_state(folder: Path) -> dict[str, Any] | None:
+    """The driver state of the newest sound checkpoint in the `checkpoints` folder of a run, None where there is none.
+
+    Reads two small files and no tensors: `Checkpointer.load` may still find the rest damaged and take an older one.
+    """
+    for path in reversed(_finished_in(folder)):
+        facts, problem = read_manifest(path)
+        file = path / DRIVER_STATE
+        if problem is None and file.is_file() and file_digest(file) == facts["files"][DRIVER_STATE]["blake2b"]:
+            return json.loads(file.read_text())
+    return None
+
+
+def _finished_in(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first; one that was being replaced comes before its successor."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _FINISHED.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (_step_of(path), "." not in path.name, path.name))
 
 
 def _own_group() -> dist.ProcessGroup:

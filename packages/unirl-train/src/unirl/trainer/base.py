@@ -27,6 +27,7 @@ from unirl.trainer.balance import balanced_order
 from unirl.trainer.clock import TRAINING, PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.resuming import Changes, changed_settings, check_same_algorithm, refuse_changes
 from unirl.trainer.versions import versions
 from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError, UniRLError
 from unirl.types.reward import RewardResponse
@@ -119,6 +120,7 @@ class Trainer(ABC, Generic[ParamsT]):
         self._gap_max = 0.0
         self._first_ratio_deviation: float | None = None
         self._saved_at = -1
+        self._resume_changes: list[dict[str, Any]] = []
         self._before_rollout: dict[str, Any] | None = None
 
     # The run ----------------------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ class Trainer(ABC, Generic[ParamsT]):
         self._before_rollout = self._drawn()
         resolved = {"old_logp": self._stack.old_logp()}  # what only the built components know
         for tracker in self._trackers:
-            tracker.start({**self._config, "resolved": resolved}, self._run_dir, self._next_rollout)
+            tracker.start({**self._config, "resume": resume, "resolved": resolved}, self._run_dir, self._next_rollout)
         try:
             self._loop(started)
         except (TrainingError, CheckpointError):
@@ -485,17 +487,32 @@ class Trainer(ABC, Generic[ParamsT]):
             "gap_mean": self._gap_mean,
             "gap_max": self._gap_max,
             "first_ratio_deviation": self._first_ratio_deviation,
+            "resume_changes": self._resume_changes,
             "config": self._config,
         }
 
     def _resume(self) -> None:
         state = self._checkpointer.load(None)
         check_same_algorithm(state["config"], self._config)
+        changes = self._changes_since(state)
+        refuse_changes(changes, self._config)
         self._next_rollout = state["next_rollout"]
         self._num_samples = state["num_samples"]
-        self._restore_drawn(state)
+        sections = {key.partition(".")[0] for key in changes}
+        # What was remembered of other rows or other rewards begins anew.
+        self._restore_drawn(
+            {
+                **state,
+                **({"data": self._data.state_dict()} if sections & {"seed", "data"} else {}),
+                **({"advantages": self._advantages.state_dict()} if sections & {"reward", "advantages"} else {}),
+            }
+        )
         self._stack.load_state_dict(state["stack"])
-        self._guardrails.load_state_dict(state["guardrails"])
+        if "reward" not in sections:
+            self._guardrails.load_state_dict(state["guardrails"])
+        self._resume_changes = list(state.get("resume_changes", []))
+        if changes:
+            self._resume_changes.append({"rollout": self._next_rollout, "settings": changes})
         self._clock.load_state_dict(state["clock"])
         self._wall_before_s = state["wall_s"]
         self._cpu_before_s = state["cpu_s"]
@@ -504,6 +521,12 @@ class Trainer(ABC, Generic[ParamsT]):
         self._gap_max = state["gap_max"]
         self._first_ratio_deviation = state["first_ratio_deviation"]
         self._saved_at = self._next_rollout
+
+    def _changes_since(self, state: Mapping[str, Any]) -> Changes:
+        """Settings and rows of the data that differ from those of a checkpoint."""
+        changes = changed_settings(state["config"], self._config)
+        before, now = state["data"].get("fingerprint"), self._data.state_dict().get("fingerprint")
+        return changes if before == now else {**changes, "data.fingerprint": [before, now]}
 
     def _summary(self, wall_s: float) -> dict[str, Any]:
         usage = self._runtime.usage()
@@ -525,6 +548,7 @@ class Trainer(ABC, Generic[ParamsT]):
             "eval_before": _held_out(self._evaluations[0]) if 0 in self._evaluations else None,
             "eval_after": _held_out(self._evaluations[steps[-1]]) if steps and steps[-1] > 0 else None,
             "evaluations": {str(step): self._evaluations[step] for step in steps},
+            "resume_changes": self._resume_changes,
             "logp_gap": {
                 "mean": sum(self._gap_mean) / len(self._gap_mean) if self._gap_mean else None,
                 "max": self._gap_max if self._gap_mean else None,
@@ -532,16 +556,6 @@ class Trainer(ABC, Generic[ParamsT]):
             "first_ratio_max_abs_dev": self._first_ratio_deviation,
             "run_dir": str(self._run_dir),
         }
-
-
-def check_same_algorithm(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a run would be continued by another algorithm; both are resolved recipes."""
-    before, now = ((recipe.get("algorithm") or {}).get("_target_") for recipe in (saved, own))
-    if before != now:
-        raise CheckpointError(
-            f"the checkpoint was saved by algorithm {before}, this recipe has {now}. Resume with the algorithm that it "
-            "was saved with, or start a new run."
-        )
 
 
 def _due(count: int, interval: int) -> bool:

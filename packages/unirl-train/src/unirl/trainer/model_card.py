@@ -13,7 +13,7 @@ from unirl.trainer.versions import versions
 
 CARD_FILE = "README.md"
 SUMMARY_FILE = "summary.json"
-_OF_ONE_MACHINE = ("run_dir", "resume", "trackers")
+_OF_ONE_MACHINE = ("run_dir", "resume", "resume_changes", "trackers")
 """Parts of a recipe that say nothing about the weights."""
 
 Values = Mapping[str, Any]  # Any: a recipe's values, or what JSON holds

@@ -26,6 +26,7 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator, Evaluates, EvaluationResult
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.model_card import write_model_card
+from unirl.trainer.resuming import check_resume
 from unirl.types.errors import ConfigError
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
@@ -167,6 +168,8 @@ def run_recipe(
     recipe: Recipe, run_dir: Path, trackers: Sequence[Tracker], stop: threading.Event | None = None
 ) -> dict[str, Any]:
     """Run a resolved, checked recipe to the end; returns its summary."""
+    if recipe.get("resume") is not None:
+        check_resume(recipe, run_dir)
     with make_runtime(recipe, run_dir) as runtime:
         trainer = make_trainer(recipe, runtime, run_dir, trackers, stop or threading.Event())
         summary = trainer.run(recipe.get("resume"))

@@ -1,0 +1,77 @@
+"""What may not change silently between a checkpoint and the run that continues it.
+
+Samples, rewards and advantages before and after a resume are compared in one curve and one table. Where what makes them
+has changed, the run is refused, or with `resume_changes: allow` continues and reports each change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from unirl.train.checkpoint import newest_driver_state
+from unirl.types.errors import CheckpointError
+
+COMPARED = ("seed", "reward", "data", "sampling", "advantages", "selection")
+"""Sections of a recipe that say what is sampled and how it is judged."""
+_FREE = ("data.path", "reward.is_async")
+"""A data source compares the rows themselves, wherever they lie; asynchronous scoring gives the same rewards."""
+MAX_SHOWN = 6
+
+Recipe = Mapping[str, Any]  # Any: a recipe's values
+Changes = dict[str, list[Any]]  # Any: as above
+"""Key of the recipe -> what it was and what it is now; None where it is absent."""
+
+
+def check_same_algorithm(saved: Recipe, own: Recipe) -> None:
+    """Raise CheckpointError where a run would be continued by another algorithm; both are resolved recipes."""
+    before, now = ((recipe.get("algorithm") or {}).get("_target_") for recipe in (saved, own))
+    if before != now:
+        raise CheckpointError(
+            f"the checkpoint was saved by algorithm {before}, this recipe has {now}. Resume with the algorithm that it "
+            "was saved with, or start a new run."
+        )
+
+
+def changed_settings(saved: Recipe, own: Recipe) -> Changes:
+    """The compared keys that differ between two resolved recipes."""
+    before, now = (
+        {key: value for s in COMPARED for key, value in _leaves(s, recipe.get(s))} for recipe in (saved, own)
+    )
+    keys = [key for key in dict.fromkeys([*before, *now]) if key not in _FREE and before.get(key) != now.get(key)]
+    return {key: [before.get(key), now.get(key)] for key in keys}
+
+
+def refuse_changes(changes: Changes, own: Recipe) -> None:
+    """Raise CheckpointError for changes that the recipe does not allow."""
+    if changes and own.get("resume_changes") != "allow":
+        raise CheckpointError(
+            f"the checkpoint was trained with other settings: {'; '.join(described(changes))}. What comes before and "
+            "after would not compare. Set them back to continue, or start a new run; or set resume_changes=allow, "
+            "which continues, keeps both recipes and reports the changes."
+        )
+
+
+def check_resume(recipe: Recipe, run_dir: Path) -> None:
+    """Raise CheckpointError for a run that the newest checkpoint refuses to be continued by, before models load."""
+    state = newest_driver_state(run_dir / "checkpoints")
+    if state is not None:
+        check_same_algorithm(state["config"], recipe)
+        refuse_changes(changed_settings(state["config"], recipe), recipe)
+
+
+def described(changes: Changes) -> list[str]:
+    """One line per change, the first few of many."""
+    lines = [f"{key}: {json.dumps(before)} -> {json.dumps(now)}" for key, (before, now) in changes.items()]
+    left = len(lines) - MAX_SHOWN
+    return lines if left <= 0 else [*lines[:MAX_SHOWN], f"and {left} more"]
+
+
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:  # Any: as in Recipe
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{place}.{key}", item)
+    elif value is not None:
+        yield place, value
