@@ -8,7 +8,7 @@ RECIPE = {
     "recipe": "diffusion/mine",
     "seed": 7,
     "num_rollouts": 40,
-    "run_dir": "/home/me/run",
+    "run_dir": "runs/mine/1",
     "trackers": {"wandb": {"project": "secret"}},
     "bundle": {"_target_": "b.Bundle", "pretrained_model": "org/base"},
     "backend": {"lora": {"_target_": "l.Lora", "rank": 4, "alpha": 8}},
