@@ -25,7 +25,7 @@ class StopAfter:
         if step >= self.after:
             self.event.set()
 
-    def image(self, name, picture, step):
+    def image(self, name, picture, step, captions):
         pass
 
     def table(self, name, rows, step):

@@ -200,6 +200,21 @@ def test_a_failure_on_purpose_is_one_message_and_trackers_are_closed(here, monke
     assert capsys.readouterr().err.strip().endswith("TrainingError: stopped after rollout 3")
 
 
+def test_a_full_disk_is_said_before_the_librarys_error(here, monkeypatch, capsys):
+    if not Path("/dev/full").exists():
+        pytest.skip("no device that is always full")
+
+    def logs(recipe, run_dir, trackers, stop):
+        trackers[-1].start(recipe, run_dir, 0)
+        trackers[-1].log({"x": 1.0}, 1)
+
+    monkeypatch.setattr(wiring, "run_recipe", logs)
+    assert main(["trackers.jsonl.file_name=/dev/full", "trackers.tensorboard.enabled=false"]) == USER_ERROR
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-2].startswith("The disk is full. Make room") and "resume=auto" in lines[-2]
+    assert lines[-1] == "OSError: [Errno 28] No space left on device"
+
+
 def with_checkpoint(folder):
     (folder / "checkpoints" / "step-000001").mkdir(parents=True)
     return folder
@@ -327,7 +342,7 @@ def test_a_recipe_that_was_resumed_with_changes_does_not_allow_the_next_ones(her
 def test_the_end_screen_says_what_a_resume_has_changed():
     changes = [{"rollout": 2, "settings": {"reward.weights.mine": [1.0, 0.5], "seed": [1, 2]}}]
     text = rendered({**SUMMARY, "resume_changes": changes})
-    assert "not of one setting: resumed after rollout 2 with changes" in text
+    assert "resumed after rollout 2 with other settings" in text
     assert "reward.weights.mine: 1.0 -> 0.5" in text and "seed: 1 -> 2" in text
     assert "held-out evaluation" in text
     bare = rendered({**SUMMARY, "resume_changes": changes, "eval_before": None, "eval_after": None})

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from unirl.tracking.console import ConsoleTracker, reward_formula, sparkline
 from unirl.tracking.jsonl import JsonlTracker, read_metrics
-from unirl.tracking.media import GREEN, RED, answered, before_after, grid
+from unirl.tracking.media import GREEN, RED, answered, before_after, grid, marks
 from unirl.types.errors import ContractError
 
 CONFIG = {"recipe": "diffusion/test", "num_rollouts": 3}
@@ -103,7 +103,7 @@ def test_console_shows_reward_evaluation_and_phases(tmp_path, is_terminal):
     tracker.log({"eval/reward": 0.25}, 0)
     for step in range(1, 4):
         tracker.log({"reward/mean": step / 4, "train/loss": 1.0, "timing_s/rollout": 1.5}, step)
-    tracker.image("eval", Image.new("RGB", (4, 4)), 3)
+    tracker.image("eval", Image.new("RGB", (4, 4)), 3, [])
     tracker.finish({})
     text = out.getvalue()
     assert "diffusion/test" in text and "0.75" in text and "0.25" in text and "rollout" in text
@@ -144,12 +144,54 @@ def test_tensorboard_writes_scalars_and_pictures_and_purges_on_resume(tmp_path):
             tracker.log({"x": 10 * number}, 0)
         for step in range(done + 1, 4):
             tracker.log({"x": step + 10 * number}, step)
-        tracker.image("eval", Image.new("RGB", (4, 4)), 3)
-        tracker.finish({})
-    events = EventAccumulator(str(tmp_path / FOLDER))
+        tracker.image("eval", Image.new("RGB", (4, 4)), 3, [])
+        tracker.finish({"num_rollouts": 3})
+    events = EventAccumulator(str(tmp_path / FOLDER / "test"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("x")] == [(0, 10), (1, 21), (2, 22), (3, 33)]
     assert "eval" in events.Tags()["images"]
+
+
+def test_tensorboard_has_the_recipe_as_hyper_parameters_and_captions_in_a_run_of_its_name(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.plugins.hparams import metadata
+
+    from unirl.tracking.tensorboard import FOLDER, TensorBoardTracker
+
+    recipe = {
+        **CONFIG,
+        "run_dir": "somewhere",
+        "backend": {"optimizer": {"learning_rate": 3e-4, "betas": [0.9, 0.99]}, "lora": None},
+        "data": {"shuffle": True},
+        "save": {"best_metric": "strict"},
+    }
+    tracker = TensorBoardTracker()
+    tracker.start(recipe, tmp_path, 0)
+    tracker.image("rollout", Image.new("RGB", (4, 4)), 2, ["a cat: pass", "two\ndogs: fail"])
+    tracker.finish({"num_rollouts": 3})
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / FOLDER)).Reload()
+    assert list(runs.Runs()) == ["test"]
+
+    content = runs.GetAccumulator("test").PluginTagToContent(metadata.PLUGIN_NAME)
+    start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    kinds = {"number_value": lambda value: value.number_value, "string_value": lambda value: value.string_value}
+    found = {key: kinds[value.WhichOneof("kind")](value) for key, value in start.hparams.items()}
+    assert found == {
+        "num_rollouts": 3,
+        "backend.optimizer.learning_rate": 3e-4,
+        "backend.optimizer.betas": "[0.9, 0.99]",
+        "data.shuffle": "True",
+        "save.best_metric": "strict",
+    }
+    experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
+    assert [each.name.tag for each in experiment.metric_infos] == ["reward/mean", "eval/reward", "eval/strict"]
+    end = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
+    assert end.status == 1  # STATUS_SUCCESS
+
+    (captions,) = runs.Tensors("test", "rollout/captions/text_summary")
+    assert captions.step == 2
+    assert captions.tensor_proto.string_val == [b"1. a cat: pass\n2. two dogs: fail"]
 
 
 @pytest.mark.parametrize(
@@ -182,17 +224,21 @@ def test_optional_trackers_name_their_extra_and_log_through_their_library(
         def finish(self):
             calls.append("finished")
 
+    def picture_of(picture, caption):
+        calls.append(caption)
+        return picture
+
     def init(**options):
         calls.append((options["project"], options["resume"]))
         return FakeRun()
 
-    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(init=init, Image=lambda picture: picture))
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(init=init, Image=picture_of))
     tracker = tracker_class(project="p")
     tracker.start(CONFIG, tmp_path, 1)
     tracker.log({"x": 1.0}, 2)
-    tracker.image("eval", Image.new("RGB", (4, 4)), 2)
+    tracker.image("eval", Image.new("RGB", (4, 4)), 2, ["a cat"])
     tracker.finish({"wall_s": 1.0})
-    assert calls == [("p", "allow"), (["x"], 2), (["samples/eval"], 2), "finished"]
+    assert calls == [("p", "allow"), (["x"], 2), "1. a cat", (["samples/eval"], 2), "finished"]
 
 
 def test_grid_enlarges_small_images_and_leaves_room_for_captions():
@@ -264,6 +310,42 @@ def has_ink(picture, ink):
     """Whether text of this colour is there: letters are antialiased, so a pixel may be paler."""
     distance = np.abs(np.array(picture).astype(int) - np.array(ink)).sum(-1)
     return bool((distance < 60).any())
+
+
+def test_marks_say_pass_or_fail_only_where_the_metric_is_nothing_between():
+    strict = [{"reward": 2.0, "strict": 1.0}, None, {"reward": 0.254, "strict": 0.0}]
+    assert marks(strict, "strict") == [("pass, reward 2", True), ("no score", None), ("fail, reward 0.254", False)]
+    assert marks(strict, "reward") == [("reward 2", None), ("no score", None), ("reward 0.254", None)]
+    assert marks(strict, "absent") == marks(strict, "reward")
+    soft = [{"reward": 1.0, "soft": 1.0}, {"reward": 0.5, "soft": 0.5}]
+    assert marks(soft, "soft") == [("soft 1, reward 1", None), ("soft 0.5, reward 0.5", None)]
+    assert marks([{"reward": 1.0}, {"reward": 0.0}], "reward") == [("pass, reward 1", True), ("fail, reward 0", False)]
+    assert marks([None], "strict") == [("no score", None)]
+
+
+def framed(picture, left, top):
+    """The colour around the first 160 pixel picture at this place, None where there is no frame."""
+    line = {picture.getpixel((left - 2, y)) for y in (top, top + 80, top + 159)}
+    assert len(line) == 1
+    colour = line.pop()
+    return None if colour == (255, 255, 255) else colour
+
+
+def test_a_grid_frames_what_is_right_and_what_is_wrong():
+    marked = [("pass, reward 2", True), ("fail, reward 0", False), ("no score", None)]
+    picture = grid(torch.ones(3, 3, 32, 32) / 2, ["a", "b", "c"], columns=3, marked=marked)
+    assert [framed(picture, 6 + column * 172, 6) for column in range(3)] == [GREEN, RED, None]
+    assert has_ink(picture, GREEN) and has_ink(picture, RED)
+    assert picture.getpixel((6 + 80, 6 + 80)) == (128, 128, 128)
+    with pytest.raises(ContractError, match="1 marks for 3 images"):
+        grid(torch.ones(3, 3, 8, 8), marked=marked[:1])
+
+
+def test_a_pair_says_of_both_whether_they_are_right():
+    images = torch.ones(1, 3, 160, 160) / 2
+    picture = before_after(images, images, ["a cat"], marked=([("fail, reward 0", False)], [("pass, reward 2", True)]))
+    top = 6 + 15
+    assert [framed(picture, left, top) for left in (6, 6 + 160 + 8)] == [RED, GREEN]
 
 
 def test_answers_stand_in_their_colour_below_pictures_of_any_number_and_size():

@@ -26,6 +26,7 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, WorkerContext
 from unirl.tracking.base import TableRow, Tracker
 from unirl.tracking.jsonl import JsonlTracker, read_metrics
+from unirl.tracking.media import before_after
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
@@ -76,6 +77,7 @@ class Notes:
         self.events = events
         self.logged: dict[int, dict[str, float]] = {}
         self.pictures: list[tuple[str, int]] = []
+        self.captions: list[list[str]] = []
         self.started_at: int | None = None
         self.summary: Mapping[str, Any] | None = None
 
@@ -89,9 +91,10 @@ class Notes:
         self.logged[step] = dict(metrics)
         self.events.append(f"log:{step}")
 
-    def image(self, name: str, picture: Image.Image, step: int) -> None:
-        """Names of the pictures."""
+    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
+        """Names of the pictures and what is said of them."""
         self.pictures.append((name, step))
+        self.captions.append(list(captions))
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Images come as pictures."""
@@ -388,6 +391,25 @@ def test_pictures_of_training_samples_come_at_their_interval(tmp_path: Path):
     run = Run(tmp_path, num_rollouts=4, media_interval=2)
     run.trainer.run()
     assert run.notes.pictures == [("rollout", 2), ("rollout", 4)]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [f"rollout-00000{n}.png" for n in (2, 4)]
+    assert len(run.notes.captions[0]) == 12
+    assert all(re.fullmatch(r"prompt \d: reward -?[\d.e-]+", caption) for caption in run.notes.captions[0])
+
+
+def test_pictures_before_and_after_know_both_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
+    def watched(before: Tensor, after: Tensor, labels: Any, marked: Any) -> Image.Image:
+        seen.append(marked)
+        return before_after(before, after, labels, marked=marked)
+
+    monkeypatch.setattr("unirl.trainer.diffusion.before_after", watched)
+    run = Run(tmp_path, num_rollouts=1, evaluation={})
+    run.trainer.run()
+    ((before, after),) = seen
+    for marked, captions in zip((before, after), run.notes.captions, strict=True):
+        assert all(caption.endswith(f": {mark[0]}") for mark, caption in zip(marked, captions, strict=True))
+    assert len(before) == len(after) == 4 and before != after
 
 
 # Dropped groups -----------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Notes:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self.logged[step] = dict(metrics)
 
-    def image(self, name: str, picture: Any, step: int) -> None:
+    def image(self, name: str, picture: Any, step: int, captions: Sequence[str]) -> None:
         self.pictures[name, step] = picture
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:

@@ -43,7 +43,7 @@ class KeptRecipes:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Metrics are for others."""
 
-    def image(self, name: str, picture: Image.Image, step: int) -> None:
+    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
         """Pictures are for others."""
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:

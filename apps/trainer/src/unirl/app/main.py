@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from unirl.types.errors import UniRLError
 
 USER_ERROR = 2
 INTERRUPTED = 130
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,10 +30,20 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         return 0  # `trainer show | head`
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        if "--debug" in arguments:
+            traceback.print_exc()
+        sys.stderr.write(
+            "The disk is full. Make room (save.keep_last keeps fewer checkpoints), then continue with resume=auto.\n"
+            f"{type(error).__name__}: {error}\n"
+        )
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _dispatch(command: Command) -> int:

@@ -39,9 +39,7 @@ def resume_changes(summary: Summary) -> list[str]:
     """What other settings the run was resumed with, a line each; empty for a run of one recipe."""
     lines = []
     for change in summary.get("resume_changes") or []:
-        lines.append(
-            f"not of one setting: resumed after rollout {change['rollout']} with changes (recipes: config-*.yaml)"
-        )
+        lines.append(f"resumed after rollout {change['rollout']} with other settings (config-*.yaml):")
         lines += [f"  {line}" for line in described(change["settings"])]
     return lines
 
@@ -74,7 +72,7 @@ def next_steps(summary: Summary) -> str:
     lines = [
         f"run        {run_dir}   (metrics.jsonl, summary.json, samples/, checkpoints/)",
         f"look       {picture if picture.is_file() else picture.parent}",
-        f"curves     uv run tensorboard --logdir {run_dir}",
+        f"curves     uv run tensorboard --logdir {run_dir}/tensorboard",
         f"evaluate   uv run trainer eval {run_dir}",
         f"export     uv run trainer export {run_dir} --to exported --merged",
     ]

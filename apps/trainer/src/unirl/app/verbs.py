@@ -108,9 +108,10 @@ def evaluate(command: Command) -> None:
         output = Path(str(command.options["output"]))
         output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         if result.images is not None and result.images.numel():
-            from unirl.tracking.media import grid
+            from unirl.tracking.media import grid, marks
 
-            grid(result.images, result.labels).save(output.with_suffix(".png"))
+            marked = marks(result.scores, preferred) if result.scores else None
+            grid(result.images, result.labels, marked=marked).save(output.with_suffix(".png"))
 
 
 def export(command: Command) -> None:

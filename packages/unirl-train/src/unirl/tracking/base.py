@@ -26,8 +26,8 @@ class Tracker(Protocol):
         """Metrics of one step; names and units are listed in docs/metrics.md."""
         ...
 
-    def image(self, name: str, picture: Image.Image, step: int) -> None:
-        """A finished picture, such as a labelled grid of samples."""
+    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
+        """A finished picture, such as a labelled grid of samples. captions: what each sample in it is, as text."""
         ...
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:

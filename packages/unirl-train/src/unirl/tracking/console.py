@@ -124,7 +124,7 @@ class ConsoleTracker:
         elif evaluation or step % self._every == 0 or step == self._total:
             self._console.print(self._line(step, metrics), soft_wrap=True)
 
-    def image(self, name: str, picture: Image.Image, step: int) -> None:
+    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
         """Pictures are written to the run directory; a terminal shows none."""
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:

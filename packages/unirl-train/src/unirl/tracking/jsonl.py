@@ -36,7 +36,7 @@ class JsonlTracker:
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
 
-    def image(self, name: str, picture: Image.Image, step: int) -> None:
+    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
         """Pictures lie beside the metrics; nothing to write here."""
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
@@ -21,43 +21,93 @@ BACKGROUND = (255, 255, 255)
 INK, GREEN, RED = (30, 30, 30), (0, 120, 40), (190, 20, 20)
 SHEET_WIDTH = 1400
 """Pixels that a grid of answers aims at."""
+FRAME = 3
+"""Pixels of the line around a picture that is right or wrong."""
 
+Mark = tuple[str, bool | None]
+"""What to say of a sample, and whether it is right; None where nothing says so."""
 Caption = list[tuple[str, tuple[int, int, int], int]]
 """Texts below a cell, each with its colour and the lines that it may take."""
 
 
+def marks(scores: Sequence[Mapping[str, float] | None], metric: str) -> list[Mark]:
+    """Score of each sample in words, with pass or fail where `metric` is 0 or 1 for all that have a score.
+
+    scores: reward and components of a sample; None for one without a score. metric: the one that runs are judged by.
+    """
+    judged = [values[metric] for values in scores if values is not None and metric in values]
+    is_binary = bool(judged) and set(judged) <= {0.0, 1.0}
+    return [_mark(values, metric, is_binary=is_binary) for values in scores]
+
+
+def _mark(values: Mapping[str, float] | None, metric: str, *, is_binary: bool) -> Mark:
+    if values is None:
+        return "no score", None
+    reward = f"reward {values['reward']:.3g}"
+    if metric not in values or (metric == "reward" and not is_binary):
+        return reward, None
+    if is_binary:
+        passes = values[metric] == 1
+        return f"{'pass' if passes else 'fail'}, {reward}", passes
+    return f"{metric} {values[metric]:.3g}, {reward}", None
+
+
 def grid(
-    images: Tensor, labels: Sequence[str] | None = None, columns: int | None = None, scale: int | None = None
+    images: Tensor,
+    labels: Sequence[str] | None = None,
+    columns: int | None = None,
+    scale: int | None = None,
+    marked: Sequence[Mark] | None = None,
 ) -> Image.Image:
     """A grid of images with their captions underneath.
 
     images: [N, 3, H, W] (or [N, 1, H, W]) in [0, 1]; values outside are clamped. labels: N captions, wrapped and cut to
     three lines. columns: None takes about sqrt(N). scale: whole factor that images are enlarged by; None brings small
-    ones to about 160 pixels. Raises ContractError for another shape or number of labels.
+    ones to about 160 pixels. marked: N texts below the captions; what is right or wrong gets a green or red frame.
+    Raises ContractError for another shape or number of labels or marks.
     """
-    captions = _checked(images, labels)
+    captions = _plain(_checked(images, labels))
     columns = columns or max(1, math.ceil(math.sqrt(len(images))))
-    cells = [_enlarged(image, scale) for image in images]
-    return _assembled([[cell] for cell in cells], _plain(captions), columns, titles=None)
+    cells = [[_enlarged(image, scale)] for image in images]
+    if marked is None:
+        return _assembled(cells, captions, columns, titles=None)
+    _check_marks(images, marked)
+    for caption, mark in zip(captions, marked, strict=True):
+        caption.append((mark[0], _ink(mark), 1))
+    return _assembled(cells, captions, columns, titles=None, frames=[[mark[1]] for mark in marked])
 
 
-def before_after(before: Tensor, after: Tensor, labels: Sequence[str], columns: int | None = None) -> Image.Image:
+def before_after(
+    before: Tensor,
+    after: Tensor,
+    labels: Sequence[str],
+    columns: int | None = None,
+    marked: tuple[Sequence[Mark], Sequence[Mark]] | None = None,
+) -> Image.Image:
     """Pairs of images of the same prompt and noise, side by side: left before training, right after.
 
-    before, after: [N, 3, H, W] in [0, 1]. Other arguments as in `grid`.
+    before, after: [N, 3, H, W] in [0, 1]. marked: of those before and of those after. Other arguments as in `grid`.
     """
     if before.shape != after.shape:
         raise ContractError(f"before {tuple(before.shape)} and after {tuple(after.shape)} must have one shape")
-    captions = _checked(before, labels)
+    captions = _plain(_checked(before, labels))
     columns = columns or max(1, math.ceil(math.sqrt(len(before) / 2)))
     pairs = [[_enlarged(left, None), _enlarged(right, None)] for left, right in zip(before, after, strict=True)]
-    return _assembled(pairs, _plain(captions), columns, titles=("before", "after"))
+    titles = ("before", "after")
+    if marked is None:
+        return _assembled(pairs, captions, columns, titles=titles)
+    for each in marked:
+        _check_marks(before, each)
+    both = list(zip(*marked, strict=True))
+    for caption, pair in zip(captions, both, strict=True):
+        caption.extend((f"{title}: {mark[0]}", _ink(mark), 1) for title, mark in zip(titles, pair, strict=True))
+    return _assembled(pairs, captions, columns, titles=titles, frames=[[mark[1] for mark in pair] for pair in both])
 
 
 def answered(
     pictures: Sequence[Sequence[Tensor]],
     questions: Sequence[str],
-    verdicts: Sequence[tuple[str, bool | None]],
+    verdicts: Sequence[Mark],
     columns: int | None = None,
 ) -> Image.Image:
     """A grid of samples: the pictures of each side by side, its question, and what was answered below.
@@ -71,8 +121,8 @@ def answered(
     shown = [[_boxed(image) for image in each] + [_blank()] * (most - len(each)) for each in pictures]
     width = most * TARGET_SIDE + (most - 1) * (MARGIN // 2)
     captions = [
-        [(question, INK, MAX_CAPTION_LINES - 1), (answer, INK if is_right is None else GREEN if is_right else RED, 1)]
-        for question, (answer, is_right) in zip(questions, verdicts, strict=True)
+        [(question, INK, MAX_CAPTION_LINES - 1), (verdict[0], _ink(verdict), 1)]
+        for question, verdict in zip(questions, verdicts, strict=True)
     ]
     return _assembled(shown, captions, columns or max(1, min(len(shown), SHEET_WIDTH // width)), titles=None)
 
@@ -84,6 +134,15 @@ def _checked(images: Tensor, labels: Sequence[str] | None) -> list[str]:
     if len(captions) != len(images):
         raise ContractError(f"{len(captions)} labels for {len(images)} images")
     return captions
+
+
+def _check_marks(images: Tensor, marked: Sequence[Mark]) -> None:
+    if len(marked) != len(images):
+        raise ContractError(f"{len(marked)} marks for {len(images)} images")
+
+
+def _ink(mark: Mark) -> tuple[int, int, int]:
+    return INK if mark[1] is None else GREEN if mark[1] else RED
 
 
 def _enlarged(image: Tensor, scale: int | None) -> Image.Image:
@@ -116,10 +175,14 @@ def _plain(captions: list[str]) -> list[Caption]:
 
 
 def _assembled(
-    cells: list[list[Image.Image]], captions: list[Caption], columns: int, titles: tuple[str, str] | None
+    cells: list[list[Image.Image]],
+    captions: list[Caption],
+    columns: int,
+    titles: tuple[str, str] | None,
+    frames: list[list[bool | None]] | None = None,
 ) -> Image.Image:
     font = ImageFont.load_default(FONT_SIZE)
-    gap = MARGIN // 2
+    gap = MARGIN // 2 if frames is None else 2 * FRAME + 2
     width = sum(picture.width for picture in cells[0]) + gap * (len(cells[0]) - 1)
     height = cells[0][0].height
     line_height = FONT_SIZE + 3
@@ -140,10 +203,13 @@ def _assembled(
         for number, picture in enumerate(pictures):
             x = left + number * (picture.width + gap)
             canvas.paste(picture, (x, top))
+            if frames is not None and frames[index][number] is not None:
+                box = (x - FRAME, top - FRAME, x + picture.width + FRAME - 1, top + picture.height + FRAME - 1)
+                draw.rectangle(box, outline=GREEN if frames[index][number] else RED, width=FRAME)
             if titles is not None and index < columns:
                 draw.text((x, MARGIN // 2), titles[number], fill=INK, font=font)
         for number, (line, ink) in enumerate(lines):
-            draw.text((left, top + height + 2 + number * line_height), line, fill=ink, font=font)
+            draw.text((left, top + height + FRAME + 1 + number * line_height), line, fill=ink, font=font)
     return canvas
 
 

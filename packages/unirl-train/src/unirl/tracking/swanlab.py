@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
-from unirl.tracking.tables import markdown
+from unirl.tracking.tables import markdown, numbered
 from unirl.tracking.wandb import run_id
 
 
@@ -54,9 +54,9 @@ class SwanLabTracker:
         """One point a metric."""
         self._run.log(dict(metrics), step=step)
 
-    def image(self, name: str, picture: Image.Image, step: int) -> None:
+    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
         """One picture."""
-        self._run.log({f"samples/{name}": self._swanlab.Image(picture)}, step=step)
+        self._run.log({f"samples/{name}": self._swanlab.Image(picture, caption=numbered(captions))}, step=step)
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """One text, a Markdown table."""

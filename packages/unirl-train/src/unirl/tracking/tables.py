@@ -22,6 +22,11 @@ def shown(value: str | float, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: half - 3]} ... {text[len(text) - half + 2 :]}"
 
 
+def numbered(lines: Sequence[str]) -> str:
+    """A numbered list, which is Markdown too."""
+    return "\n".join(f"{number}. {' '.join(line.split())}" for number, line in enumerate(lines, start=1))
+
+
 def markdown(rows: Sequence[TableRow]) -> str:
     """A Markdown table."""
     names = columns(rows)

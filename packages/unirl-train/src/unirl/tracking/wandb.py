@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
-from unirl.tracking.tables import columns
+from unirl.tracking.tables import columns, numbered
 
 
 def run_id(run_dir: Path) -> str:
@@ -54,9 +54,9 @@ class WandbTracker:
         """One point a metric."""
         self._run.log(dict(metrics), step=step)
 
-    def image(self, name: str, picture: Image.Image, step: int) -> None:
+    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
         """One picture, on the axis of its step."""
-        self._run.log({f"samples/{name}": self._wandb.Image(picture)}, step=step)
+        self._run.log({f"samples/{name}": self._wandb.Image(picture, caption=numbered(captions))}, step=step)
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """One table, on the axis of its step."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 import re
 import secrets
 import shutil
@@ -37,6 +39,9 @@ DRIVER_STATE = "driver_state.json"
 ARCHITECTURE = "architecture.json"
 BEST = "best.json"
 WRITE_TIMEOUT_S = 3600.0
+_MAKE_ROOM = "Make room (save.keep_last keeps fewer checkpoints), then continue with resume=auto."
+_FULL_BYTES = 1 << 20
+"""A disk with less free is full."""
 
 _FINISHED = re.compile(r"step-(\d+)(\.replaced-[0-9a-f]+)?")
 _UNFINISHED = re.compile(r"step-\d+\.tmp-[0-9a-f]+")
@@ -372,23 +377,32 @@ class Checkpointer:
 
     def _stage(self, folder: Path, action: Callable[[], None]) -> None:
         """Run `action` on every rank; where it failed on any, CheckpointError on all, with the free space."""
-        problem = None
+        problem: str | None = None
+        of_disk = False
         try:
             action()
         except CheckpointError as error:
-            problem = str(error)
+            problem = str(error).removesuffix(".")
         except (OSError, SafetensorError) as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem, of_disk = f"{type(error).__name__}: {error}", True
         except CheckpointException as error:
             causes = {f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()}
-            problem = ", ".join(sorted(causes))
-        problems = [problem]
+            problem, of_disk = ", ".join(sorted(causes)), True
+        outcomes: list[Any] = [(problem, of_disk)]  # Any: what a collective fills in
         if self._group is not None:
-            problems = [None] * self._backend.dp_size
-            dist.all_gather_object(problems, problem, group=self._group)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
-        if failed:
-            raise CheckpointError(f"{folder}: {'; '.join(failed)}. Free bytes there: {self._free_bytes()}.")
+            outcomes = [None] * self._backend.dp_size
+            dist.all_gather_object(outcomes, (problem, of_disk), group=self._group)
+        failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]
+        if not failed:
+            return
+        details = f"{folder}: {'; '.join(failed)}."
+        if not any(each for _, each in outcomes):
+            raise CheckpointError(details)
+        free = self._free_bytes()
+        # What a library says of a full disk is not always the system's message.
+        is_full = free < _FULL_BYTES or any(os.strerror(code) in details for code in (errno.ENOSPC, errno.EDQUOT))
+        first = f"The disk of {self._folder} is full; earlier checkpoints stand. {_MAKE_ROOM} " if is_full else ""
+        raise CheckpointError(f"{first}{details} Free bytes there: {free}.")
 
     def _free_bytes(self) -> int:
         existing = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from unirl.distributed.runtime import Held
-from unirl.tracking.media import before_after, grid
+from unirl.tracking.media import Mark, before_after, grid, marks
 from unirl.trainer.base import Trainer
-from unirl.trainer.evaluation import EvaluationResult, take_images
+from unirl.trainer.evaluation import EvaluationResult, scores_of, take_images
 from unirl.trainer.request import build_request, shortened
 from unirl.types.media import Texts
 from unirl.types.reward import RewardResponse
@@ -50,30 +53,39 @@ class DiffusionTrainer(Trainer[DiffusionSamplingParams]):
     def show_rollout(
         self, resp: Held, req: RolloutReq, reply: RewardResponse, advantages: torch.Tensor, step: int
     ) -> None:
-        """A grid of the first samples, to the trackers."""
+        """A grid of the first samples with their scores, to the run directory and the trackers."""
         images = torch.cat(resp.map(take_images, "image", NUM_PICTURES))[:NUM_PICTURES]
         if images.numel():
             texts = req.primitives["text"]
-            labels = texts.texts[: len(images)] if isinstance(texts, Texts) else None
-            self._show("rollout", grid(images, labels), step)
+            labels = texts.texts[: len(images)] if isinstance(texts, Texts) else [""] * len(images)
+            marked = marks(scores_of(reply, len(images)), self._settings.best_metric)
+            self._show("rollout", grid(images, labels, marked=marked), labels, marked, step)
 
     def show_evaluation(self, result: EvaluationResult, step: int) -> None:
         """A grid, and the images of the first evaluation beside those of this one."""
-        folder = self._run_dir / "samples"
-        folder.mkdir(parents=True, exist_ok=True)
         if result.images is None or not result.images.numel():
             return
-        picture = grid(result.images, result.labels)
-        picture.save(folder / f"eval-{step:06d}.png")
-        self._show("eval", picture, step)
-        first = folder / FIRST_IMAGES
+        metric = self._settings.best_metric
+        marked = marks(result.scores, metric)
+        self._show("eval", grid(result.images, result.labels, marked=marked), result.labels, marked, step)
+        first = self._samples() / FIRST_IMAGES
         if step == 0:
-            save_file({"images": result.images}, first)
+            save_file({"images": result.images}, first, metadata={"scores": json.dumps(result.scores)})
         elif first.is_file():
-            before = load_file(first)["images"]
+            with safe_open(first, framework="pt") as file:
+                before, known = file.get_tensor("images"), (file.metadata() or {}).get("scores")
+            both = None if known is None else (marks(json.loads(known), metric), marked)
             if before.shape == result.images.shape:
-                before_after(before, result.images, result.labels).save(folder / "before_after.png")
+                picture = before_after(before, result.images, result.labels, marked=both)
+                picture.save(self._samples() / "before_after.png")
 
-    def _show(self, name: str, picture: Any, step: int) -> None:  # Any: a PIL image
+    def _show(self, name: str, picture: Image.Image, labels: list[str], marked: list[Mark], step: int) -> None:
+        picture.save(self._samples() / f"{name}-{step:06d}.png")
+        captions = [f"{label}: {mark[0]}" for label, mark in zip(labels, marked, strict=True)]
         for tracker in self._trackers:
-            tracker.image(name, picture, step)
+            tracker.image(name, picture, step, captions)
+
+    def _samples(self) -> Path:
+        folder = self._run_dir / "samples"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder

@@ -162,6 +162,9 @@ class EvaluationResult:
     images: Tensor | None = None
     """[K, 3, H, W] in [0, 1]."""
     labels: list[str] = field(default_factory=list)
+    """Prompts of `images`."""
+    scores: list[dict[str, float] | None] = field(default_factory=list)
+    """Reward and components of each of `images`; None where it could not be scored."""
     num_failed: int = 0
     """Samples without a score (reward.on_failure: drop_group), left out of the means."""
     completions: list[TableRow] = field(default_factory=list)
@@ -297,6 +300,11 @@ def sample_values(reply: RewardResponse, sample: int) -> dict[str, float]:
     return {name: float(values[sample]) for name, values in columns.items()}
 
 
+def scores_of(reply: RewardResponse, count: int) -> list[dict[str, float] | None]:
+    """The values of the first samples; None for one that could not be scored."""
+    return [sample_values(reply, i) if reply.successes[i] else None for i in range(count)]
+
+
 class BaseEvaluator(ABC):
     """Scores the policy on held-out prompts."""
 
@@ -356,6 +364,7 @@ class Evaluator(BaseEvaluator):
         scores = Scores()
         images: list[Tensor] = []
         labels: list[str] = []
+        kept: list[dict[str, float] | None] = []
 
         def build(rows: list[PromptRow]) -> RolloutReq:
             return build_request(
@@ -371,11 +380,13 @@ class Evaluator(BaseEvaluator):
                 parts = torch.cat(batch.resp.map(take_images, self._track, wanted))[: min(wanted, len(batch.rows))]
                 images.append(parts)
                 labels.extend(row.prompt for row in batch.rows[: len(parts)])
+                kept.extend(scores_of(batch.reply, len(parts)))
         return EvaluationResult(
             categories=scores.categories(),
             overall=scores.overall(),
             num_samples=scores.num_scored,
             images=torch.cat(images) if images else None,
             labels=labels,
+            scores=kept,
             num_failed=len(scores.errors),
         )

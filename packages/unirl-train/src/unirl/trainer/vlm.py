@@ -98,10 +98,11 @@ class VLMTrainer(Trainer[ARSamplingParams]):
             tracker.table(name, rows, step)
         if not pictures:
             return
-        picture = answered(pictures, [str(row["prompt"]) for row in rows], [verdict(row) for row in rows])
+        prompts, verdicts = [str(row["prompt"]) for row in rows], [verdict(row) for row in rows]
+        picture = answered(pictures, prompts, verdicts)
         picture.save(folder / f"{name}-{step:06d}.png")
         for tracker in self._trackers:
-            tracker.image(name, picture, step)
+            tracker.image(name, picture, step, [f"{p}: {v[0]}" for p, v in zip(prompts, verdicts, strict=True)])
 
 
 def verdict(row: TableRow) -> tuple[str, bool | None]:
