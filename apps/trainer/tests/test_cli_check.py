@@ -1,16 +1,22 @@
 """Every packaged recipe passes the check, and every kind of mistake has its message."""
 
 import copy
+import inspect
 import json
+import math
 import re
+from typing import cast
 
 import pytest
 
 from unirl.app.environment import register_resolvers
+from unirl.config.annotations import mismatch
 from unirl.config.catalog import available, packaged_name
-from unirl.config.check import build_values, check_recipe
+from unirl.config.check import OPTION_SECTIONS, build_values, check_recipe
+from unirl.config.instantiation import import_target
 from unirl.config.recipes import compose, resolve
 from unirl.config.rules import Machine, async_reward_has_chunks
+from unirl.config.signatures import read_target
 from unirl.types.errors import ConfigError
 
 RECIPES = list(available())
@@ -165,6 +171,21 @@ MISTAKES = [
     ({"backend.optimizer": 3e-4}, "backend.optimizer = 0.0003 must be a OptimizerConfig (a mapping with _target_)"),
     ({"algorithm.old_logp_source": "x"}, "algorithm.old_logp_source = 'x' must be one of 'auto', 'rollout', 'replay'"),
     ({"reward.scorers.shapes.strict_wight": 1}, "Did you mean strict_weight"),
+    ({"backend.optimizer.learning_rate": -1}, "backend.optimizer.learning_rate = -1 must be at least 0"),
+    ({"backend.optimizer.learning_rate": math.nan}, "learning_rate = nan must be finite and at least 0"),
+    ({"backend.optimizer.learning_rate": math.inf}, "learning_rate = inf must be finite and at least 0"),
+    ({"backend.optimizer.betas": [0.9, 1.0]}, "backend.optimizer.betas = [0.9, 1.0] must be in [0, 1)"),
+    ({"algorithm.clip_range": -1}, "algorithm.clip_range = -1 must be in (0, 1)"),
+    ({"algorithm.clip_range_high": 1.5}, "algorithm.clip_range_high = 1.5 must be in (0, 1) or null"),
+    ({"algorithm.kl_coef": -0.1}, "algorithm.kl_coef = -0.1 must be at least 0"),
+    ({"seed": -1}, "seed = -1 must be in [0, 9.22337e+18]"),
+    ({"seed": 2**63}, "seed = 9223372036854775808 must be in [0, 9.22337e+18]"),
+    ({"eval.interval": -1}, "eval.interval = -1 must be at least 0"),
+    ({"guardrails.reward_drop": 0}, "guardrails.reward_drop = 0 must be above 0"),
+    ({"advantages.clip": -1.0}, "advantages.clip = -1.0 must be above 0 or null"),
+    ({"reward.scorers.shapes.batch_size": 0}, "reward.scorers.shapes.batch_size = 0 must be at least 1"),
+    ({"reward.max_retries": 0}, "reward.max_retries = 0 must be at least 1"),
+    ({"pipeline.decode_batch_size": 0}, "pipeline.decode_batch_size = 0 must be at least 1"),
     ({"eval.intervall": 3}, "eval.intervall: unirl.trainer.evaluation.EvaluationConfig has no argument 'intervall'"),
     ({"guardrails.action": "panic"}, "guardrails.action = 'panic' must be one of 'off', 'warn', 'stop', 'rollback'"),
     ({"trackers.console": True}, "trackers.console: must be a mapping with _target_"),
@@ -309,6 +330,72 @@ def test_a_weight_that_outlives_its_scorer_is_named_with_the_way_out():
         check_recipe(recipe)
 
 
+def targets(recipes):
+    """Every import path that a packaged recipe names."""
+    nodes, paths = list(recipes.values()), set(OPTION_SECTIONS.values())
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            paths |= {node["_target_"]} if "_target_" in node else set()
+            nodes += node.values()
+        elif isinstance(node, list):
+            nodes += node
+    return sorted(paths)
+
+
+def numbers(path):
+    """Keywords of a target that take a number, with the parameter."""
+    for name, item in read_target(path).parameters.items():
+        if item.annotation is not None and mismatch("x", item.annotation, item.module) is not None:
+            if mismatch(1, item.annotation, item.module) is None:
+                yield name, item
+
+
+def is_enforced(path, name):
+    """Whether a constructor among the class and its bases checks the bounds of this keyword."""
+    if path.startswith("unirl.sde."):
+        return True  # `__post_init__` does, and has its tests
+    bases = inspect.getmro(cast("type", import_target(path)))
+    constructors = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
+    return any("__wrapped__" in vars(each) and name in inspect.signature(each).parameters for each in constructors)
+
+
+NO_BOUNDS = {
+    "rank",
+    "MultimodalRLDataSource.seed",
+    "PreferenceDataSource.seed",  # the trainer sets them
+    "margin",  # of a reward, which may be any number
+    "LinearWeight.start",
+    "LinearWeight.end",
+    "ShapesRewardScorer.strict_weight",
+    "ShapesRewardScorer.soft_weight",
+    "RolloutCorrection.lower",
+    "RolloutCorrection.upper",  # judged together
+    "MixGRPOWindow.decay_knee",
+    "RandomSubset.seed",
+    "MixGRPOWindow.seed",  # of a hash
+    "ConsoleTracker.every",  # 0 or less is every step
+    "LoraConfig.dropout",  # 0, which the class explains
+}
+"""Numbers that may be anything, or that only a rule about several can judge."""
+
+
+def test_every_number_of_a_packaged_recipe_declares_bounds_that_its_class_enforces(recipes):
+    # Sampling parameters are built by the check itself.
+    paths = [path for path in targets(recipes) if not path.startswith("unirl.types.sampling.")]
+    found = [(path, name, item) for path in paths for name, item in numbers(path)]
+    assert len(found) > 150
+    loose, idle = set(), set()
+    for path, name, item in found:
+        known = {name, f"{path.rsplit('.', 1)[-1]}.{name}"} & NO_BOUNDS
+        takes_fractions = mismatch(0.5, item.annotation, item.module) is None
+        if mismatch(math.nan if takes_fractions else -(10**9), item.annotation, item.module) is None and not known:
+            loose.add(f"{path}.{name}")
+        elif not known and not is_enforced(path, name):
+            idle.add(f"{path}.{name}")
+    assert not loose and not idle, (sorted(loose), sorted(idle))
+
+
 def test_several_mistakes_are_reported_together(recipes):
     with pytest.raises(ConfigError) as raised:
         check_recipe(changed(recipes[GRPO], {"algorithm.clip_rang": 1, "stack.micro_batch": 2}))
@@ -324,7 +411,7 @@ def test_several_mistakes_are_reported_together(recipes):
             r"sampling\.scheduler: unirl\.sde\.windows\.RandomSubset refuses its arguments: num_sde_steps = 9",
         ),
         ("eval.num_samples", 0, r"eval\.num_samples = 0 must be at least 1"),
-        ("backend.optimizer.learning_rate", -1.0, r"optimizer\.learning_rate = -1\.0 must be finite"),
+        ("backend.optimizer.learning_rate", -1.0, r"optimizer\.learning_rate = -1\.0 must be at least 0"),
         ("advantages.preset", "flow", r"advantages\.preset = 'flow' must be one of"),
     ],
 )

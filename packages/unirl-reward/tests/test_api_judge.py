@@ -220,7 +220,7 @@ def test_a_wrong_token_fails_at_the_start(endpoint):
     ("changes", "text"),
     [
         ({"logprobs": "maybe"}, "logprobs = 'maybe' must be one of"),
-        ({"concurrency": 0}, "concurrency = 0 must be above 0"),
+        ({"concurrency": 0}, "concurrency = 0 must be at least 1"),
         ({"timeout_s": 0.0}, "timeout_s = 0.0 must be above 0"),
         ({"base_url": "localhost:8000"}, "base_url = 'localhost:8000' must start with"),
         ({"api_key_file": "/no/key"}, "cannot read api_key_file '/no/key'"),

@@ -340,7 +340,7 @@ def test_a_server_that_still_loads_is_waited_for():
         ({"reward_weights": {"b": 1.0}}, "weights name 'b'"),
         ({"transport": "pickle"}, "transport = 'pickle'"),
         ({"batch_size": 0}, "batch_size = 0"),
-        ({"timeout_s": 0}, "timeout_s and deadline_s must be above 0"),
+        ({"timeout_s": 0}, "timeout_s = 0 must be above 0"),
         ({"token": "a", "token_file": "b"}, "both given"),
         ({"token_file": "/nowhere/token"}, "token_file = '/nowhere/token' cannot be read"),
     ],

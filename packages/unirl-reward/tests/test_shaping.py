@@ -77,8 +77,8 @@ def test_each_mode_on_a_case_worked_by_hand(shaping, expected):
         (("none",), "truncated_reward = 'none' must be one of"),
         (("zero", 10), "{'overlong_buffer_len': 10} does nothing where truncated_reward is 'zero'"),
         (("keep", None, 1.0), "{'overlong_penalty_factor': 1.0} does nothing"),
-        (("soft", 10, -1.0), "{'overlong_penalty_factor': -1.0} must be positive"),
-        (("soft", 0), "{'overlong_buffer_len': 0} must be positive"),
+        (("soft", 10, -1.0), "factor = -1.0 must be above 0"),
+        (("soft", 0), "buffer_len = 0 must be at least 1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(arguments, message):

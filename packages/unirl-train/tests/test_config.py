@@ -20,7 +20,8 @@ from __future__ import annotations
 import argparse
 import abc
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+from unirl.types.bounds import Bounds, Positive
 from some_models.kinds import Kind, Mode
 
 raise_if_imported = 1 / 0
@@ -36,6 +37,8 @@ class Options:
 @dataclass(frozen=True)
 class MoreOptions(Options):
     mode: Mode = "fast"
+    speed: Positive | None = None
+    shares: Annotated[list[float], Bounds(ge=0, le=1)] = ()
 
 class Base(abc.ABC):
     flag = True
@@ -128,6 +131,8 @@ def test_signature_of_a_dataclass_leaves_out_what_init_does_not_take(some_models
         "betas": True,
         "names": True,
         "mode": True,
+        "speed": True,
+        "shares": True,
     }
 
 
@@ -170,6 +175,13 @@ def test_unknown_targets_suggest_the_nearest_names(some_models, path, message):
         ("mode", "fast", None),
         ("mode", "quick", "one of 'fast', 'slow'"),
         ("model", object(), None),
+        ("speed", 1, None),
+        ("speed", None, None),
+        ("speed", "1", "a number or null"),
+        ("speed", 0, "above 0 or null"),
+        ("speed", float("nan"), "finite and above 0 or null"),
+        ("shares", [0, 1], None),
+        ("shares", [0.5, 1.5], "in [0, 1]"),
     ],
 )
 def test_values_are_judged_by_annotations_as_far_as_source_tells(some_models, name, value, expected):
@@ -223,7 +235,7 @@ OPTIMIZER = "unirl.train.configs.OptimizerConfig"
     [
         ({"_target_": OPTIMIZER, "learning_rat": 1}, {}, "no argument 'learning_rat'. Did you mean learning_rate?"),
         ({"_target_": OPTIMIZER}, {}, "missing 1 required positional argument: 'learning_rate'"),
-        ({"_target_": OPTIMIZER, "learning_rate": -1.0}, {}, "must be finite and not negative"),
+        ({"_target_": OPTIMIZER, "learning_rate": -1.0}, {}, "optimizer.learning_rate = -1.0 must be at least 0"),
         ({"_target_": f"{OPTIMIZER}x"}, {}, "unirl.train.configs has no 'OptimizerConfigx'. Did you mean Optimizer"),
         ({"_target_": "unirl.train.config.X"}, {}, "unirl.train has no 'config'"),
         ({"_target_": "nowhere.X"}, {}, "there is no module 'nowhere'"),

@@ -51,5 +51,5 @@ def test_state_survives_a_round_trip():
 def test_wrong_settings_are_refused():
     with pytest.raises(ConfigError, match="off, warn, stop, rollback"):
         GuardrailConfig(**dict[str, Any](action="halt"))
-    with pytest.raises(ConfigError, match="warmup <= window"):
+    with pytest.raises(ConfigError, match="warmup = 30 must be at most window = 20"):
         GuardrailConfig(warmup=30)

@@ -118,7 +118,7 @@ def test_adaptive_coefficient_moves_towards_the_target_and_is_clipped():
     assert adapted_coefficient(1.0, 2.0, target=1.0, horizon=10, num_samples=5) == pytest.approx(1.1)
     assert adapted_coefficient(1.0, 0.0, target=1.0, horizon=10, num_samples=5) == pytest.approx(0.9)
     assert adapted_coefficient(1.0, 1.1, target=1.0, horizon=10, num_samples=10) == pytest.approx(1.1)
-    with pytest.raises(ConfigError, match="target > 0"):
+    with pytest.raises(ConfigError, match="target = 0.0 must be above 0"):
         AdaptiveKL(target=0.0, horizon=1.0)
 
 

@@ -284,11 +284,11 @@ def test_two_ranks_train_the_critic_and_the_policy_that_one_trains(tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gamma": 1.1}, "algorithm.gamma = 1.1 and algorithm.lam = 0.95 must lie in"),
+        ({"gamma": 1.1}, "algorithm.gamma = 1.1 must lie in"),
         ({"lam": -0.1}, "algorithm.lam = -0.1 must lie in"),
         ({"value_coef": -1.0}, "algorithm.value_coef = -1.0 must be at least 0"),
         ({"value_clip": 0.0}, "algorithm.value_clip = 0.0 must be above 0"),
-        ({"critic_max_grad_norm": 0.0}, "max_grad_norm = 0.0 of a module must be positive"),
+        ({"critic_max_grad_norm": 0.0}, "critic_max_grad_norm = 0.0 must be above 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str):

@@ -111,7 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resolve", action="store_true", help="show: replace interpolations by their values here")
     parser.add_argument("--strict", action="store_true", help="check: fail where this machine cannot run the recipe")
     parser.add_argument(
-        "--values", action="store_true", help="check: also build schedules, options, ... (imports torch)"
+        "--values",
+        action="store_true",
+        help="check: also build schedules, options, ...; imports torch and the classes that the file names, so not for "
+        "a file you do not trust (without it, check and show execute nothing of a recipe)",
     )
     parser.add_argument("--all", action="store_true", help="check: every packaged recipe")
     parser.add_argument("--to", metavar="FOLDER", help="export: where to write")

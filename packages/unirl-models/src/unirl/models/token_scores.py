@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from unirl.types.errors import ConfigError
+from unirl.types.bounds import PositiveInt, bounded
 
 CHUNK_LOGITS = 2**25
 """Logits held at once by default: 128 MiB in float32, 220 tokens of a vocabulary of 151,936."""
@@ -57,6 +57,7 @@ def chunked_scores(
     return torch.cat([logp for logp, _ in scores]), torch.cat([entropy for _, entropy in scores])
 
 
+@bounded("bundle")
 class ScoringHead(nn.Linear):
     """A language model's output projection that can score given tokens instead of returning logits.
 
@@ -65,13 +66,11 @@ class ScoringHead(nn.Linear):
     projection's shards before it and drops them after the backward.
     """
 
-    def __init__(self, projection: nn.Linear, *, chunk_logits: int = CHUNK_LOGITS) -> None:
+    def __init__(self, projection: nn.Linear, *, chunk_logits: PositiveInt = CHUNK_LOGITS) -> None:
         with torch.device("meta"):
             super().__init__(projection.in_features, projection.out_features, bias=projection.bias is not None)
         self.weight = projection.weight
         self.bias = projection.bias
-        if chunk_logits < 1:
-            raise ConfigError(f"chunk_logits = {chunk_logits} must be at least 1")
         self._tokens_per_chunk = max(1, chunk_logits // projection.out_features)
         self._asked: tuple[Tensor, Tensor, float] | None = None
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from unirl.reward.catalog import ScorerCard
 from unirl.reward.compose import composed
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Images, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -40,6 +41,7 @@ class Scored:
     reasons: Sequence[str | None]
 
 
+@bounded("scorer")
 class LocalScorer(ABC):
     """Scores samples in this process, `batch_size` at a time.
 
@@ -62,15 +64,13 @@ class LocalScorer(ABC):
         self,
         *,
         name: str,
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
         device: str = "cpu",
         component_weights: Mapping[str, float] | None = None,
         normalise: bool = False,
     ) -> None:
         if not name or "/" in name:
             raise ConfigError(f"a scorer cannot be called {name!r}; use a name without '/'")
-        if batch_size < 1:
-            raise ConfigError(f"scorer {name}: batch_size = {batch_size} must be at least 1")
         weights = dict(component_weights or {})
         wrong = {key: weight for key, weight in weights.items() if not math.isfinite(weight)}
         if wrong:

@@ -23,6 +23,7 @@ from unirl.reward.wire import (
     encode_json,
     samples_of,
 )
+from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError, DataError, RewardError
 from unirl.types.reward import RewardRequest, RewardResponse
 
@@ -32,6 +33,7 @@ ResultT = TypeVar("ResultT")
 _CLOSE_TIMEOUT_S = 5.0
 
 
+@bounded("client")
 class RewardClient:
     """Asks one or several reward servers that answer alike.
 
@@ -54,20 +56,18 @@ class RewardClient:
         token_file: str | None = None,
         transport: Transport = "binary",
         pixels: Pixels = "lossless",
-        batch_size: int = 32,
-        max_concurrency: int = 8,
-        timeout_s: float = 300.0,
-        max_retries: int = 4,
-        retry_delay_s: float = 1.0,
-        deadline_s: float = 1800.0,
+        batch_size: PositiveInt = 32,
+        max_concurrency: PositiveInt = 8,
+        timeout_s: Positive = 300.0,
+        max_retries: NonNegativeInt = 4,
+        retry_delay_s: NonNegative = 1.0,
+        deadline_s: Positive = 1800.0,
         trust_env: bool = False,
     ) -> None:
         if transport not in get_args(Transport) or pixels not in get_args(Pixels):
             raise ConfigError(
                 f"transport = {transport!r}, pixels = {pixels!r} must be of {get_args(Transport)}, {get_args(Pixels)}"
             )
-        if batch_size < 1 or max_concurrency < 1:
-            raise ConfigError(f"batch_size = {batch_size} and max_concurrency = {max_concurrency} must be at least 1")
         if token is not None and token_file is not None:
             raise ConfigError("token and token_file are both given; the file keeps the token out of recipes and logs")
         self.urls = _checked_urls(base_url)

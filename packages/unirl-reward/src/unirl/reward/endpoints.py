@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, bounded
 from unirl.types.errors import ConfigError, ContractError
 
 try:
@@ -36,6 +37,7 @@ class Unanswered(Exception):
     """No server has answered a request; the text says what the last one did."""
 
 
+@bounded("client")
 @dataclass(frozen=True)
 class Patience:
     """How long a request is tried.
@@ -45,16 +47,10 @@ class Patience:
     deadline_s: all attempts and pauses. Where a server asks for a pause itself, this alone is the limit.
     """
 
-    timeout_s: float = 300.0
-    max_retries: int = 4
-    retry_delay_s: float = 1.0
-    deadline_s: float = 1800.0
-
-    def __post_init__(self) -> None:
-        if not (self.timeout_s > 0 and self.deadline_s > 0 and self.max_retries >= 0 and self.retry_delay_s >= 0):
-            raise ConfigError(
-                f"timeout_s and deadline_s must be above 0, max_retries and retry_delay_s at least 0: {self}"
-            )
+    timeout_s: Positive = 300.0
+    max_retries: NonNegativeInt = 4
+    retry_delay_s: NonNegative = 1.0
+    deadline_s: Positive = 1800.0
 
 
 @dataclass(eq=False)

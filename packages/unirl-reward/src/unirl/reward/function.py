@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.reward import RewardRequest
@@ -45,7 +46,7 @@ class FunctionRewardScorer(LocalScorer):
         function: RewardFunction | str,
         *,
         name: str | None = None,
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
         device: str = "cpu",
         component_weights: Mapping[str, float] | None = None,
         **kwargs: Any,  # Any: the user's own keywords

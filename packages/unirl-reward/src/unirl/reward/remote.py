@@ -13,10 +13,12 @@ from torch import Tensor
 from unirl.reward.client import RewardClient, Transport
 from unirl.reward.compose import Aggregation, checked_weights, composed
 from unirl.reward.wire import Pixels
+from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest, RewardResponse
 
 
+@bounded("scorer")
 class RemoteRewardBackend:
     """Asks reward servers for one or several of their rewards, each sample's media sent once.
 
@@ -42,13 +44,13 @@ class RemoteRewardBackend:
         token_file: str | None = None,
         transport: Transport = "binary",
         pixels: Pixels = "lossless",
-        batch_size: int = 32,
-        max_concurrency: int = 8,
-        timeout_s: float = 300.0,
-        max_retries: int = 4,
-        retry_delay_s: float = 1.0,
-        deadline_s: float = 1800.0,
-        start_timeout_s: float = 10.0,
+        batch_size: PositiveInt = 32,
+        max_concurrency: PositiveInt = 8,
+        timeout_s: Positive = 300.0,
+        max_retries: NonNegativeInt = 4,
+        retry_delay_s: NonNegative = 1.0,
+        deadline_s: Positive = 1800.0,
+        start_timeout_s: NonNegative = 10.0,
         trust_env: bool = False,
     ) -> None:
         self.required_rewards = [required_rewards] if isinstance(required_rewards, str) else list(required_rewards)

@@ -23,6 +23,7 @@ from unirl.reward.base import LocalScorer
 from unirl.reward.compose import Aggregation, checked_weights, composed, failed_groups
 from unirl.reward.lanes import Lanes, Stream, Ticket, gauges
 from unirl.reward.shaping import LengthShaping, TruncatedReward
+from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import Closeable, ConcurrentScorer, Scorer
 from unirl.types.reward import RewardRequest, RewardResponse, media_slot
@@ -34,6 +35,7 @@ from unirl.types.segments import TextSegment
 logger = logging.getLogger(__name__)
 
 
+@bounded("reward")
 class RewardService:
     """Scores requests with every scorer and joins the results.
 
@@ -56,20 +58,18 @@ class RewardService:
         scorers: Mapping[str, Scorer] | Sequence[Scorer],
         weights: Mapping[str, float] | None = None,
         on_failure: FailurePolicy = "raise",
-        max_retries: int = 2,
+        max_retries: PositiveInt = 2,
         aggregation: Aggregation = "weighted_sum",
         device: str | None = None,
         truncated_reward: TruncatedReward = "zero",
-        overlong_buffer_len: int | None = None,
-        overlong_penalty_factor: float | None = None,
+        overlong_buffer_len: PositiveInt | None = None,
+        overlong_penalty_factor: Positive | None = None,
         is_async: bool = False,
     ) -> None:
         if on_failure not in get_args(FailurePolicy):
             raise ConfigError(f"on_failure = {on_failure!r} must be one of {get_args(FailurePolicy)}")
         if aggregation not in get_args(Aggregation):
             raise ConfigError(f"aggregation = {aggregation!r} must be one of {get_args(Aggregation)}")
-        if max_retries < 1:
-            raise ConfigError(f"max_retries = {max_retries} must be at least 1; on_failure=raise is for no retries")
         self.scorers = _by_name(scorers)
         self.weights = checked_weights(list(self.scorers), weights, aggregation)
         self.on_failure: FailurePolicy = on_failure

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.segments import SegmentStatus, TextSegment
 
@@ -51,6 +52,7 @@ def truncated_rows(segment: TextSegment, max_len: int | None) -> Tensor:
     return segment.lengths >= max_len
 
 
+@bounded("reward")
 @dataclass(frozen=True)
 class LengthShaping:
     """How the reward of a text depends on its length.
@@ -62,8 +64,8 @@ class LengthShaping:
     """
 
     truncated_reward: TruncatedReward = "zero"
-    buffer_len: int | None = None
-    factor: float | None = None
+    buffer_len: PositiveInt | None = None
+    factor: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.truncated_reward not in get_args(TruncatedReward):
@@ -77,9 +79,6 @@ class LengthShaping:
                 f"{idle} does nothing where truncated_reward is {self.truncated_reward!r}. Set it to soft, or leave "
                 "them out."
             )
-        wrong = {name: value for name, value in idle.items() if not 0 < value < float("inf")}
-        if wrong:
-            raise ConfigError(f"{wrong} must be positive. For no penalty set truncated_reward to keep.")
 
     def __call__(self, rewards_B: Tensor, segment: TextSegment, max_len: int | None) -> Tensor:
         """Rewards after shaping, float32 [B]. A NaN, which is a sample that could not be scored, stays.

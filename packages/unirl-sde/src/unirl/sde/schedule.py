@@ -12,10 +12,12 @@ A third, dynamic, moves the shift with the resolution. `SigmaSchedule` names the
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
+
+from unirl.sde.bounds import Bounds, check_bounds
 
 Convention = Literal["linear", "diffusers", "dynamic"]
 TimeShift = Literal["exponential", "linear"]
@@ -84,23 +86,22 @@ class SigmaSchedule:
 
     convention: Convention = "linear"
     """"linear" and "diffusers" are the two static conventions of the module docstring; "dynamic" follows resolution."""
-    shift: float = 3.0
+    shift: Annotated[float, Bounds(gt=0)] = 3.0
     """Static shift, > 0; unused by "dynamic"."""
-    base_shift: float = 0.5
+    base_shift: Annotated[float, Bounds()] = 0.5
     """mu at base_seq_len; "dynamic" only, as are the three below."""
-    max_shift: float = 1.15
-    base_seq_len: int = 256
-    max_seq_len: int = 4096
-    shift_terminal: float | None = None
+    max_shift: Annotated[float, Bounds()] = 1.15
+    base_seq_len: Annotated[int, Bounds(ge=1)] = 256
+    max_seq_len: Annotated[int, Bounds(ge=1)] = 4096
+    shift_terminal: Annotated[float, Bounds(gt=0, lt=1)] | None = None
     """Value of the last positive sigma, in (0, 1), by stretching; None leaves the schedule as it is."""
     time_shift_type: TimeShift = "exponential"
 
     def __post_init__(self) -> None:
         if self.convention not in get_args(Convention):
             raise ValueError(f"convention = {self.convention!r} is not one of {get_args(Convention)}.")
-        _check_shift(self.shift)
+        check_bounds(self)
         _check_time_shift_type(self.time_shift_type)
-        _check_shift_terminal(self.shift_terminal)
 
     def sigmas(self, num_steps: int, image_seq_len: int | None = None) -> Tensor:
         """The T + 1 sigmas, float32, from 1 to exactly 0, strictly decreasing.

@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, Protocol, get_args
+from typing import Annotated, Literal, Protocol, get_args
 
+from unirl.sde.bounds import Bounds, check_bounds
 from unirl.sde.noise import noise_seed
 
 WindowStrategy = Literal["progressive", "random", "decay", "exp_decay"]
@@ -31,11 +32,11 @@ class IndexScheduler(Protocol):
 class AllSteps:
     """Every step; without the last if `exclude_last`, whose noise is never denoised."""
 
-    num_steps: int
+    num_steps: Annotated[int, Bounds(ge=1)]
     exclude_last: bool = False
 
     def __post_init__(self) -> None:
-        _check_num_steps(self.num_steps)
+        check_bounds(self)
         if self.exclude_last and self.num_steps == 1:
             raise ValueError("num_steps = 1 with exclude_last leaves no stochastic step.")
 
@@ -49,12 +50,12 @@ class AllSteps:
 class FirstFraction:
     """The first int(fraction * num_steps) steps. Flow-GRPO trains a fraction of 0.99: all but the last."""
 
-    num_steps: int
-    fraction: float
+    num_steps: Annotated[int, Bounds(ge=1)]
+    fraction: Annotated[float, Bounds(gt=0, le=1)]
     """In (0, 1]; must leave at least one step."""
 
     def __post_init__(self) -> None:
-        _check_num_steps(self.num_steps)
+        check_bounds(self)
         if not 0 < self.fraction <= 1 or self._count() == 0:
             raise ValueError(
                 f"fraction = {self.fraction} of num_steps = {self.num_steps} leaves no stochastic step or exceeds all: "
@@ -74,14 +75,14 @@ class FirstFraction:
 class RandomSubset:
     """`num_sde_steps` distinct steps, drawn anew for every rollout from a stretch of the schedule."""
 
-    num_steps: int
-    num_sde_steps: int
-    fraction: tuple[float, float] = (0.0, 1.0)
+    num_steps: Annotated[int, Bounds(ge=1)]
+    num_sde_steps: Annotated[int, Bounds(ge=1)]
+    fraction: Annotated[tuple[float, float], Bounds(ge=0, le=1)] = (0.0, 1.0)
     """The stretch: steps int(a num_steps) up to, not including, int(b num_steps)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_num_steps(self.num_steps)
+        check_bounds(self)
         start, end = self.fraction
         if not 0 <= start < end <= 1:
             raise ValueError(f"fraction = {tuple(self.fraction)} must satisfy 0 <= start < end <= 1.")
@@ -132,27 +133,27 @@ class MixGRPOWindow:
     its default. Source: MixGRPO (arXiv 2507.21802), its sliding window.
     """
 
-    num_steps: int
-    window_size: int = 4
-    iters_per_window: int = 25
+    num_steps: Annotated[int, Bounds(ge=1)]
+    window_size: Annotated[int, Bounds(ge=1)] = 4
+    iters_per_window: Annotated[int, Bounds(ge=1)] = 25
     """Rollouts a window stays; the two decays shorten it as the window moves on."""
-    stride: int = 1
+    stride: Annotated[int, Bounds(ge=0)] = 1
     """Steps a window moves by; 0 freezes it at `init`. Published: 1. An overlap o means window_size - o."""
     strategy: WindowStrategy = "progressive"
     """progressive: every window stays equally long. random: a new start, uniform over all whole windows, every
     iters_per_window rollouts. decay: the stay falls linearly, from iters_per_window at step 0 to min_iters at max_step.
     exp_decay: the stay is ceil(iters_per_window e^(-decay_rate relu(start - decay_knee)))."""
-    init: int = 0
+    init: Annotated[int, Bounds(ge=0)] = 0
     """First step of the first window."""
-    max_step: int | None = None
+    max_step: Annotated[int, Bounds(ge=1)] | None = None
     """Windows end before this step; None means num_steps. MixGRPO uses num_steps - 2."""
     roll_back: bool = False
     """Start again at `init` after the last window; all strategies but random."""
     seed: int = 0
     """Of the random strategy; has no influence on the others."""
-    min_iters: int = 1
+    min_iters: Annotated[int, Bounds(ge=1)] = 1
     """Shortest stay of a window; both decays."""
-    decay_rate: float = 0.1
+    decay_rate: Annotated[float, Bounds(ge=0)] = 0.1
     """Per step; exp_decay only."""
     decay_knee: int = 13
     """Step up to which the stay is not shortened; exp_decay only."""
@@ -160,19 +161,9 @@ class MixGRPOWindow:
     _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_num_steps(self.num_steps)
+        check_bounds(self)
         if self.strategy not in get_args(WindowStrategy):
             raise ValueError(f"strategy = {self.strategy!r} is not one of {get_args(WindowStrategy)}.")
-        for name, value, least in (
-            ("window_size", self.window_size, 1),
-            ("iters_per_window", self.iters_per_window, 1),
-            ("stride", self.stride, 0),
-            ("init", self.init, 0),
-            ("min_iters", self.min_iters, 1),
-            ("decay_rate", self.decay_rate, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} = {value} must be at least {least}.")
         if not 1 <= self._max_step <= self.num_steps:
             raise ValueError(f"max_step = {self.max_step} must lie in 1 .. num_steps = {self.num_steps}.")
         if self.init + self.window_size > self._max_step:
@@ -227,11 +218,6 @@ class MixGRPOWindow:
         """See `IndexScheduler.indices`; always window_size consecutive steps."""
         start = self.start(rollout_id)
         return list(range(start, start + self.window_size))
-
-
-def _check_num_steps(num_steps: int) -> None:
-    if num_steps < 1:
-        raise ValueError(f"num_steps = {num_steps} must be at least 1.")
 
 
 def _check_rollout_id(rollout_id: int) -> None:

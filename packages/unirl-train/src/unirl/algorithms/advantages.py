@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Annotated, Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from unirl.algorithms.schedules import LinearWeight
+from unirl.types.bounds import Bounds, NonNegative, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError, ContractError
 
 Scope = Literal["group", "batch", "none"]
@@ -182,6 +183,7 @@ class Advantages(Protocol):
         ...
 
 
+@bounded("advantages")
 @dataclass(frozen=True)
 class AdvantageConfig:
     """How a recipe turns rewards into advantages. Fields left None come from the preset."""
@@ -191,11 +193,11 @@ class AdvantageConfig:
     preset: str = "flow_grpo"
     center: Scope | None = None
     scale: Scale | None = None
-    ddof: int | None = None
-    eps: float | None = None
+    ddof: Annotated[int, Bounds(ge=0, le=1)] | None = None
+    eps: NonNegative | None = None
     eps_inside_sqrt: bool | None = None
     leave_one_out: bool | None = None
-    clip: float | None = None
+    clip: PositiveOrInf | None = None
     multi_reward: MultiReward = "weighted_sum"
     """weighted_sum normalises the total. normalize_then_sum normalises each component and adds up w_k z_k (MixGRPO's
     advantage_aggr). gdpo centres and scales that sum over the whole batch once more, with the same ddof and eps, so

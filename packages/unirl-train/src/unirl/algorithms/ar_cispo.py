@@ -5,7 +5,7 @@ Source: MiniMax 2025 (arXiv 2506.13585).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
@@ -13,10 +13,11 @@ from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.losses import bounded_ratio
 from unirl.algorithms.token_losses import truncated_ratio_loss
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
-from unirl.types.errors import ConfigError
+from unirl.types.bounds import Bounds, UnitInterval, bounded
 from unirl.types.protocols import AutoregressivePipeline, PolicyStore
 
 
+@bounded("algorithm")
 class ARCISPO(TokenAlgorithm):
     """-sg(clamp(r, ratio_min, ratio_max)) A log p for every token.
 
@@ -29,16 +30,11 @@ class ARCISPO(TokenAlgorithm):
         pipeline: AutoregressivePipeline,
         policies: PolicyStore,
         *,
-        ratio_max: float = 5.0,
-        ratio_min: float = 0.0,
+        ratio_max: Annotated[float, Bounds(ge=1, allow_inf=True)] = 5.0,
+        ratio_min: UnitInterval = 0.0,
         **options: Any,  # Any: the keywords of TokenAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        if not 0 <= ratio_min <= 1 <= ratio_max:
-            raise ConfigError(
-                f"algorithm.ratio_min = {ratio_min} and algorithm.ratio_max = {ratio_max} must have 1 between them, "
-                "and ratio_min be at least 0"
-            )
         self.ratio_max = ratio_max
         self.ratio_min = ratio_min
 

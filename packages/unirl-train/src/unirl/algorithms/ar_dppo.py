@@ -14,10 +14,12 @@ from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.losses import masked_surrogate
 from unirl.algorithms.token_losses import Divergence, binary_divergence, require_choice
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
+from unirl.types.bounds import PositiveOrInf, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import AutoregressivePipeline, PolicyStore
 
 
+@bounded("algorithm")
 class ARDPPO(TokenAlgorithm):
     """-A r, and 0 for a token whose divergence exceeds the threshold and whose update would lead further away.
 
@@ -32,13 +34,11 @@ class ARDPPO(TokenAlgorithm):
         policies: PolicyStore,
         *,
         divergence: Divergence = "tv",
-        threshold: float = 0.15,
+        threshold: PositiveOrInf = 0.15,
         **options: Any,  # Any: the keywords of TokenAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
         require_choice("algorithm.divergence", divergence, Divergence)
-        if not threshold > 0:
-            raise ConfigError(f"algorithm.threshold = {threshold} must be above 0 (.inf masks nothing)")
         if self.importance_level != "token":
             raise ConfigError(
                 f"ARDPPO masks tokens by their own divergence; algorithm.importance_level = {self.importance_level!r} "

@@ -12,10 +12,11 @@ from torch import Tensor
 from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.token_losses import regularised_loss
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
-from unirl.types.errors import ConfigError
+from unirl.types.bounds import PositiveOrInf, bounded
 from unirl.types.protocols import AutoregressivePipeline, PolicyStore
 
 
+@bounded("algorithm")
 class ARDRPO(TokenAlgorithm):
     """-A r + |A| w (r - 1)^2 / (2 epsilon) for every token.
 
@@ -31,13 +32,11 @@ class ARDRPO(TokenAlgorithm):
         pipeline: AutoregressivePipeline,
         policies: PolicyStore,
         *,
-        epsilon: float = 12.5,
+        epsilon: PositiveOrInf = 12.5,
         penalty_mu_weighted: bool = True,
         **options: Any,  # Any: the keywords of TokenAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        if not epsilon > 0:
-            raise ConfigError(f"algorithm.epsilon = {epsilon} must be above 0 (.inf leaves the penalty out)")
         self.epsilon = epsilon
         self.penalty_mu_weighted = penalty_mu_weighted
 

@@ -9,7 +9,7 @@ advantages.preset: rloo), REINFORCE++ (arXiv 2501.03262; advantages.preset: rein
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,12 @@ from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.losses import clipped_surrogate
 from unirl.algorithms.schedules import clip_factor, require_clip_schedule
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
+from unirl.types.bounds import Bounds, Positive, PositiveFraction, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import AutoregressivePipeline, PolicyStore
 
 
+@bounded("algorithm")
 class ARGRPO(TokenAlgorithm):
     """max(-A min(r, cap), -A clip(r, 1 - low, 1 + high)) for every token.
 
@@ -37,19 +39,14 @@ class ARGRPO(TokenAlgorithm):
         pipeline: AutoregressivePipeline,
         policies: PolicyStore,
         *,
-        clip_range: float = 0.2,
-        clip_range_high: float | None = None,
-        ratio_cap: float | None = None,
+        clip_range: PositiveFraction = 0.2,
+        clip_range_high: Positive | None = None,
+        ratio_cap: Annotated[float, Bounds(gt=1)] | None = None,
         clip_schedule: str = "constant",
         **options: Any,  # Any: the keywords of TokenAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
         clip_high = clip_range if clip_range_high is None else clip_range_high
-        if not 0 < clip_range <= 1 or clip_high <= 0:
-            raise ConfigError(
-                f"algorithm.clip_range = {clip_range} must lie in (0, 1] and algorithm.clip_range_high = "
-                f"{clip_range_high} above 0"
-            )
         if ratio_cap is not None and ratio_cap <= 1 + clip_high:
             raise ConfigError(
                 f"algorithm.ratio_cap = {ratio_cap} must exceed 1 + the upper clip = {1 + clip_high:g}, which would "

@@ -20,12 +20,14 @@ from unirl.algorithms.gae import generalized_advantages
 from unirl.algorithms.reference import METRIC as REFERENCE_KL
 from unirl.algorithms.token_losses import sequence_sum
 from unirl.algorithms.tokens import TrainedTokens
-from unirl.algorithms.values import check_value_options, explain_variance, report_values, value_loss
+from unirl.algorithms.values import explain_variance, report_values, value_loss
 from unirl.train.backend.auxiliary import ModuleStore
 from unirl.train.configs import OptimizerConfig
+from unirl.types.bounds import NonNegative, Positive, PositiveOrInf, UnitInterval, bounded
 from unirl.types.protocols import AutoregressivePipeline, TokenStats
 
 
+@bounded("algorithm")
 class ARPPO(ARGRPO):
     """ARGRPO's surrogate on generalised advantages, and a critic that learns the returns beside it.
 
@@ -52,17 +54,16 @@ class ARPPO(ARGRPO):
         *,
         critic: TokenCritic,
         critic_optimizer: OptimizerConfig,
-        critic_max_grad_norm: float = 1.0,
-        gamma: float = 1.0,
-        lam: float = 0.95,
-        value_coef: float = 0.5,
-        value_clip: float | None = 0.2,
+        critic_max_grad_norm: PositiveOrInf = 1.0,
+        gamma: UnitInterval = 1.0,
+        lam: UnitInterval = 0.95,
+        value_coef: NonNegative = 0.5,
+        value_clip: Positive | None = 0.2,
         value_trains_policy: bool = False,
         kl_in_reward: bool = False,
         **options: Any,  # Any: the keywords of ARGRPO
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        check_value_options(gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip)
         self._modules = policies
         self.critic = critic
         self.critic_optimizer = critic_optimizer

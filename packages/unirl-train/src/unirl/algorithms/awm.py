@@ -17,13 +17,13 @@ from unirl.algorithms.base import (
     LossPart,
     MicroBatch,
     RowMetrics,
-    check_advantage_clip,
     describe_old_logp,
     report_clipped,
     report_ratio,
 )
 from unirl.algorithms.forward_process import ForwardProcessAlgorithm, ForwardRows
 from unirl.algorithms.losses import clipped_surrogate, matching_logp, velocity_distance
+from unirl.types.bounds import NonNegative, PositiveFraction, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
@@ -31,6 +31,7 @@ Weighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 AVERAGE = "ema"
 
 
+@bounded("algorithm")
 class AWM(ForwardProcessAlgorithm):
     """max(-A r, -A clip(r, 1 - clip, 1 + clip)) with log r the change of the weighted matching error since the anchor.
 
@@ -48,23 +49,16 @@ class AWM(ForwardProcessAlgorithm):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        clip_range: float = 1.0,
-        advantage_clip: float | None = 5.0,
+        clip_range: PositiveFraction = 1.0,
+        advantage_clip: PositiveOrInf | None = 5.0,
         weighting: Weighting = "ghuber",
-        ghuber_power: float = 0.25,
-        ema_kl_coef: float = 0.0,
+        ghuber_power: PositiveFraction = 0.25,
+        ema_kl_coef: NonNegative = 0.0,
         **options: Any,  # Any: the keywords of ForwardProcessAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        if not 0 < clip_range <= 1:
-            raise ConfigError(f"algorithm.clip_range = {clip_range} must lie in (0, 1]")
-        check_advantage_clip(advantage_clip)
         if weighting not in get_args(Weighting):
             raise ConfigError(f"algorithm.weighting = {weighting!r} must be one of {', '.join(get_args(Weighting))}")
-        if not 0 < ghuber_power <= 1:
-            raise ConfigError(f"algorithm.ghuber_power = {ghuber_power} must lie in (0, 1]")
-        if ema_kl_coef < 0:
-            raise ConfigError(f"algorithm.ema_kl_coef = {ema_kl_coef} must be at least 0")
         self.clip_range = clip_range
         self.advantage_clip = advantage_clip
         self.weighting: Weighting = weighting

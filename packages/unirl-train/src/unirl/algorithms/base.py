@@ -182,18 +182,6 @@ def report_clipped(metrics: RowMetrics, advantage_R: Tensor, limit: float | None
     metrics.mean("advantage/clipped_fraction", is_clipped.float())
 
 
-def check_advantage_clip(limit: float | None) -> None:
-    """Raises ConfigError for a limit that leaves nothing; None sets no limit."""
-    if limit is not None and limit <= 0:
-        raise ConfigError(f"algorithm.advantage_clip = {limit} must be above 0, or null for no clipping")
-
-
-def check_rows_per_forward(rows_per_forward: int | None) -> None:
-    """Raises ConfigError for a number of rows below 1; None sets no limit."""
-    if rows_per_forward is not None and rows_per_forward < 1:
-        raise ConfigError(f"algorithm.rows_per_forward = {rows_per_forward} must be at least 1, or null for no limit")
-
-
 def row_chunks(num_rows: int, rows_per_forward: int | None) -> list[slice]:
     """Consecutive slices of at most `rows_per_forward` rows (None: all at once)."""
     step = rows_per_forward or num_rows

@@ -17,10 +17,12 @@ from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
 from unirl.algorithms.flow_dppo import FlowDPPO
 from unirl.algorithms.losses import prefix_budget
 from unirl.algorithms.transitions import TransitionRows
+from unirl.types.bounds import NonNegativeOrInf, PositiveFraction, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
+@bounded("algorithm")
 class CPPO(FlowDPPO):
     """-A r where the weighted divergence of the step and of the steps before it allows, see `losses.prefix_budget`.
 
@@ -38,15 +40,11 @@ class CPPO(FlowDPPO):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        prefix_threshold: float,
-        weight_floor: float = 0.8,
+        prefix_threshold: NonNegativeOrInf,
+        weight_floor: PositiveFraction = 0.8,
         **options: Any,  # Any: the keywords of FlowDPPO
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        if not prefix_threshold >= 0:
-            raise ConfigError(f"algorithm.prefix_threshold = {prefix_threshold} must be at least 0 (.inf: no budget)")
-        if not 0 < weight_floor <= 1:
-            raise ConfigError(f"algorithm.weight_floor = {weight_floor} must lie in (0, 1]")
         self.prefix_threshold = prefix_threshold
         self.weight_floor = weight_floor
 

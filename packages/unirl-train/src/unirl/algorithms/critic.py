@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from unirl.types.bounds import NonNegativeInt, PositiveInt, Seed, bounded
 from unirl.types.conditions import Condition, TextEmbedCondition
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.errors import ContractError
 
 NUM_FREQUENCIES = 16
 LARGEST_FREQUENCY = 256.0
 """Tells noise levels apart that differ by 1 / 256, closer than the steps of any sampling schedule but its tail."""
 
 
+@bounded("algorithm.critic")
 class LatentCritic(nn.Module):
     """V(x, sigma, text): a perceptron on the latent averaged over a fixed grid, the noise level and the pooled text.
 
@@ -33,17 +35,15 @@ class LatentCritic(nn.Module):
     """
 
     def __init__(
-        self, latent_channels: int, condition_dim: int = 0, *, grid: int = 4, width: int = 256, seed: int = 0
+        self,
+        latent_channels: PositiveInt,
+        condition_dim: NonNegativeInt = 0,
+        *,
+        grid: PositiveInt = 4,
+        width: PositiveInt = 256,
+        seed: Seed = 0,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("latent_channels", latent_channels, 1),
-            ("condition_dim", condition_dim, 0),
-            ("grid", grid, 1),
-            ("width", width, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"algorithm.critic.{name} = {value} must be at least {least}")
         self.latent_channels = latent_channels
         self.condition_dim = condition_dim
         self.grid = grid
@@ -90,6 +90,7 @@ class LatentCritic(nn.Module):
         return functional.adaptive_avg_pool2d(features, self.grid).flatten(1)
 
 
+@bounded("algorithm.critic")
 class TokenCritic(nn.Module):
     """V(text so far): a perceptron on the language model's last hidden state, before the next token is chosen.
 
@@ -97,11 +98,8 @@ class TokenCritic(nn.Module):
     global generator. The last layer starts at zero, so V = 0 everywhere. Computes in the dtype of its parameters.
     """
 
-    def __init__(self, hidden_size: int, *, width: int = 256, seed: int = 0) -> None:
+    def __init__(self, hidden_size: PositiveInt, *, width: PositiveInt = 256, seed: Seed = 0) -> None:
         super().__init__()
-        for name, value in (("hidden_size", hidden_size), ("width", width)):
-            if value < 1:
-                raise ConfigError(f"algorithm.critic.{name} = {value} must be at least 1")
         self.hidden_size = hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from torch import Tensor
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_ratio
 from unirl.algorithms.losses import clipped_surrogate
 from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
+from unirl.types.bounds import OpenUnitInterval, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
@@ -21,6 +22,7 @@ Estimator = Literal["score_function", "importance_sampling"]
 DEFAULT_CLIP = 1e-4
 
 
+@bounded("algorithm")
 class DDPO(TransitionAlgorithm):
     """-A log p ("score_function") or PPO's clipped -A r ("importance_sampling") for every transition.
 
@@ -36,7 +38,7 @@ class DDPO(TransitionAlgorithm):
         policies: PolicyStore,
         *,
         estimator: Estimator = "importance_sampling",
-        clip_range: float | None = None,
+        clip_range: OpenUnitInterval | None = None,
         **options: Any,  # Any: the keywords of TransitionAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
@@ -47,8 +49,6 @@ class DDPO(TransitionAlgorithm):
                 f"algorithm.clip_range = {clip_range} does nothing with estimator = 'score_function'. "
                 "Set clip_range: null, or estimator: importance_sampling."
             )
-        if clip_range is not None and not 0 < clip_range < 1:
-            raise ConfigError(f"algorithm.clip_range = {clip_range} must lie in (0, 1)")
         self.estimator: Estimator = estimator
         self.clip_range = DEFAULT_CLIP if clip_range is None else clip_range
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
 from unirl.algorithms.forward_process import ForwardProcessAlgorithm, ForwardRows
 from unirl.algorithms.losses import preference_loss, velocity_distance
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.bounds import Positive, bounded
+from unirl.types.errors import ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 from unirl.types.rollout import RolloutTrack
 
 
+@bounded("algorithm")
 class DiffusionDPO(ForwardProcessAlgorithm):
     """-log sigmoid(-beta / 2 (d_winner - d_loser)), d how much further than the reference from what matching wants.
 
@@ -39,12 +41,10 @@ class DiffusionDPO(ForwardProcessAlgorithm):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        beta: float = 2000.0,
+        beta: Positive = 2000.0,
         **options: Any,  # Any: the keywords of ForwardProcessAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        if beta <= 0:
-            raise ConfigError(f"algorithm.beta = {beta} must be above 0")
         self.beta = beta
 
     def num_terms(self, track: RolloutTrack) -> int:

@@ -14,10 +14,11 @@ from unirl.algorithms.base import RowMetrics, report_ratio
 from unirl.algorithms.losses import clipped_surrogate
 from unirl.algorithms.schedules import clip_factor, require_clip_schedule
 from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
-from unirl.types.errors import ConfigError
+from unirl.types.bounds import OpenUnitInterval, bounded
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
+@bounded("algorithm")
 class DiffusionGRPO(TransitionAlgorithm):
     """max(-A r, -A clip(r, 1 - low, 1 + high)) for every stochastic transition.
 
@@ -32,15 +33,12 @@ class DiffusionGRPO(TransitionAlgorithm):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        clip_range: float = 1e-4,
-        clip_range_high: float | None = None,
+        clip_range: OpenUnitInterval = 1e-4,
+        clip_range_high: OpenUnitInterval | None = None,
         clip_schedule: str = "constant",
         **options: Any,  # Any: the keywords of TransitionAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        for name, value in (("clip_range", clip_range), ("clip_range_high", clip_range_high)):
-            if value is not None and not 0 < value < 1:
-                raise ConfigError(f"algorithm.{name} = {value} must lie in (0, 1)")
         require_clip_schedule(clip_schedule)
         self.clip_low = clip_range
         self.clip_high = clip_range_high if clip_range_high is not None else clip_range

@@ -17,6 +17,7 @@ from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_clipp
 from unirl.algorithms.forward_process import ForwardProcessAlgorithm
 from unirl.algorithms.losses import nft_loss, optimality, velocity_distance
 from unirl.algorithms.schedules import OldPolicyDecay
+from unirl.types.bounds import Positive, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
@@ -37,6 +38,7 @@ def mode_advantages(advantages_B: Tensor, mode: AdvantageMode) -> Tensor:
     return advantages_B
 
 
+@bounded("algorithm")
 class DiffusionNFT(ForwardProcessAlgorithm):
     """Forward-process policy optimisation between the trained policy and the old one.
 
@@ -53,18 +55,14 @@ class DiffusionNFT(ForwardProcessAlgorithm):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        beta: float = 1.0,
-        advantage_max: float = 5.0,
+        beta: Positive = 1.0,
+        advantage_max: Positive = 5.0,
         advantage_mode: AdvantageMode = "all",
         adaptive_weight: bool = True,
         decay: OldPolicyDecay | None = None,
         **options: Any,  # Any: the keywords of ForwardProcessAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        if beta <= 0:
-            raise ConfigError(f"algorithm.beta = {beta} must be above 0")
-        if advantage_max <= 0:
-            raise ConfigError(f"algorithm.advantage_max = {advantage_max} must be above 0")
         if advantage_mode not in get_args(AdvantageMode):
             raise ConfigError(
                 f"algorithm.advantage_mode = {advantage_mode!r} must be one of {', '.join(get_args(AdvantageMode))}"

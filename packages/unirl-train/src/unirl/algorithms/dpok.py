@@ -12,10 +12,11 @@ from torch import Tensor
 from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.ddpo import DDPO
 from unirl.algorithms.transitions import TransitionRows
-from unirl.types.errors import ConfigError
+from unirl.types.bounds import NonNegative, bounded
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
+@bounded("algorithm")
 class DPOK(DDPO):
     """reward_weight * DDPO's loss + kl_coef * KL(policy || reference), both for every transition.
 
@@ -32,13 +33,11 @@ class DPOK(DDPO):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        kl_coef: float,
-        reward_weight: float = 10.0,
+        kl_coef: NonNegative,
+        reward_weight: NonNegative = 10.0,
         **options: Any,  # Any: the keywords of DDPO
     ) -> None:
         super().__init__(pipeline, policies, kl_coef=kl_coef, **options)
-        if not reward_weight >= 0:
-            raise ConfigError(f"algorithm.reward_weight = {reward_weight} must be at least 0")
         self.reward_weight = reward_weight
 
     def surrogate(self, rows: TransitionRows) -> tuple[Tensor, RowMetrics]:

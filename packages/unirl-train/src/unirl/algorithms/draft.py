@@ -14,10 +14,12 @@ from torch import Tensor
 from unirl.algorithms.reward_gradient import Denoising, RewardGradient, unrolled
 from unirl.sde.forward import interpolate, predict_x0
 from unirl.sde.noise import keyed_normal
+from unirl.types.bounds import NonNegativeInt, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
+@bounded("algorithm")
 class DRaFT(RewardGradient):
     """The reward with its full gradient through the last K steps.
 
@@ -32,14 +34,10 @@ class DRaFT(RewardGradient):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        num_last_steps: int = 1,
-        num_noisings: int = 0,
+        num_last_steps: PositiveInt = 1,
+        num_noisings: NonNegativeInt = 0,
         **options: Any,  # Any: the keywords of RewardGradient
     ) -> None:
-        if num_last_steps < 1:
-            raise ConfigError(f"algorithm.num_last_steps = {num_last_steps} must be at least 1")
-        if num_noisings < 0:
-            raise ConfigError(f"algorithm.num_noisings = {num_noisings} must be at least 0")
         if num_noisings and num_last_steps != 1:
             raise ConfigError(
                 f"algorithm.num_noisings = {num_noisings} noises to the last step alone, num_last_steps = "

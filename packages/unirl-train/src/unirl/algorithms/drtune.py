@@ -17,10 +17,12 @@ from unirl.algorithms.reward_gradient import Denoising, RewardGradient, straight
 from unirl.sde.forward import predict_x0
 from unirl.sde.noise import keyed_uniform
 from unirl.sde.rows import over_rows
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
+@bounded("algorithm")
 class DRTune(RewardGradient):
     """The reward of a clean latent to which K equally spaced steps contribute their gradients.
 
@@ -35,13 +37,10 @@ class DRTune(RewardGradient):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        num_gradient_steps: int = 5,
-        early_stop: int = 1,
+        num_gradient_steps: PositiveInt = 5,
+        early_stop: PositiveInt = 1,
         **options: Any,  # Any: the keywords of RewardGradient
     ) -> None:
-        for name, value in (("num_gradient_steps", num_gradient_steps), ("early_stop", early_stop)):
-            if value < 1:
-                raise ConfigError(f"algorithm.{name} = {value} must be at least 1")
         self.num_gradient_steps = num_gradient_steps
         self.early_stop = early_stop
         super().__init__(pipeline, policies, **options)

@@ -13,10 +13,12 @@ from unirl.algorithms.base import RowMetrics, report_ratio
 from unirl.algorithms.losses import masked_surrogate
 from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
 from unirl.sde.likelihood import transition_kl
+from unirl.types.bounds import NonNegativeOrInf, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
+@bounded("algorithm")
 class FlowDPPO(TransitionAlgorithm):
     """-A r for every transition, without a clip; rows with K >= threshold that would move further away are dropped.
 
@@ -34,13 +36,11 @@ class FlowDPPO(TransitionAlgorithm):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        threshold: float = 1e-5,
-        advantage_clip: float | None = None,
+        threshold: NonNegativeOrInf = 1e-5,
+        advantage_clip: PositiveOrInf | None = None,
         **options: Any,  # Any: the keywords of TransitionAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, advantage_clip=advantage_clip, **options)
-        if not threshold >= 0:
-            raise ConfigError(f"algorithm.threshold = {threshold} must be at least 0 (.inf masks nothing)")
         self.threshold = threshold
 
     def surrogate(self, rows: TransitionRows) -> tuple[Tensor, RowMetrics]:

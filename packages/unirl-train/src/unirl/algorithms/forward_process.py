@@ -17,7 +17,6 @@ from torch import Tensor
 from unirl.algorithms.base import (
     MicroBatch,
     RowMetrics,
-    check_rows_per_forward,
     row_chunks,
     sampled_with,
 )
@@ -26,6 +25,7 @@ from unirl.algorithms.losses import velocity_distance
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
 from unirl.sde.forward import interpolate, velocity_target
 from unirl.sde.noise import keyed_normal, keyed_permutation, keyed_uniform
+from unirl.types.bounds import NonNegative, PositiveFraction, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 from unirl.types.rollout import RolloutTrack
@@ -53,6 +53,7 @@ class ForwardRows:
     """velocity() -> [R, ...] float32 under whatever weights the model holds; gradients where they are on."""
 
 
+@bounded("algorithm")
 class ForwardProcessAlgorithm(PenalisedAlgorithm):
     """Base of the methods on the forward process.
 
@@ -69,25 +70,20 @@ class ForwardProcessAlgorithm(PenalisedAlgorithm):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        num_timesteps: int | None = None,
-        timestep_fraction: float = 0.99,
+        num_timesteps: PositiveInt | None = None,
+        timestep_fraction: PositiveFraction = 0.99,
         timestep_sampler: TimestepSampler = "rollout",
-        kl_coef: float = 0.0,
+        kl_coef: NonNegative = 0.0,
         adaptive_kl: AdaptiveKL | None = None,
-        rows_per_forward: int | None = None,
-        seed: int = 0,
+        rows_per_forward: PositiveInt | None = None,
+        seed: Seed = 0,
         params: DiffusionSamplingParams | None = None,
     ) -> None:
         if timestep_sampler not in get_args(TimestepSampler):
             known = ", ".join(get_args(TimestepSampler))
             raise ConfigError(f"algorithm.timestep_sampler = {timestep_sampler!r} must be one of {known}")
-        if not 0 < timestep_fraction <= 1:
-            raise ConfigError(f"algorithm.timestep_fraction = {timestep_fraction} must lie in (0, 1]")
         if num_timesteps is None and timestep_sampler != "rollout":
             raise ConfigError(f"algorithm.num_timesteps is needed with timestep_sampler: {timestep_sampler}")
-        if num_timesteps is not None and num_timesteps < 1:
-            raise ConfigError(f"algorithm.num_timesteps = {num_timesteps} must be at least 1, or null")
-        check_rows_per_forward(rows_per_forward)
         if rows_per_forward is not None and rows_per_forward % self.samples_per_unit:
             raise ConfigError(
                 f"algorithm.rows_per_forward = {rows_per_forward} must be a multiple of {self.samples_per_unit}, the "

@@ -17,10 +17,12 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio
 from unirl.algorithms.transitions import TransitionRows
 from unirl.sde.likelihood import transition_kl
+from unirl.types.bounds import OpenUnitInterval, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
+@bounded("algorithm")
 class GRPOGuard(DiffusionGRPO):
     """DiffusionGRPO on the normalised ratio exp((log r + K) s), each step's loss divided by its length |d sigma|.
 
@@ -39,7 +41,7 @@ class GRPOGuard(DiffusionGRPO):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        clip_range: float = 4e-6,
+        clip_range: OpenUnitInterval = 4e-6,
         reweight_gradient: bool = True,
         **options: Any,  # Any: the keywords of DiffusionGRPO
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unirl.types.errors import ConfigError
+from unirl.types.bounds import Positive, bounded
 
 
 def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
@@ -17,13 +17,10 @@ def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon
     return coefficient * (1.0 + error * num_samples / horizon)
 
 
+@bounded("adaptive_kl")
 @dataclass(frozen=True)
 class AdaptiveKL:
     """Drives the penalty's coefficient so that the measured KL stays near `target`."""
 
-    target: float
-    horizon: float
-
-    def __post_init__(self) -> None:
-        if self.target <= 0 or self.horizon <= 0:
-            raise ConfigError(f"adaptive KL needs target > 0 and horizon > 0, got {self.target} and {self.horizon}")
+    target: Positive
+    horizon: Positive

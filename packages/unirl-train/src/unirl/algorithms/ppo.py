@@ -18,13 +18,15 @@ from unirl.algorithms.base import LossPart, MicroBatch, row_chunks
 from unirl.algorithms.critic import LatentCritic, pooled_text
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.gae import generalized_advantages
-from unirl.algorithms.values import check_value_options, explain_variance, report_values, value_loss
+from unirl.algorithms.values import explain_variance, report_values, value_loss
 from unirl.sde.loop import transition_rows
 from unirl.train.backend.auxiliary import ModuleStore
 from unirl.train.configs import OptimizerConfig
+from unirl.types.bounds import NonNegative, Positive, PositiveOrInf, UnitInterval, bounded
 from unirl.types.protocols import DiffusionPipeline
 
 
+@bounded("algorithm")
 class DiffusionPPO(DiffusionGRPO):
     """DiffusionGRPO's surrogate on generalised advantages, and a critic that learns the returns beside it.
 
@@ -52,15 +54,14 @@ class DiffusionPPO(DiffusionGRPO):
         *,
         critic: LatentCritic,
         critic_optimizer: OptimizerConfig,
-        critic_max_grad_norm: float = 1.0,
-        gamma: float = 1.0,
-        lam: float = 0.95,
-        value_coef: float = 0.5,
-        value_clip: float | None = 0.2,
+        critic_max_grad_norm: PositiveOrInf = 1.0,
+        gamma: UnitInterval = 1.0,
+        lam: UnitInterval = 0.95,
+        value_coef: NonNegative = 0.5,
+        value_clip: Positive | None = 0.2,
         **options: Any,  # Any: the keywords of DiffusionGRPO
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        check_value_options(gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip)
         self._modules = policies
         self.critic = critic
         self.critic_optimizer = critic_optimizer

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.advantages import finite_rewards, group_index
+from unirl.types.bounds import NonNegative, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
 _OCCURRENCE = re.compile(r"^(?:refill\d+:)*(.*?)(?:#\d+)?$", re.DOTALL)
@@ -25,6 +26,7 @@ def prompt_of(group_id: str) -> str:
     return found.group(1) if found else group_id
 
 
+@bounded("advantages")
 class PromptStatistics:
     """(reward - mean) / (std + eps) over the last rewards of the same prompt, with a memory over rollouts.
 
@@ -37,13 +39,11 @@ class PromptStatistics:
 
     needs_groups: ClassVar[bool] = False
 
-    def __init__(self, *, buffer_size: int = 32, min_count: int = 16, eps: float = 1e-6) -> None:
-        if not 1 <= min_count <= buffer_size:
+    def __init__(self, *, buffer_size: PositiveInt = 32, min_count: PositiveInt = 16, eps: NonNegative = 1e-6) -> None:
+        if min_count > buffer_size:
             raise ConfigError(
                 f"advantages.min_count = {min_count} must lie in 1 .. advantages.buffer_size = {buffer_size}"
             )
-        if eps < 0:
-            raise ConfigError(f"advantages.eps = {eps} must be at least 0")
         self.buffer_size = buffer_size
         self.min_count = min_count
         self.eps = eps

@@ -63,8 +63,6 @@ class ReferenceKL:
             raise ConfigError(
                 f"algorithm.kl_estimator = {estimator!r} must be one of {', '.join(get_args(KLEstimator))}"
             )
-        if coef < 0:
-            raise ConfigError(f"algorithm.kl_coef = {coef} must be at least 0")
         if adaptive is not None and coef == 0:
             raise ConfigError("algorithm.adaptive_kl needs a starting algorithm.kl_coef above 0")
         self._policies = policies

@@ -7,7 +7,6 @@ scales relu(2 - reward) by 1e-3; the paper adds a pre-training loss on given pic
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +16,12 @@ from unirl.algorithms.losses import velocity_distance
 from unirl.algorithms.reward_gradient import Denoising, RewardGradient
 from unirl.sde.forward import interpolate, predict_x0, velocity_target
 from unirl.sde.noise import keyed_normal, keyed_uniform
+from unirl.types.bounds import NonNegative, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
+@bounded("algorithm")
 class ReFL(RewardGradient):
     """scale * relu(margin - reward) of x_p - sigma_p v(sg x_p), p drawn from the last steps.
 
@@ -36,16 +37,12 @@ class ReFL(RewardGradient):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        num_last_steps: int = 10,
-        scale: float = 1e-3,
+        num_last_steps: PositiveInt = 10,
+        scale: Positive = 1e-3,
         margin: float = 2.0,
-        pretrain_coef: float = 0.0,
+        pretrain_coef: NonNegative = 0.0,
         **options: Any,  # Any: the keywords of RewardGradient
     ) -> None:
-        if num_last_steps < 1:
-            raise ConfigError(f"algorithm.num_last_steps = {num_last_steps} must be at least 1")
-        if not (pretrain_coef >= 0 and math.isfinite(pretrain_coef)):
-            raise ConfigError(f"algorithm.pretrain_coef = {pretrain_coef} must be a finite number of at least 0")
         self.num_last_steps = num_last_steps
         self.pretrain_coef = pretrain_coef
         super().__init__(pipeline, policies, scale=scale, margin=margin, **options)

@@ -23,13 +23,13 @@ from unirl.algorithms.base import (
     LossPart,
     MicroBatch,
     RowMetrics,
-    check_rows_per_forward,
     row_chunks,
     sampled_with,
 )
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.losses import velocity_distance
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
+from unirl.types.bounds import NonNegative, Positive, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images
 from unirl.types.protocols import DifferentiableReward, DiffusionPipeline, PolicyStore
@@ -127,6 +127,7 @@ class Denoising:
         return forward(x_R)
 
 
+@bounded("algorithm")
 class RewardGradient(PenalisedAlgorithm):
     """Maximise the reward of what the sampler makes, by its gradient; subclasses say how far back that goes.
 
@@ -149,20 +150,17 @@ class RewardGradient(PenalisedAlgorithm):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        scale: float = 1.0,
+        scale: Positive = 1.0,
         margin: float = math.inf,
-        kl_coef: float = 0.0,
+        kl_coef: NonNegative = 0.0,
         adaptive_kl: AdaptiveKL | None = None,
         is_checkpointed: bool = False,
-        rows_per_forward: int | None = None,
-        seed: int = 0,
+        rows_per_forward: PositiveInt | None = None,
+        seed: Seed = 0,
         params: DiffusionSamplingParams | None = None,
     ) -> None:
-        if not (scale > 0 and math.isfinite(scale)):
-            raise ConfigError(f"algorithm.scale = {scale} must be a finite number above 0")
         if math.isnan(margin) or margin == -math.inf:
             raise ConfigError(f"algorithm.margin = {margin} must be a number, or .inf for no margin")
-        check_rows_per_forward(rows_per_forward)
         if rows_per_forward is not None and rows_per_forward < self.rows_per_sample:
             raise ConfigError(
                 f"algorithm.rows_per_forward = {rows_per_forward} cannot hold the {self.rows_per_sample} rows of one "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.token_losses import require_choice, sequence_index, sequence_mean, sequence_sum
+from unirl.types.bounds import NonNegativeInt, bounded
 from unirl.types.errors import ConfigError
 
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -55,6 +56,7 @@ def correction_weights(
     return torch.where(is_inside, ratio_N if mode == "mask" else torch.ones_like(ratio_N), 0.0)
 
 
+@bounded("rollout_correction")
 @dataclass(frozen=True)
 class RolloutCorrection:
     """Weights of importance between engine and trainer; needs an anchor replayed by the trainer.
@@ -68,7 +70,7 @@ class RolloutCorrection:
     mode: CorrectionMode = "truncate"
     lower: float | None = None
     upper: float | None = 2.0
-    max_staleness: int | None = None
+    max_staleness: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
         require_choice("algorithm.rollout_correction.level", self.level, CorrectionLevel)
@@ -78,10 +80,6 @@ class RolloutCorrection:
             raise ConfigError(
                 f"algorithm.rollout_correction needs 0 <= lower <= 1 <= upper and at least one of them; got lower = "
                 f"{self.lower}, upper = {self.upper}"
-            )
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise ConfigError(
-                f"algorithm.rollout_correction.max_staleness = {self.max_staleness} must be at least 0, or null"
             )
 
     def weights(self, log_gap_N: Tensor, lengths_B: Tensor, staleness_B: Tensor | None) -> Tensor:

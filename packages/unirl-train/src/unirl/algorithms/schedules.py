@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from unirl.types.bounds import NonNegative, NonNegativeInt, UnitInterval, bounded
 from unirl.types.errors import ConfigError
 
 CLIP_SCHEDULES = ("constant", "linear_decay", "cosine_decay")
@@ -37,6 +38,7 @@ class LinearWeight:
         return self.start + progress * (self.end - self.start)
 
 
+@bounded("decay")
 @dataclass(frozen=True)
 class OldPolicyDecay:
     """Decay d(t) of the sampling policy: 0 for t < flat, then min(start + rate (t - flat), cap).
@@ -45,17 +47,10 @@ class OldPolicyDecay:
     DiffusionNFT are (flat, rate, cap) = (0, 0, 0), (0, .001, .5) and (75, .0075, .999).
     """
 
-    start: float = 0.0
-    rate: float = 0.001
-    cap: float = 0.5
-    flat: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= 1 or not 0 <= self.cap <= 1 or self.rate < 0 or self.flat < 0:
-            raise ConfigError(
-                f"old-policy decay needs 0 <= start, cap <= 1, rate >= 0 and flat >= 0; got start = {self.start}, "
-                f"rate = {self.rate}, cap = {self.cap}, flat = {self.flat}"
-            )
+    start: UnitInterval = 0.0
+    rate: NonNegative = 0.001
+    cap: UnitInterval = 0.5
+    flat: NonNegativeInt = 0
 
     def __call__(self, t: int) -> float:
         """d(t)."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from unirl.algorithms.advantages import group_index, group_std
+from unirl.types.bounds import Bounds, bounded
 from unirl.types.errors import ConfigError
 
 
+@bounded("selection")
 @dataclass(frozen=True)
 class SampleSelection:
     """What is trained on, and whether uninformative groups are replaced by fresh ones.
@@ -28,12 +31,12 @@ class SampleSelection:
         (DAPO); the last refill's batch is trained as it is when `max_refills` are used up.
     """
 
-    best_of: int | None = None
+    best_of: Annotated[int, Bounds(ge=2)] | None = None
     drop_zero_variance: bool = False
     dynamic_sampling: bool = False
 
     def __post_init__(self) -> None:
-        if self.best_of is not None and (self.best_of < 2 or self.best_of % 2):
+        if self.best_of is not None and self.best_of % 2:
             raise ConfigError(f"selection.best_of = {self.best_of} must be an even number of at least 2, or null")
         if self.dynamic_sampling and self.drop_zero_variance:
             raise ConfigError(

@@ -20,7 +20,6 @@ from unirl.algorithms.base import (
     MicroBatch,
     OldLogpSource,
     RowMetrics,
-    check_advantage_clip,
     check_old_logp_source,
     describe_old_logp,
     report_clipped,
@@ -39,6 +38,7 @@ from unirl.algorithms.token_losses import (
     sequence_index,
     sequence_sum,
 )
+from unirl.types.bounds import NonNegative, PositiveInt, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import AutoregressivePipeline, PolicyStore, TokenStats
 from unirl.types.rollout import RolloutTrack
@@ -78,6 +78,7 @@ class TrainedTokens:
         return values_V[self.chosen_V]
 
 
+@bounded("algorithm")
 class TokenAlgorithm(PenalisedAlgorithm):
     """Base of the policy gradients on tokens: anchor, masks, aggregation, reference penalty. A subclass writes
     `surrogate`.
@@ -107,20 +108,20 @@ class TokenAlgorithm(PenalisedAlgorithm):
         *,
         importance_level: ImportanceLevel = "token",
         loss_agg_mode: LossAggregation = "token-mean",
-        horizon: int | None = None,
-        advantage_clip: float | None = None,
+        horizon: PositiveInt | None = None,
+        advantage_clip: PositiveOrInf | None = None,
         old_logp_source: OldLogpSource = "auto",
         rollout_correction: RolloutCorrection | None = None,
         mask_truncated: bool = False,
-        kl_coef: float = 0.0,
+        kl_coef: NonNegative = 0.0,
         kl_estimator: KLEstimator = "k3",
         adaptive_kl: AdaptiveKL | None = None,
-        entropy_coef: float = 0.0,
+        entropy_coef: NonNegative = 0.0,
         params: ARSamplingParams | None = None,
     ) -> None:
         require_choice("algorithm.importance_level", importance_level, ImportanceLevel)
         require_choice("algorithm.loss_agg_mode", loss_agg_mode, LossAggregation)
-        if (horizon is None) == (loss_agg_mode == "seq-mean-token-sum-norm") or (horizon is not None and horizon < 1):
+        if (horizon is None) == (loss_agg_mode == "seq-mean-token-sum-norm"):
             raise ConfigError(
                 f"algorithm.horizon = {horizon} with algorithm.loss_agg_mode = {loss_agg_mode}: the constant length "
                 "(at least 1 token, usually sampling.max_new_tokens) belongs to seq-mean-token-sum-norm alone."
@@ -131,9 +132,6 @@ class TokenAlgorithm(PenalisedAlgorithm):
                 "algorithm.rollout_correction compares a replay with the rollout. "
                 "Set algorithm.old_logp_source: replay."
             )
-        check_advantage_clip(advantage_clip)
-        if entropy_coef < 0:
-            raise ConfigError(f"algorithm.entropy_coef = {entropy_coef} must be at least 0")
         if kl_estimator not in ("k1", "k2", "k3"):
             raise ConfigError(f"algorithm.kl_estimator = {kl_estimator!r}: tokens have k1, k2 and k3")
         # No draw depends on the seed here.

@@ -19,9 +19,7 @@ from unirl.algorithms.base import (
     MicroBatch,
     OldLogpSource,
     RowMetrics,
-    check_advantage_clip,
     check_old_logp_source,
-    check_rows_per_forward,
     describe_old_logp,
     report_clipped,
     row_chunks,
@@ -32,6 +30,7 @@ from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.reference import KLEstimator, PenalisedAlgorithm, ReferenceKL
 from unirl.sde.loop import transition_rows
 from unirl.sde.noise import keyed_permutation
+from unirl.types.bounds import NonNegative, PositiveFraction, PositiveInt, PositiveOrInf, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore, TransitionStats
 from unirl.types.rollout import RolloutTrack
@@ -66,6 +65,7 @@ class TransitionRows:
         return self.policy.logp_R - self.anchor_logp_R
 
 
+@bounded("algorithm")
 class TransitionAlgorithm(PenalisedAlgorithm):
     """Base of the policy gradients: anchor, rows, credit, reference penalty. A subclass writes `surrogate`.
 
@@ -89,15 +89,15 @@ class TransitionAlgorithm(PenalisedAlgorithm):
         pipeline: DiffusionPipeline,
         policies: PolicyStore,
         *,
-        advantage_clip: float | None = 5.0,
+        advantage_clip: PositiveOrInf | None = 5.0,
         old_logp_source: OldLogpSource = "auto",
-        step_fraction: float = 1.0,
+        step_fraction: PositiveFraction = 1.0,
         credit: StepCredit | None = None,
-        kl_coef: float = 0.0,
+        kl_coef: NonNegative = 0.0,
         kl_estimator: KLEstimator = "exact",
         adaptive_kl: AdaptiveKL | None = None,
-        rows_per_forward: int | None = None,
-        seed: int = 0,
+        rows_per_forward: PositiveInt | None = None,
+        seed: Seed = 0,
         params: DiffusionSamplingParams | None = None,
     ) -> None:
         check_old_logp_source(old_logp_source)
@@ -106,10 +106,6 @@ class TransitionAlgorithm(PenalisedAlgorithm):
                 f"{type(self).__name__} compares transition means, which a rollout does not keep. "
                 "Set algorithm.old_logp_source: replay."
             )
-        check_advantage_clip(advantage_clip)
-        if not 0 < step_fraction <= 1:
-            raise ConfigError(f"algorithm.step_fraction = {step_fraction} must lie in (0, 1]")
-        check_rows_per_forward(rows_per_forward)
         super().__init__(ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl), seed=seed)
         self._pipeline = pipeline
         self._policies = policies

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import RowMetrics
-from unirl.types.errors import ConfigError
 
 _RETURN = "ppo/return_mean"
 _RETURN_SQUARE, _ERROR, _ERROR_SQUARE = "return_square", "value_error", "value_error_square"
@@ -30,16 +29,6 @@ def value_loss(value_R: Tensor, old_R: Tensor, return_R: Tensor, *, clip: float 
         return 0.5 * plain
     clipped = old_R + (value_R - old_R).clamp(-clip, clip)
     return 0.5 * torch.maximum(plain, (clipped - return_R).square())
-
-
-def check_value_options(*, gamma: float, lam: float, value_coef: float, value_clip: float | None) -> None:
-    """Raises ConfigError for a value outside its range."""
-    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-        raise ConfigError(f"algorithm.gamma = {gamma} and algorithm.lam = {lam} must lie in [0, 1]")
-    if value_coef < 0:
-        raise ConfigError(f"algorithm.value_coef = {value_coef} must be at least 0")
-    if value_clip is not None and value_clip <= 0:
-        raise ConfigError(f"algorithm.value_clip = {value_clip} must be above 0, or null for no clipping")
 
 
 def report_values(metrics: RowMetrics, value_R: Tensor, return_R: Tensor, loss_R: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Whether a recipe's value fits a constructor's annotation, as far as source alone can tell.
 
-Scalars, literals and optional values are judged; whatever else an annotation may say is left to the constructor.
+Scalars, literals, optional values and declared bounds (`unirl.types.bounds`) are judged; whatever else an annotation
+may say is left to the constructor.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirl.config.signatures import MAX_DEPTH, Module, resolve_annotation
+from unirl.types.bounds import Bounds
 
 Value = Any  # Any: a recipe's scalar, list or mapping
 
@@ -82,9 +84,32 @@ def _judge_subscript(value: Value, node: ast.Subscript, module: Module, depth: i
         return _any_of([(value is None, "null"), _judge(value, inner[0], module, depth + 1)])
     if head == "Union":
         return _any_of([_judge(value, item, module, depth + 1) for item in inner])
+    if head == "Annotated":
+        return _judge_bounded(value, inner[0], inner[1:], module, depth)
     if head in _SEQUENCES | _MAPPINGS:
         return _judge_name(value, head, module, depth + 1)
     return None, ast.unparse(node)
+
+
+def _judge_bounded(
+    value: Value, type_: ast.expr, metadata: list[ast.expr], module: Module, depth: int
+) -> tuple[bool | None, str]:
+    fits, words = _judge(value, type_, module, depth + 1)
+    if fits is not True:
+        return fits, words
+    for item in metadata:
+        bounds = declared_bounds(item)
+        wanted = None if bounds is None else bounds.problem(value)
+        if wanted is not None:
+            return False, wanted
+    return True, words
+
+
+def declared_bounds(node: ast.expr) -> Bounds | None:
+    """The bounds that a call `Bounds(...)` of literals spells; None for anything else."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func).rsplit(".", 1)[-1] != Bounds.__name__:
+        return None
+    return Bounds(**{item.arg: ast.literal_eval(item.value) for item in node.keywords if item.arg is not None})
 
 
 def _any_of(parts: list[tuple[bool | None, str]]) -> tuple[bool | None, str]:

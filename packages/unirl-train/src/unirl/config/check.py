@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from unirl.config.annotations import mismatch
 from unirl.config.injection import INJECTED, INJECTED_IF_TAKEN
@@ -16,6 +16,7 @@ from unirl.config.instantiation import RESERVED, TARGET, instantiate_at
 from unirl.config.rules import MACHINE_RULES, RULES, Machine, Recipe
 from unirl.config.signatures import Target, read_target
 from unirl.config.suggestions import did_you_mean
+from unirl.types.bounds import Seed
 from unirl.types.errors import ConfigError
 
 Value = Any  # Any: a recipe's scalar, list or mapping
@@ -37,6 +38,8 @@ SCALARS: dict[str, tuple[type, ...]] = {
     "num_rollouts": (int,),
 }
 """Required top-level values."""
+(SEED,) = get_args(Seed)[1:]
+"""What `seed` may be."""
 CHOICES = {"runtime": ("local", "ray"), "device": ("auto", "cpu", "cuda"), "resume_changes": ("refuse", "allow")}
 OPTIONAL_SCALARS: dict[str, tuple[type, ...]] = {
     "media_interval": (int,),
@@ -124,6 +127,9 @@ def _keys(recipe: Recipe) -> Iterator[str]:
             yield f"{key} is missing from the recipe. Add it, or compose from a recipe of: trainer list."
     for key, types in {**SCALARS, **OPTIONAL_SCALARS}.items():
         yield from _scalar(key, recipe.get(key), types)
+    seed = SEED.problem(recipe.get("seed"))
+    if seed is not None:
+        yield f"seed = {recipe['seed']} must be {seed}."
     for key, allowed in CHOICES.items():
         if isinstance(recipe.get(key), str) and recipe[key] not in allowed:
             yield f"{key} = {recipe[key]!r} must be one of {', '.join(allowed)}."

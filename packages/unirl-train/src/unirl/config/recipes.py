@@ -14,6 +14,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,6 +25,10 @@ from unirl.config.instantiation import TARGET
 from unirl.types.errors import ConfigError
 
 _HYDRA_VERSION = "1.3"
+
+# Hydra imports every `hydra_plugins` on the path when it is first used. Used here, before the command adds the working
+# directory to the path, it finds those of installed packages only.
+Plugins.instance()
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES_MODULE) -> DictConfig:

@@ -40,14 +40,9 @@ POSITIVE = (
     "batch_size",
     "num_rollouts",
     "num_devices",
-    "engine.forward_batch_size",
-    "stack.micro_batch_size",
-    "stack.num_updates_per_batch",
-    "eval.num_samples",
-    "eval.batch_size",
     "save.keep_last",
 )
-INTERVALS = ("eval.interval", "save.interval", "media_interval")
+INTERVALS = ("save.interval", "media_interval")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -73,9 +68,6 @@ def counts_are_positive(recipe: Recipe) -> Messages:
         value = _at(recipe, name)
         if value is not None and value < 0:
             yield f"{name} = {value} must be at least 0 (0: never)."
-    max_grad_norm = _at(recipe, "stack.max_grad_norm")
-    if max_grad_norm is not None and max_grad_norm <= 0:
-        yield f"stack.max_grad_norm = {max_grad_norm} must be above 0 (.inf does not clip)."
 
 
 def geometry_divides(recipe: Recipe) -> Messages:

@@ -357,7 +357,10 @@ def _spec(name: str) -> ModuleSpec | None:
     """The import system's answer for a module, found folder by folder so that no package is imported."""
     parts = name.split(".")
     # The finders of installed packages answer for a top-level name without importing it.
-    spec = importlib.util.find_spec(parts[0])
+    try:
+        spec = importlib.util.find_spec(parts[0])
+    except ValueError:
+        return None  # a module that was not imported from anywhere, such as __main__
     for index in range(1, len(parts)):
         if spec is None or spec.submodule_search_locations is None:
             return None

@@ -11,6 +11,7 @@ from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
 from unirl.tracking.tables import markdown, numbered
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ContractError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _NO_HYPER_PARAMETERS = ("recipe", "run_dir", "resume", "resume_changes", "tracke
 """Keys of a recipe that no result depends on."""
 
 
+@bounded("trackers.tensorboard")
 class TensorBoardTracker:
     """Writes event files. A resumed run hides the events past its checkpoint (TensorBoard's purge step).
 
@@ -28,7 +30,7 @@ class TensorBoardTracker:
     hyper-parameters tab has every number and text of the recipe; captions of pictures are texts beside them.
     """
 
-    def __init__(self, flush_s: int = 10) -> None:
+    def __init__(self, flush_s: PositiveInt = 10) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
             from torch.utils.tensorboard.summary import hparams

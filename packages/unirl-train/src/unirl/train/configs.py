@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from unirl.train.precision import dtype_named
+from unirl.types.bounds import Bounds, NonNegative, NonNegativeInt, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
 AdamWImplementation = Literal["auto", "fused", "foreach", "loop"]
@@ -20,14 +20,15 @@ LoraInit = Literal["gaussian", "default"]
 LORA_INITS: tuple[LoraInit, ...] = ("gaussian", "default")
 
 
+@bounded("optimizer")
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW."""
 
-    learning_rate: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
+    learning_rate: NonNegative
+    betas: Annotated[tuple[float, float], Bounds(ge=0, lt=1)] = (0.9, 0.999)
+    epsilon: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
     """Decoupled; applies to every trainable parameter."""
     implementation: AdamWImplementation = "auto"
     """One kernel for all parameters ("fused"), one per operation ("foreach"), or one per parameter ("loop").
@@ -36,14 +37,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         betas = tuple(self.betas)
         object.__setattr__(self, "betas", betas)
-        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
-            raise ConfigError(f"optimizer.learning_rate = {self.learning_rate} must be finite and not negative")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        if len(betas) != 2:
             raise ConfigError(f"optimizer.betas = {betas} must be two numbers in [0, 1)")
-        if self.epsilon < 0 or self.weight_decay < 0:
-            raise ConfigError(
-                f"optimizer.epsilon = {self.epsilon} and weight_decay = {self.weight_decay} must not be negative"
-            )
         if self.implementation not in ADAMW_IMPLEMENTATIONS:
             raise ConfigError(
                 f"optimizer.implementation = {self.implementation!r}. "
@@ -51,20 +46,19 @@ class OptimizerConfig:
             )
 
 
+@bounded("scheduler")
 @dataclass(frozen=True)
 class LrSchedulerConfig:
     """Learning rate by optimizer step: a linear ramp over `warmup_steps`, then the schedule."""
 
     type: ScheduleType = "constant"
-    warmup_steps: int = 0
-    total_steps: int | None = None
+    warmup_steps: NonNegativeInt = 0
+    total_steps: PositiveInt | None = None
     """Optimizer step at which "linear" and "cosine" reach zero, warm-up included. Not for "constant"."""
 
     def __post_init__(self) -> None:
         if self.type not in SCHEDULE_TYPES:
             raise ConfigError(f"scheduler.type = {self.type!r}. Choose one of: {', '.join(SCHEDULE_TYPES)}.")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"scheduler.warmup_steps = {self.warmup_steps} must not be negative")
         if self.type == "constant":
             if self.total_steps is not None:
                 raise ConfigError(
@@ -111,12 +105,13 @@ class FSDPConfig:
             )
 
 
+@bounded("lora")
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters on linear layers: W + (alpha / rank) B A."""
 
-    rank: int
-    alpha: float
+    rank: PositiveInt
+    alpha: Positive
     target_modules: Sequence[str] | None = None
     """Module name suffixes; None takes the bundle's."""
     dropout: float = 0.0
@@ -125,8 +120,6 @@ class LoraConfig:
     """Of A: normal with standard deviation 1 / rank, or peft's default (Kaiming uniform). B starts at zero."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or not self.alpha > 0:
-            raise ConfigError(f"lora.rank = {self.rank} and lora.alpha = {self.alpha} must be positive")
         if self.dropout != 0.0:
             raise ConfigError(
                 f"lora.dropout = {self.dropout}: the anchor and the update would see different masks, so the ratio of "
@@ -138,15 +131,16 @@ class LoraConfig:
             raise ConfigError(f"lora.init = {self.init!r}. Choose one of: {', '.join(LORA_INITS)}.")
 
 
+@bounded("ema")
 @dataclass(frozen=True)
 class EMAConfig:
     """Exponential moving average of the trainable parameters, kept in float32."""
 
-    decay: float = 0.9999
+    decay: Annotated[float, Bounds(ge=0, lt=1)] = 0.9999
     warmup: bool = True
     """Use min(decay, (1 + k) / (10 + k)) after optimizer step k, counted from 0, so that early weights are forgotten.
     k counts steps, not averages: with `every` above 1 the limit is reached after as many steps as with 1."""
-    every: int = 1
+    every: PositiveInt = 1
     """Optimizer steps between averages."""
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.slicing import training_slices
+from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
 from unirl.types.errors import ContractError
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
@@ -31,6 +32,7 @@ class TrainStepResult:
     updates: list[dict[str, float]] = field(default_factory=list)
 
 
+@bounded("stack")
 class TrainStack:
     """Trains one track of a response.
 
@@ -44,9 +46,9 @@ class TrainStack:
         backend: FSDPBackend,
         algorithm: StageAlgorithm,
         *,
-        micro_batch_size: int,
-        num_updates_per_batch: int = 1,
-        max_grad_norm: float = 1.0,
+        micro_batch_size: PositiveInt,
+        num_updates_per_batch: PositiveInt = 1,
+        max_grad_norm: PositiveOrInf = 1.0,
         track: str = "image",
     ) -> None:
         self._backend = backend

@@ -15,6 +15,7 @@ from unirl.data.data_source import PromptRow, epoch_order
 from unirl.distributed.runtime import Held, Role
 from unirl.tracking.base import TableRow
 from unirl.trainer.request import build_request
+from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, RewardError
 from unirl.types.media import Images
 from unirl.types.reward import RewardResponse
@@ -74,22 +75,15 @@ class HeldOut:
     None the policy being trained. before: whether there is an evaluation before training."""
 
     prompts: str
-    num_samples: int = 512
-    interval: int = 0
-    interval_cpu_s: float | None = None
-    batch_size: int = 128
-    seed: int = 1234
+    num_samples: PositiveInt = 512
+    interval: NonNegativeInt = 0
+    interval_cpu_s: Positive | None = None
+    batch_size: PositiveInt = 128
+    seed: Seed = 1234
     policy: str | None = None
     before: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"eval.{name} = {getattr(self, name)} must be at least 1")
-        if self.interval < 0:
-            raise ConfigError(f"eval.interval = {self.interval} must be at least 0")
-        if self.interval_cpu_s is not None and not self.interval_cpu_s > 0:
-            raise ConfigError(f"eval.interval_cpu_s = {self.interval_cpu_s} must be above 0, or null")
         if self.interval_cpu_s is not None and self.interval > 0:
             raise ConfigError(
                 f"eval.interval = {self.interval} rollouts and eval.interval_cpu_s = {self.interval_cpu_s} both say "
@@ -107,19 +101,15 @@ class HeldOut:
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
 
+@bounded("eval")
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(HeldOut):
     """Held-out evaluation of images, see `HeldOut`. num_inference_steps, guidance_scale: None takes those of training.
     num_images: kept for the grid."""
 
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    num_images: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_images < 0:
-            raise ConfigError(f"eval.num_images = {self.num_images} must be at least 0")
+    num_inference_steps: PositiveInt | None = None
+    guidance_scale: NonNegative | None = None
+    num_images: NonNegativeInt = 16
 
     def settings(self, training: DiffusionSamplingParams) -> dict[str, dict[str, Any]]:  # Any: plain values
         """See `Evaluates.settings`."""

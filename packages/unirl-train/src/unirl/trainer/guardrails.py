@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from unirl.types.bounds import Bounds, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
 Action = Literal["off", "warn", "stop", "rollback"]
 ACTIONS = ("off", "warn", "stop", "rollback")
 
 
+@bounded("guardrails")
 @dataclass(frozen=True)
 class GuardrailConfig:
     """When to speak up and what to do then.
@@ -24,24 +26,22 @@ class GuardrailConfig:
     """
 
     action: Action = "warn"
-    grad_norm_factor: float = 3.0
+    grad_norm_factor: Annotated[float, Bounds(gt=1)] = 3.0
     """Alarm above this many times the running median of the gradient norm."""
-    reward_drop: float = 4.0
+    reward_drop: Positive = 4.0
     """Alarm when the reward falls this many running standard deviations below its running mean."""
-    window: int = 20
+    window: PositiveInt = 20
     """Rollouts in the running statistics."""
-    warmup: int = 8
+    warmup: Annotated[int, Bounds(ge=2)] = 8
     """Rollouts before the first alarm."""
-    patience: int = 2
+    patience: PositiveInt = 2
     """Alarms in a row before stop or rollback acts."""
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise ConfigError(f"guardrails.action = {self.action!r} must be one of {', '.join(ACTIONS)}")
-        if self.grad_norm_factor <= 1 or self.reward_drop <= 0:
-            raise ConfigError(f"guardrails need grad_norm_factor > 1 and reward_drop > 0; got {self}")
-        if self.patience < 1 or not 1 < self.warmup <= self.window:
-            raise ConfigError(f"guardrails need patience >= 1 and 1 < warmup <= window; got {self}")
+        if self.warmup > self.window:
+            raise ConfigError(f"guardrails.warmup = {self.warmup} must be at most window = {self.window}")
 
 
 class Guardrails:

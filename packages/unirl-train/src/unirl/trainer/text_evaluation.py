@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from unirl.trainer.evaluation import (
     spread_rows,
 )
 from unirl.trainer.request import build_text_request
+from unirl.types.bounds import Bounds, NonNegative, NonNegativeInt, PositiveFraction, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.media import ImageLists, Texts
 from unirl.types.reward import RewardResponse
@@ -36,6 +37,7 @@ PASS_ROLLOUT_ID = EVAL_ROLLOUT_ID - 1
 """Part of every draw's key, so the samples of pass@k are none of training's."""
 
 
+@bounded("eval")
 @dataclass(frozen=True, kw_only=True)
 class TextEvaluationConfig(HeldOut):
     """Greedy completions of `num_samples` prompts, and where `pass_at` names some k, sampled ones; see `HeldOut`.
@@ -46,23 +48,18 @@ class TextEvaluationConfig(HeldOut):
     temperature, top_p: of these samples; a temperature of None takes that of training.
     """
 
-    max_new_tokens: int | None = None
-    num_completions: int = 16
+    max_new_tokens: PositiveInt | None = None
+    num_completions: NonNegativeInt = 16
     pass_at: Sequence[int] = ()
-    pass_samples: int = 8
-    pass_prompts: int = 64
+    pass_samples: PositiveInt = 8
+    pass_prompts: PositiveInt = 64
     pass_metric: str = "reward"
-    pass_threshold: float = 1.0
-    temperature: float | None = None
-    top_p: float = 1.0
+    pass_threshold: Annotated[float, Bounds()] = 1.0
+    temperature: NonNegative | None = None
+    top_p: PositiveFraction = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("pass_samples", "pass_prompts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"eval.{name} = {getattr(self, name)} must be at least 1")
-        if self.num_completions < 0:
-            raise ConfigError(f"eval.num_completions = {self.num_completions} must be at least 0")
         wrong = [k for k in self.pass_at if not 1 <= k <= self.pass_samples]
         if wrong:
             raise ConfigError(f"eval.pass_at {wrong} must lie in 1 .. eval.pass_samples = {self.pass_samples}")

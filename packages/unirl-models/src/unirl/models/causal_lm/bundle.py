@@ -20,6 +20,7 @@ from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
 from unirl.models.loading import ModelFolder, open_model_folder, torch_dtype
 from unirl.models.packing import Packing
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 
 try:
@@ -34,6 +35,7 @@ COMPONENT = "model"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
 
+@bounded("bundle")
 class CausalLMBundle:
     """A causal language model with its tokenizer.
 
@@ -58,7 +60,7 @@ class CausalLMBundle:
         dtype: str = "fp32",
         device: str | torch.device = "cpu",
         *,
-        chunk_logits: int = CHUNK_LOGITS,
+        chunk_logits: PositiveInt = CHUNK_LOGITS,
     ) -> None:
         weights_dtype = torch_dtype(dtype, where="dtype")
         self.pretrained_model = pretrained_model

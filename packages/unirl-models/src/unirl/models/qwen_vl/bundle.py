@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.token_scores import CHUNK_LOGITS
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import CheckpointError, ConfigError
 
 try:
@@ -18,6 +19,7 @@ except ImportError as error:
     raise ImportError("text models need transformers: pip install 'unirl-models[transformers]'") from error
 
 
+@bounded("bundle")
 class QwenVLBundle(CausalLMBundle):
     """Qwen2.5-VL or Qwen3-VL, see `CausalLMBundle`.
 
@@ -35,9 +37,9 @@ class QwenVLBundle(CausalLMBundle):
         device: str | torch.device = "cpu",
         *,
         freeze_vision: bool = True,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
-        chunk_logits: int = CHUNK_LOGITS,
+        min_pixels: PositiveInt | None = None,
+        max_pixels: PositiveInt | None = None,
+        chunk_logits: PositiveInt = CHUNK_LOGITS,
     ) -> None:
         super().__init__(pretrained_model, dtype, device, chunk_logits=chunk_logits)
         self.model.model.visual.requires_grad_(not freeze_vision)

@@ -11,8 +11,10 @@ from unirl.models.sd3.adapter import SD3Adapter
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.sde.kernels import SDEStrategy
 from unirl.sde.schedule import SigmaSchedule
+from unirl.types.bounds import PositiveInt, bounded
 
 
+@bounded("pipeline")
 class SD3Pipeline(DiffusionPipeline):
     """Stable Diffusion 3 and 3.5, see `unirl.models.pipeline.DiffusionPipeline`.
 
@@ -28,9 +30,9 @@ class SD3Pipeline(DiffusionPipeline):
         strategy: SDEStrategy,
         schedule: SigmaSchedule | Literal["linear", "diffusers"] | None = None,
         *,
-        decode_batch_size: int = 8,
-        encode_batch_size: int = 32,
-        forward_batch_size: int | None = None,
+        decode_batch_size: PositiveInt = 8,
+        encode_batch_size: PositiveInt = 32,
+        forward_batch_size: PositiveInt | None = None,
         embedding_cache: EmbeddingCache | str | Path | None = None,
     ) -> None:
         adapter = SD3Adapter(

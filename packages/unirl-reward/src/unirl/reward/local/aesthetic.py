@@ -17,6 +17,7 @@ from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import CropPreprocessing, at_least_float32
 from unirl.reward.local.pretrained import DTYPES, check_dtype, load_complete, load_state, load_transformers
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -45,7 +46,7 @@ class AestheticScorer(LocalScorer):
         dtype: str = "fp32",
         device: str = "cpu",
         name: str = "aesthetic",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size, device=device)
         check_dtype(dtype, name)

@@ -16,6 +16,7 @@ from torch import nn
 
 from unirl.reward.local.answers import surface_forms, written_probability
 from unirl.reward.local.judge import JudgeError, Question, Reply, Step
+from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 
 LogProbs = Literal["auto", "required", "never"]
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 _PROBE = Question("Is this picture black? Answer in one word.", (Image.new("RGB", (32, 32)),))
 
 
+@bounded("judge")
 class APIJudge:
     """Asks `model` at `base_url` with chat completions, greedily, pictures as PNG data URLs.
 
@@ -47,17 +49,14 @@ class APIJudge:
         model: str,
         api_key_file: str | None = None,
         logprobs: LogProbs = "auto",
-        top_logprobs: int = 20,
-        concurrency: int = 16,
-        timeout_s: float = 60.0,
-        max_retries: int = 4,
+        top_logprobs: PositiveInt = 20,
+        concurrency: PositiveInt = 16,
+        timeout_s: Positive = 60.0,
+        max_retries: NonNegativeInt = 4,
         extra_body: dict[str, Any] | None = None,  # Any: JSON of the endpoint
     ) -> None:
         if logprobs not in get_args(LogProbs):
             raise ConfigError(f"judge {model}: logprobs = {logprobs!r} must be one of {get_args(LogProbs)}")
-        for option, value in (("top_logprobs", top_logprobs), ("concurrency", concurrency), ("timeout_s", timeout_s)):
-            if not value > 0:
-                raise ConfigError(f"judge {model}: {option} = {value} must be above 0")
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(f"judge {model}: base_url = {base_url!r} must start with http:// or https://")
         try:

@@ -23,6 +23,7 @@ from unirl.reward.local.pretrained import (
     load_transformers,
     on_one_line,
 )
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -46,7 +47,7 @@ class CLIPModelScorer(LocalScorer):
         dtype: str,
         device: str,
         name: str,
-        batch_size: int,
+        batch_size: PositiveInt,
         normalise: bool = False,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size, device=device, normalise=normalise)
@@ -119,7 +120,7 @@ class CLIPRewardScorer(CLIPModelScorer):
         dtype: str = "fp32",
         device: str = "cpu",
         name: str = "clip",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         check_dtype(dtype, name)
         transformers = load_transformers(f"scorer {name}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import to_pictures
+from unirl.types.bounds import PositiveInt
 from unirl.types.reward import RewardRequest
 
 BYTES_PER_KB = 1000
@@ -38,7 +39,12 @@ class JPEGIncompressibilityScorer(LocalScorer):
     card = CATALOG["jpeg_incompressibility"]
 
     def __init__(
-        self, *, quality: int = 95, normalise: bool = False, name: str = "jpeg_incompressibility", batch_size: int = 64
+        self,
+        *,
+        quality: int = 95,
+        normalise: bool = False,
+        name: str = "jpeg_incompressibility",
+        batch_size: PositiveInt = 64,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size, normalise=normalise)
         self.quality = quality
@@ -57,7 +63,12 @@ class JPEGCompressibilityScorer(LocalScorer):
     card = CATALOG["jpeg_compressibility"]
 
     def __init__(
-        self, *, quality: int = 95, normalise: bool = False, name: str = "jpeg_compressibility", batch_size: int = 64
+        self,
+        *,
+        quality: int = 95,
+        normalise: bool = False,
+        name: str = "jpeg_compressibility",
+        batch_size: PositiveInt = 64,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size, normalise=normalise)
         self.quality = quality

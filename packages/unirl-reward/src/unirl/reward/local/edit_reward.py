@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.judge import Judge, Question, pictures_of, sources_of
 from unirl.reward.local.rated import RatedScorer, Ratings, Scale
+from unirl.types.bounds import PositiveInt
 from unirl.types.reward import RewardRequest
 
 _QUESTION = """The first picture is the original, the second one an edit of it after this instruction:
@@ -45,7 +46,7 @@ class EditRewardScorer(RatedScorer):
         max_tokens: int = 64,
         device: str = "cpu",
         name: str = "edit_reward",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(
             judge=judge,

@@ -6,6 +6,7 @@ import re
 
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.text_rules import AnswerScorer
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 
 
@@ -26,7 +27,7 @@ class ExactMatchScorer(AnswerScorer):
         is_case_sensitive: bool = True,
         answer_key: str = "answer",
         name: str = "exact_match",
-        batch_size: int = 64,
+        batch_size: PositiveInt = 64,
     ) -> None:
         super().__init__(name=name, answer_key=answer_key, batch_size=batch_size)
         try:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -36,7 +37,7 @@ class FormatScorer(LocalScorer):
         tags: Sequence[str] | None = None,
         pattern: str | None = None,
         name: str = "format",
-        batch_size: int = 64,
+        batch_size: PositiveInt = 64,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size)
         if tags is not None and pattern is not None:

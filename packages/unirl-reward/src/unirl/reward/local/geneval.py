@@ -16,6 +16,7 @@ from unirl.reward.local.colours import ColourClassifier
 from unirl.reward.local.detectors import Detector
 from unirl.reward.local.geneval_rules import ColoursOf, Detection, check_row, judged, kept
 from unirl.reward.local.pixels import to_pictures
+from unirl.types.bounds import PositiveInt, UnitInterval, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -26,6 +27,7 @@ GENEVAL_NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer key
 """Classes that GenEval calls otherwise than COCO does."""
 
 
+@bounded("scorer")
 class GenEvalScorer(LocalScorer):
     """The component that `score_type` names; the other two report beside it. See `geneval_rules.Verdict`.
 
@@ -50,32 +52,20 @@ class GenEvalScorer(LocalScorer):
         detector: Detector,
         colours: ColourClassifier | None = None,
         score_type: ScoreType = "score",
-        threshold: float = 0.3,
-        counting_threshold: float = 0.9,
-        max_objects: int = 16,
-        max_overlap: float = 1.0,
-        position_threshold: float = 0.1,
+        threshold: UnitInterval = 0.3,
+        counting_threshold: UnitInterval = 0.9,
+        max_objects: PositiveInt = 16,
+        max_overlap: UnitInterval = 1.0,
+        position_threshold: UnitInterval = 0.1,
         names: Mapping[str, str] | None = None,
         device: str = "cpu",
         name: str = "geneval",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         if score_type not in get_args(ScoreType):
             raise ConfigError(f"scorer {name}: score_type = {score_type!r} must be one of {get_args(ScoreType)}")
         weights = {each: float(each == score_type) for each in get_args(ScoreType)}
         super().__init__(name=name, batch_size=batch_size, device=device, component_weights=weights)
-        shares = {
-            "threshold": threshold,
-            "counting_threshold": counting_threshold,
-            "max_overlap": max_overlap,
-            "position_threshold": position_threshold,
-        }
-        wrong = {key: value for key, value in shares.items() if not 0 <= value <= 1}
-        if wrong or max_objects < 1:
-            raise ConfigError(
-                f"scorer {name}: {wrong or {'max_objects': max_objects}} is out of range: thresholds and max_overlap "
-                "lie in [0, 1], max_objects is at least 1"
-            )
         self._detector = detector
         self._colours = colours
         self.threshold = threshold

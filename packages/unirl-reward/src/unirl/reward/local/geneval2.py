@@ -14,6 +14,7 @@ from torch import nn
 from unirl.reward.base import LocalScorer, Scored
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.judge import Judge, JudgeError, Question, pictures_of
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -45,7 +46,7 @@ class GenEval2Scorer(LocalScorer):
         num_frames: int = 8,
         device: str = "cpu",
         name: str = "geneval2",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size, device=device)
         if mean not in get_args(Mean):

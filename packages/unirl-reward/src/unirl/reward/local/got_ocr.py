@@ -12,6 +12,7 @@ from torch import nn
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.ocr import OCRScorer
 from unirl.reward.local.pretrained import DTYPES, check_dtype, load_complete, load_transformers
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
 END = "<|im_end|>"
@@ -20,6 +21,7 @@ NECK_STRIDE = 4
 """By which the vision tower's neck reduces its grid of patches, each way."""
 
 
+@bounded("scorer")
 class GOTOCRScorer(OCRScorer):
     """The OCR reward as GOT-OCR 2.0 reads, greedily. Needs the extra `got-ocr`.
 
@@ -35,16 +37,14 @@ class GOTOCRScorer(OCRScorer):
         self,
         *,
         model: str = "stepfun-ai/GOT-OCR-2.0-hf",
-        max_new_tokens: int = 256,
+        max_new_tokens: PositiveInt = 256,
         dtype: str = "fp32",
         device: str = "cpu",
         name: str = "got_ocr",
-        batch_size: int = 4,
+        batch_size: PositiveInt = 4,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size, device=device)
         check_dtype(dtype, name)
-        if max_new_tokens < 1:
-            raise ConfigError(f"scorer {name}: max_new_tokens = {max_new_tokens} must be at least 1")
         transformers = load_transformers(f"scorer {name}", "got-ocr")
         loaded = load_complete(
             transformers.GotOcr2ForConditionalGeneration, model, f"scorer {name}: model", dtype=DTYPES[dtype]

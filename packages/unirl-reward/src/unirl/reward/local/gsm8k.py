@@ -10,6 +10,7 @@ from decimal import Decimal
 
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.text_rules import AnswerScorer
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ContractError
 
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -33,7 +34,7 @@ class GSM8KScorer(AnswerScorer):
         needs_marker: bool = False,
         answer_key: str = "answer",
         name: str = "gsm8k_exact_match",
-        batch_size: int = 64,
+        batch_size: PositiveInt = 64,
     ) -> None:
         super().__init__(name=name, answer_key=answer_key, batch_size=batch_size)
         self.needs_marker = needs_marker

@@ -5,9 +5,9 @@ Legend: b samples, D width of a tower.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from unirl.reward.local.clip import CLIPModelScorer
 from unirl.reward.local.pixels import to_bytes
 from unirl.reward.local.preprocess import PadPreprocessing
 from unirl.reward.local.pretrained import check_dtype, check_source, load_state, load_transformers, on_one_line
+from unirl.types.bounds import Bounds, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
 _BLOCK = {
@@ -42,6 +43,7 @@ _PROJECTIONS = {"visual.proj": "visual_projection.weight", "text_projection": "t
 _IN_BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+?)(?:\.|_)(weight|bias)")
 
 
+@bounded("scorer")
 class HPSv2RewardScorer(CLIPModelScorer):
     """cos(picture, prompt) * `scale` under the HPSv2 or HPSv2.1 weights.
 
@@ -67,15 +69,15 @@ class HPSv2RewardScorer(CLIPModelScorer):
         checkpoint: str | None = "xswu/HPSv2",
         file: str = "HPS_v2.1_compressed.pt",
         model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        scale: float = 1.0,
+        scale: Annotated[float, Bounds()] = 1.0,
         dtype: str = "fp32",
         device: str = "cpu",
         name: str = "hpsv2",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         check_dtype(dtype, name)
-        if not (math.isfinite(scale) and scale != 0):
-            raise ConfigError(f"scorer {name}: scale = {scale} must be a finite number other than 0")
+        if scale == 0:
+            raise ConfigError(f"scorer {name}: scale = {scale} must be a number other than 0")
         transformers = load_transformers(f"scorer {name}")
         check_source(model, f"scorer {name}: model")
         try:

@@ -18,6 +18,7 @@ from unirl.reward.local.preprocess import as_pil_resizes
 from unirl.reward.local.pretrained import DTYPES, check_dtype, check_source, load_state
 from unirl.reward.local.qwen_vl import QwenVLReader
 from unirl.reward.local.reward_head import PROMPT, load_reward_model, read_instruction
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -60,7 +61,7 @@ class HPSv3Scorer(LocalScorer):
         max_pixels: int = NUM_PIXELS,
         device: str = "cpu",
         name: str = "hpsv3",
-        batch_size: int = 4,
+        batch_size: PositiveInt = 4,
     ) -> None:
         weights = {"mu": 1.0, "sigma": 0.0}
         super().__init__(

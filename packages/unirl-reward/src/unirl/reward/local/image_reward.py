@@ -26,6 +26,7 @@ from unirl.reward.local.pretrained import (
     on_one_line,
     source_file,
 )
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -82,7 +83,7 @@ class ImageRewardScorer(LocalScorer):
         dtype: str = "fp32",
         device: str = "cpu",
         name: str = "image_reward",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size, device=device, normalise=normalise)
         check_dtype(dtype, name)

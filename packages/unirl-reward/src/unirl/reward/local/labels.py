@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.given import given_score
 from unirl.types.protocols import Scorer
@@ -23,7 +24,7 @@ class LabelScorer(LocalScorer):
 
     card = CATALOG["labels"]
 
-    def __init__(self, *, otherwise: Scorer | None = None, name: str = "labels", batch_size: int = 64) -> None:
+    def __init__(self, *, otherwise: Scorer | None = None, name: str = "labels", batch_size: PositiveInt = 64) -> None:
         super().__init__(name=name, batch_size=batch_size)
         self._otherwise = otherwise
 

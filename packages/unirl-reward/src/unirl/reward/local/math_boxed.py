@@ -8,7 +8,8 @@ from abc import abstractmethod
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.bounded import BoundedFunction, OverBudgetError
 from unirl.reward.local.text_rules import AnswerScorer
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.errors import ContractError
 
 logger = logging.getLogger(__name__)
 
@@ -16,18 +17,16 @@ MEMORY_BYTES = 4 * 1024**3
 """Address space of the process that computes; most of it is never touched."""
 
 
+@bounded("scorer")
 class MathScorer(AnswerScorer):
     """Compares answers by a function of two strings in a process of its own; subclasses name the function.
 
     cpu_s: CPU seconds that one comparison may take. One that takes more, or too much memory, is not equal: 0, with a
     warning that names the sample's text. A reference that holds no answer raises ContractError.
-    Raises ConfigError for a budget below 1 s.
     """
 
-    def __init__(self, *, cpu_s: int, name: str, answer_key: str, batch_size: int) -> None:
+    def __init__(self, *, cpu_s: PositiveInt, name: str, answer_key: str, batch_size: PositiveInt) -> None:
         super().__init__(name=name, answer_key=answer_key, batch_size=batch_size)
-        if cpu_s < 1:
-            raise ConfigError(f"scorer {name}: cpu_s = {cpu_s} must be at least 1, whole seconds")
         self._equals = BoundedFunction(
             f"unirl.reward.local.math_equality.{self.function()}", cpu_s=cpu_s, memory_bytes=MEMORY_BYTES
         )
@@ -65,7 +64,12 @@ class BoxedMathScorer(MathScorer):
     card = CATALOG["math_boxed"]
 
     def __init__(
-        self, *, cpu_s: int = 5, answer_key: str = "answer", name: str = "math_boxed", batch_size: int = 64
+        self,
+        *,
+        cpu_s: PositiveInt = 5,
+        answer_key: str = "answer",
+        name: str = "math_boxed",
+        batch_size: PositiveInt = 64,
     ) -> None:
         super().__init__(cpu_s=cpu_s, name=name, answer_key=answer_key, batch_size=batch_size)
 

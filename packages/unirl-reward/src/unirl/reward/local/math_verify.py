@@ -6,6 +6,7 @@ import importlib.util
 
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.math_boxed import MathScorer
+from unirl.types.bounds import PositiveInt
 
 
 class MathVerifyScorer(MathScorer):
@@ -19,7 +20,12 @@ class MathVerifyScorer(MathScorer):
     card = CATALOG["math_verify"]
 
     def __init__(
-        self, *, cpu_s: int = 10, answer_key: str = "answer", name: str = "math_verify", batch_size: int = 64
+        self,
+        *,
+        cpu_s: PositiveInt = 10,
+        answer_key: str = "answer",
+        name: str = "math_verify",
+        batch_size: PositiveInt = 64,
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError(f"scorer {name} needs math-verify. Install it with: pip install 'unirl-reward[math]'")

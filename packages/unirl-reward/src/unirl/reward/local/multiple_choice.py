@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.text_rules import AnswerScorer
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.bounds import Bounds, PositiveInt, bounded
+from unirl.types.errors import ContractError
 
 _MARKS = r"[\s:*_`\"'(\[{$]*(?:\\boxed\{|\\text\{)*\s*\(?"
 """What may stand between "answer is" and the letter: a colon, emphasis, brackets, LaTeX."""
 
 
+@bounded("scorer")
 class MultipleChoiceScorer(AnswerScorer):
     """1 where the text chooses the reference option, else 0; a text that chooses none gets 0.
 
@@ -24,11 +27,14 @@ class MultipleChoiceScorer(AnswerScorer):
     card = CATALOG["mc_exact_match"]
 
     def __init__(
-        self, *, num_options: int = 4, answer_key: str = "answer", name: str = "mc_exact_match", batch_size: int = 64
+        self,
+        *,
+        num_options: Annotated[int, Bounds(ge=2, le=9)] = 4,
+        answer_key: str = "answer",
+        name: str = "mc_exact_match",
+        batch_size: PositiveInt = 64,
     ) -> None:
         super().__init__(name=name, answer_key=answer_key, batch_size=batch_size)
-        if not 2 <= num_options <= 9:
-            raise ConfigError(f"scorer {name}: num_options = {num_options} must lie between 2 and 9")
         self._letters = "ABCDEFGHI"[:num_options]
 
     def score_answer(self, text: str, answer: str) -> float:

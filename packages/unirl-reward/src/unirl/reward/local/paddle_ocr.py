@@ -10,6 +10,7 @@ from PIL import Image
 
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.ocr import OCRScorer
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 
 
@@ -34,7 +35,7 @@ class PaddleOCRScorer(OCRScorer):
         recognition_model: str | None = None,
         device: str = "cpu",
         name: str = "paddle_ocr",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size)
         if (detection_dir is None) != (recognition_dir is None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.clip import CLIPRewardScorer
+from unirl.types.bounds import PositiveInt
 
 
 class PickScoreRewardScorer(CLIPRewardScorer):
@@ -25,7 +26,7 @@ class PickScoreRewardScorer(CLIPRewardScorer):
         dtype: str = "fp32",
         device: str = "cpu",
         name: str = "pickscore",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(
             model=model,

@@ -9,9 +9,11 @@ from PIL import Image
 
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.ocr import OCRScorer
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
 
+@bounded("scorer")
 class RapidOCRScorer(OCRScorer):
     """The OCR reward as RapidOCR (PP-OCR models under onnxruntime) reads. Needs the extra `ocr`.
 
@@ -25,10 +27,10 @@ class RapidOCRScorer(OCRScorer):
     def __init__(
         self,
         *,
-        num_threads: int | None = None,
+        num_threads: PositiveInt | None = None,
         settings: Mapping[str, Any] | None = None,  # Any: RapidOCR's settings are numbers, strings and its enums
         name: str = "ocr",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size)
         try:
@@ -39,10 +41,6 @@ class RapidOCRScorer(OCRScorer):
             ) from error
         chosen = {"Global.log_level": "error", **(settings or {})}
         if num_threads is not None:
-            if num_threads < 1:
-                raise ConfigError(
-                    f"scorer {name}: num_threads = {num_threads} must be at least 1; null takes all cores"
-                )
             chosen["EngineConfig.onnxruntime.intra_op_num_threads"] = num_threads
         unknown = [key for key in chosen if not _is_setting(RapidOCR().cfg, key)]
         if unknown:

@@ -14,6 +14,7 @@ from torch import nn
 from unirl.reward.base import LocalScorer, Scored
 from unirl.reward.local.answers import rating
 from unirl.reward.local.judge import Judge, JudgeError, Question
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -50,7 +51,7 @@ class RatedScorer(LocalScorer):
         component_weights: Mapping[str, float],
         device: str,
         name: str,
-        batch_size: int,
+        batch_size: PositiveInt,
         normalise: bool = False,
     ) -> None:
         super().__init__(

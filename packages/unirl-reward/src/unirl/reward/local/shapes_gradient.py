@@ -23,6 +23,7 @@ from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import check_pixels
 from unirl.reward.local.shapes_grammar import COLORS, PALETTE, RELATIONS, SHAPES, PromptSpec, parse_prompt
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.reward import RewardRequest
 
@@ -62,7 +63,7 @@ class ShapesGradientScorer(LocalScorer):
         output: Output = "probability",
         device: str = "cpu",
         name: str = "shapes_gradient",
-        batch_size: int = 64,
+        batch_size: PositiveInt = 64,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size, device=device)
         if output not in get_args(Output):

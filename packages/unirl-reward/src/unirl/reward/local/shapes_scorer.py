@@ -6,6 +6,7 @@ from torch import Tensor
 
 from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
+from unirl.types.bounds import PositiveInt
 from unirl.types.reward import RewardRequest
 
 
@@ -19,7 +20,12 @@ class ShapesRewardScorer(LocalScorer):
     card = CATALOG["shapes"]
 
     def __init__(
-        self, *, strict_weight: float = 1.0, soft_weight: float = 1.0, name: str = "shapes", batch_size: int = 64
+        self,
+        *,
+        strict_weight: float = 1.0,
+        soft_weight: float = 1.0,
+        name: str = "shapes",
+        batch_size: PositiveInt = 64,
     ) -> None:
         super().__init__(
             name=name,

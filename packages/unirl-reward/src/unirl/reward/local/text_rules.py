@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.reward.base import LocalScorer
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ContractError
 from unirl.types.reward import RewardRequest
 
@@ -22,7 +23,7 @@ class AnswerScorer(LocalScorer):
     every failure policy: a reference that is missing says nothing about the text.
     """
 
-    def __init__(self, *, name: str, answer_key: str = "answer", batch_size: int = 64) -> None:
+    def __init__(self, *, name: str, answer_key: str = "answer", batch_size: PositiveInt = 64) -> None:
         super().__init__(name=name, batch_size=batch_size)
         self.answer_key = answer_key
 

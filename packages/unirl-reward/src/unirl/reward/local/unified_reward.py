@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.judge import Judge, Question, pictures_of
 from unirl.reward.local.rated import RatedScorer, Ratings, Scale
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -55,7 +56,7 @@ class UnifiedRewardScorer(RatedScorer):
         max_tokens: int = 1024,
         device: str = "cpu",
         name: str = "unified_reward",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(
             judge=judge,

@@ -14,7 +14,8 @@ from unirl.reward.base import LocalScorer, Scored
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.judge import spread
 from unirl.reward.local.pickscore import PickScoreRewardScorer
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.errors import ContractError
 from unirl.types.media import Images, Videos
 from unirl.types.reward import RewardRequest
 
@@ -22,6 +23,7 @@ FRAMES, CONSISTENCY = 0.7, 0.3
 """Default shares of the two components."""
 
 
+@bounded("scorer")
 class FrameScorer(LocalScorer):
     """frames_weight * mean score of `num_frames` frames + consistency_weight * temporal consistency.
 
@@ -37,16 +39,14 @@ class FrameScorer(LocalScorer):
         self,
         *,
         scorer: LocalScorer,
-        num_frames: int = 8,
+        num_frames: PositiveInt = 8,
         frames_weight: float = FRAMES,
         consistency_weight: float = CONSISTENCY,
         name: str = "video",
-        batch_size: int = 4,
+        batch_size: PositiveInt = 4,
     ) -> None:
         weights = {"frames": frames_weight, "consistency": consistency_weight}
         super().__init__(name=name, batch_size=batch_size, device=scorer.device, component_weights=weights)
-        if num_frames < 1:
-            raise ConfigError(f"scorer {name}: num_frames = {num_frames} must be at least 1")
         self._scorer = scorer
         self.num_frames = num_frames
 
@@ -88,6 +88,7 @@ class FrameScorer(LocalScorer):
         return Scored({"frames": torch.tensor(means), "consistency": consistency}, reasons)
 
 
+@bounded("scorer")
 class VideoPickScoreScorer(PickScoreRewardScorer):
     """PickScore of a video's first frame, or the mean over `num_frames` frames from the first to the last.
 
@@ -100,14 +101,14 @@ class VideoPickScoreScorer(PickScoreRewardScorer):
     def __init__(
         self,
         *,
-        num_frames: int = 1,
+        num_frames: PositiveInt = 1,
         model: str = "yuvalkirstain/PickScore_v1",
         processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         normalise: bool = True,
         dtype: str = "fp32",
         device: str = "cpu",
         name: str = "video_pickscore",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(
             model=model,
@@ -118,8 +119,6 @@ class VideoPickScoreScorer(PickScoreRewardScorer):
             name=name,
             batch_size=batch_size,
         )
-        if num_frames < 1:
-            raise ConfigError(f"scorer {name}: num_frames = {num_frames} must be at least 1")
         self.num_frames = num_frames
 
     def score_batch(self, request: RewardRequest) -> Tensor:

@@ -23,6 +23,7 @@ from unirl.reward.local.pretrained import DTYPES, check_dtype, load_state
 from unirl.reward.local.qwen_vl import QwenVLReader
 from unirl.reward.local.reward_head import PROMPT, load_reward_model, merged_lora, read_instruction
 from unirl.reward.local.video import frames_of
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.media import Videos
 from unirl.types.reward import RewardRequest
@@ -68,7 +69,7 @@ class VideoAlignScorer(LocalScorer):
         dtype: str = "bf16",
         device: str = "cpu",
         name: str = "video_align",
-        batch_size: int = 2,
+        batch_size: PositiveInt = 2,
     ) -> None:
         weights = dict.fromkeys(COMPONENTS, 1.0) if component_weights is None else dict(component_weights)
         super().__init__(name=name, batch_size=batch_size, device=device, component_weights=weights)

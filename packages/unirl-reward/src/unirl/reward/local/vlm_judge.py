@@ -15,6 +15,7 @@ from unirl.reward.local.answers import surface_forms
 from unirl.reward.local.judge import JudgeError, Question, Reply, Step
 from unirl.reward.local.pretrained import DTYPES, check_dtype, load_transformers
 from unirl.reward.local.qwen_vl import QwenVLReader
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 
 NUM_RIVALS = 20
@@ -22,6 +23,7 @@ NUM_RIVALS = 20
 _Answer = TypeVar("_Answer")
 
 
+@bounded("judge")
 class VLMJudge:
     """Asks a model that lies in a folder or on the hub, greedily, `batch_size` questions at a time.
 
@@ -38,14 +40,12 @@ class VLMJudge:
         model: str,
         dtype: str = "bf16",
         device: str = "cpu",
-        batch_size: int = 8,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
+        batch_size: PositiveInt = 8,
+        min_pixels: PositiveInt | None = None,
+        max_pixels: PositiveInt | None = None,
     ) -> None:
         owner = f"judge {model}"
         check_dtype(dtype, owner)
-        if batch_size < 1:
-            raise ConfigError(f"{owner}: batch_size = {batch_size} must be at least 1")
         transformers = load_transformers(owner)
         self._reader = QwenVLReader(model, owner, min_pixels=min_pixels, max_pixels=max_pixels)
         try:

@@ -7,6 +7,7 @@ from typing import Any
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.judge import Judge, Question, pictures_of
 from unirl.reward.local.rated import RatedScorer, Ratings, Scale
+from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -55,7 +56,7 @@ class WISEScorer(RatedScorer):
         max_tokens: int = 64,
         device: str = "cpu",
         name: str = "wise",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(
             judge=judge,

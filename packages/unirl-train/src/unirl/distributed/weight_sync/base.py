@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.distributed.weight_sync.canary import LogProbCanary
+from unirl.types.bounds import Positive, bounded
 from unirl.types.errors import ConfigError, WeightSyncError
 from unirl.types.protocols import AutoregressivePipeline, PushTarget, WeightSource
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -23,6 +24,7 @@ _DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bf
 Metrics = dict[str, float]
 
 
+@bounded("sync")
 class WeightSync(ABC):
     """Pushes the backend's policy to an engine: every rank to the one beside it, or rank 0 to those elsewhere.
 
@@ -41,7 +43,7 @@ class WeightSync(ABC):
         *,
         dtype: Precision = "bf16",
         canary_prompts: Sequence[str] = ("The quick brown fox", "1 + 2 ="),
-        canary_tolerance: float = 0.3,
+        canary_tolerance: Positive = 0.3,
         rank: int = 0,
     ) -> None:
         if dtype not in _DTYPES:

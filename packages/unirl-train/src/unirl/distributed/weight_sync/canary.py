@@ -26,8 +26,6 @@ class LogProbCanary:
     def __init__(self, pipeline: AutoregressivePipeline, prompts: Sequence[str], tolerance: float) -> None:
         if not prompts or not all(prompts):
             raise ConfigError(f"sync.canary_prompts = {list(prompts)} must hold at least one text, and none empty")
-        if not tolerance > 0:
-            raise ConfigError(f"sync.canary_tolerance = {tolerance} must be positive")
         self._pipeline = pipeline
         self._prompts = list(prompts)
         self._tolerance = tolerance

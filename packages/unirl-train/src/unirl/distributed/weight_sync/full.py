@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unirl.distributed.weight_sync.base import WeightSync
+from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import WeightSyncError
 from unirl.types.protocols import AutoregressivePipeline, PushTarget, WeightSource
 from unirl.types.sampling import Precision
 from unirl.types.weights import WeightReceipt, WeightSpec, weight_buckets
 
 
+@bounded("sync")
 class FullWeightSync(WeightSync):
     """Gathers the model tensor by tensor and sends it in buckets; the engine loads it when all of it is there.
 
@@ -25,8 +27,8 @@ class FullWeightSync(WeightSync):
         *,
         dtype: Precision = "bf16",
         canary_prompts: Sequence[str] = ("The quick brown fox", "1 + 2 ="),
-        canary_tolerance: float = 0.3,
-        bucket_bytes: int = 512 << 20,
+        canary_tolerance: Positive = 0.3,
+        bucket_bytes: PositiveInt = 512 << 20,
         rank: int = 0,
     ) -> None:
         super().__init__(

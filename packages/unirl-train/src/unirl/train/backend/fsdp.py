@@ -38,6 +38,7 @@ from unirl.train.lora import (
 )
 from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
 from unirl.train.precision import check_frozen_dtype, dtype_named, keep_in
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
 from unirl.types.protocols import ModelBundle
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -65,6 +66,7 @@ class StepStats:
     """The norm of each module of `add_module`, before clipping."""
 
 
+@bounded("backend")
 class FSDPBackend:
     """Owns what trains: full fine-tuning, or LoRA with `lora`. Implements unirl.types.protocols.PolicyStore, and
     unirl.train.backend.auxiliary.ModuleStore: an algorithm's own modules train beside the policy.
@@ -91,7 +93,7 @@ class FSDPBackend:
         lora: LoraConfig | None = None,
         ema: EMAConfig | None = None,
         device: str | torch.device = "cpu",
-        max_skipped_steps: int = 3,
+        max_skipped_steps: PositiveInt = 3,
         topology: TrainTopology | None = None,
         keep_reference: bool = False,
     ) -> None:
@@ -102,8 +104,6 @@ class FSDPBackend:
         self._base_lr = optimizer.learning_rate
         self._schedule = scheduler
         self._max_skipped_steps = max_skipped_steps
-        if max_skipped_steps < 1:
-            raise ConfigError(f"max_skipped_steps = {max_skipped_steps} must be at least 1")
         if lora is not None and keep_reference:
             raise ConfigError(
                 "keep_reference keeps a second copy of the weights, but with lora the base is the reference"

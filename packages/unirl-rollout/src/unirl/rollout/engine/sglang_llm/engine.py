@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from safetensors.torch import save_file
 
@@ -27,6 +27,7 @@ from unirl.rollout.engine.sglang_llm.request import PromptImages, data_uris, pay
 from unirl.rollout.engine.sglang_llm.response import generations
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.rollout.text_checks import text_params
+from unirl.types.bounds import Bounds, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, WeightSyncError
 from unirl.types.protocols import PolicyStore, TextCodec
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -45,6 +46,7 @@ KEEP_PROMPTS = "SGLANG_MM_AVOID_RETOKENIZE=1"
 """Keeps the tokens of prompts with images; SGLang would otherwise decode and tokenise them again."""
 
 
+@bounded("engine")
 class SGLangRolloutEngine(BaseRolloutEngine):
     """Samples completions with SGLang. Implements RolloutEngine and WeightReceiver of unirl.types.protocols.
 
@@ -78,16 +80,16 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         model: str,
         url: str | None = None,
         rank: int = 0,
-        port: int = 30000,
+        port: Annotated[int, Bounds(ge=1, le=65535)] = 30000,
         dtype: Precision = "bf16",
-        context_length: int | None = None,
-        vocab_size: int | None = None,
-        max_lora_rank: int | None = None,
+        context_length: PositiveInt | None = None,
+        vocab_size: PositiveInt | None = None,
+        max_lora_rank: PositiveInt | None = None,
         uses_memory_saver: bool = False,
         transfer_dir: str = "/dev/shm",
         server_args: Mapping[str, str | int | float | bool] | None = None,
-        start_timeout_s: float = 900.0,
-        timeout_s: float = 1800.0,
+        start_timeout_s: Positive = 900.0,
+        timeout_s: Positive = 1800.0,
         track: str = "text",
     ) -> None:
         self._model = _model_folder(model)

@@ -30,8 +30,6 @@ class DirectSampling(BaseRolloutEngine):
     def __init__(
         self, policies: PolicyStore | None, *, forward_batch_size: int, rank: int, dump_dir: str | None
     ) -> None:
-        if forward_batch_size < 1:
-            raise ConfigError(f"engine.forward_batch_size = {forward_batch_size} must be at least 1")
         self._policies = policies
         self._forward_batch_size = forward_batch_size
         self._rank = rank

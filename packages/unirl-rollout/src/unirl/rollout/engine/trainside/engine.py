@@ -17,6 +17,7 @@ from unirl.rollout.checks import (
 )
 from unirl.rollout.engine.base import DiffusionPlan, DiffusionRolloutEngine
 from unirl.rollout.engine.trainside.base import DirectSampling
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.media import Texts
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -24,6 +25,7 @@ from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 
 
+@bounded("engine")
 class TrainsideRolloutEngine(DirectSampling, DiffusionRolloutEngine):
     """Samples with the pipeline that trains.
 
@@ -39,7 +41,7 @@ class TrainsideRolloutEngine(DirectSampling, DiffusionRolloutEngine):
         pipeline: DiffusionPipeline,
         policies: PolicyStore | None = None,
         *,
-        forward_batch_size: int,
+        forward_batch_size: PositiveInt,
         device: str = "cpu",
         rank: int = 0,
         drop_text_encoders: bool = False,

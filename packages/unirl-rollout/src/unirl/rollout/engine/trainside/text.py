@@ -6,12 +6,14 @@ from contextlib import AbstractContextManager
 
 from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.rollout.text_checks import text_params, verify_text_segment
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.noise import noise_key
 from unirl.types.protocols import AutoregressivePipeline, ShardedPolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 
 
+@bounded("engine")
 class TrainsideTextEngine(DirectSampling):
     """Samples completions with the pipeline that trains.
 
@@ -27,7 +29,7 @@ class TrainsideTextEngine(DirectSampling):
         pipeline: AutoregressivePipeline,
         policies: ShardedPolicyStore | None = None,
         *,
-        forward_batch_size: int,
+        forward_batch_size: PositiveInt,
         rank: int = 0,
         dump_dir: str | None = None,
         track: str = "text",

@@ -39,6 +39,7 @@ from unirl.rollout.engine.vllm_llm.messages import (
 )
 from unirl.rollout.engine.vllm_llm.process import EngineProcess, interpreter
 from unirl.rollout.text_checks import text_params
+from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import PolicyStore, TextCodec
@@ -61,6 +62,7 @@ _OWNED = frozenset(
 _SERVER = "unirl.rollout.engine.vllm_llm.server"
 
 
+@bounded("engine")
 class VLLMRolloutEngine(BaseRolloutEngine):
     """Samples completions with vLLM. Implements RolloutEngine and WeightReceiver of unirl.types.protocols.
 
@@ -95,16 +97,16 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         rank: int = 0,
         python: str | None = None,
         dtype: Precision = "bf16",
-        context_length: int | None = None,
-        kv_cache_bytes: int | None = None,
-        max_lora_rank: int | None = None,
-        tensor_parallel_size: int = 1,
-        num_threads: int = 1,
+        context_length: PositiveInt | None = None,
+        kv_cache_bytes: PositiveInt | None = None,
+        max_lora_rank: PositiveInt | None = None,
+        tensor_parallel_size: PositiveInt = 1,
+        num_threads: PositiveInt = 1,
         sleep_level: Literal[0, 1, 2] = 0,
         transfer_dir: str = "/dev/shm",
         engine_args: Mapping[str, Any] | None = None,  # Any: values of vLLM's own options
-        start_timeout_s: float = 900.0,
-        timeout_s: float = 1800.0,
+        start_timeout_s: Positive = 900.0,
+        timeout_s: Positive = 1800.0,
         track: str = "text",
     ) -> None:
         is_cpu = device == "cpu"

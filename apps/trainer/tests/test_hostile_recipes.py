@@ -1,0 +1,85 @@
+"""`show` and `check` read a recipe of anybody without executing anything that it names."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from unirl.app.main import USER_ERROR, main
+from unirl.config.signatures import read_module, read_target
+
+TOUCH = "from pathlib import Path\nPath({mark!r}).touch()\n"
+
+
+@pytest.fixture
+def mark(tmp_path, monkeypatch):
+    """The file that hostile code would make; modules that make it when they are imported lie on the path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    mark = tmp_path / "executed"
+    body = (
+        TOUCH.format(mark=str(mark))
+        + "class Scorer:\n    def __init__(self, **options): ...\ndef reward(a, b, c): ...\n"
+    )
+    (tmp_path / "evil.py").write_text(body)
+    for package in ("evil_package", "hydra_plugins/evil_plugin"):
+        (tmp_path / package).mkdir(parents=True)
+        (tmp_path / package / "__init__.py").write_text(body)
+    (tmp_path / "evil_package" / "inner.py").write_text(body)
+    yield mark
+    read_target.cache_clear()
+    read_module.cache_clear()
+
+
+SHAPES = "defaults: [/diffusion/sd3_shapes, _self_]\n"
+HOSTILE = {
+    "a scorer's module": SHAPES + "reward: {scorers: {mine: {_target_: evil.Scorer}}}",
+    "a package on the way": SHAPES + "reward: {scorers: {mine: {_target_: evil_package.inner.Scorer, a: 1}}}",
+    "a reward function": SHAPES
+    + "reward: {scorers: {mine: {_target_: unirl.reward.function.FunctionRewardScorer, function: evil.reward}}}",
+    "a callable of the interpreter": SHAPES
+    + "reward: {scorers: {mine: {_target_: os.system, command: touch executed}}}",
+    "builtins": SHAPES + "data: {_target_: builtins.exec, path: \"open('executed', 'w')\"}",
+    "the running program": SHAPES + "data: {_target_: __main__.anything}",
+    "a tracker": SHAPES + "trackers: {mine: {_target_: evil.Scorer}}",
+    "an evaluation": SHAPES + "eval: {_target_: evil.Scorer}",
+    "a trainer": SHAPES + "trainer: {_target_: evil.Scorer}",
+    "a YAML object": SHAPES + "recipe: !!python/object/apply:os.system [touch executed]",
+    "a YAML name": SHAPES + "recipe: !!python/name:evil.Scorer",
+    "a YAML module": SHAPES + "recipe: !!python/module:evil",
+    "a resolver that is not there": SHAPES + "recipe: ${eval:open('executed','w')}",
+    "a resolver that builds": SHAPES + "recipe: ${oc.create:evil.Scorer}",
+    "a search path": "hydra: {searchpath: ['pkg://evil_package', 'file://.']}\n" + SHAPES,
+    "a plugin's launcher": "defaults: [/diffusion/sd3_shapes, {override hydra/launcher: evil}, _self_]",
+    "a default of a package": "defaults: ['pkg://evil_package/inner', _self_]",
+    "a default outside": "defaults: [../../../../etc/passwd, _self_]",
+}
+
+
+@pytest.mark.parametrize("verb", ["show", "check"])
+@pytest.mark.parametrize("what", HOSTILE)
+def test_reading_a_recipe_executes_nothing(mark, verb, what, capsys):
+    path = Path("hostile.yaml")
+    path.write_text(HOSTILE[what])
+    arguments = [verb, str(path), *(["--resolve"] if verb == "show" else [])]
+    assert main(arguments) in (0, USER_ERROR)
+    assert not mark.exists()
+    assert not [name for name in sys.modules if name.startswith("evil")]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["reward.scorers.mine={_target_:evil.Scorer}", "data._target_=evil.Scorer"])
+def test_changes_of_the_command_line_execute_nothing_either(mark, change):
+    assert main(["show", change]) == 0
+    assert main(["check", change]) in (0, USER_ERROR)
+    assert not mark.exists()
+
+
+def test_values_does_import_what_a_recipe_names_and_its_help_says_so(mark, capsys):
+    Path("hostile.yaml").write_text(SHAPES + "pipeline: {schedule: {_target_: evil.Scorer}}")
+    main(["check", "hostile.yaml", "--values"])
+    assert mark.exists()
+    sys.modules.pop("evil", None)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "not for a file you do not trust" in " ".join(capsys.readouterr().out.split())
