@@ -1,10 +1,14 @@
 """Loads and hurts a reward server of its own, and prints what happened as Markdown.
 
-    uv run --package unirl-reward-server python apps/reward-server/bench/load.py [load|faults|fuzz|steady ...]
+    uv run --package unirl-reward-server python apps/reward-server/bench/load.py [PART ...]
 
     load    throughput and latency at 1, 8, 64 and 256 clients; CPU time per image of the server and of its replica;
             the binary body against JSON
+    bodies  one picture of 512 x 512 a request, as JSON and binary, at 8 and 64 clients, in turns over --rounds; with
+            --beside the folders of other checkouts, their servers take part in every round
     faults  a replica killed under load, a slow scorer, a full queue, clients that leave, half-sent bodies
+    slow    2,000 connections that send a byte of their headers now and then, against a server of 300 files; /ready
+            and scoring beside them, and the size of the log; --beside as for bodies
     fuzz    10,000 damaged requests
     steady  memory over --minutes of load
 Every client is a keep-alive connection that waits for its answer before it asks again.
@@ -19,6 +23,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -94,7 +99,18 @@ class Link:
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, folder: Path, rewards: list[dict[str, Any]], **server: Any) -> None:  # Any: settings
+    def __init__(
+        self,
+        folder: Path,
+        rewards: list[dict[str, Any]],
+        *,
+        checkout: Path | None = None,
+        max_files: int | None = None,
+        **server: Any,
+    ) -> None:  # Any: settings
+        """checkout: the folder whose sources run; None runs those of this environment. max_files: as `ulimit -n`."""
+        self._max_files = max_files
+        self._sources = [] if checkout is None else [str(path) for path in checkout.glob("*/*/src")]
         self.url = f"http://127.0.0.1:{unused_port()}"
         self.port = int(self.url.rpartition(":")[2])
         self._config = folder / "service.yaml"
@@ -113,13 +129,14 @@ class Server:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[aiohttp.ClientSession]:
         """A session with the server once it is ready; it is stopped by SIGTERM."""
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*self._sources, str(Path(__file__).parent)])}
         with self.log.open("w") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "unirl.reward_server.main", "--config", str(self._config)),
                 stdout=log,
                 stderr=log,
                 env=environment,
+                preexec_fn=self._limit_files,
             )
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
@@ -131,6 +148,10 @@ class Server:
         code = await self._process.wait()
         if code != 0:
             raise RuntimeError(f"the server ended with {code}: {self.log.read_text()[-2000:]}")
+
+    def _limit_files(self) -> None:
+        if self._max_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self._max_files, self._max_files))
 
     async def _is_ready(self, session: aiohttp.ClientSession) -> bool:
         with contextlib.suppress(aiohttp.ClientConnectionError):
@@ -199,6 +220,47 @@ async def load(folder: Path, seconds: float) -> None:
         for kind in (BINARY_TYPE, JSON_TYPE):
             body, _ = body_of("null", num=4, side=512, kind=kind)
             await measure(server, session, ("null", 0), body, kind, 4, 8, seconds)
+
+
+async def bodies(folder: Path, seconds: float, rounds: int, beside: list[Path]) -> None:
+    """CPU time of a request and requests per second, by body and number of clients: medians over the rounds."""
+    checkouts: dict[str, Path | None] = {path.name: path for path in beside} | {"this": None}
+    cases = [(kind, clients) for kind in (JSON_TYPE, BINARY_TYPE) for clients in (8, 64)]
+    data = {kind: body_of("null", num=1, side=512, kind=kind)[0] for kind in (JSON_TYPE, BINARY_TYPE)}
+    found: dict[tuple[str, str, int], list[tuple[float, float, float]]] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        running = {}
+        for name, checkout in checkouts.items():
+            (folder / name).mkdir()
+            server = Server(folder / name, [{"name": "null", "scorer": "scorers.NullScorer"}], checkout=checkout)
+            running[name] = server, await stack.enter_async_context(server.running())
+        for _ in range(rounds):
+            for kind, clients in cases:
+                for name, (server, session) in running.items():
+                    row = await cost(server, session, data[kind], kind, clients=clients, seconds=seconds)
+                    found.setdefault((name, kind, clients), []).append(row)
+    say("| server | body | clients | requests/s | server ms CPU | replica ms CPU | together |")
+    say("|---|---|---|---|---|---|---|")
+    for (name, kind, clients), rows in found.items():
+        rate, server_ms, replica_ms = np.median(rows, 0)
+        together = float(np.median([own + replica for _, own, replica in rows]))
+        body = "JSON" if kind == JSON_TYPE else "binary"
+        say(f"| {name} | {body} | {clients} | {rate:.0f} | {server_ms:.2f} | {replica_ms:.2f} | {together:.2f} |")
+
+
+async def cost(
+    server: Server, session: aiohttp.ClientSession, body: bytes, kind: str, *, clients: int, seconds: float
+) -> tuple[float, float, float]:
+    """Requests per second, and CPU milliseconds of a request: of the server and of its replica."""
+    await hammer(server, body, kind, clients=clients, seconds=seconds / 5)
+    replica = (await server.status(session))["rewards"][0]["replicas"][0]["pid"]
+    before = cpu_s(server.pid), cpu_s(replica)
+    latencies, statuses, took = await hammer(server, body, kind, clients=clients, seconds=seconds)
+    used = cpu_s(server.pid) - before[0], cpu_s(replica) - before[1]
+    if set(statuses) != {200}:
+        raise RuntimeError(f"statuses {statuses}")
+    num = len(latencies)
+    return num / took, 1000 * used[0] / num, 1000 * used[1] / num
 
 
 async def measure(
@@ -304,6 +366,65 @@ async def half_sent(server: Server, session: aiohttp.ClientSession) -> None:
     say(f"- 50 half-sent bodies: {dict(answers)}.")
 
 
+async def slow(folder: Path, beside: list[Path]) -> None:
+    """Connections that never finish their headers, all from one address."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+    say("| server | /ready answered | slowest ms | scored beside it | log KiB | server CPU s |")
+    say("|---|---|---|---|---|---|")
+    checkouts: dict[str, Path | None] = {path.name: path for path in beside} | {"this": None}
+    for name, checkout in checkouts.items():
+        (folder / name).mkdir()
+        rewards = [{"name": "null", "scorer": "scorers.NullScorer"}]
+        server = Server(folder / name, rewards, checkout=checkout, max_files=300)
+        async with server.running():
+            before = cpu_s(server.pid)
+            found = await attacked(server)
+            used = cpu_s(server.pid) - before
+        answered = [seconds for seconds in found["/ready"] if seconds is not None]
+        scored = [seconds for seconds in found["/score"] if seconds is not None]
+        say(
+            f"| {name} | {len(answered)} of {len(found['/ready'])} | {1000 * max(answered, default=0):.0f} | "
+            f"{len(scored)} of {len(found['/score'])} | {server.log.stat().st_size / 1024:.0f} | {used:.1f} |"
+        )
+
+
+async def attacked(server: Server) -> dict[str, list[float | None]]:
+    """Seconds of every answer beside 2,000 slow connections, while they come and while they stay; None without one."""
+    body, _ = body_of("null", num=1, side=16, kind=BINARY_TYPE)
+    head = f"POST /score HTTP/1.1\r\nHost: h\r\nContent-Type: {BINARY_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
+    asked = {"/ready": b"GET /ready HTTP/1.1\r\nHost: h\r\n\r\n", "/score": head.encode() + body}
+    found: dict[str, list[float | None]] = {path: [] for path in asked}
+    links: list[asyncio.StreamWriter] = []
+
+    async def probe(path: str) -> None:
+        started = time.monotonic()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(2):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                with contextlib.closing(writer):
+                    writer.write(asked[path])
+                    if b" 200 " in await reader.readline():
+                        found[path].append(time.monotonic() - started)
+                        return
+        found[path].append(None)
+
+    for num in range(1, 2001):
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(2):
+                links.append((await asyncio.open_connection("127.0.0.1", server.port))[1])
+                links[-1].write(b"GET /ready HTTP/1.1\r\nX-Slow: ")
+        if num % 100 == 0:
+            await asyncio.gather(*map(probe, asked))
+    for _ in range(10):
+        for link in links:
+            if not link.is_closing():
+                link.write(b"a")
+        await asyncio.gather(*map(probe, asked), asyncio.sleep(0.5))
+    for link in links:
+        link.close()
+    return found
+
+
 async def fuzz(folder: Path, num: int) -> None:
     """Damaged bodies and heads."""
     server = Server(folder, [{"name": "null", "scorer": "scorers.NullScorer"}], body_timeout_s=2)
@@ -374,14 +495,20 @@ def say(line: str) -> None:
 def main() -> None:
     """Run the parts that are named, all without names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="{load,faults,fuzz,steady}")
+    parser.add_argument("parts", nargs="*", metavar="{load,bodies,faults,slow,fuzz,steady}")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--minutes", type=float, default=10.0, help="of steady")
     parser.add_argument("--requests", type=int, default=10_000, help="of fuzz")
+    parser.add_argument("--rounds", type=int, default=5, help="of bodies")
+    parser.add_argument(
+        "--beside", type=Path, nargs="+", default=[], help="of bodies and slow: folders of other checkouts"
+    )
     options = parser.parse_args()
     run: dict[str, Callable[[Path], Any]] = {  # Any: coroutines
         "load": lambda folder: load(folder, options.seconds),
+        "bodies": lambda folder: bodies(folder, options.seconds, options.rounds, options.beside),
         "faults": lambda folder: faults(folder, options.seconds),
+        "slow": lambda folder: slow(folder, options.beside),
         "fuzz": lambda folder: fuzz(folder, options.requests),
         "steady": lambda folder: steady(folder, options.minutes),
     }

@@ -356,6 +356,23 @@ def test_offload_moves_the_modules_and_scoring_meanwhile_is_an_error(make_reques
     assert rule.device == "cpu"
 
 
+def test_only_a_private_request_reaches_the_scorer_without_a_copy(make_request):
+    seen = []
+
+    class Sees(LocalScorer):
+        def score_batch(self, request):
+            seen.append(request.pixels.data_ptr())
+            return torch.zeros(len(request.sample_ids))
+
+    request = make_request()
+    num = len(request.sample_ids)
+    Sees(name="a", batch_size=num).score_isolated(request, "sample", is_private=True)
+    Sees(name="a", batch_size=num).score_isolated(request, "sample")
+    Sees(name="a", batch_size=num - 1).score_isolated(request, "sample", is_private=True)
+    own = request.pixels.data_ptr()
+    assert [pointer == own for pointer in seen] == [True, False, False, False]
+
+
 def test_remote_methods_carry_their_markers():
     for name in ("score", "score_media", "score_and_attach"):
         marker = remote_method(RewardService, name)

@@ -21,6 +21,7 @@ from unirl.reward.wire import (
     Limits,
     SampleAnswer,
     SchemaError,
+    WireSample,
     batch_key,
     decode_answer,
     decode_binary,
@@ -135,6 +136,36 @@ def test_any_other_body_is_refused_by_both_readers(content):
     for read in (decode_json, decode_binary):
         with pytest.raises(DataError):
             read(body, LIMITS)
+
+
+def test_every_byte_becomes_the_float_that_torch_divides_it_to():
+    every = np.arange(256, dtype=np.uint8).repeat(3).reshape(16, 16, 3)
+    [pixels] = request_of([WireSample(id="a", kind="image", media=every)]).pixels
+    assert torch.equal(pixels, torch.from_numpy(every).permute(2, 0, 1).float().div(255))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        rb'{"whole": 123456789012345678901234567890, "least": 5e-324, "tiny": 1e-400, "zero": -0.0}',
+        rb'{"half of a pair": "\ud800", "pair": "\ud83d\ude00", "nul": "\u0000", "slash": "\/"}',
+        rb'{"twice": 1, "twice": 2, "huge": 1e999}',
+        b'{"half of a pair": "\xed\xa0\x80"}',
+        b"[" * 500 + b"]" * 500,
+    ],
+)
+def test_metadata_is_read_as_the_standard_library_reads_it(text):
+    turn = b'{"requests": [{"history": [{"completion": "c"}], "required_rewards": ["r"], "metadata": {"inner": %s}}]}'
+    [sample] = decode_json(memoryview(bytearray(turn % text)), LIMITS).samples
+    assert repr(sample.metadata) == repr({"inner": json.loads(text)})  # of equal texts also -0.0 is -0.0
+
+
+@pytest.mark.parametrize("padding", ["", "=", "=="])
+def test_more_padding_than_base64_needs_does_no_harm(padding):
+    data = noise()
+    data += b"\0" * (-len(data) % 3)  # behind the end of the picture; so it needs no padding
+    [sample] = decode_json(json.dumps(image_body(b64(data) + padding)).encode(), LIMITS).samples
+    assert isinstance(sample.media, np.ndarray) and sample.media.shape == (19, 19, 3)
 
 
 def test_pixels_that_bytes_would_round_travel_as_floats_unless_rounding_is_meant():

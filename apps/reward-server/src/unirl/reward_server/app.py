@@ -252,11 +252,12 @@ class RewardServer:
 
     async def _call(self, content_type: str, body: bytearray) -> ScoreCall:
         try:
+            content = memoryview(body).toreadonly()
             if content_type == BINARY_TYPE:
-                return decode_binary(memoryview(body).toreadonly(), self._limits)
+                return decode_binary(content, self._limits)
             # Pictures are decompressed here, which would hold up every other request.
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._decoders, decode_json, bytes(body), self._limits, self._read_video)
+            return await loop.run_in_executor(self._decoders, decode_json, content, self._limits, self._read_video)
         except SchemaError as error:
             raise web.HTTPUnprocessableEntity(text=str(error)) from error
         except DataError as error:

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Sequence
 from enum import IntEnum
 
+import numpy as np
+
 _HEAD = struct.Struct(">BIQ")
 _CLOSED = "the other side closed the connection"
 _MAX_PAYLOAD_BYTES = 16 * 1024**3
@@ -70,9 +72,14 @@ async def read_frame(link: socket.socket) -> tuple[Frame, int, memoryview]:
     return kind, task, await _read(link, length)
 
 
+def _buffer(num_bytes: int) -> memoryview:
+    """Room for bytes, not cleared first as a bytearray is."""
+    return np.empty(num_bytes, np.uint8).data
+
+
 async def _read(link: socket.socket, num_bytes: int) -> memoryview:
     loop = asyncio.get_running_loop()
-    view = memoryview(bytearray(num_bytes))
+    view = _buffer(num_bytes)
     filled = 0
     while filled < num_bytes:
         count = await loop.sock_recv_into(link, view[filled:])
@@ -83,7 +90,7 @@ async def _read(link: socket.socket, num_bytes: int) -> memoryview:
 
 
 def _receive(link: socket.socket, num_bytes: int) -> memoryview:
-    view = memoryview(bytearray(num_bytes))
+    view = _buffer(num_bytes)
     filled = 0
     while filled < num_bytes:
         count = link.recv_into(view[filled:])

@@ -172,7 +172,7 @@ class Judge:
     @torch.no_grad()
     def _scored(self, request: RewardRequest) -> RewardResponse:
         if isinstance(self._scorer, LocalScorer):
-            return self._scorer.score_isolated(request, "sample")
+            return self._scorer.score_isolated(request, "sample", is_private=True)
         if self._service is None:
             raise ContractError(f"reward {self.name} has neither a scorer of its own kind nor a service")
         return self._service.score(request.replace(group_ids=[]))

@@ -136,9 +136,12 @@ class LocalScorer(ABC):
         """Rewards [B] with every component. Raises RewardError at the first sample without a finite value."""
         return self.score_isolated(request, "none")
 
-    def score_isolated(self, request: RewardRequest, isolation: Isolation) -> RewardResponse:
+    def score_isolated(
+        self, request: RewardRequest, isolation: Isolation, *, is_private: bool = False
+    ) -> RewardResponse:
         """As `score`, with failures isolated: a failed sample has success False, an error text and NaN values.
 
+        is_private: nobody else reads the request, so samples that make one batch reach the scorer without a copy.
         Components are called `name/component` where there are several, `name` otherwise.
         Raises RewardError under isolation "none", or while offloaded; ContractError for a request without samples.
         """
@@ -153,7 +156,8 @@ class LocalScorer(ABC):
             # A batch keeps its place when a sample before it fails, so that no value depends on other batches.
             batch = range(start, min(start + self.batch_size, num_samples))
             if rows := [row for row in batch if errors[row] is None]:
-                self._score_rows(request, rows, isolation, values, errors)
+                chosen = request if is_private and len(rows) == num_samples else request.select(rows)
+                self._score_rows(request, chosen, rows, isolation, values, errors)
         return RewardResponse(
             sample_ids=list(request.sample_ids),
             rewards=self._reward(values),
@@ -207,15 +211,16 @@ class LocalScorer(ABC):
     def _score_rows(
         self,
         request: RewardRequest,
+        chosen: RewardRequest,
         rows: list[int],
         isolation: Isolation,
         values: dict[str, Tensor],
         errors: list[str | None],
     ) -> None:
-        """Write values and errors of `rows`, one batch."""
+        """Write values and errors of `rows`, one batch, which `chosen` holds."""
         ids = [request.sample_ids[row] for row in rows]
         try:
-            scored = self.score_batch(request.select(rows).to(self.device))
+            scored = self.score_batch(chosen.to(self.device))
             reasons = list(scored.reasons) if isinstance(scored, Scored) else [None] * len(rows)
             named = self._named(scored.values if isinstance(scored, Scored) else scored, len(rows))
             found = {key: value.detach().to("cpu", torch.float32) for key, value in named.items()}
@@ -227,7 +232,7 @@ class LocalScorer(ABC):
                 raise RewardError(f"scorer {self.name} failed on samples {_listed(ids)}: {reason}") from error
             if isolation == "sample" and len(rows) > 1:
                 for row in rows:
-                    self._score_rows(request, [row], isolation, values, errors)
+                    self._score_rows(request, request.select([row]), [row], isolation, values, errors)
                 return
             for row in rows:
                 errors[row] = reason

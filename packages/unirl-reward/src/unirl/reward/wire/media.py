@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import importlib
 import io
 import struct
@@ -16,6 +17,7 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
+import pybase64
 from PIL import Image, ImageSequence
 
 from unirl.reward.wire.samples import Limits
@@ -57,8 +59,10 @@ def decoded_base64(text: str, where: str) -> bytes:
     """Raises DataError for what is not base64. A data URL's prefix is dropped."""
     if text.startswith("data:"):
         text = text.partition(",")[2]
+    with contextlib.suppress(ValueError):
+        return pybase64.b64decode(text, validate=True)
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(text, validate=True)  # also takes more padding than there must be
     except (binascii.Error, ValueError) as error:
         raise DataError(f"{where} is not base64: {error}") from error
 
@@ -93,7 +97,7 @@ def animated_png(frames: np.ndarray) -> str:
 def _saved(picture: Image.Image, **options: Any) -> str:  # Any: keywords of Pillow's writers
     buffer = BytesIO()
     picture.save(buffer, **options)
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+    return pybase64.b64encode_as_string(buffer.getbuffer())
 
 
 def _opened(data: bytes, where: str, formats: tuple[str, ...], budget: Budget) -> Image.Image:
@@ -113,7 +117,7 @@ def _opened(data: bytes, where: str, formats: tuple[str, ...], budget: Budget) -
 
 def _rgb(picture: Image.Image, where: str) -> np.ndarray:
     try:
-        return np.asarray(picture.convert("RGB"))
+        return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
     except _DECODE_ERRORS as error:
         raise DataError(f"{where} is damaged: its pixels cannot be decoded") from error
 

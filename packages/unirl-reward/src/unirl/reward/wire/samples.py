@@ -186,10 +186,11 @@ def _channels_first(arrays: Sequence[np.ndarray | str | None]) -> Tensor:
         raise ContractError(f"{len(arrays) - len(media)} of {len(arrays)} samples have no pixels")
     turned = [np.moveaxis(array, -1, -3) for array in media]
     pixels = torch.empty(len(turned), *turned[0].shape)
-    for target, array in zip(pixels, turned, strict=True):
-        np.copyto(target.numpy(), array)
+    for target, array in zip(pixels.numpy(), turned, strict=True):
         if array.dtype == np.uint8:
-            target.div_(255)
+            np.divide(array, np.float32(255), out=target, dtype=np.float32)
+        else:
+            np.copyto(target, array)
     return pixels
 
 
