@@ -56,6 +56,7 @@ class Running:
             self.log += line
             if "serving" in line:
                 break
+        self.ready = opened(f"{self.url}/ready")
         # What follows is read on, so that the pipe never fills.
         self.rest = concurrent.futures.ThreadPoolExecutor(1).submit(self.process.stderr.read)
 
@@ -80,6 +81,14 @@ def server(tmp_path_factory):
     running.process.terminate()
     assert running.process.wait(timeout=30) == 0
     assert "Traceback" not in running.rest.result()
+
+
+def test_serving_is_said_once_every_reward_can_be_scored(server):
+    assert json.loads(server.ready) == {"status": "ready"}
+    lines = [line.partition(": ")[2] for line in server.log.splitlines()]
+    loading = [line for line in lines if line.startswith("loading ['shapes']")]
+    assert len(loading) == 1 and lines[-1].startswith("serving ['shapes', 'jpeg_compressibility'] on http://127.0.0.1:")
+    assert any(re.match(r"reward shapes: replica \d can score after [\d.]+ s", line) for line in lines)
 
 
 def pictures(num, seed=0):

@@ -27,6 +27,7 @@ from unirl.reward.wire import (
     encode_answer,
 )
 from unirl.reward_server.access import is_allowed, video_reader, without_paths
+from unirl.reward_server.connections import Connections, connection_limit
 from unirl.reward_server.gpus import placed
 from unirl.reward_server.metrics import Metrics
 from unirl.reward_server.openapi import document
@@ -91,6 +92,12 @@ class RewardServer:
         self._num_requests = 0
         self._started = time.time()
         self.metrics = Metrics()
+        self.connections = Connections(
+            connection_limit(server, sum(reward.num_replicas for reward in settings.rewards)),
+            server.max_connections_per_address,
+            server.header_timeout_s,
+            self.metrics,
+        )
         self.is_draining = False
         self.pools: dict[str, RewardPool] = {}
 
@@ -112,13 +119,23 @@ class RewardServer:
         app.cleanup_ctx.append(self._lifetime)
         return app
 
+    @property
+    def eager(self) -> list[str]:
+        """Rewards that load at the start."""
+        return [name for name, pool in self.pools.items() if pool.settings.load == "start"]
+
+    async def loaded(self) -> None:
+        """Return when every reward can be scored, or need not before somebody asks."""
+        while not all(pool.is_ready for pool in self.pools.values()):
+            await asyncio.sleep(_POLL_S)
+
     async def failed(self) -> str:
         """Return, with the reason, when a reward that loads at the start cannot be loaded at all."""
-        eager = [pool.failure for pool in self.pools.values() if pool.settings.load == "start"]
-        if not eager:
+        failures = [self.pools[name].failure for name in self.eager]
+        if not failures:
             await asyncio.Event().wait()
-        await asyncio.wait(eager, return_when=asyncio.FIRST_COMPLETED)
-        return next(failure.result() for failure in eager if failure.done())
+        await asyncio.wait(failures, return_when=asyncio.FIRST_COMPLETED)
+        return next(failure.result() for failure in failures if failure.done())
 
     async def drain(self) -> None:
         """Take no new samples and wait for those in work, at most `drain_timeout_s`."""
@@ -166,6 +183,7 @@ class RewardServer:
                 count = sum(seat.state == state for seat in pool.seats)
                 self.metrics.replicas.labels(name, state).set(count)
         self.metrics.pending_bytes.set(self._pending_bytes)
+        self.metrics.connections.set(self.connections.num_open)
         return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def openapi(self, request: web.Request) -> web.Response:
@@ -193,6 +211,12 @@ class RewardServer:
         """POST /score. See the document at /openapi.json for bodies and status codes."""
         if self.is_draining:
             raise _refused(web.HTTPServiceUnavailable, "the server is stopping", 1)
+        if self.connections.is_reserved(request.transport):
+            text = (
+                f"max_connections = {self.connections.max_total} or max_connections_per_address = "
+                f"{self.connections.max_per_address} connections have requests in work; try again later"
+            )
+            raise _refused(web.HTTPTooManyRequests, text, 1)
         started = time.monotonic()
         self._num_requests += 1
         try:
@@ -328,13 +352,22 @@ class RewardServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the token; make every error a short JSON; count."""
+        with self.connections.serving(request.transport):
+            response = await self._guarded(request, handler)
+        if self.connections.is_reserved(request.transport):
+            response.force_close()
+        return response
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         path = request.match_info.route.resource.canonical if request.match_info.route.resource else "other"
         try:
-            if path not in OPEN_PATHS and not is_allowed(request.headers.get("Authorization"), self._token):
-                raise web.HTTPUnauthorized(
-                    text="send the server's token: Authorization: Bearer <token>",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+            if path not in OPEN_PATHS:
+                if not is_allowed(request.headers.get("Authorization"), self._token):
+                    raise web.HTTPUnauthorized(
+                        text="send the server's token: Authorization: Bearer <token>",
+                        headers={"WWW-Authenticate": "Bearer"},
+                    )
+                self.connections.trust(request.transport)
             response = await handler(request)
         except web.HTTPException as error:
             names = ("Allow", "Connection", "Retry-After", "WWW-Authenticate")

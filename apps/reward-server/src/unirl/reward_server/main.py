@@ -19,6 +19,7 @@ from aiohttp import web
 
 from unirl.reward_server.access import checked_token, read_token
 from unirl.reward_server.app import CONNECTION_OPTIONS, RewardServer
+from unirl.reward_server.logs import start_logging
 from unirl.reward_server.memory import keep_freed_memory
 from unirl.reward_server.settings import ServerSettings, Settings, read_settings
 from unirl.types.errors import ConfigError
@@ -26,8 +27,6 @@ from unirl.types.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "REWARD_SERVER_TOKEN"  # noqa: S105 - the name of a variable
-
-_BACKLOG = 2048
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", help="address to listen on (server.host, 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (server.port, 8080)")
     options = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging()
     try:
         settings = read_settings(options.config)
         given = {key: value for key, value in (("host", options.host), ("port", options.port)) if value is not None}
@@ -82,21 +81,38 @@ async def _serve(app: RewardServer, server: ServerSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, _stop, stop)
     await runner.setup()
     try:
-        try:
-            await web.TCPSite(runner, server.host, server.port, backlog=_BACKLOG).start()
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {server.host}:{server.port}: {error.strerror}") from error
-        logger.info("serving %s on http://%s:%d", list(app.pools), server.host, server.port)
-        gc.freeze()  # what was imported stays; looking through it again took 6 % of a busy server's time
-        stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(app.failed())
-        await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            raise ConfigError(failed.result())
-        failed.cancel()
-        logger.info("stopping: waiting for the requests in work")
-        await app.drain()
+        if runner.server is None:
+            raise RuntimeError("aiohttp's runner has made no server")
+        async with app.connections.listening(server.host, server.port, runner.server) as accepting:
+            await _until_stopped(app, server, stop, accepting)
+            logger.info("stopping: waiting for the requests in work")
+            await app.drain()
     finally:
         await runner.cleanup()
+
+
+async def _until_stopped(
+    app: RewardServer, server: ServerSettings, stop: asyncio.Event, accepting: Sequence[asyncio.Task[None]]
+) -> None:
+    """Return at a signal. Raises ConfigError where a reward that loads at the start cannot be loaded."""
+    url = f"http://{server.host}:{server.port}"
+    logger.info("loading %s; %s/ready says 503 until then", app.eager or "nothing before it is asked for", url)
+    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(app.failed())
+    loaded = asyncio.create_task(app.loaded())
+    try:
+        await asyncio.wait([stopped, failed, loaded, *accepting], return_when=asyncio.FIRST_COMPLETED)
+        if loaded.done():
+            logger.info("serving %s on %s", list(app.pools), url)
+            gc.freeze()  # what was imported stays; looking through it again took 6 % of a busy server's time
+            await asyncio.wait([stopped, failed, *accepting], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            raise ConfigError(failed.result())
+        for task in accepting:
+            if task.done():
+                task.result()
+    finally:
+        for task in (stopped, failed, loaded):
+            task.cancel()
 
 
 def _ray_replica() -> ModuleType:

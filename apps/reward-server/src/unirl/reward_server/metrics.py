@@ -32,6 +32,13 @@ class Metrics:
         self.pending_bytes = Gauge(
             "reward_server_pending_bytes", "Bodies and media of requests in work", registry=self.registry
         )
+        self.connections = Gauge("reward_server_connections", "Open connections", registry=self.registry)
+        self.closed_connections = Counter(
+            "reward_server_closed_connections",
+            "Connections that the server closed, by reason: limit, header_timeout",
+            ["reason"],
+            registry=self.registry,
+        )
         self.samples = Counter(
             "reward_server_samples", "Samples by outcome", ["reward", "outcome"], registry=self.registry
         )

@@ -15,7 +15,7 @@ _STATUS = {
     413: "The body is larger than max_body_bytes.",
     415: "Content-Type is neither of the two, or there is a Content-Encoding.",
     422: "The body lacks a field or holds a value of a wrong type.",
-    429: "The queue of a reward is full; try again after Retry-After seconds.",
+    429: "The queue of a reward is full, or every connection is in work; try again after Retry-After seconds.",
     503: "The server is stopping; try another, or again after Retry-After seconds.",
 }
 

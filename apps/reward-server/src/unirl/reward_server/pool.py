@@ -204,7 +204,12 @@ class RewardPool:
         done_before = self.metrics.num_batches
         slots: list[asyncio.Task[Any]] = []  # Any: nobody reads what they return
         try:
+            started = time.monotonic()
+            logger.info("reward %s: loading replica %d", self.settings.name, index)
             await seat.replica.start()
+            logger.info(
+                "reward %s: replica %d can score after %.1f s", self.settings.name, index, time.monotonic() - started
+            )
             self.card = dict(seat.replica.card)
             seat.state, seat.problem = "ready", None
             slots = [asyncio.create_task(self._work(seat, seat.replica)) for _ in range(self.settings.max_concurrency)]

@@ -34,12 +34,19 @@ class ServerSettings:
     score_timeout_s: float = 120.0
     """Waiting and scoring of one request; what is not scored then is cancelled and has an error. A replica that takes
     longer over one batch is killed."""
+    header_timeout_s: float = 10.0
+    """Time a client has to send the headers of a request."""
     body_timeout_s: float = 60.0
     """Time a client has to send its body."""
     drain_timeout_s: float = 30.0
     """After SIGTERM, time for the requests that are in work."""
     start_timeout_s: float = 1800.0
     """Time for a replica to load its scorer and warm up."""
+    max_connections: int = 1024
+    """Open connections. Beyond it the one that has rested longest makes room; where all have requests in work, new
+    ones may ask anything but POST /score. Fewer where the process may not open as many files (ulimit -n)."""
+    max_connections_per_address: int = 512
+    """The same of one IPv4 address or of one IPv6 network of 64 bits."""
     max_body_bytes: int = 256 * 1024**2
     max_pending_bytes: int = 4 * 1024**3
     """Bodies and decoded media of all requests in work; more get 429."""

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -28,6 +29,7 @@ from unirl.reward.base import LocalScorer
 from unirl.reward.service import RewardService
 from unirl.reward.wire import Limits, WireSample, decode_binary, request_of, sub_metrics
 from unirl.reward_server.frames import Frame, receive_frame, send_frame
+from unirl.reward_server.logs import start_logging
 from unirl.reward_server.memory import keep_freed_memory
 from unirl.types.errors import ConfigError, ContractError, UniRLError
 from unirl.types.media import Images, Texts, Videos
@@ -46,6 +48,8 @@ UNLIMITED = Limits(
 )
 """The server has checked its clients' bodies; what it passes on is not checked twice."""
 
+_MAX_LOGGED_CHARS = 300
+
 Found = dict[str, float] | str
 """Numbers of one sample, or the reason why it has none."""
 
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--fd", type=int, required=True)
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the server decides when we end
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging()
     with socket.socket(fileno=options.fd) as link:
         serve(link)
 
@@ -163,11 +167,12 @@ class Judge:
     def _chunk(self, samples: Sequence[WireSample]) -> list[Found]:
         try:
             return list(sub_metrics(self._scored(request_of(samples))))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a scorer raises is the sample's reason
             if len(samples) > 1:
                 return [found for sample in samples for found in self._chunk([sample])]
-            logger.exception("reward %s cannot score sample %s", self.name, samples[0].id)
-            return [f"{type(error).__name__}: {error}"]
+            text = f"{type(error).__name__}: {error}"
+            logger.warning("reward %s: sample %s: %s", self.name, _one_line(samples[0].id), _one_line(text, error))
+            return [text]
 
     @torch.no_grad()
     def _scored(self, request: RewardRequest) -> RewardResponse:
@@ -210,6 +215,14 @@ def _answer_all(link: socket.socket, judge: Judge, max_concurrency: int) -> None
     with ThreadPoolExecutor(max_concurrency) as pool:
         while True:
             pool.submit(answer, *tasks.get()).add_done_callback(_die_of_bugs)
+
+
+def _one_line(text: str, error: Exception | None = None) -> str:
+    """A client's text, or an error with its place in the code, for the log."""
+    frames = traceback.extract_tb(error.__traceback__)[-1:] if error is not None else []
+    places = [f" (line {frame.lineno} of {frame.filename})" for frame in frames]
+    shown = "".join(char if char.isprintable() else " " for char in text[:_MAX_LOGGED_CHARS])
+    return " ".join(shown.split()) + "".join(places)
 
 
 def _die_of_bugs(done: Any) -> None:  # Any: a future of nothing

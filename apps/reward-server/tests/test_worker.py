@@ -1,0 +1,30 @@
+"""What a replica does with its samples, in this process."""
+
+import threading
+
+import torch
+
+from unirl.reward.base import LocalScorer
+from unirl.reward_server.worker import Judge
+
+from .fakes import sample
+
+
+class Fragile(LocalScorer):
+    """Fails on a prompt, in a way that `LocalScorer` does not expect of a sample."""
+
+    def score_batch(self, request):
+        if "explode" in request.prompts:
+            raise AttributeError("of the\nclient's text " + "x" * 5000)
+        return torch.ones(len(request.sample_ids))
+
+
+def test_a_sample_that_cannot_be_scored_is_one_short_line_of_the_log(caplog):
+    judge = Judge("r", Fragile(name="r", batch_size=4))
+    samples = [sample("a"), sample("b\nINFO forged", prompt="explode"), sample("c")]
+    [[first, reason, last]] = judge.found(samples, threading.Event())
+    assert first == last == {"reward": 1.0} and str(reason).startswith("AttributeError: of the\nclient's")
+    [record] = caplog.records
+    line = record.getMessage()
+    assert line.startswith("reward r: sample b INFO forged: AttributeError: of the client's text xxx")
+    assert line.endswith("test_worker.py)") and "\n" not in line and len(line) < 800 and record.exc_info is None
