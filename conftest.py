@@ -1,8 +1,22 @@
 """How the whole suite is run."""
 
 import os
+import shutil
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("unirl", deadline=None)  # a busy machine is not a failure
+hypothesis.settings.load_profile("unirl")
+
+
+@pytest.fixture(scope="session")
+def uv() -> str:
+    """The uv that runs this, which need not be on PATH; skips without one."""
+    found = os.environ.get("UV") or shutil.which("uv")
+    if found is None:
+        pytest.skip("uv is not installed")
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options

@@ -40,5 +40,8 @@ def running_server(folder, service, *, code=0, **environment):
         yield RunningServer(f"http://127.0.0.1:{port}", process, log)
     finally:
         process.send_signal(signal.SIGTERM)
-        found = process.wait(60)
+        try:
+            found = process.wait(120)
+        finally:
+            process.kill()
     assert found == code, log.read_text()

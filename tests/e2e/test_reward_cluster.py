@@ -30,6 +30,18 @@ def replicas(url):
     return shapes["replicas"]
 
 
+def up(url, without=None):
+    """The replicas, once both can score and none has the process id `without`: the server counts as ready with one,
+    and a killed one is noticed after a while."""
+    end = time.monotonic() + 300
+    while True:
+        found = replicas(url)
+        if [each["state"] for each in found] == ["ready", "ready"] and without not in [each["pid"] for each in found]:
+            return found
+        assert time.monotonic() < end, found
+        time.sleep(0.1)
+
+
 def test_actors_score_as_this_process_does_and_come_back_when_they_die(ray_of_two_cores, tmp_path):
     pixels = torch.randint(0, 256, (96, 3, 32, 32), generator=torch.Generator().manual_seed(0)).float() / 255
     pixels[::2, 0, 8:24, 8:24] = 1.0
@@ -44,14 +56,10 @@ def test_actors_score_as_this_process_does_and_come_back_when_they_die(ray_of_tw
         client = RewardClient(server.url, batch_size=8)
         client.wait_until_ready(300)
         assert torch.equal(client.score(request, ["shapes"])["shapes"].rewards, expected)
-        first = replicas(server.url)[0]["pid"]
+        first = up(server.url)[0]["pid"]
         os.kill(first, signal.SIGKILL)
         assert torch.equal(client.score(request, ["shapes"])["shapes"].rewards, expected)
-        for _ in range(600):
-            if [each["state"] for each in replicas(server.url)] == ["ready", "ready"]:
-                break
-            time.sleep(0.1)
-        assert first not in [each["pid"] for each in replicas(server.url)]
+        assert first not in [each["pid"] for each in up(server.url, without=first)]
         client.close()
 
 
@@ -59,5 +67,5 @@ def test_a_scorer_that_cannot_be_built_on_the_cluster_ends_the_command(ray_of_tw
     address = ray_of_two_cores.get_runtime_context().gcs_address
     wrong = (SERVICE % address).replace("soft_weight", "soft_wait")
     with running_server(tmp_path, wrong, code=2) as server:
-        server.process.wait(120)
+        server.process.wait(300)
     assert "unexpected keyword argument 'soft_wait'" in server.log.read_text()

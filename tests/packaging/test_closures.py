@@ -1,14 +1,13 @@
 """Each package installs only its own closure: what is importable in an environment of its own."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")]
+pytestmark = pytest.mark.slow
 
 PRESENT = {
     "unirl-sde": ["torch", "unirl.sde.kernels"],
@@ -38,11 +37,11 @@ def importable(python: Path, names: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("package", sorted(PRESENT))
-def test_a_package_alone_has_its_own_closure_and_nothing_else(package, tmp_path):
+def test_a_package_alone_has_its_own_closure_and_nothing_else(package, uv, tmp_path):
     environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "env")}
     environment.pop("VIRTUAL_ENV", None)
     subprocess.run(
-        ["uv", "sync", "--quiet", "--locked", "--no-dev", "--package", package],
+        [uv, "sync", "--quiet", "--locked", "--no-dev", "--package", package],
         cwd=ROOT,
         env=environment,
         check=True,
@@ -53,8 +52,8 @@ def test_a_package_alone_has_its_own_closure_and_nothing_else(package, tmp_path)
     assert importable(python, ABSENT[package]) == set()
 
 
-def test_both_engine_extras_are_locked_and_exclude_each_other():
-    base = ["uv", "export", "--quiet", "--locked", "--no-hashes", "--no-header", "--no-annotate"]
+def test_both_engine_extras_are_locked_and_exclude_each_other(uv):
+    base = [uv, "export", "--quiet", "--locked", "--no-hashes", "--no-header", "--no-annotate"]
     for extra, engine in (("sglang", "sglang=="), ("vllm", "vllm==")):
         done = subprocess.run([*base, "--extra", extra], cwd=ROOT, capture_output=True, text=True, check=True)
         assert engine in done.stdout
@@ -63,5 +62,5 @@ def test_both_engine_extras_are_locked_and_exclude_each_other():
     assert "conflict" in both.stderr.lower() or "incompatible" in both.stderr.lower()
 
 
-def test_the_lock_is_up_to_date():
-    subprocess.run(["uv", "lock", "--check"], cwd=ROOT, check=True, capture_output=True, timeout=120)
+def test_the_lock_is_up_to_date(uv):
+    subprocess.run([uv, "lock", "--check"], cwd=ROOT, check=True, capture_output=True, timeout=120)

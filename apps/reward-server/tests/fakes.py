@@ -90,6 +90,6 @@ def pool_of(make, *, timeout_s=20.0, **changes):
 
 async def until(condition):
     """Let other tasks run until the condition holds."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)

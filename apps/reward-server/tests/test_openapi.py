@@ -47,11 +47,11 @@ def port():
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     yield found["port"]
     held = found["app"]._pending_bytes, found["app"]._num_requests
     found["loop"].call_soon_threadsafe(found["stop"].set)
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive() and held == (0, 0)
 
 

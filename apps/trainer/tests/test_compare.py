@@ -347,7 +347,7 @@ def told(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGTERM, told)
 pathlib.Path('{folder}/ready').touch()
-time.sleep(60)
+time.sleep(600)
 """
 MEETING = """
 import pathlib, time
@@ -362,7 +362,7 @@ def child(folder, script):
     return Run(folder.name, 0, folder, command, {"cpu_s": 1})
 
 
-def wait_for(path, seconds=20):
+def wait_for(path, seconds=120):
     deadline = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < deadline, path

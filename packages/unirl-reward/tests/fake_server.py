@@ -40,12 +40,12 @@ class FakeServer:
 
     def __enter__(self):
         self._thread.start()
-        assert self._started.wait(20)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, *error):
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
+        self._thread.join(60)
 
     @property
     def url(self):

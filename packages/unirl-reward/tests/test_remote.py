@@ -26,7 +26,7 @@ from unirl.types.protocols import Closeable, ConcurrentScorer, Scorer
 
 from .fake_server import FakeServer, problem
 
-QUICK: dict[str, Any] = {"retry_delay_s": 0.0, "start_timeout_s": 0.0, "timeout_s": 20.0}
+QUICK: dict[str, Any] = {"retry_delay_s": 0.0, "start_timeout_s": 0.0, "timeout_s": 60.0}
 COLOURS = ("red", "green", "blue", "yellow")
 
 
@@ -139,11 +139,11 @@ def test_a_queue_that_stays_full_ends_at_the_deadline(pictures):
 
 def test_a_slow_server_is_given_up_after_the_timeout_and_asked_again(pictures):
     with FakeServer(local(), faults=["hang"]) as server:
-        scored = RewardService([remote(server, timeout_s=0.5)]).score(pictures())
+        scored = RewardService([remote(server, timeout_s=2.0)]).score(pictures())
         assert scored.successes == [True] * 6 and len(server.asked) == 2
         server.faults = ["hang"]
-        with pytest.raises(RewardError, match=r"no answer within 0.5 s \(attempt 1 of 1\)"):
-            RewardService([remote(server, timeout_s=0.5, max_retries=0)]).score(pictures())
+        with pytest.raises(RewardError, match=r"no answer within 2 s \(attempt 1 of 1\)"):
+            RewardService([remote(server, timeout_s=2.0, max_retries=0)]).score(pictures())
 
 
 def test_what_no_server_answers_fails_with_its_reason_and_the_rest_is_kept(pictures):
@@ -240,7 +240,7 @@ def test_a_server_that_restarts_in_between_is_found_again(pictures, caplog):
 
 
 def test_several_servers_share_the_work_and_one_that_dies_is_replaced(pictures):
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=60)
 
     def meets(images, prompts, metadata):
         both.wait()
@@ -323,7 +323,7 @@ def test_a_server_that_is_not_there_is_one_message():
 
 def test_a_server_that_still_loads_is_waited_for():
     with FakeServer(local(), ready=[503, 503]) as server:
-        assert remote(server, start_timeout_s=20.0).name == "shapes"
+        assert remote(server, start_timeout_s=60.0).name == "shapes"
         server.ready = [503]
         with pytest.raises(ConfigError, match="still loading"):
             remote(server)
@@ -355,10 +355,10 @@ def test_closing_ends_a_request_that_hangs(pictures):
         service = RewardService([remote(server)])
         ticket = service.submit(pictures())
         job = service._open[ticket][1]["shapes"].jobs[0]
-        assert server.was_asked.wait(20)
+        assert server.was_asked.wait(60)
         service.close()
         with pytest.raises(RewardError, match="the reward client was closed while it waited"):
-            job.answer.result(20)
+            job.answer.result(60)
         with pytest.raises(ContractError, match="this reward client is closed"):
             service.scorers["shapes"].score(pictures())
 
@@ -384,7 +384,7 @@ service.submit(RewardRequest(sample_ids=["s0"], primitives={"text": texts}, gene
 begun.wait()
 """
     with FakeServer(local(), faults=["hang"] * 9) as server:
-        done = subprocess.run([sys.executable, "-c", code, server.url], timeout=90, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code, server.url], timeout=300, capture_output=True, text=True)
     assert done.returncode == 0 and "scorer hangs is still busy" in done.stderr, done.stderr
 
 
@@ -413,7 +413,7 @@ def test_proxies_of_the_environment_are_used_only_when_asked_for(pictures, monke
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     for name in ("no_proxy", "NO_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{port[0]}")
@@ -424,7 +424,7 @@ def test_proxies_of_the_environment_are_used_only_when_asked_for(pictures, monke
     with RewardClient("http://reward.invalid:8080") as client:
         assert client.health()["http://reward.invalid:8080"]["status"].startswith("unreachable")
     loop.call_soon_threadsafe(stop.set)
-    thread.join(20)
+    thread.join(60)
 
 
 def test_the_client_alone_scores_lists_and_asks_after_health(pictures):

@@ -119,7 +119,7 @@ class SGLangFake:
 
     def generate(self, body):
         """As tokens the prompt's last token, counted up until a stop token or the limit."""
-        ends_early = self.waits_for_abort and self.aborted.wait(30)
+        ends_early = self.waits_for_abort and self.aborted.wait(120)
         outputs = []
         self.images = [[decoded(uri) for uri in uris] for uris in body.get("image_data", [])]
         for row, (prompt, params) in enumerate(zip(body["input_ids"], body["sampling_params"], strict=True)):

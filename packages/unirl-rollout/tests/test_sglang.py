@@ -110,7 +110,7 @@ def test_an_aborted_rollout_returns_what_it_has(server, engine):
     while "/generate" not in server.paths():
         thread.join(0.01)
     engine.abort()
-    thread.join(30)
+    thread.join(120)
     segment = found[0].tracks["text"].segment
     assert (segment.tokens.tolist(), segment.status.tolist()) == ([2], [SegmentStatus.ABORTED])
 

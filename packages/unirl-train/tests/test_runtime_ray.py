@@ -21,8 +21,11 @@ pytestmark = pytest.mark.ray
 
 def is_alive(process_id: int) -> bool:
     """Whether a process runs; one that has ended and waits for its parent does not."""
-    stat = Path(f"/proc/{process_id}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +151,13 @@ def test_a_killed_worker_is_named_and_nothing_is_left(runtime) -> None:
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         runtime.role("source").die_in_collective(1)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 90  # a collective that waits for the dead would take 120
     assert caught.value.worker == f"worker-1 (rank 1 of 2, pid {processes[1]})"
     assert "the process died" in caught.value.traceback_text
-    assert not any(is_alive(pid) for pid in processes)
+    end = time.monotonic() + 60
+    while any(is_alive(pid) for pid in processes):  # those that the workers started are killed, not awaited
+        assert time.monotonic() < end
+        time.sleep(0.02)
     held.release()
     runtime.close()
     runtime.close()
@@ -181,7 +187,7 @@ def test_blocks_of_one_pool_hold_runtimes_of_their_own(ray_of_two_cores) -> None
 
 @pytest.fixture(scope="module")
 def bare_actors(ray_of_two_cores):
-    """Two actors without torch: one process each, in a second."""
+    """Two actors without torch: one process each, in a second. One that sleeps still answers other calls."""
 
     class Bare:
         def sleep(self, seconds: float) -> None:
@@ -193,7 +199,7 @@ def bare_actors(ray_of_two_cores):
         def pid(self) -> int:
             return os.getpid()
 
-    actors = [ray_of_two_cores.remote(Bare).options(num_cpus=0).remote() for _ in range(2)]
+    actors = [ray_of_two_cores.remote(Bare).options(num_cpus=0, max_concurrency=4).remote() for _ in range(2)]
     yield actors
     for actor in actors:
         ray_of_two_cores.kill(actor)
@@ -216,15 +222,17 @@ def test_ranks_that_wait_for_a_failed_one_are_not_awaited(bare_actors, monkeypat
     first, second = bare_actors
     begin = time.monotonic()
     with pytest.raises(CallFailed) as caught:
-        answers({first.sleep.remote(3.0): "w-0", second.fail.remote("mine"): "w-1"}, "role.method", 60)
-    assert time.monotonic() - begin < 2.5
+        answers({first.sleep.remote(600.0): "w-0", second.fail.remote("mine"): "w-1"}, "role.method", 300)
+    assert time.monotonic() - begin < 200
     assert not caught.value.is_settled
 
 
 def test_a_call_that_takes_too_long_names_who_is_awaited(bare_actors) -> None:
     first, second = bare_actors
+    answered = second.sleep.remote(0.0)
+    answers({answered: "w-1"}, "role.method", 60)
     with pytest.raises(WorkerError, match="worker w-0 failed:\nno answer to role.method within 0 s"):
-        answers({first.sleep.remote(3.0): "w-0", second.sleep.remote(0.0): "w-1"}, "role.method", 0.4)
+        answers({first.sleep.remote(600.0): "w-0", answered: "w-1"}, "role.method", 0.4)
 
 
 def test_an_idle_worker_that_was_killed_is_named_at_the_next_call(bare_actors) -> None:

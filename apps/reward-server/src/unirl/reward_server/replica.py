@@ -208,7 +208,8 @@ def worker_command(settings: RewardSettings) -> list[str]:
     if settings.runtime_env is None and not settings.packages:
         return [sys.executable, *module]
     # The environment of the server, with more in front: uv lays it over the site-packages of this interpreter.
-    command = ["uv", "run", "--no-project", "--python", sys.executable]
+    # `uv run` names itself in UV: it may have been started by its full path.
+    command = [os.environ.get("UV", "uv"), "run", "--no-project", "--python", sys.executable]
     if settings.runtime_env is not None:
         command += ["--with-requirements", settings.runtime_env]
     for requirement in settings.packages:
