@@ -366,8 +366,8 @@ class FSDPBackend:
 
     def policy_values(self, name: str) -> Mapping[str, Tensor]:
         """Values of a policy by parameter name, sharded as the parameters are: "default" is the trained one."""
+        self._policies.require_current(f"policy {name!r}")  # inside another, some of the values are elsewhere
         if name == CURRENT_POLICY:
-            self._policies.require_current("reading the trained policy")
             return {key: parameter.detach() for key, parameter in self._parameters.items()}
         if name == EMA_POLICY:
             if self._ema is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from unirl.train.ema import average_into, float_copies
 from unirl.train.optim import local_part
@@ -62,23 +64,30 @@ class NamedPolicies:
     def swapped_in(self, name: str, copies: Mapping[str, Tensor]) -> Generator[None]:
         """Inside, the parameters hold the values of `copies`; afterwards their own again, bit for bit.
 
-        Values are copied in place: Parameter objects, requires_grad and optimizer state are untouched. Autograd notices
-        a graph that was recorded outside and is differentiated after a swap: its backward raises RuntimeError. Run the
-        other policies' forwards first.
+        Whole tensors of one dtype change places, which costs nothing; shards, into which FSDP holds views, and other
+        dtypes are copied. Parameter objects, requires_grad and optimizer state are untouched. Autograd notices a graph
+        that was recorded outside and is differentiated after a swap: its backward raises RuntimeError. Run the other
+        policies' forwards first.
         """
         self.require_current(f"policy {name!r}")
         self._inside = name
+        pairs = [(parameter, copies[key]) for key, parameter in self._parameters.items()]
+        exchanged = [pair for pair in pairs if _can_change_places(*pair)]
+        copied = [(local_part(mine), local_part(copy)) for mine, copy in pairs if not _can_change_places(mine, copy)]
         try:
             with torch.no_grad():
-                current = [local_part(parameter) for parameter in self._parameters.values()]
-                own = [tensor.clone() for tensor in current]
-                torch._foreach_copy_(current, [local_part(copies[key]) for key in self._parameters])
+                own = [mine.clone() for mine, _ in copied]
+                for mine, copy in copied:
+                    mine.copy_(copy)
+                _change_places(exchanged)
             self._after_change()
             try:
                 yield
             finally:
                 with torch.no_grad():
-                    torch._foreach_copy_(current, own)
+                    for (mine, _), value in zip(copied, own, strict=True):
+                        mine.copy_(value)
+                    _change_places(exchanged)
                 self._after_change()
         finally:
             self._inside = None
@@ -87,3 +96,14 @@ class NamedPolicies:
         """Move all copies."""
         for copies in self._copies.values():
             copies.update({name: tensor.to(device) for name, tensor in copies.items()})
+
+
+def _can_change_places(parameter: nn.Parameter, copy: Tensor) -> bool:
+    is_whole = not isinstance(parameter, DTensor)
+    return is_whole and parameter.dtype == copy.dtype and parameter.device == copy.device
+
+
+def _change_places(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, copy in pairs:
+        parameter.data, copy.data = copy.data, parameter.data
+        increment_version(parameter)
