@@ -12,7 +12,9 @@ PAIRS = ("sampling.samples_per_prompt=2", "batch_size=8")
 
 
 def test_given_pairs_train_and_the_policy_is_evaluated(recipe, tmp_path):
-    small = recipe("sd3_shapes_dpo", *PAIRS, "stack.num_updates_per_batch=2", f"run_dir={tmp_path}")
+    small = recipe(
+        "sd3_shapes_dpo", *PAIRS, "stack.num_updates_per_batch=2", "eval.num_samples=64", f"run_dir={tmp_path}"
+    )
     summary = run_recipe(small, tmp_path, [], threading.Event())
     assert summary["num_rollouts"] == 2 and summary["num_samples"] == 32
     before, after = summary["eval_before"]["overall"], summary["eval_after"]["overall"]

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from unirl.models.causal_lm import attention
 from unirl.models.causal_lm.attention import Unpackable, packed_attention
 from unirl.models.packing import Packing
 from unirl.types.errors import ContractError
 
-LENGTHS = [3, 1, 7, 5]
+LENGTHS = [3, 1, 1, 7, 5, 5, 5, 3]
 MODULE: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 
 
@@ -59,11 +60,24 @@ def test_the_ragged_kernel_of_a_gpu_agrees(window):
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=3e-2)  # bfloat16 has 8 bits
 
 
+def test_neighbours_of_equal_length_share_a_call(monkeypatch):
+    calls = []
+    attend = attention.scaled_dot_product_attention
+
+    def counted(query, *args, **kwargs):
+        calls.append(tuple(query.shape))
+        return attend(query, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", counted)
+    packed_attention(MODULE, *tensors(), None, packing=Packing.of(LENGTHS, torch.device("cpu")))
+    assert calls == [(1, 4, 3, 8), (2, 4, 1, 8), (1, 4, 7, 8), (3, 4, 5, 8), (1, 4, 3, 8)]
+
+
 def test_a_packing_that_does_not_fit_is_refused():
     query, key, value = tensors()
     with pytest.raises(ContractError, match="packed samples of 4 positions lie in one row"):
         packed_attention(MODULE, query, key, value, None, packing=Packing.of([4], torch.device("cpu")))
-    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool)
+    mask = torch.ones(1, 1, 30, 30, dtype=torch.bool)
     with pytest.raises(ContractError, match="and a mask"):
         packed_attention(MODULE, query, key, value, mask, packing=Packing.of(LENGTHS, torch.device("cpu")))
 

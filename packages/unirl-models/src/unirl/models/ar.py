@@ -130,7 +130,10 @@ class ARStage:
         written = [self.adapter.as_written(completion)[: max(0, len(completion) - 1)] for completion in completions]
         rows = [torch.cat(pair) for pair in zip(prompts, written, strict=True)]
         positions = self.adapter.positions(conditions, [len(row) for row in rows])
-        inputs = _packed(rows, positions) if self.is_packed else _padded(rows, positions)
+        # Samples of equal length side by side share a call of attention (`Packing.runs`).
+        order = sorted(range(len(rows)), key=lambda sample: len(rows[sample])) if self.is_packed else None
+        inputs = _padded(rows, positions) if order is None else _packed(rows, positions, order)
+        ordered = conditions if order is None else {name: each.select(order) for name, each in conditions.items()}
         places_V = torch.cat(
             [
                 torch.arange(start + len(prompt) - 1, start + len(prompt) - 1 + len(completion))
@@ -139,7 +142,7 @@ class ARStage:
         ).to(segment.tokens.device)
         model = self.adapter.bundle.model
         with self.adapter.bundle.head.scoring(places_V, segment.tokens, params.temperature):
-            out = model(**inputs.arguments, **self.adapter.model_inputs(conditions), use_cache=False)
+            out = model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
         logp_V, entropy_V, hidden_V = out.logits
         return ReplayedTokens(logp_V=logp_V, entropy_V=entropy_V, hidden_V=hidden_V)
 
@@ -221,19 +224,20 @@ class _Inputs:
 
     arguments: dict[str, Any]  # Any: keywords of the model's forward
     starts: list[int]
-    """Where each sample begins, counted row by row."""
+    """Where each sample begins, in the order of the segment, counted row by row."""
 
 
-def _packed(rows: list[Tensor], positions: list[Tensor]) -> _Inputs:
-    """Samples end to end in one row."""
-    lengths = [len(row) for row in rows]
-    ids = torch.cat(rows)[None]
+def _packed(rows: list[Tensor], positions: list[Tensor], order: list[int]) -> _Inputs:
+    """Samples end to end in one row, in this order."""
+    lengths = [len(rows[sample]) for sample in order]
+    ids = torch.cat([rows[sample] for sample in order])[None]
     arguments = {
         "input_ids": ids,
-        "position_ids": torch.cat(positions, dim=-1).unsqueeze(-2),
+        "position_ids": torch.cat([positions[sample] for sample in order], dim=-1).unsqueeze(-2),
         "packing": Packing.of(lengths, ids.device),
     }
-    return _Inputs(arguments, [0, *itertools.accumulate(lengths[:-1])])
+    start_of = dict(zip(order, [0, *itertools.accumulate(lengths[:-1])], strict=True))
+    return _Inputs(arguments, [start_of[sample] for sample in range(len(rows))])
 
 
 def _padded(rows: list[Tensor], positions: list[Tensor]) -> _Inputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,6 +18,11 @@ class Packing:
     """Positions of each of B samples."""
     boundaries: Tensor
     """int32 [B+1] on the device of the model, starting with 0."""
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """(samples, positions of each) of neighbours of equal length: what one call of attention can hold."""
+        return [(len(list(equal)), length) for length, equal in itertools.groupby(self.lengths)]
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Self:

@@ -86,22 +86,25 @@ def packed_attention(
             enable_gqa=True,
         )
         return out[None], None  # ty: ignore[invalid-argument-type] - a pair only where it is asked for
-    # Float32 and CPUs have no kernel for ragged rows; one call a sample is exact, and on a CPU as fast as any.
-    parts = zip(*(tensor.split(packing.lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    outputs = [
-        scaled_dot_product_attention(
+    # Float32 and CPUs have no kernel for ragged rows: one call per run of samples of equal length.
+    sizes = [samples * length for samples, length in packing.runs]
+    parts = zip(*(tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value)), strict=True)
+    outputs = []
+    for run, tensors in zip(packing.runs, parts, strict=True):
+        q, k, v = (tensor.unflatten(0, run).transpose(1, 2) for tensor in tensors)  # [samples, H, length, D]
+        window = _window(run[1], sliding_window, q.device)
+        out = scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=(window := _window(q.shape[2], sliding_window, q.device)),
+            attn_mask=window,
             is_causal=window is None,
             dropout_p=dropout,
             scale=scaling,
             enable_gqa=True,
         )
-        for q, k, v in parts
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None], None
 
 
 def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
