@@ -236,7 +236,7 @@ def test_two_thousand_slow_connections_neither_starve_readiness_nor_fill_the_log
                 if num % 50 == 0:
                     assert is_ready(port), f"/ready did not answer beside {num} slow connections"
         server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+        assert server.wait(120) == 0
     finally:
         server.kill()
         server.wait()
