@@ -2,9 +2,10 @@
 
     uv run python apps/trainer/bench/steps.py OTHER [RECIPE ...] [--turns N] [--steps N] [--set KEY=VALUE ...]
 
-OTHER is another checkout with an environment of its own (`uv sync` there). Each turn runs one process per checkout, one
-after the other, on one thread: two steps to warm up, then `--steps` steps. CPU seconds of the processes are counted. The
-ratio is this checkout over OTHER, turn by turn; what stands in the table is the median.
+OTHER is another checkout with its own environment (`uv sync` there). Each turn runs one process per checkout, one after
+OTHER is another checkout with its own environment (`uv sync` there). Each turn runs one process per checkout, on one
+thread: two steps to warm up, then `--steps` steps. CPU seconds of the processes are counted. The ratio is this checkout
+over OTHER, turn by turn; the table has the medians.
 """
 
 # ruff: noqa: INP001 - a script, no package
