@@ -2,7 +2,6 @@
 
     uv run python apps/trainer/bench/steps.py OTHER [RECIPE ...] [--turns N] [--steps N] [--set KEY=VALUE ...]
 
-OTHER is another checkout with its own environment (`uv sync` there). Each turn runs one process per checkout, one after
 OTHER is another checkout with its own environment (`uv sync` there). Each turn runs one process per checkout, on one
 thread: two steps to warm up, then `--steps` steps. CPU seconds of the processes are counted. The ratio is this checkout
 over OTHER, turn by turn; the table has the medians.

@@ -93,7 +93,7 @@ def test_noise_follows_the_normal_distribution_in_its_tails_too():
 
 def test_the_extreme_uniform_numbers_give_finite_symmetric_normals(monkeypatch):
     ends = torch.tensor([0.0, 1 - 2.0**-24], dtype=torch.float32)
-    monkeypatch.setattr("unirl.sde.noise._uniform", lambda hashed, shape, dtype: ends.clone())
+    monkeypatch.setattr("unirl.sde.noise._uniform", lambda hashes, shape, dtype: ends.clone()[None])
     low, high = keyed_normal(["a"], 0, (2,))[0].tolist()
     assert low == -high and high == pytest.approx(5.42, abs=0.01)
 

@@ -77,11 +77,13 @@ class TextAdapter:
         if set(primitives) != {"text"} or not isinstance(primitives["text"], Texts):
             found = {name: type(value).__name__ for name, value in primitives.items()}
             raise ConfigError(f"{type(self).__name__} reads {{'text': Texts}}, the request has {found}")
-        prompts = [self.prompt_tokens(text) for text in primitives["text"].texts]
-        self.check_context([len(prompt) for prompt in prompts], params.max_new_tokens)
-        device = self.bundle.device
-        tokens = [torch.tensor(prompt, dtype=torch.long, device=device) for prompt in prompts]
-        return {"prompt": PromptCondition.pack(tokens=tokens)}
+        texts, device = primitives["text"].texts, self.bundle.device
+        tokens_of = {
+            text: torch.tensor(self.prompt_tokens(text), dtype=torch.long, device=device)
+            for text in dict.fromkeys(texts)
+        }
+        self.check_context([len(tokens_of[text]) for text in texts], params.max_new_tokens)
+        return {"prompt": PromptCondition.pack(tokens=[tokens_of[text] for text in texts])}
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Tokens of one prompt, chat template included."""

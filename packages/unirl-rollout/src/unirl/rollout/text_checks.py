@@ -33,21 +33,26 @@ def verify_text_segment(segment: TextSegment, params: ARSamplingParams, stop_tok
         raise ContractError(f"the engine sampled with {segment.params}, the request asked for {params}")
     stops = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=segment.tokens.device)
     status = [SegmentStatus.COMPLETED] * segment.batch_size if segment.status is None else segment.status.tolist()
-    for row, (tokens, ending) in enumerate(zip(segment.unpack("tokens"), status, strict=True)):
-        is_stop = torch.isin(tokens, stops)
+    lengths, is_stop = segment.lengths.tolist(), torch.isin(segment.tokens, stops).tolist()
+    start = 0
+    for row, (length, ending) in enumerate(zip(lengths, status, strict=True)):
+        end = start + length
+        ends_with_stop = length > 0 and is_stop[end - 1]
         fault = None
         if ending == SegmentStatus.ABORTED:
             fault = "was aborted"
-        elif len(tokens) == 0 or len(tokens) > params.max_new_tokens:
-            fault = f"has {len(tokens)} tokens, expected 1 to max_new_tokens = {params.max_new_tokens}"
-        elif bool(is_stop[:-1].any()):
-            fault = f"goes on behind a stop token: {tokens.tolist()}"
-        elif (ending == SegmentStatus.COMPLETED) != bool(is_stop[-1]):
-            fault = f"is {SegmentStatus(ending).name} but its last token is {int(tokens[-1])} (stops: {stops.tolist()})"
-        elif ending == SegmentStatus.TRUNCATED and len(tokens) < params.max_new_tokens:
-            fault = f"is TRUNCATED after {len(tokens)} of max_new_tokens = {params.max_new_tokens}"
+        elif length == 0 or length > params.max_new_tokens:
+            fault = f"has {length} tokens, expected 1 to max_new_tokens = {params.max_new_tokens}"
+        elif any(is_stop[start : end - 1]):
+            fault = f"goes on behind a stop token: {segment.tokens[start:end].tolist()}"
+        elif (ending == SegmentStatus.COMPLETED) != ends_with_stop:
+            last = int(segment.tokens[end - 1])
+            fault = f"is {SegmentStatus(ending).name} but its last token is {last} (stops: {stops.tolist()})"
+        elif ending == SegmentStatus.TRUNCATED and length < params.max_new_tokens:
+            fault = f"is TRUNCATED after {length} of max_new_tokens = {params.max_new_tokens}"
         if fault is not None:
             raise ContractError(f"sample {row} {fault}")
+        start = end
     if segment.log_probs is None:
         if not params.is_greedy:
             raise ContractError("the engine returned no log-probs; ask it for the log-prob of every sampled token")

@@ -40,13 +40,17 @@ def keyed_uniform(keys: Sequence[str], base_seed: int, shape: Sequence[int]) -> 
         raise ValueError(f"keys = {keys!r} is one string; pass a sequence of keys, one per sample.")
     if not keys:
         return torch.empty((0, *shape), dtype=torch.float32, device="cpu")
-    by_key = {key: _uniform(_hash(base_seed, key), shape, torch.float32) for key in dict.fromkeys(keys)}
-    return torch.stack([by_key[key] for key in keys])
+    distinct = list(dict.fromkeys(keys))
+    drawn = _uniform([_hash(base_seed, key) for key in distinct], shape, torch.float32)
+    if len(distinct) == len(keys):
+        return drawn
+    row_of = {key: row for row, key in enumerate(distinct)}
+    return drawn[[row_of[key] for key in keys]]
 
 
 def keyed_permutation(key: str, base_seed: int, n: int) -> Tensor:
     """A random permutation of 0 .. n - 1, int64 on the CPU."""
-    return _uniform(_hash(base_seed, key), (n,), torch.float64).argsort(stable=True)
+    return _uniform([_hash(base_seed, key)], (n,), torch.float64)[0].argsort(stable=True)
 
 
 def initial_noise(keys: Sequence[str], base_seed: int, shape: Sequence[int]) -> Tensor:
@@ -68,12 +72,12 @@ def _hash(base_seed: int, key: str) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _uniform(hashed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Uniform numbers in [0, 1) on the CPU that depend on all 64 bits of the hash."""
+def _uniform(hashes: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Uniform numbers in [0, 1), [len(hashes), *shape] on the CPU, each row from all 64 bits of its hash."""
     generator = Generator(device="cpu")
-    upper, lower = (
-        torch.rand(tuple(shape), generator=generator.manual_seed(half), dtype=dtype, device="cpu")
-        for half in divmod(hashed, 2**32)
-    )
-    difference = upper - lower  # exact: both are multiples of one step
-    return torch.where(difference < 0, difference + 1, difference)
+    upper, lower = torch.empty(2, len(hashes), *shape, dtype=dtype, device="cpu")
+    for row, hashed in enumerate(hashes):
+        torch.rand(tuple(shape), generator=generator.manual_seed(hashed >> 32), out=upper[row], device="cpu")
+        torch.rand(tuple(shape), generator=generator.manual_seed(hashed & 0xFFFFFFFF), out=lower[row], device="cpu")
+    difference = upper.sub_(lower)  # exact: both are multiples of one step
+    return difference.add_(difference < 0)
