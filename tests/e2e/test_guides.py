@@ -5,6 +5,7 @@ commands has lines that their output must hold; where it names an error, the com
 made small. Commands of other programs are not run.
 """
 
+import importlib
 import re
 import shlex
 import sys
@@ -16,6 +17,7 @@ from small import SMALL as SMALL_RUN
 
 from unirl.app.command_line import VERBS
 from unirl.app.main import USER_ERROR, main
+from unirl.config.signatures import read_module, read_target
 
 GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guides").glob("*.md"))
 BLOCK = re.compile(r"^```(?P<language>\w*)(?: (?P<file>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -82,11 +84,20 @@ class Guide:
 def test_a_guide_works_as_written(page, tmp_path, monkeypatch, capsys, own_process):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
+    forget_modules()
     guide = Guide(tmp_path, monkeypatch, capsys)
-    for block in BLOCK.finditer(page.read_text()):
-        guide.follow(block)
-    assert guide.status == 0, guide.output
-    for name in set(sys.modules) - before:
-        if name.startswith("my_"):
-            del sys.modules[name]
+    try:
+        for block in BLOCK.finditer(page.read_text()):
+            guide.follow(block)
+        assert guide.status == 0, guide.output
+    finally:
+        forget_modules()
+
+
+def forget_modules() -> None:
+    """Another page, or another test, may call a module of its own by the same name."""
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    read_target.cache_clear()
+    read_module.cache_clear()

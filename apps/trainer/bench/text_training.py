@@ -1,8 +1,9 @@
 """Measures what replay of texts does without: padding, the logits of a whole batch, waiting. Prints Markdown.
 
-    uv run python apps/trainer/bench/text_training.py [replay|memory|devices]
+    uv run python apps/trainer/bench/text_training.py [replay|short|memory|devices]
 
     replay  forward and backward of the arithmetic model over texts of 8 to 256 tokens, packed and padded
+    short   the same over texts of 8 to 11 tokens, with one call of attention per length and one per text
     memory  peak memory of log-probs at a vocabulary of 151,936, in chunks and at once
     devices work of the slowest device over the mean, as samples come and as they are dealt by their tokens
 Both ways of a measurement run in turn in one process; CPU seconds of this process are counted, so other work on the
@@ -19,12 +20,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from unirl.app.environment import packaged_path
 from unirl.models.ar import ARStage
+from unirl.models.packing import Packing
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
 from unirl.models.token_scores import CHUNK_LOGITS, chunked_scores, softmax_scores
@@ -85,6 +88,29 @@ def replay(repeats: int, micro_batch_size: int = 16) -> None:
         ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
         padding = 1 - sum(lengths) / sum(len(micro) * max(micro) for micro in micros)
         say(f"| {name} | {sum(lengths)} | {padding:.0%} | {packed:.2f} | {padded:.2f} | {ratio:.2f} |")
+
+
+def short(repeats: int, num_texts: int = 128) -> None:
+    """One call of attention per length against one per text."""
+    pipeline = Qwen3Pipeline(Qwen3Bundle(str(packaged_path("arithmetic", "checkpoint"))))
+    params = ARSamplingParams(temperature=1.0, max_new_tokens=8)
+    lengths = [8 + place % 4 for place in range(num_texts)]
+    prompt, segment = random_texts(lengths, pipeline.bundle.vocabulary_size, params)
+
+    def run() -> None:
+        pipeline.ar.replay({"prompt": prompt}, segment, params).logp_V.sum().backward()
+
+    def run_each() -> None:
+        with mock.patch.object(Packing, "runs", property(lambda self: [(1, length) for length in self.lengths])):
+            run()
+
+    pairs = [(cpu_seconds(run), cpu_seconds(run_each)) for _ in range(repeats + 1)][1:]
+    per_length, per_text = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
+    ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
+    say(
+        f"{num_texts} texts of 8 to 11 tokens, one micro-batch, median of {repeats}: {per_length * 1e3:.0f} ms with one"
+    )
+    say(f"call per length, {per_text * 1e3:.0f} ms with one per text, ratio {ratio:.2f}.")
 
 
 def random_texts(lengths: list[int], vocabulary: int, params: ARSamplingParams) -> tuple[PromptCondition, TextSegment]:
@@ -178,11 +204,11 @@ def say(line: str) -> None:
 def main() -> None:
     """Run the parts that are named, all without names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["replay", "memory", "devices"], help="all without one")
+    parts: dict[str, Callable[[int], None]] = {"replay": replay, "short": short, "memory": memory, "devices": devices}
+    parser.add_argument("part", nargs="?", choices=list(parts), help="all without one")
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    parts: dict[str, Callable[[int], None]] = {"replay": replay, "memory": memory, "devices": devices}
     for part in [options.part] if options.part else parts:
         parts[part](options.repeats)
         say("")
