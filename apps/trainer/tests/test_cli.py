@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from unirl.app import environment
 from unirl.app.command_line import Command, parse
 from unirl.app.kept_recipes import KeptRecipes
 from unirl.app.main import USER_ERROR, main
-from unirl.app.report import final_screen
+from unirl.app.report import final_screen, next_steps
 from unirl.app.run_directory import choose_run_dir, make_run_dir
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
@@ -103,6 +104,8 @@ def test_words_become_a_verb_a_recipe_and_changes():
         (["check", "--cfg", "job"], "--cfg shows the recipe instead of running it"),
         (["export", "sd3_shapes"], "export needs --to FOLDER"),
         (["sd3_shape"], "unknown recipe 'sd3_shape'. Did you mean sd3_shapes"),
+        (["chek", "sd3_shapes"], "unknown verb 'chek'. Did you mean check? The verbs: run, list, show, check"),
+        (["exprt"], "unknown verb 'exprt'. Did you mean export?"),
         (["check", "num_rollout=3"], "unknown key 'num_rollout'"),
     ],
 )
@@ -415,7 +418,27 @@ def test_final_screen_compares_before_and_after_by_category():
 
 def test_final_screen_of_a_stopped_run_says_how_to_go_on():
     text = rendered({**SUMMARY, "is_complete": False, "eval_after": None})
-    assert "stopped early" in text and "trainer runs/x/config.yaml resume=runs/x" in text
+    assert "stopped early" in text and "trainer runs/x resume=auto" in text
+
+
+def test_commands_of_the_final_screen_can_be_copied_from_80_columns():
+    folder = f"runs/{SHAPES}_flowgrpo_fast/20260101-120000"
+    summary = {**SUMMARY, "run_dir": folder, "is_complete": False}
+    out = io.StringIO()
+    Console(file=out, width=80).print(final_screen(summary, trains_lora=True), crop=False)
+    lines = out.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= 80
+    text = "\n".join(line.rstrip() for line in lines)
+    assert f"evaluate\nuv run trainer eval {folder}\n" in text
+    assert f"export\nuv run trainer export {folder} \\\n  --to exported-lora\nmerged\n" in text
+    resumed = text.split("continue\n")[1].split("\nmore")[0].replace("\\\n", "")
+    assert shlex.split(resumed) == ["uv", "run", "trainer", folder, "resume=auto"]
+
+
+def test_a_run_of_lora_suggests_to_export_the_lora_first():
+    text = next_steps(SUMMARY, trains_lora=True)
+    assert "export     uv run trainer export runs/x --to exported-lora\nmerged     uv run trainer export runs/x" in text
+    assert next_steps(SUMMARY).count("trainer export") == 1 and "--merged" in next_steps(SUMMARY)
 
 
 def test_gpus_are_counted_without_torch(tmp_path):

@@ -14,7 +14,7 @@ from unirl.config.annotations import mismatch
 from unirl.config.catalog import available, packaged_name
 from unirl.config.check import OPTION_SECTIONS, build_values, check_recipe
 from unirl.config.instantiation import import_target
-from unirl.config.recipes import compose, resolve
+from unirl.config.recipes import compose, render, resolve
 from unirl.config.rules import Machine, async_reward_has_chunks
 from unirl.config.signatures import read_target
 from unirl.types.errors import ConfigError
@@ -142,6 +142,7 @@ def test_mixgrpo_has_the_published_window(recipes):
 
 GRPO, NFT = "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes"
 WINDOWS = "unirl.sde.windows"
+LORA = {"_target_": "unirl.train.configs.LoraConfig", "rank": 2, "alpha": 2}
 MISTAKES = [
     ({"num_rollout": 3}, "unknown key 'num_rollout' in the recipe. Did you mean num_rollouts?"),
     ({"seed": ...}, "seed is missing from the recipe"),
@@ -239,6 +240,20 @@ MISTAKES = [
     ({"sampling.samples_per_prompt": 1}, "a group of one has no advantage"),
     ({"sampling.height": 30}, "sampling.height = 30 is not divisible by"),
     ({"algorithm.kl_coef": 0.1}, "algorithm.kl_coef = 0.1 needs a reference policy: set backend.keep_reference: true"),
+    (
+        {
+            "backend.lora": LORA,
+            "backend.keep_reference": True,
+        },
+        "keeps a second copy of the weights, but with backend.lora the frozen weights are the reference",
+    ),
+    (
+        {"recipe": "../../x"},
+        "recipe = ../../x must be a name such as diffusion/mine: runs are written into",
+    ),
+    ({"recipe": "/etc/x"}, "recipe = /etc/x must be a name"),
+    ({"recipe": ".hidden"}, "recipe = .hidden must be a name"),
+    ({"default": ["/diffusion/sd3_shapes"]}, "unknown key 'default' in the recipe. Did you mean defaults"),
     ({"backend.keep_reference": True}, "backend.keep_reference: true does nothing with algorithm.kl_coef = 0"),
     (
         {"backend.fsdp": {"_target_": "unirl.train.configs.FSDPConfig", "cpu_offload": True}},
@@ -296,6 +311,52 @@ def test_a_mistake_of_deterministic_rollouts_is_named(recipes, changes, message)
 
 def test_nft_may_evaluate_its_old_policy(recipes):
     check_recipe(changed(recipes[NFT], {"eval.policy": "old"}))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_takes_lora_from_the_command_line(recipes, name):
+    recipe = resolve(compose(name, ["parts/train=lora"]))
+    assert recipe["backend"]["lora"]["_target_"].endswith(".LoraConfig") and not recipe["backend"]["keep_reference"]
+    assert recipe["backend"]["optimizer"]["learning_rate"] is not None
+    assert recipe["backend"].get("fsdp") == recipes[name]["backend"].get("fsdp"), "the precision is the model's"
+    check_recipe(recipe)
+
+
+def test_a_file_takes_lora_too_whether_it_has_defaults_or_is_what_show_wrote(tmp_path):
+    register_resolvers()
+    (tmp_path / "shown.yaml").write_text(render(compose("diffusion/sd3_shapes_dpo")))
+    (tmp_path / "mine.yaml").write_text("defaults: [/diffusion/sd3_shapes, _self_]\nrecipe: mine\n")
+    for file in ("shown.yaml", "mine.yaml"):
+        recipe = resolve(compose(str(tmp_path / file), ["parts/train=lora", "backend.lora.rank=4"]))
+        assert recipe["backend"]["lora"]["rank"] == 4
+        check_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "sd3_shapes",
+            "parts/train=lor",
+            "there is no parts/train/lor, which its defaults or the command line",
+        ),
+        (
+            "sd3_shapes",
+            "parts/trane=lora",
+            "parts/trane=lora: there is no parts/trane to choose from. Did you",
+        ),
+        (
+            "llm/qwen3_arithmetic",
+            "parts/method=nft",
+            "this recipe has no parts/method to replace. Write a recipe of your own whose defaults are "
+            "[/llm/qwen3_arithmetic, /parts/method/nft, _self_].",
+        ),
+    ],
+)
+def test_a_part_that_cannot_be_chosen_is_named_with_what_can(name, change, message):
+    register_resolvers()
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        compose(name, [change])
 
 
 JPEG = "{_target_:unirl.reward.local.compressibility.JPEGCompressibilityScorer}"
@@ -554,6 +615,39 @@ def test_a_file_that_is_not_yaml_says_where(tmp_path):
     (tmp_path / "broken.yaml").write_text("seed: [")
     with pytest.raises(ConfigError, match=r"broken\.yaml is not YAML: .*line 1, column 8"):
         compose(str(tmp_path / "broken.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            b"defaults: [/diffusion/sd3_shape, _self_]",
+            "there is no diffusion/sd3_shape, which its defaults or the",
+        ),
+        (b"defaults: [/difusion/sd3_shapes, _self_]", "Did you mean diffusion/sd3_shapes"),
+        (b"defaults: [/diffusion/sd3_shapes, self]", "Did you mean _self_?"),
+        (b"defaults: [/diffusion/sd3_shapes]\nseed: 3", "do not say where its own values come. Add _self_ as the last"),
+        (b"defaults: /diffusion/sd3_shapes", "defaults must be a list (got str). Write defaults as a list of names"),
+        (b"defaults: [3]", "Unsupported type in defaults : int. Write defaults as a list of names"),
+        (b"- a\n- b", "must be a DictConfig, got ListConfig"),
+        (
+            "seed: 3\nrecipe: caf\u00e9".encode("latin-1"),
+            "wrong.yaml:2 is not UTF-8 text: byte 0xe9. Save the file",
+        ),
+        ("seed: 3".encode("utf-16"), "wrong.yaml:1 is not UTF-8 text: byte 0xff"),
+    ],
+)
+def test_a_file_that_hydra_cannot_compose_is_one_message(tmp_path, text, message):
+    path = tmp_path / "wrong.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        compose(str(path))
+
+
+def test_a_byte_order_mark_before_a_recipe_is_no_part_of_it(tmp_path):
+    register_resolvers()
+    (tmp_path / "marked.yaml").write_bytes(b"\xef\xbb\xbfdefaults: [/diffusion/sd3_shapes, _self_]\nrecipe: marked\n")
+    assert resolve(compose(str(tmp_path / "marked.yaml")))["recipe"] == "marked"
 
 
 def test_a_file_of_your_own_composes_from_packaged_recipes(tmp_path):

@@ -1,6 +1,7 @@
 """A user's own function as a scorer."""
 
 import functools
+import sys
 
 import numpy as np
 import pytest
@@ -69,6 +70,30 @@ def test_keywords_that_the_function_does_not_take_are_refused_at_once(keywords, 
         FunctionRewardScorer(brightness, **keywords)
     with pytest.raises(ConfigError, match="missing a required argument: 'bonus'"):
         FunctionRewardScorer(lambda images, prompts, metadata, bonus: [bonus])
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "text"),
+    [
+        (
+            "return images.mean() / zero",
+            ContractError,
+            "raised NameError: name 'zero' is not defined (my_rewards.py:3)",
+        ),
+        ("return len(7)", ContractError, "raised TypeError: object of type 'int' has no len() (my_rewards.py:3)"),
+        ("return metadata[0]['target']", RewardError, "KeyError: 'target' (my_rewards.py:3)"),
+        ("return images.view(7)", RewardError, "is invalid for input of size"),
+    ],
+)
+def test_what_a_function_raises_is_named_with_its_file_and_line(make_request, tmp_path, monkeypatch, line, error, text):
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    (tmp_path / "my_rewards.py").write_text(f"# a reward\ndef wrong(images, prompts, metadata):\n    {line}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    request = make_request()
+    with pytest.raises(error) as raised:
+        FunctionRewardScorer("my_rewards.wrong").score(request)
+    assert text in str(raised.value) and "(my_rewards.py:3)" in str(raised.value)
+    del sys.modules["my_rewards"]
 
 
 @pytest.mark.parametrize("value", [[1, 2.5], (1.0, True), np.array([1.0, 2.0]), torch.tensor([1, 2])])

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 import subprocess
 import sys
 
@@ -198,7 +199,7 @@ def test_drop_group_drops_only_the_group_whose_sample_raises_not_its_whole_batch
     scorer = RowScorer({3: [ValueError("no prompt"), ValueError("no prompt")]}, batch_size=6)
     scored = RewardService([scorer], on_failure="drop_group").score(make_request())
     assert scored.successes == [True, True, False, False, True, True]
-    assert scored.errors[3] == "scorer row: ValueError: no prompt"
+    assert re.fullmatch(r"scorer row: ValueError: no prompt \(test_service\.py:\d+\)", str(scored.errors[3]))
     assert scorer.calls == [[0, 1, 2, 3, 4, 5], [0], [1], [2], [3], [4], [5]]
 
 

@@ -27,6 +27,25 @@ def test_text_file_has_one_prompt_a_line_and_skips_blank_ones(tmp_path):
     assert rows == [PromptRow("a cat", "p.txt:0"), PromptRow("a dog", "p.txt:1")]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.txt", "a caf\u00e9\n"),
+        ("p.jsonl", '{"prompt": "a caf\u00e9"}\n'),
+        ("p.json", '["a caf\u00e9"]'),
+        ("p.csv", "prompt\na caf\u00e9\n"),
+    ],
+)
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt_and_other_encodings_are_named_by_line(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert [row.prompt for row in read_rows(path)] == ["a caf\u00e9"]
+    path.write_bytes(b"\n" + text.encode("latin-1"))
+    line = 2 + text[: text.index("\u00e9")].count("\n")
+    with pytest.raises(DataError, match=rf"{name}:{line}: not UTF-8 text: byte 0xe9\. Save the file as UTF-8\."):
+        read_rows(path)
+
+
 def test_jsonl_takes_prompt_or_caption_ids_metadata_and_extra_keys(tmp_path):
     path = written(
         tmp_path,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from unirl.config.catalog import available
 from unirl.types.errors import ConfigError
 
 DEFAULT_RECIPE = "diffusion/sd3_shapes"
@@ -41,6 +44,7 @@ EPILOG = """examples:
   trainer                                     train the default recipe
   trainer sd3_shapes_flowgrpo num_rollouts=5  a packaged recipe with changes
   trainer my_recipe.yaml resume=auto          a file of your own, continued
+  trainer sd3_shapes parts/train=lora         the same recipe with LoRA; full trains all weights
   trainer check --all                         check every packaged recipe
   trainer list rewards                        the scorers: input, range, what to install
   trainer export runs/diffusion/sd3_shapes/20260101-120000 --to exported
@@ -68,6 +72,7 @@ def parse(argv: list[str]) -> Command:
     given = vars(_parser().parse_intermixed_args(argv))
     words: list[str] = given.pop("words")
     is_debug, config_name, cfg = given.pop("debug"), given.pop("config_name"), given.pop("cfg")
+    _refuse_misspelt_verb(words)
     verb = words.pop(0) if words and words[0] in VERBS else "run"
     recipes = [word for word in words if not _is_override(word)]
     overrides = tuple(word for word in words if _is_override(word))
@@ -89,6 +94,15 @@ def parse(argv: list[str]) -> Command:
             raise ConfigError(f"--{name} does nothing with {verb!r}; it is for: {', '.join(OPTIONS[name])}.")
     several = tuple(recipes) if verb in SEVERAL else ()
     return Command(verb, recipes[0] if recipes else DEFAULT_RECIPE, overrides, options, is_debug, several)
+
+
+def _refuse_misspelt_verb(words: list[str]) -> None:
+    """Raises ConfigError where the first word is neither a verb nor a recipe, but nearly a verb."""
+    if not words or words[0] in VERBS or _is_override(words[0]) or Path(words[0]).exists():
+        return
+    near = difflib.get_close_matches(words[0], VERBS, n=1)
+    if near and words[0] not in (name.rsplit("/", 1)[-1] for name in available()):
+        raise ConfigError(f"unknown verb {words[0]!r}. Did you mean {near[0]}? The verbs: {', '.join(VERBS)}.")
 
 
 def _is_override(word: str) -> bool:
@@ -118,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--all", action="store_true", help="check: every packaged recipe")
     parser.add_argument("--to", metavar="FOLDER", help="export: where to write")
-    parser.add_argument("--merged", action="store_true", help="export: the whole model, LoRA merged")
+    parser.add_argument("--merged", action="store_true", help="export: the whole model; else the LoRA alone")
     parser.add_argument("--policy", metavar="NAME", help="export: a named copy of the weights, such as ema")
     parser.add_argument("--checkpoint", metavar="WHICH", help="eval, export: newest (the default), best or a step")
     parser.add_argument("--output", metavar="WHERE", help="eval, bench: JSON file; compare: folder of runs and table")

@@ -11,9 +11,14 @@ from unirl.app.environment import register_resolvers, settle_on_cpu, this_machin
 from unirl.app.run_directory import CONFIG_FILE
 from unirl.config.check import build_values, check_recipe
 from unirl.config.recipes import compose, resolve
+from unirl.models.progress import delay_loading_bars
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+
+QUICK_LOAD_S = 3.0
+"""A model that loads in less gets no progress bar."""
 
 
 def composed(command: Command, recipe: str | None = None) -> DictConfig:
@@ -40,5 +45,6 @@ def checked(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     recipe = settled(config)
     check_recipe(recipe, this_machine())
     settle_on_cpu(recipe["device"])
+    delay_loading_bars(QUICK_LOAD_S)
     build_values(recipe)
     return recipe

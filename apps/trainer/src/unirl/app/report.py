@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -17,8 +19,8 @@ MAX_METRICS = 2
 OVERALL = "all"
 
 
-def final_screen(summary: Summary) -> Group:
-    """The end screen of a run, from its summary."""
+def final_screen(summary: Summary, *, trains_lora: bool = False) -> Group:
+    """The end screen of a run, from its summary. trains_lora: suggest to export the adapter."""
     head = "finished" if summary["is_complete"] else "stopped early"
     line = (
         f"{summary['recipe']} {head}: {summary['num_rollouts']} rollouts, {summary['num_samples']} samples, "
@@ -31,7 +33,7 @@ def final_screen(summary: Summary) -> Group:
     if changes := resume_changes(summary):
         # Below the table and not its caption, which would be wrapped to the table's width.
         parts.append(Text("\n".join(changes), style="yellow"))
-    parts.append(Text(next_steps(summary), no_wrap=True, overflow="ignore"))
+    parts.append(NextSteps(summary, trains_lora))
     return Group(*parts)
 
 
@@ -65,21 +67,56 @@ def evaluation_table(before: Summary | None, after: Summary | None, preferred: s
     return table
 
 
-def next_steps(summary: Summary) -> str:
-    """Where the run lies and commands to go on with."""
-    run_dir = summary["run_dir"]
+@dataclass(frozen=True)
+class NextSteps:
+    """Where the run lies and commands to go on with, as wide as the terminal."""
+
+    summary: Summary
+    trains_lora: bool
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """See rich's console protocol."""
+        text = next_steps(self.summary, options.max_width, trains_lora=self.trains_lora)
+        yield Text(text, no_wrap=True, overflow="ignore")
+
+
+def next_steps(summary: Summary, width: int = 80, *, trains_lora: bool = False) -> str:
+    """Where the run lies and commands to go on with, each to be copied as it stands.
+
+    A command that does not fit beside its label begins its own line, and goes on after a backslash where it must.
+    """
+    run_dir = str(summary["run_dir"])
     picture = Path(run_dir) / "samples" / "before_after.png"
-    lines = [
-        f"run        {run_dir}   (metrics.jsonl, summary.json, samples/, checkpoints/)",
-        f"look       {picture if picture.is_file() else picture.parent}",
-        f"curves     uv run tensorboard --logdir {run_dir}/tensorboard",
-        f"evaluate   uv run trainer eval {run_dir}",
-        f"export     uv run trainer export {run_dir} --to exported --merged",
+    trainer, run = ["uv", "run", "trainer"], shlex.quote(run_dir)
+    commands = [
+        ("curves", ["uv", "run", "tensorboard", "--logdir", shlex.quote(f"{run_dir}/tensorboard")]),
+        ("evaluate", [*trainer, "eval", run]),
+        *([("export", [*trainer, "export", run, "--to", "exported-lora"])] if trains_lora else []),
+        ("merged" if trains_lora else "export", [*trainer, "export", run, "--to", "exported", "--merged"]),
+        *([] if summary["is_complete"] else [("continue", [*trainer, run, "resume=auto"])]),
+        ("more", [*trainer, "list"]),
     ]
-    if not summary["is_complete"]:
-        lines.append(f"continue   uv run trainer {run_dir}/config.yaml resume={run_dir}")
-    lines.append("more       uv run trainer list")
+    lines = [_labelled("run", run_dir), _labelled("look", str(picture if picture.is_file() else picture.parent))]
+    for label, words in commands:
+        line = _labelled(label, " ".join(words))
+        lines.append(line if len(line) <= width else f"{label}\n{_broken(words, width)}")
     return "\n".join(lines)
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"{label:11}{text}"
+
+
+def _broken(words: Sequence[str], width: int) -> str:
+    """A command over several lines for a shell, cut between words so that none is wider than it must be."""
+    lines = [words[0]]
+    for word in words[1:]:
+        longer = f"{lines[-1]} {word}"
+        if len(longer) + len(" \\") > width:
+            lines.append(f"  {word}")
+        else:
+            lines[-1] = longer
+    return " \\\n".join(lines)
 
 
 def _preferred(summary: Summary) -> str:

@@ -65,7 +65,7 @@ def run(command: Command) -> None:
         summary = _trained(config, recipe, run_dir, is_resumed=is_resumed)
     from unirl.app.report import final_screen
 
-    Console().print(final_screen(summary), crop=False)
+    Console().print(final_screen(summary, trains_lora=recipe["backend"].get("lora") is not None), crop=False)
 
 
 def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> dict[str, Any]:

@@ -6,9 +6,11 @@ Legend: B samples of a request, b samples of one batch, C channels, H W pixels.
 from __future__ import annotations
 
 import math
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -107,6 +109,11 @@ class LocalScorer(ABC):
             f"scorer {self.name} ({type(self).__name__}) is not differentiable. Train on one that is, or give this "
             "scorer the weight 0 in reward.weights, so that it only reports."
         )
+
+    @property
+    def source_file(self) -> str | None:
+        """The file whose line messages name where scoring raises; None: where it was raised, in whatever library."""
+        return type(self).score_batch.__code__.co_filename
 
     def modules(self) -> list[nn.Module]:
         """The modules that offloading moves. Models override it; rules have none."""
@@ -227,7 +234,7 @@ class LocalScorer(ABC):
         except (ConfigError, ContractError):
             raise
         except SAMPLE_ERRORS as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error} ({raised_at(error, self.source_file)})"
             if isolation == "none":
                 raise RewardError(f"scorer {self.name} failed on samples {_listed(ids)}: {reason}") from error
             if isolation == "sample" and len(rows) > 1:
@@ -284,6 +291,16 @@ class LocalScorer(ABC):
         if not self.component_weights:
             return {self.name: self._reward(values).clone()}
         return {f"{self.name}/{key}": value for key, value in values.items()}
+
+
+def raised_at(error: BaseException, file: str | None) -> str:
+    """ "name:line" of the innermost frame of `file` that the error came through, of all frames where there is none.
+
+    The file's name without its folders: a reward server sends such reasons to its clients.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([each for each in frames if each.filename == file] or frames)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def describe_failures(scorer: str, failed: Mapping[str, str]) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unirl.reward.base import LocalScorer
+from unirl.reward.base import SAMPLE_ERRORS, LocalScorer, raised_at
 from unirl.reward.catalog import CATALOG
 from unirl.types.bounds import PositiveInt
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.errors import ConfigError, ContractError, UniRLError
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.reward import RewardRequest
 
@@ -64,10 +64,28 @@ class FunctionRewardScorer(LocalScorer):
         )
         self.kwargs = kwargs
 
+    @property
+    def source_file(self) -> str | None:
+        """The function's own."""
+        function = inspect.unwrap(self.function)
+        return function.__code__.co_filename if isinstance(function, FunctionType) else None
+
     def score_batch(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
-        """The function's numbers. Raises ContractError naming the function where it returned something else."""
+        """The function's numbers.
+
+        Raises ContractError naming the function where it returned something else, and with file and line where it
+        raised what no sample is the reason of (TypeError, NameError, ...).
+        """
         metadata = [row if row is not None else {} for row in request.metadata] or [{} for _ in request.sample_ids]
-        found = self.function(_media(request), request.prompts, metadata, **self.kwargs)
+        try:
+            found = self.function(_media(request), request.prompts, metadata, **self.kwargs)
+        except (*SAMPLE_ERRORS, UniRLError):
+            raise
+        except Exception as error:
+            raise ContractError(
+                f"reward function {self.function_name} raised {type(error).__name__}: {error} "
+                f"({raised_at(error, self.source_file)})"
+            ) from error
         if isinstance(found, Mapping):
             return {str(key): self._numbers(value) for key, value in found.items()}
         return self._numbers(found)

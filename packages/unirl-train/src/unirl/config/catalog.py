@@ -25,6 +25,12 @@ def available(module: str = RECIPES_MODULE) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def parts(module: str = RECIPES_MODULE) -> list[str]:
+    """Names of the building blocks, such as parts/train/lora."""
+    root = importlib.resources.files(module)
+    return sorted(name for name, _ in _yaml_files(root / PARTS, PARTS))
+
+
 def packaged_name(recipe: str, module: str = RECIPES_MODULE) -> str:
     """The full name of a packaged recipe; its folder may be left out where that is unique. Raises ConfigError."""
     names = list(available(module))

@@ -6,6 +6,7 @@ mistakes of one stage are reported together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -73,6 +74,7 @@ arguments the function gets from the class."""
 ENABLED = "enabled"
 """Key of a tracker that switches it on or off without removing it."""
 
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 _WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
@@ -121,12 +123,19 @@ def _keys(recipe: Recipe) -> Iterator[str]:
     """Top-level keys: unknown, missing, of the wrong type."""
     for key in recipe:
         if key not in TOP_LEVEL:
-            yield f"unknown key {key!r} in the recipe. {did_you_mean(str(key), TOP_LEVEL)}"
+            hint = did_you_mean(str(key), (*TOP_LEVEL, "defaults"))
+            yield f"unknown key {key!r} in the recipe. {hint}"
     for key in (*SCALARS, *REQUIRED_SECTIONS):
         if recipe.get(key) is None:
             yield f"{key} is missing from the recipe. Add it, or compose from a recipe of: trainer list."
     for key, types in {**SCALARS, **OPTIONAL_SCALARS}.items():
         yield from _scalar(key, recipe.get(key), types)
+    name = recipe.get("recipe")
+    if isinstance(name, str) and not _NAME.fullmatch(name):
+        yield (
+            f"recipe = {name} must be a name such as diffusion/mine: runs are written into runs/<recipe>. Use letters, "
+            "digits, _ - and . (not first), with / between the parts."
+        )
     seed = SEED.problem(recipe.get("seed"))
     if seed is not None:
         yield f"seed = {recipe['seed']} must be {seed}."

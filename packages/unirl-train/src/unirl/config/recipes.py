@@ -6,6 +6,7 @@ A recipe is a YAML file of the recipes package, composed from parts by a default
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from hydra import initialize_config_dir, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, packaged_name
+from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, available, packaged_name, parts
 from unirl.config.instantiation import TARGET
+from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
 
 _HYDRA_VERSION = "1.3"
@@ -43,6 +45,7 @@ def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES
     if path.suffix in SUFFIXES and not path.is_file():
         raise ConfigError(f"{recipe}: no such recipe file.")
     if path.suffix in SUFFIXES:
+        _require_utf8(path)
         folder, name = str(path.resolve().parent), path.stem
         with initialize_config_dir(folder, version_base=_HYDRA_VERSION, job_name="trainer"):
             return _composed(name, parsed, [f"hydra.searchpath=[pkg://{module}]"], recipe)
@@ -94,24 +97,76 @@ def render(config: DictConfig, *, is_resolved: bool = False) -> str:
 
 def _composed(name: str, overrides: list[Override], extra: list[str], recipe: str) -> DictConfig:
     try:
-        base = hydra_compose(config_name=name, overrides=extra)
-        lines = [_ready(override, base) for override in overrides]
-        config = hydra_compose(config_name=name, overrides=[*extra, *lines]) if lines else base
+        with warnings.catch_warnings():
+            # Hydra's warning of a defaults list without _self_, whose recipe would override nothing of the others.
+            warnings.filterwarnings("error", message=".*Defaults list is missing", category=UserWarning)
+            base = hydra_compose(config_name=name, overrides=extra)
+            lines = [_ready(override, base) for override in _with_new_parts(name, overrides, extra)]
+            config = hydra_compose(config_name=name, overrides=[*extra, *lines]) if lines else base
+    except ConfigError:
+        raise
+    except UserWarning as error:
+        raise ConfigError(
+            f"recipe {recipe}: its defaults do not say where its own values come. Add _self_ as the last of them."
+        ) from error
+    except MissingConfigException as error:
+        missing = str(error.missing_cfg_file).lstrip("/")
+        hint = did_you_mean(missing, ["_self_", *available(), *parts()])
+        raise ConfigError(
+            f"recipe {recipe}: there is no {missing}, which its defaults or the command line name. {hint}"
+        ) from error
     except HydraException as error:
         raise ConfigError(f"recipe {recipe}: {_message(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"recipe {recipe}: {_first_line(error)}") from error
     except YAMLError as error:
         raise ConfigError(f"recipe {recipe} is not YAML: {' '.join(str(error).split())}. Fix the file.") from error
+    except ValueError as error:  # Hydra's own of a defaults list; UnicodeDecodeError of a file that it names
+        raise ConfigError(
+            f"recipe {recipe}: {_first_line(error)} Write defaults as a list of names, the last of them _self_, in "
+            "files of UTF-8."
+        ) from error
     OmegaConf.set_struct(config, False)
     return config
+
+
+def _with_new_parts(name: str, overrides: list[Override], extra: list[str]) -> list[Override]:
+    """The overrides, with `parts/train=lora` an addition where the defaults of a file choose no part of that kind.
+
+    So a file without defaults, such as `show` writes, takes it too. Hydra looks for a part to add beside the recipe,
+    which for a file is where the packaged ones are. Raises ConfigError for a kind of part that there is none of.
+    """
+    chosen = [override for override in overrides if "/" in override.key_or_group and _is_plain(override)]
+    if not chosen:
+        return overrides
+    known = hydra_compose(config_name=name, overrides=extra, return_hydra_config=True).hydra.runtime.choices
+    kinds = {part.rsplit("/", 1)[0] for part in parts()}
+    added: dict[str, Override] = {}
+    for override in chosen:
+        kind, line = override.key_or_group, str(override.input_line)
+        if kind in known:
+            continue
+        if kind not in kinds:
+            raise ConfigError(f"{line}: there is no {kind} to choose from. {did_you_mean(kind, kinds)}")
+        if not extra:
+            raise ConfigError(
+                f"{line}: this recipe has no {kind} to replace. Write a recipe of your own whose defaults are "
+                f"[/{name}, /{kind}/{override.value()}, _self_]."
+            )
+        (added[line],) = _parsed([f"+{line}"])
+    return [added.get(str(override.input_line), override) for override in overrides]
+
+
+def _is_plain(override: Override) -> bool:
+    return override.type is not None and override.type.name == "CHANGE" and override.package is None
 
 
 def _ready(override: Override, base: DictConfig) -> str:
     """The override as Hydra takes it: a plain assignment to an absent key becomes an addition."""
     line = override.input_line or ""
-    is_plain = override.type is not None and override.type.name == "CHANGE" and override.package is None
-    if not is_plain or "/" in override.key_or_group:  # with a slash it chooses a part, such as parts/reward=remote
+    if (
+        not _is_plain(override) or "/" in override.key_or_group
+    ):  # with a slash it chooses a part, such as parts/reward=remote
         return line
     parts = override.key_or_group.split(".")
     node: Any = base  # Any: walks through mappings, lists and scalars
@@ -143,6 +198,17 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
                 f"{override.input_line}: this command runs one recipe, not a sweep. Put lists in brackets: key=[a,b]."
             )
     return parsed
+
+
+def _require_utf8(path: Path) -> None:
+    text = path.read_bytes()
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = text.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}:{line} is not UTF-8 text: byte 0x{text[error.start]:02x}. Save the file as UTF-8."
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -444,7 +444,12 @@ def reference_exists(recipe: Recipe) -> Messages:
             f"{needed_by} needs a reference policy: set "
             "backend.keep_reference: true (a second copy of the weights), or train with backend.lora."
         )
-    if kept and needed_by is None and (recipe.get("eval") or {}).get("policy") != "reference":
+    if kept and has_lora:
+        yield (
+            "backend.keep_reference: true keeps a second copy of the weights, but with backend.lora the frozen weights "
+            "are the reference. Set keep_reference: false, or lora: null."
+        )
+    elif kept and needed_by is None and (recipe.get("eval") or {}).get("policy") != "reference":
         yield "backend.keep_reference: true does nothing with algorithm.kl_coef = 0. Remove it."
     if algorithm.get("ema_kl_coef") and backend.get("ema") is None:
         yield (

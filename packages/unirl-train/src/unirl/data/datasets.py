@@ -11,6 +11,7 @@ A row with `choices` is a multiple-choice question, see `unirl.data.choices`.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -184,10 +185,7 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Row]]:
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
         return
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as UTF-8 text: {error}. Fix the file or its permissions.") from error
+    text = _text(path)
     if path.suffix == ".json":
         yield from _json_rows(path, text)
         return
@@ -199,6 +197,21 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Row]]:
         if stripped:
             where = f"{path}:{number}"
             yield where, stripped if path.suffix == ".txt" else _decoded(stripped, where)
+
+
+def _text(path: Path) -> str:
+    """Text of a file, without the byte order mark that some editors put first."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}. Fix its permissions.") from error
+    try:
+        return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig").read()  # which knows every end of a line
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}:{line}: not UTF-8 text: byte 0x{data[error.start]:02x}. Save the file as UTF-8."
+        ) from error
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Row]]:
