@@ -35,6 +35,9 @@ ARROWS: dict[str, frozenset[str]] = {
 }
 """What each may import besides itself."""
 
+INNER_ARROWS: dict[str, frozenset[str]] = {"algorithms": frozenset({"types", "sde"})}
+"""Portion inside a package -> what it may import besides itself, where that is less than the package may."""
+
 HOMES: dict[str, tuple[str, ...]] = {
     "ray": ("unirl.distributed", "unirl.reward_server.ray_replica"),  # a reward node has no unirl.distributed
     "hydra": ("unirl.config", "apps"),
@@ -170,6 +173,8 @@ def wrong_arrows(root: Path) -> list[str]:
                 found.append(f"{module.path.relative_to(root)}:{line}: imports {name}, which no package ships")
             elif other != own and other not in ARROWS[own]:
                 found.append(f"{module.path.relative_to(root)}:{line}: {own} imports {name} of {other}")
+            elif parts[1] not in INNER_ARROWS.get(module.portion, {parts[1]}) | {module.portion}:
+                found.append(f"{module.path.relative_to(root)}:{line}: {module.portion} imports {name} of {parts[1]}")
     return sorted(set(found))
 
 

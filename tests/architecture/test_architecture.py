@@ -147,6 +147,7 @@ def package(part: str, path: str, source: str) -> dict[str, str]:
             "train imports unirl.reward",
         ),
         ("models", "models/sd3/a.py", "from ...train import stack", "models imports unirl.train"),
+        ("train", "algorithms/a.py", "import unirl.train.optim", "algorithms imports unirl.train.optim of train"),
         ("train", "train/a.py", "import unirl.app", "train imports unirl.app of apps"),
         ("train", "train/a.py", "import unirl.nowhere", "which no package ships"),
         ("train", "stray/a.py", "x = 1", "belongs to no known portion"),

@@ -28,7 +28,7 @@ from unirl.sde import loop
 from unirl.sde.kernels import FlowSDEStrategy, SDEStrategy
 from unirl.sde.noise import initial_noise, keyed_normal, step_noise
 from unirl.sde.schedule import SigmaSchedule
-from unirl.train.backend.fsdp import FSDPBackend, StepStats
+from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import LoraConfig, OptimizerConfig
 from unirl.train.stack import TrainStack
 from unirl.trainer.request import build_request
@@ -41,6 +41,7 @@ from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
+from unirl.types.training import StepStats
 
 SHAPE = (3, 2, 2)
 

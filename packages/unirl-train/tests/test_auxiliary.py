@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from train_fakes import TinyBundle, make_backend, rows, run_backward, snapshot
 
-from unirl.train.backend.auxiliary import ModuleStore
-from unirl.train.backend.fsdp import FSDPBackend, StepStats
+from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LrSchedulerConfig, OptimizerConfig
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
+from unirl.types.protocols import ModuleStore
+from unirl.types.training import StepStats
 
 LR = 3e-3
 MODES: dict[str, dict[str, Any]] = {"plain": {}, "bf16": {"fsdp": FSDPConfig(param_dtype="bf16")}}

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unirl.train import checkpoint as checkpoint_module
-from unirl.train.backend.fsdp import FSDPBackend, StepStats
+from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, OptimizerConfig, TrainTopology
 from unirl.types.errors import CheckpointError, ConfigError
+from unirl.types.training import StepStats
 
 WIDTH = 8
 NUM_ROWS = 8

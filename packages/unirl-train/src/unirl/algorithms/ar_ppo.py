@@ -21,10 +21,9 @@ from unirl.algorithms.reference import METRIC as REFERENCE_KL
 from unirl.algorithms.token_losses import sequence_sum
 from unirl.algorithms.tokens import TrainedTokens
 from unirl.algorithms.values import explain_variance, report_values, value_loss
-from unirl.train.backend.auxiliary import ModuleStore
-from unirl.train.configs import OptimizerConfig
 from unirl.types.bounds import NonNegative, Positive, PositiveOrInf, UnitInterval, bounded
-from unirl.types.protocols import AutoregressivePipeline, TokenStats
+from unirl.types.protocols import AutoregressivePipeline, ModuleStore, TokenStats
+from unirl.types.training import OptimizerConfig
 
 
 @bounded("algorithm")

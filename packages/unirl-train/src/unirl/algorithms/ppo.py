@@ -20,10 +20,9 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.gae import generalized_advantages
 from unirl.algorithms.values import explain_variance, report_values, value_loss
 from unirl.sde.loop import transition_rows
-from unirl.train.backend.auxiliary import ModuleStore
-from unirl.train.configs import OptimizerConfig
 from unirl.types.bounds import NonNegative, Positive, PositiveOrInf, UnitInterval, bounded
-from unirl.types.protocols import DiffusionPipeline
+from unirl.types.protocols import DiffusionPipeline, ModuleStore
+from unirl.types.training import OptimizerConfig
 
 
 @bounded("algorithm")

@@ -331,10 +331,18 @@ def _bound_names(statement: ast.stmt) -> list[str]:
 
 
 def _own_names(module: Module) -> list[str]:
-    """Names that a module defines itself; imports only where it is a package that re-exports."""
+    """Names that a module defines or re-exports: every import of a package, elsewhere those written `X as X`."""
     return [
-        name for name, statement in module.definitions.items() if module.is_package or isinstance(statement, Definition)
+        name
+        for name, statement in module.definitions.items()
+        if module.is_package or isinstance(statement, Definition) or _is_reexport(statement, name)
     ]
+
+
+def _is_reexport(statement: ast.stmt, name: str) -> bool:
+    return isinstance(statement, ast.ImportFrom) and any(
+        alias.name == alias.asname == name for alias in statement.names
+    )
 
 
 def _imported_module(statement: ast.ImportFrom, module: Module) -> str:

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 
-from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.manifest import damage, file_digest, flush, read_manifest, write_manifest
 from unirl.train.backend.rng import read_rng_state, rng_state, set_rng_state, write_rng_state
 from unirl.train.backend.state_reader import StateReader
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
+from unirl.types.protocols import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        backend: FSDPBackend,
+        backend: TrainBackend,
         folder: str,
         *,
         keep_last: int = 2,

@@ -7,43 +7,15 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from unirl.train.precision import dtype_named
-from unirl.types.bounds import Bounds, NonNegative, NonNegativeInt, Positive, PositiveInt, bounded
+from unirl.types.bounds import Bounds, NonNegativeInt, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
-
-AdamWImplementation = Literal["auto", "fused", "foreach", "loop"]
-ADAMW_IMPLEMENTATIONS: tuple[AdamWImplementation, ...] = ("auto", "fused", "foreach", "loop")
+from unirl.types.training import OptimizerConfig as OptimizerConfig
 
 ScheduleType = Literal["constant", "linear", "cosine"]
 SCHEDULE_TYPES: tuple[ScheduleType, ...] = ("constant", "linear", "cosine")
 
 LoraInit = Literal["gaussian", "default"]
 LORA_INITS: tuple[LoraInit, ...] = ("gaussian", "default")
-
-
-@bounded("optimizer")
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW."""
-
-    learning_rate: NonNegative
-    betas: Annotated[tuple[float, float], Bounds(ge=0, lt=1)] = (0.9, 0.999)
-    epsilon: NonNegative = 1e-8
-    weight_decay: NonNegative = 0.0
-    """Decoupled; applies to every trainable parameter."""
-    implementation: AdamWImplementation = "auto"
-    """One kernel for all parameters ("fused"), one per operation ("foreach"), or one per parameter ("loop").
-    "auto" takes the first of these that the parameters allow."""
-
-    def __post_init__(self) -> None:
-        betas = tuple(self.betas)
-        object.__setattr__(self, "betas", betas)
-        if len(betas) != 2:
-            raise ConfigError(f"optimizer.betas = {betas} must be two numbers in [0, 1)")
-        if self.implementation not in ADAMW_IMPLEMENTATIONS:
-            raise ConfigError(
-                f"optimizer.implementation = {self.implementation!r}. "
-                f"Choose one of: {', '.join(ADAMW_IMPLEMENTATIONS)}."
-            )
 
 
 @bounded("scheduler")

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from unirl.train.configs import AdamWImplementation, LrSchedulerConfig, OptimizerConfig
+from unirl.train.configs import LrSchedulerConfig
 from unirl.types.errors import ConfigError
+from unirl.types.training import AdamWImplementation, OptimizerConfig
 
 
 def learning_rate_at(step: int, base: float, schedule: LrSchedulerConfig | None) -> float:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
-from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.slicing import training_slices
 from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
 from unirl.types.errors import ContractError
+from unirl.types.protocols import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
 
@@ -43,7 +43,7 @@ class TrainStack:
 
     def __init__(
         self,
-        backend: FSDPBackend,
+        backend: TrainBackend,
         algorithm: StageAlgorithm,
         *,
         micro_batch_size: PositiveInt,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from unirl.types.conditions import Condition
@@ -18,6 +19,7 @@ from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
+from unirl.types.training import OptimizerConfig, StepStats
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
 Conditions = Mapping[str, Condition]
@@ -249,6 +251,99 @@ class ShardedPolicyStore(PolicyStore, Protocol):
 
         A collective where it is: every rank calls it equally often.
         """
+        ...
+
+
+class ModuleStore(PolicyStore, Protocol):
+    """A policy store that also trains modules of an algorithm's own."""
+
+    def add_module(
+        self, name: str, module: nn.Module, optimizer: OptimizerConfig, *, max_grad_norm: float = float("inf")
+    ) -> None:
+        """Train `module`, in place, beside the policy from now on. Every rank calls it, before a state is loaded."""
+        ...
+
+
+class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
+    """Owns what trains: parameters, optimizer, schedule, named policies, and how they are spread over devices.
+
+    The stack computes losses and gradients; the checkpointer saves and restores. Every rank calls every method that is
+    not a property, in the same order: collectives inside.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        ...
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of `dp_size` shards of a batch this rank trains on."""
+        ...
+
+    @property
+    def dp_size(self) -> int:
+        """Number of shards that a batch is cut into; gradients are averaged over them."""
+        ...
+
+    @property
+    def computes_in_float32(self) -> bool:
+        """Whether forwards of what trains are in float32 throughout, autocast aside."""
+        ...
+
+    @property
+    def lora_scale(self) -> float | None:
+        """alpha / rank of the adapters, which no tensor records; None for full fine-tuning."""
+        ...
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """Names of the kept copies."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        ...
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around the backward of a micro-batch: gradients are summed over devices after the last one only."""
+        ...
+
+    def optimizer_step(self, max_grad_norm: float) -> StepStats:
+        """Clip gradients to a global L2 norm, then step. A non-finite norm drops the gradients and changes nothing."""
+        ...
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the data-parallel ranks; the tensor itself on one."""
+        ...
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over the data-parallel ranks; the tensor itself on one."""
+        ...
+
+    def offload(self) -> None:
+        """Move all that trains to host memory."""
+        ...
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        ...
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Steps taken and skipped, averages, policy version."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that training changes, by flat name. Tensors share memory with the backend; DTensors where sharded."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state: one that was loaded into place, or a copy. Raises CheckpointError where names differ."""
+        ...
+
+    def architecture(self) -> dict[str, list[object]]:
+        """Parameter name -> [shape, dtype, whether it trains], of all parameters, frozen ones included."""
         ...
 
 

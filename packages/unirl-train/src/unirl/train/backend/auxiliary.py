@@ -5,26 +5,13 @@ They are no part of the policy: not of its parameters, its named copies, its mov
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unirl.train.configs import OptimizerConfig
 from unirl.train.optim import clip_gradients, global_grad_norm, make_adamw, move_optimizer
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import PolicyStore
-
-
-class ModuleStore(PolicyStore, Protocol):
-    """A policy store that also trains modules of an algorithm's own."""
-
-    def add_module(
-        self, name: str, module: nn.Module, optimizer: OptimizerConfig, *, max_grad_norm: float = float("inf")
-    ) -> None:
-        """Train `module`, in place, beside the policy from now on. Every rank calls it, before a state is loaded."""
-        ...
+from unirl.types.training import OptimizerConfig
 
 
 class AuxiliaryModule:

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from unirl.train.backend.wrap import (
     reshard,
     shard,
 )
-from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, OptimizerConfig, TrainTopology
+from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
 from unirl.train.ema import EMA, float_copies
 from unirl.train.lora import (
     adapters_disabled,
@@ -42,6 +41,7 @@ from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
 from unirl.types.protocols import ModelBundle
 from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.training import OptimizerConfig, StepStats
 from unirl.types.weights import AdapterConfig
 
 logger = logging.getLogger(__name__)
@@ -52,24 +52,9 @@ REFERENCE_POLICY = "reference"
 COUNTERS = ("num_optimizer_steps", "num_skipped_steps", "num_skipped_in_a_row", "num_ema_averages", "policy_version")
 
 
-@dataclass(frozen=True)
-class StepStats:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    """Global L2 norm before clipping; not finite where the step was skipped."""
-    lr: float
-    """Learning rate of this step."""
-    is_skipped: bool
-    """A norm was not finite: parameters, optimizers, schedule and EMA are as before."""
-    module_grad_norms: Mapping[str, float] = field(default_factory=dict)
-    """The norm of each module of `add_module`, before clipping."""
-
-
 @bounded("backend")
 class FSDPBackend:
-    """Owns what trains: full fine-tuning, or LoRA with `lora`. Implements unirl.types.protocols.PolicyStore, and
-    unirl.train.backend.auxiliary.ModuleStore: an algorithm's own modules train beside the policy.
+    """Owns what trains: full fine-tuning, or LoRA with `lora`. Implements unirl.types.protocols.TrainBackend.
 
     On one device with param_dtype "fp32" nothing is wrapped: the model runs as it is. Otherwise every block and then
     the root of each trainable component is sharded by FSDP2 over the mesh of `topology` (one dimension, or HSDP with
