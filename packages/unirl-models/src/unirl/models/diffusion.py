@@ -21,11 +21,10 @@ from unirl.sde.loop import Velocity
 from unirl.sde.noise import step_noise
 from unirl.sde.solvers import DPMSolverPP2M, Solver
 from unirl.types.errors import ConfigError, ContractError
+from unirl.types.precision import DTYPES
 from unirl.types.protocols import Conditions
-from unirl.types.sampling import DiffusionSamplingParams, Precision
+from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
-
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -9,32 +9,19 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from unirl.types.errors import CheckpointError, ConfigError
-from unirl.types.sampling import PRECISIONS
+from unirl.types.hub import is_hub_id
 
 logger = logging.getLogger(__name__)
 
 INDEX_FILE = "model_index.json"
 CONFIG_FILE = "config.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def torch_dtype(name: str, *, where: str) -> torch.dtype:
-    """The dtype called "fp32", "bf16" or "fp16". Raises ConfigError naming `where` for anything else."""
-    if name not in _DTYPES:
-        raise ConfigError(f"{where} = {name!r} must be one of {', '.join(PRECISIONS)}")
-    return _DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -91,8 +78,8 @@ def open_pipeline_folder(pretrained_model: str, pipeline_class: str) -> Pipeline
     Raises CheckpointError where there is no such folder or no index in it, ConfigError for another pipeline class.
     """
     path = Path(pretrained_model).expanduser()
-    is_hub_id = not path.exists() and _HUB_ID.fullmatch(pretrained_model) is not None
-    if is_hub_id:
+    is_on_hub = not path.exists() and is_hub_id(pretrained_model)
+    if is_on_hub:
         path = _download(pretrained_model, [INDEX_FILE])
     if not path.is_dir():
         raise CheckpointError(
@@ -113,7 +100,7 @@ def open_pipeline_folder(pretrained_model: str, pipeline_class: str) -> Pipeline
             "or choose the model group of the recipe that fits it."
         )
     folder = PipelineFolder(path=path, index=index)
-    if is_hub_id:
+    if is_on_hub:
         patterns = [f"{name}/*" for name in folder.components]
         _download(pretrained_model, [INDEX_FILE, *patterns])
     return folder
@@ -135,8 +122,8 @@ def open_model_folder(pretrained_model: str, model_types: Sequence[str]) -> Mode
     type.
     """
     path = Path(pretrained_model).expanduser()
-    is_hub_id = not path.exists() and _HUB_ID.fullmatch(pretrained_model) is not None
-    if is_hub_id:
+    is_on_hub = not path.exists() and is_hub_id(pretrained_model)
+    if is_on_hub:
         path = _download(pretrained_model, [CONFIG_FILE])
     if not path.is_dir() or not (path / CONFIG_FILE).is_file():
         state = "is a file" if path.is_file() else f"has no {CONFIG_FILE}" if path.is_dir() else "is not there"
@@ -151,7 +138,7 @@ def open_model_folder(pretrained_model: str, model_types: Sequence[str]) -> Mode
             f"{path} holds a model of type {found!r}; this bundle loads {' or '.join(model_types)}. Point "
             "PRETRAINED_MODEL at such a checkpoint or choose the model group of the recipe that fits it."
         )
-    if is_hub_id:
+    if is_on_hub:
         _download(pretrained_model, ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"])
     if not any(file.suffix in WEIGHT_SUFFIXES for file in path.iterdir()):
         raise CheckpointError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from unirl.data.datasets import PromptRow, read_rows
 from unirl.data.pairs import read_pairs
 from unirl.types.errors import DataError, UniRLError
 from unirl.types.given import IMAGES
+from unirl.types.hub import is_hub_id
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 Messages = Iterator[str]
@@ -43,8 +43,6 @@ POSITIVE = (
     "save.keep_last",
 )
 INTERVALS = ("save.interval", "media_interval")
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -616,7 +614,7 @@ def model_exists(recipe: Recipe, machine: Machine) -> Messages:
             )
     elif path.exists():
         yield f"bundle.pretrained_model = {model} is a file. Give a model's folder or a hub id such as owner/name."
-    elif not _HUB_ID.fullmatch(model):
+    elif not is_hub_id(model):
         yield (
             f"bundle.pretrained_model = {model}: no such folder, and not a hub id (owner/name). "
             "Set PRETRAINED_MODEL or bundle.pretrained_model."

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from unirl.train.precision import dtype_named
 from unirl.types.bounds import Bounds, NonNegativeInt, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
+from unirl.types.precision import dtype_named
 from unirl.types.training import OptimizerConfig as OptimizerConfig
 
 ScheduleType = Literal["constant", "linear", "cosine"]

@@ -1,4 +1,4 @@
-"""Names of floating-point types, and the rule which parameter is kept in which."""
+"""Which parameter is kept in which floating-point type."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ import torch
 from torch import nn
 
 from unirl.types.errors import ConfigError
-
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def dtype_named(name: str, where: str) -> torch.dtype:
-    """The dtype called "fp32", "bf16" or "fp16". Raises ConfigError naming `where` for any other name."""
-    if name not in DTYPES:
-        raise ConfigError(f"{where} = {name!r} is no dtype. Choose one of: {', '.join(DTYPES)}.")
-    return DTYPES[name]
 
 
 def keep_in(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

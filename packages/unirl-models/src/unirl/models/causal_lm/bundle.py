@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from unirl.models.causal_lm.attention import NAME as PACKED_ATTENTION
 from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
-from unirl.models.loading import ModelFolder, open_model_folder, torch_dtype
+from unirl.models.loading import ModelFolder, open_model_folder
 from unirl.models.packing import Packing
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
+from unirl.types.precision import dtype_named
 
 try:
     import transformers
@@ -62,7 +63,7 @@ class CausalLMBundle:
         *,
         chunk_logits: PositiveInt = CHUNK_LOGITS,
     ) -> None:
-        weights_dtype = torch_dtype(dtype, where="dtype")
+        weights_dtype = dtype_named(dtype, "dtype")
         self.pretrained_model = pretrained_model
         self.folder: ModelFolder = open_model_folder(pretrained_model, self.model_types)
         self.device = torch.device(device)

@@ -11,10 +11,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from unirl.models.loading import PipelineFolder, open_pipeline_folder, torch_dtype
+from unirl.models.loading import PipelineFolder, open_pipeline_folder
 from unirl.models.sd3.export import write_lora, write_merged
 from unirl.models.sd3.text import SD3TextEncoders
 from unirl.types.errors import CheckpointError, ContractError
+from unirl.types.precision import dtype_named
 
 try:
     import transformers
@@ -66,11 +67,9 @@ class SD3Bundle:
         text_encoder_dtype: str | None = None,
         load_t5: bool = True,
     ) -> None:
-        transformer_dtype = torch_dtype(dtype, where="dtype")
-        text_dtype = torch_dtype(
-            dtype if text_encoder_dtype is None else text_encoder_dtype, where="text_encoder_dtype"
-        )
-        decoder_dtype = torch_dtype(vae_dtype, where="vae_dtype")
+        transformer_dtype = dtype_named(dtype, "dtype")
+        text_dtype = dtype_named(dtype if text_encoder_dtype is None else text_encoder_dtype, "text_encoder_dtype")
+        decoder_dtype = dtype_named(vae_dtype, "vae_dtype")
         folder = open_pipeline_folder(pretrained_model, PIPELINE_CLASS)
         has_t5 = load_t5 and folder.class_of("text_encoder_3") is not None
         _check_components(folder, has_t5=has_t5)

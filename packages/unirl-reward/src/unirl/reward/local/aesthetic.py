@@ -16,9 +16,10 @@ from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import CropPreprocessing, at_least_float32
-from unirl.reward.local.pretrained import DTYPES, check_dtype, load_complete, load_state, load_transformers
+from unirl.reward.local.pretrained import check_dtype, load_complete, load_state, load_transformers
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
+from unirl.types.precision import DTYPES
 from unirl.types.reward import RewardRequest
 
 

@@ -16,7 +16,6 @@ from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import CropPreprocessing, at_least_float32
 from unirl.reward.local.pretrained import (
-    DTYPES,
     check_dtype,
     check_source,
     load_complete,
@@ -25,6 +24,7 @@ from unirl.reward.local.pretrained import (
 )
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
+from unirl.types.precision import DTYPES
 from unirl.types.reward import RewardRequest
 
 

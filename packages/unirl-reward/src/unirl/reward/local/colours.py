@@ -13,8 +13,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from unirl.reward.local.geneval_rules import COLOURS, Detection
-from unirl.reward.local.pretrained import DTYPES, check_dtype, check_source, load_transformers
+from unirl.reward.local.pretrained import check_dtype, check_source, load_transformers
 from unirl.types.errors import ConfigError
+from unirl.types.precision import DTYPES
 
 BACKGROUND = "#999"
 """What GenEval puts where the object is not."""

@@ -11,9 +11,10 @@ from torch import nn
 
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.ocr import OCRScorer
-from unirl.reward.local.pretrained import DTYPES, check_dtype, load_complete, load_transformers
+from unirl.reward.local.pretrained import check_dtype, load_complete, load_transformers
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
+from unirl.types.precision import DTYPES
 
 END = "<|im_end|>"
 """Ends the model's turn."""

@@ -15,11 +15,12 @@ from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import as_pil_resizes
-from unirl.reward.local.pretrained import DTYPES, check_dtype, check_source, load_state
+from unirl.reward.local.pretrained import check_dtype, check_source, load_state
 from unirl.reward.local.qwen_vl import QwenVLReader
 from unirl.reward.local.reward_head import PROMPT, load_reward_model, read_instruction
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
+from unirl.types.precision import DTYPES
 from unirl.types.reward import RewardRequest
 
 REWARD_TOKEN = "<|Reward|>"

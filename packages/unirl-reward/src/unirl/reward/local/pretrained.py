@@ -1,4 +1,4 @@
-"""What scorers built on a published model share: precisions, the optional import, and where weights come from."""
+"""What scorers built on a published model share: the optional import, and where weights come from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from unirl.types.errors import ConfigError
+from unirl.types.precision import dtype_named
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LONGEST_MESSAGE = 300
+# Wider than `unirl.types.hub`: early models of the hub have no owner.
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -29,9 +30,8 @@ def load_transformers(owner: str, extra: str = "clip") -> ModuleType:
 
 
 def check_dtype(dtype: str, name: str) -> None:
-    """Raises ConfigError for a precision that has no name in DTYPES."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"scorer {name}: dtype = {dtype!r} must be one of {sorted(DTYPES)}")
+    """Raises ConfigError for a precision that has no name in `unirl.types.precision.DTYPES`."""
+    dtype_named(dtype, f"scorer {name}: dtype")
 
 
 def check_source(source: str, what: str) -> None:

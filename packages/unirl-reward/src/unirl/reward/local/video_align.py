@@ -19,13 +19,14 @@ from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import to_bytes
 from unirl.reward.local.preprocess import resized
-from unirl.reward.local.pretrained import DTYPES, check_dtype, load_state
+from unirl.reward.local.pretrained import check_dtype, load_state
 from unirl.reward.local.qwen_vl import QwenVLReader
 from unirl.reward.local.reward_head import PROMPT, load_reward_model, merged_lora, read_instruction
 from unirl.reward.local.video import frames_of
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.media import Videos
+from unirl.types.precision import DTYPES
 from unirl.types.reward import RewardRequest
 
 COMPONENTS = ("VQ", "MQ", "TA")

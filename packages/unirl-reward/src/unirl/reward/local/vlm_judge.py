@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from unirl.reward.local.answers import surface_forms
 from unirl.reward.local.judge import JudgeError, Question, Reply, Step
-from unirl.reward.local.pretrained import DTYPES, check_dtype, load_transformers
+from unirl.reward.local.pretrained import check_dtype, load_transformers
 from unirl.reward.local.qwen_vl import QwenVLReader
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
+from unirl.types.precision import DTYPES
 
 NUM_RIVALS = 20
 """Tokens whose probabilities a reply keeps at every step, as many as endpoints give."""

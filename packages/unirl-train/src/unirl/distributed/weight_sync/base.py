@@ -7,12 +7,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from unirl.distributed.weight_sync.canary import LogProbCanary
 from unirl.types.bounds import Positive, bounded
-from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.errors import WeightSyncError
+from unirl.types.precision import dtype_named
 from unirl.types.protocols import AutoregressivePipeline, PushTarget, WeightSource
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.sampling import Precision
@@ -20,7 +20,6 @@ from unirl.types.weights import WeightReceipt
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Metrics = dict[str, float]
 
 
@@ -46,11 +45,9 @@ class WeightSync(ABC):
         canary_tolerance: Positive = 0.3,
         rank: int = 0,
     ) -> None:
-        if dtype not in _DTYPES:
-            raise ConfigError(f"sync.dtype = {dtype!r} must be one of {', '.join(_DTYPES)}")
         self._source = backend
         self._engine = engine
-        self._dtype = _DTYPES[dtype]
+        self._dtype = dtype_named(dtype, "sync.dtype")
         self._rank = rank
         self._canary = LogProbCanary(pipeline, canary_prompts, canary_tolerance)
 

@@ -36,9 +36,10 @@ from unirl.train.lora import (
     plain_lora_name,
 )
 from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
-from unirl.train.precision import check_frozen_dtype, dtype_named, keep_in
+from unirl.train.precision import check_frozen_dtype, keep_in
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
+from unirl.types.precision import dtype_named
 from unirl.types.protocols import ModelBundle
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.training import OptimizerConfig, StepStats

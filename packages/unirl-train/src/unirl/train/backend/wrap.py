@@ -15,8 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 
 from unirl.train.configs import FSDPConfig, TrainTopology
-from unirl.train.precision import dtype_named
 from unirl.types.errors import ConfigError
+from unirl.types.precision import dtype_named
 
 ONE_RANK_TIMEOUT = timedelta(seconds=60)
 
