@@ -28,7 +28,7 @@ def test_a_separate_engine_with_the_old_policy_samples_what_the_trainside_engine
     assert name == "old"
     fresh = engine.generate(req, policy=name)
     advantages = torch.randn(req.batch_size, generator=torch.Generator().manual_seed(0))
-    stack.train(fresh, advantages, progress=0.0)
+    stack.train(fresh.with_values("image", advantages=advantages), progress=0.0)
 
     with torch.no_grad():
         for key, value in backend.policy_values(name).items():

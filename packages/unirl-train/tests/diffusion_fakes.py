@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from advantaged import with_advantages
 from torch import Tensor, nn
 from train_fakes import whole
 
@@ -523,7 +524,7 @@ def trained(case: str) -> dict[str, Any]:
     # Two rollouts: after the first, the old policy and the reference are other weights than the trained ones.
     for _ in range(2):
         result = made.stack.train(
-            resp.slice(start, start + shard), advantages[start : start + shard].clone(), progress=0.0
+            with_advantages(resp.slice(start, start + shard), advantages[start : start + shard].clone()), progress=0.0
         )
     return {"gradients": made.backend.gradients, "metrics": result.metrics}
 

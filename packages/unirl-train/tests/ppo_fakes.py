@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from advantaged import with_advantages
 from diffusion_fakes import (
     SHAPE,
     FieldBundle,
@@ -54,7 +55,11 @@ def train(made: Setup, rollouts: range) -> list[dict[str, float]]:
     for rollout_id in rollouts:
         resp = rollout(FieldPipeline(FieldBundle().model), num_prompts=4, rollout_id=rollout_id)
         rewards = some_advantages(NUM_SAMPLES, seed=rollout_id)
-        found.append(made.stack.train(resp.slice(own.start, own.stop), rewards[own].clone(), progress=0.0).metrics)
+        found.append(
+            made.stack.train(
+                with_advantages(resp.slice(own.start, own.stop), rewards[own].clone()), progress=0.0
+            ).metrics
+        )
     return found
 
 

@@ -17,6 +17,11 @@ from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
 
 
+def numbered(ids: list[str], rewards: Tensor | None = None, advantages: Tensor | None = None) -> RolloutTrack:
+    """Samples of these names, which a dispatch can cut."""
+    return RolloutTrack(sample_ids=ids, rewards=rewards, advantages=advantages)
+
+
 class Unpicklable(Exception):
     """An error that cannot cross a process boundary."""
 
@@ -65,10 +70,12 @@ class Source:
         return self.num_zero_calls
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
-    def make(self, ids: list[str], scale: float) -> RolloutResp:
+    def make(self, asked: RolloutTrack, scale: float) -> RolloutResp:
         """One track; the reward of sample i is scale * its number, the latents stand for something heavy."""
-        rewards = torch.tensor([scale * float(name) for name in ids])
-        track = RolloutTrack(sample_ids=list(ids), rewards=rewards, component_rewards={"raw": rewards / scale})
+        rewards = torch.tensor([scale * float(name) for name in asked.sample_ids])
+        track = RolloutTrack(
+            sample_ids=list(asked.sample_ids), rewards=rewards, component_rewards={"raw": rewards / scale}
+        )
         self.made.append(RolloutResp(tracks={"image": track}))
         return self.made[-1]
 
@@ -78,8 +85,10 @@ class Source:
         return resp
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
-    def weigh(self, values: Tensor) -> tuple[list[float], int]:
-        """The values of this rank and the elements of the storage that came with them."""
+    def weigh(self, track: RolloutTrack) -> tuple[list[float], int]:
+        """The rewards of this rank and the elements of the storage that came with them."""
+        values = track.rewards
+        assert values is not None
         return values.tolist(), values.untyped_storage().nbytes() // values.element_size()
 
     @distributed(Dispatch.BROADCAST)
@@ -149,9 +158,10 @@ class Trainee:
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
-    def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """One step on this rank's share; FSDP averages the gradients. Returns the share's loss."""
-        loss = (self.network(inputs).squeeze(1) - targets).square().mean()
+    def step(self, track: RolloutTrack) -> float:
+        """One step from inputs (its advantages) to targets (its rewards) on this rank's share; FSDP averages the
+        gradients. Returns the share's loss."""
+        loss = (self.network(track.advantages).squeeze(1) - track.rewards).square().mean()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import AffineField, Setup, displace, rollout, sampling, setup, some_advantages
 from torch import Tensor
 
@@ -27,7 +28,7 @@ def made_with(**options: Any) -> tuple[Setup, RolloutResp]:
 
 
 def micro_of(track: RolloutTrack, advantages: Tensor) -> MicroBatch:
-    return MicroBatch(track=track, advantages=advantages, anchor={}, update=0, progress=0.0)
+    return MicroBatch(track=track.replace(advantages=advantages), anchor={}, update=0, progress=0.0)
 
 
 def noised(made: Setup, resp: RolloutResp) -> dict[str, Tensor]:
@@ -84,7 +85,7 @@ def test_generalised_huber_with_power_one_is_the_weighting_t():
 @pytest.mark.parametrize("rows_per_forward", [None, 4])
 def test_the_ratio_is_exactly_one_at_the_first_update_and_not_at_the_second(rows_per_forward: int | None):
     made, resp = made_with(updates=2, micro=2, rows_per_forward=rows_per_forward)
-    result = made.stack.train(resp, some_advantages(6), progress=0.0)
+    result = made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0)
     assert result.metrics["policy/first_ratio_max_abs_dev"] == 0.0
     assert result.updates[0]["policy/ratio_mean"] == 1.0
     assert result.updates[1]["policy/ratio_max_abs_dev"] > 0.0
@@ -95,7 +96,7 @@ def test_the_first_gradient_equals_float64_finite_differences(weighting: str):
     made, resp = made_with(weighting=weighting, num_timesteps=2)
     advantages = some_advantages(6)
     rows = noised(made, resp)
-    made.stack.train(resp, advantages, progress=0.0)
+    made.stack.train(with_advantages(resp, advantages), progress=0.0)
 
     def value(theta: Tensor) -> Tensor:
         v = theta[0] * rows["x_t"] + theta[1]
@@ -116,7 +117,7 @@ def test_the_first_gradient_of_uniform_weights_is_the_advantage_weighted_matchin
     made, resp = made_with(weighting="uniform", num_timesteps=4)
     advantages = some_advantages(6)
     rows = noised(made, resp)
-    made.stack.train(resp, advantages, progress=0.0)
+    made.stack.train(with_advantages(resp, advantages), progress=0.0)
     weight = advantages.double().repeat_interleave(4).view(-1, 1, 1, 1)
     residual = START[0] * rows["x_t"] + START[1] - rows["target"]
     # d/dtheta of A mean (v - u)^2 is 2 A mean (v - u) dv/dtheta, and dv is x for the scale, 1 for the shift.
@@ -128,16 +129,16 @@ def test_the_first_gradient_of_uniform_weights_is_the_advantage_weighted_matchin
 
 def test_clipping_stops_what_has_gone_far_enough():
     made, resp = made_with(updates=2, lr=0.5, clip_range=1e-3, num_timesteps=2)
-    updates = made.stack.train(resp, torch.ones(6), progress=0.0).updates
+    updates = made.stack.train(with_advantages(resp, torch.ones(6)), progress=0.0).updates
     assert updates[0]["policy/clipfrac_high"] == updates[0]["policy/clipfrac_low"] == 0.0
     assert updates[1]["policy/clipfrac_high"] + updates[1]["policy/clipfrac_low"] == 1.0
 
 
 def test_advantages_are_clipped_before_they_multiply():
     large, resp = made_with(advantage_clip=1.0)
-    large.stack.train(resp, torch.tensor([9.0, -9.0, 1.0, -1.0, 0.5, 0.0]), progress=0.0)
+    large.stack.train(with_advantages(resp, torch.tensor([9.0, -9.0, 1.0, -1.0, 0.5, 0.0])), progress=0.0)
     small, _ = made_with(advantage_clip=None)
-    small.stack.train(resp, torch.tensor([1.0, -1.0, 1.0, -1.0, 0.5, 0.0]), progress=0.0)
+    small.stack.train(with_advantages(resp, torch.tensor([1.0, -1.0, 1.0, -1.0, 0.5, 0.0])), progress=0.0)
     for name, gradient in small.backend.gradients[0].items():
         assert torch.equal(large.backend.gradients[0][name], gradient)
 
@@ -156,7 +157,7 @@ def test_a_penalty_pulls_towards_the_policy_that_it_names(coefficient: str, metr
         name: float(made.parameters[name]) - start
         for name, start in zip(("transformer.scale", "transformer.shift"), START, strict=True)
     }
-    metrics = made.stack.train(resp, torch.zeros(6), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0).metrics
     # Without advantages only the penalty is left. It is quadratic in the displacement: displacement times gradient is
     # twice its value.
     along = sum(moved[name] * float(made.backend.gradients[0][name]) for name in moved)
@@ -167,7 +168,7 @@ def test_a_penalty_pulls_towards_the_policy_that_it_names(coefficient: str, metr
 def test_the_penalty_towards_an_average_needs_one():
     made, resp = made_with(ema_kl_coef=1.0)
     with pytest.raises(ConfigError, match=r"set backend\.ema"):
-        made.stack.train(resp, some_advantages(6), progress=0.0)
+        made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import AffineField, displace, rollout, sampling, setup, some_advantages
 from torch import Tensor
 from transition_cases import anchored, close, flow_transitions, run
@@ -76,18 +77,18 @@ def test_the_score_function_does_not_ask_for_the_anchor():
     options: dict[str, Any] = {"old_logp_source": "rollout", **SCORE}
     made = setup(DDPO, **options)
     assert not made.algorithm.uses_anchor
-    result = made.stack.train(rollout(made.pipeline), some_advantages(6), progress=0.0)
+    result = made.stack.train(with_advantages(rollout(made.pipeline), some_advantages(6)), progress=0.0)
     assert result.metrics["policy/ratio_max_abs_dev"] < 1e-5
     plain = setup(DDPO, **SCORE)
-    plain.stack.train(rollout(plain.pipeline), some_advantages(6), progress=0.0)
+    plain.stack.train(with_advantages(rollout(plain.pipeline), some_advantages(6)), progress=0.0)
     close(made.backend.gradients[0], plain.backend.gradients[0], rtol=0, atol=0)
 
 
 def test_a_score_function_serves_one_update():
     made = setup(DDPO, updates=2, **SCORE)
     with pytest.raises(ContractError, match="serves one update a rollout"):
-        made.stack.train(rollout(made.pipeline), some_advantages(6), progress=0.0)
-    setup(DDPO, updates=2).stack.train(rollout(made.pipeline), some_advantages(6), progress=0.0)
+        made.stack.train(with_advantages(rollout(made.pipeline), some_advantages(6)), progress=0.0)
+    setup(DDPO, updates=2).stack.train(with_advantages(rollout(made.pipeline), some_advantages(6)), progress=0.0)
 
 
 # DPOK -----------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import AffineField, Setup, displace, rollout, sampling, setup
 from torch import Tensor
 
@@ -32,7 +33,7 @@ def made_with(**options: Any) -> tuple[Setup, RolloutResp]:
 
 
 def micro_of(track: RolloutTrack, advantages: Tensor) -> MicroBatch:
-    return MicroBatch(track=track, advantages=advantages, anchor={}, update=0, progress=0.0)
+    return MicroBatch(track=track.replace(advantages=advantages), anchor={}, update=0, progress=0.0)
 
 
 def noised(made: Setup, resp: RolloutResp, num_levels: int = 2) -> dict[str, Tensor]:
@@ -78,7 +79,7 @@ def test_at_the_reference_the_loss_is_ln_2_and_its_gradient_a_quarter_of_beta():
 
     made, resp = made_with(beta=8.0)
     rows = noised(made, resp)
-    metrics = made.stack.train(resp, ADVANTAGES, progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, ADVANTAGES), progress=0.0).metrics
     # Three pairs of four; the tie counts in the mean.
     assert metrics["policy/loss"] == pytest.approx(0.75 * math.log(2), rel=1e-6)
     assert metrics["dpo/tie_fraction"] == 0.25 and metrics["dpo/margin"] == 0.0
@@ -96,7 +97,7 @@ def test_away_from_the_reference_value_and_gradient_equal_float64_finite_differe
     rows = noised(made, resp)
     displace(made.backend, 0.3)
     theta = torch.cat([made.parameters["transformer.scale"], made.parameters["transformer.shift"]]).double()
-    metrics = made.stack.train(resp, ADVANTAGES, progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, ADVANTAGES), progress=0.0).metrics
     assert metrics["policy/loss"] == pytest.approx(float(expected_loss(rows, theta, beta)), rel=1e-5)
     steps = 1e-5 * torch.eye(2, dtype=torch.float64)
     numeric = [
@@ -117,7 +118,7 @@ def test_a_pair_shares_noise_and_levels_and_pairs_do_not():
 
 def test_the_better_sample_becomes_likelier():
     made, resp = made_with(beta=5.0, lr=1e-2, model=None)
-    seen = [made.stack.train(resp, ADVANTAGES, progress=0.0).metrics for _ in range(60)]
+    seen = [made.stack.train(with_advantages(resp, ADVANTAGES), progress=0.0).metrics for _ in range(60)]
     # Fresh noise every time: what was learnt is about the samples.
     mean = {name: sum(metrics[name] for metrics in seen[40:]) / 20 for name in seen[0]}
     assert mean["dpo/accuracy"] > 0.55 and mean["dpo/margin"] > 0.1
@@ -126,7 +127,7 @@ def test_the_better_sample_becomes_likelier():
 def test_a_batch_of_ties_gives_no_gradient():
     made, resp = made_with()
     displace(made.backend, 0.1)
-    metrics = made.stack.train(resp, torch.ones(8), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, torch.ones(8)), progress=0.0).metrics
     assert metrics["policy/loss"] == 0.0 and metrics["dpo/tie_fraction"] == 1.0
     assert "dpo/accuracy" not in metrics
     assert torch.equal(gradient(made), torch.zeros(2, dtype=torch.float64))
@@ -136,16 +137,16 @@ def test_updates_and_micro_batches_keep_pairs_together():
     whole, resp = made_with(micro=8, beta=3.0, model=None)
     for made in (whole, parts := made_with(micro=2, beta=3.0, model=None)[0]):
         displace(made.backend, 0.1)
-        made.stack.train(resp, ADVANTAGES, progress=0.0)
+        made.stack.train(with_advantages(resp, ADVANTAGES), progress=0.0)
     for name, expected in whole.backend.gradients[0].items():
         torch.testing.assert_close(parts.backend.gradients[0][name], expected, rtol=1e-5, atol=1e-6)
     updated, _ = made_with(updates=2, micro=4)
-    assert len(updated.stack.train(resp, ADVANTAGES, progress=0.0).updates) == 2
+    assert len(updated.stack.train(with_advantages(resp, ADVANTAGES), progress=0.0).updates) == 2
 
 
 def test_with_lora_the_base_is_the_reference():
     made, resp = made_with(model=None, lora=LoraConfig(rank=2, alpha=4.0), keep_reference=False)
-    metrics = made.stack.train(resp, ADVANTAGES, progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, ADVANTAGES), progress=0.0).metrics
     assert metrics["policy/loss"] == pytest.approx(0.75 * math.log(2), rel=1e-6)
 
 
@@ -158,14 +159,14 @@ def test_what_is_no_pair_is_refused():
     made, resp = made_with()
     single = rollout(made.pipeline, sampling(eta=0.0, samples_per_prompt=1), num_prompts=4)
     with pytest.raises(ContractError, match=r"two samples of a pair must come from one group.*best_of: 2"):
-        made.stack.train(single, torch.ones(4), progress=0.0)
+        made.stack.train(with_advantages(single, torch.ones(4)), progress=0.0)
     with pytest.raises(ConfigError, match="3 samples a device, 2 to a unit"):
-        made.stack.train(single.slice(0, 3), torch.ones(3), progress=0.0)
+        made.stack.train(with_advantages(single.slice(0, 3), torch.ones(3)), progress=0.0)
     with pytest.raises(ContractError, match="3 samples do not divide into units of 2"):
         list(made.algorithm.losses(micro_of(resp.slice(0, 3).tracks["image"], torch.ones(3))))
     alone, _ = made_with(keep_reference=False)
     with pytest.raises(ConfigError, match="keep_reference"):
-        alone.stack.train(resp, ADVANTAGES, progress=0.0)
+        alone.stack.train(with_advantages(resp, ADVANTAGES), progress=0.0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import (
     AffineField,
     FieldPipeline,
@@ -125,7 +126,7 @@ def test_the_adaptive_coefficient_moves_towards_its_target_and_is_kept():
         made = penalised(adaptive_kl=AdaptiveKL(target=target, horizon=60.0))
         track_resp = rollout(made.pipeline)
         displace(made.backend, 0.3)
-        metrics = made.stack.train(track_resp, torch.zeros(6), progress=0.0).metrics
+        metrics = made.stack.train(with_advantages(track_resp, torch.zeros(6)), progress=0.0).metrics
         # Clipped to a fifth of a full correction: 0.2 * 6 samples / 60.
         assert made.algorithm.reference.coef == pytest.approx(0.5 * (1 + direction * 0.02))
         assert metrics["policy/kl_coef"] == made.algorithm.reference.coef
@@ -183,7 +184,7 @@ def test_the_gap_between_rollout_and_replay_is_reported_by_step():
     assert logp is not None
     told = logp + torch.tensor([0.25, -0.5])
     resp.tracks["image"] = track.replace(segment=segment_of(track).replace(sde_logp=told))
-    metrics = made.stack.train(resp, some_advantages(6), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0).metrics
     assert metrics["mismatch/logp_absdiff/ts_0"] == pytest.approx(0.25, abs=1e-5)
     assert metrics["mismatch/logp_absdiff/ts_2"] == pytest.approx(0.5, abs=1e-5)
     assert metrics["mismatch/logp_absdiff/mean"] == pytest.approx(0.375, abs=1e-5)
@@ -195,7 +196,7 @@ def test_a_track_without_stochastic_steps_is_refused():
     made = setup(DiffusionGRPO)
     resp = rollout(made.pipeline, sampling(eta=0.0))
     with pytest.raises(ContractError, match="set sampling.eta > 0 and sampling.scheduler"):
-        made.stack.train(resp, some_advantages(6), progress=0.0)
+        made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0)
 
 
 # Clips --------------------------------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ def test_sampling_that_differs_between_rollout_and_replay_is_named():
         sampled_with(None, params)
     made = setup(DiffusionGRPO, model=AffineField(), params=sampling(seed=1))
     with pytest.raises(ContractError, match="seed: rollout 42, replay 1"):
-        made.stack.train(rollout(made.pipeline, params), some_advantages(6), progress=0.0)
+        made.stack.train(with_advantages(rollout(made.pipeline, params), some_advantages(6)), progress=0.0)
 
 
 # Recipes of the same class ------------------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ def test_only_steps_of_the_window_get_gradients():
     for rollout_id, trained in ((0, [0, 1]), (1, [1, 2])):
         made = setup(DiffusionGRPO, model=StepField(4))
         params = sampling(scheduler=window, sde_indices=None).resolved(rollout_id)
-        made.stack.train(rollout(made.pipeline, params), some_advantages(6), progress=0.0)
+        made.stack.train(with_advantages(rollout(made.pipeline, params), some_advantages(6)), progress=0.0)
         gradient = made.backend.gradients[0]["transformer.shift"]
         assert gradient.nonzero().flatten().tolist() == trained
 
@@ -293,7 +294,7 @@ def test_a_window_over_all_steps_is_flow_grpo():
     for scheduler in (None, MixGRPOWindow(num_steps=4, window_size=4, stride=0)):
         made = setup(DiffusionGRPO)
         params = sampling(scheduler=scheduler, sde_indices=None).resolved(3)
-        made.stack.train(rollout(made.pipeline, params), some_advantages(6), progress=0.0)
+        made.stack.train(with_advantages(rollout(made.pipeline, params), some_advantages(6)), progress=0.0)
         found.append(made.backend.gradients[0])
     close(found[0], found[1], rtol=0, atol=0)
 
@@ -301,7 +302,7 @@ def test_a_window_over_all_steps_is_flow_grpo():
 @pytest.mark.parametrize("strategy", [DanceSDEStrategy(), CPSSDEStrategy()])
 def test_other_kernels_train_unchanged(strategy: SDEStrategy):
     made = setup(DiffusionGRPO, strategy=strategy, micro=4, updates=2)
-    metrics = made.stack.train(rollout(made.pipeline), some_advantages(6), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(rollout(made.pipeline), some_advantages(6)), progress=0.0).metrics
     assert metrics["policy/first_ratio_max_abs_dev"] == 0.0
     assert metrics["mismatch/logp_absdiff/max"] < 1e-5
     assert all(float(g.abs().max()) > 0 for step in made.backend.gradients for g in step.values())

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import (
     AffineField,
     FieldEngine,
@@ -48,7 +49,7 @@ def made_with(**options: Any) -> tuple[Setup, RolloutResp]:
 
 def gradient_of(options: dict[str, Any], advantages: Tensor, **more: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
     made, resp = made_with(**options, **more)
-    metrics = made.stack.train(resp, advantages, progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, advantages), progress=0.0).metrics
     return made.backend.gradients[0], metrics
 
 
@@ -105,7 +106,7 @@ def noised_rows(made: Setup, resp: RolloutResp, micro: int) -> dict[str, set[tup
 
 
 def micro_of(track: RolloutTrack) -> MicroBatch:
-    return MicroBatch(track=track, advantages=torch.ones(track.batch_size), anchor={}, update=0, progress=0.0)
+    return MicroBatch(track=track.replace(advantages=torch.ones(track.batch_size)), anchor={}, update=0, progress=0.0)
 
 
 def test_noise_does_not_depend_on_order_micro_batches_or_devices_and_changes_between_rollouts():
@@ -117,7 +118,7 @@ def test_noise_does_not_depend_on_order_micro_batches_or_devices_and_changes_bet
     assert noised_rows(made, turned, 6) == whole
     shards = [noised_rows(made, resp.slice(start, start + 3), 2) for start in (0, 3)]
     assert {**shards[0], **shards[1]} == whole
-    made.stack.train(resp, some_advantages(6), progress=0.0)
+    made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0)
     after = noised_rows(made, resp, 6)
     assert all(after[name].isdisjoint(rows) for name, rows in whole.items())
 
@@ -170,7 +171,7 @@ def test_the_loss_is_a_mean_whatever_the_number_of_levels():
         parts = list(made.algorithm.losses(micro_of(track)))
         assert sum(part.num_terms for part in parts) == 6 * num_timesteps
         mean = sum(float(part.loss.detach()) for part in parts) / (6 * num_timesteps)
-        metrics = made.stack.train(resp, torch.ones(6), progress=0.0).metrics
+        metrics = made.stack.train(with_advantages(resp, torch.ones(6)), progress=0.0).metrics
         assert metrics["nft/optimality_mean"] == pytest.approx(0.6)
         branches = 5.0 * (0.6 * metrics["nft/positive_loss"] + 0.4 * metrics["nft/negative_loss"])
         assert metrics["policy/loss"] == pytest.approx(branches, rel=1e-5)
@@ -189,7 +190,7 @@ def test_the_branches_lie_around_the_old_policy():
     made, resp = made_with(model=AffineField(), num_timesteps=2, beta=0.5)
     displace(made.backend, 0.3)  # away from the old policy, v = 0.7 x + 0.1
     advantages = some_advantages(6)
-    metrics = made.stack.train(resp, advantages, progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, advantages), progress=0.0).metrics
     x_t = made.pipeline.seen_x[0]
     segment = segment_of(resp)
     levels = made.algorithm.levels([f"r0:{name}" for name in resp.tracks["image"].sample_ids], segment)
@@ -237,7 +238,7 @@ def test_the_penalty_pulls_towards_the_reference():
     made.backend.update_policy(OLD, 0.0)
     moved = {"transformer.scale": 0.7, "transformer.shift": 0.1}
     moved = {name: float(made.parameters[name]) - start for name, start in moved.items()}
-    metrics = made.stack.train(resp, torch.zeros(6), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0).metrics
     along = sum(moved[name] * float(made.backend.gradients[0][name]) for name in moved)
     assert along == pytest.approx(2 * 10.0 * metrics["policy/reference_kl"], rel=1e-4)
     assert along > 1e-2
@@ -246,7 +247,7 @@ def test_the_penalty_pulls_towards_the_reference():
 def test_the_penalty_of_full_fine_tuning_needs_a_kept_reference():
     made, resp = made_with(kl_coef=1.0)
     with pytest.raises(ConfigError, match="keep_reference"):
-        made.stack.train(resp, some_advantages(6), progress=0.0)
+        made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0)
 
 
 # Old policy ---------------------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def test_the_penalty_of_full_fine_tuning_needs_a_kept_reference():
 def test_the_old_policy_follows_as_the_decay_says(decay: float, follows: float):
     made, resp = made_with(decay=OldPolicyDecay(start=decay, rate=0.0, cap=1.0))
     start = {name: value.clone() for name, value in made.parameters.items()}
-    metrics = made.stack.train(resp, some_advantages(6), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0).metrics
     assert metrics["nft/old_policy_decay"] == decay
     old = made.backend.policy_values(OLD)
     for name, value in made.parameters.items():
@@ -270,7 +271,7 @@ def test_rollouts_under_the_old_policy_leave_requires_grad_alone(lora: LoraConfi
     made, resp = made_with(lora=lora, decay=OldPolicyDecay(start=1.0, rate=0.0, cap=1.0))
     flags = {name: p.requires_grad for name, p in made.pipeline.model.named_parameters()}
     assert any(flags.values()) and (lora is None) == all(flags.values())
-    made.stack.train(resp, some_advantages(6), progress=0.0)
+    made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0)
     current = {name: value.clone() for name, value in made.parameters.items()}
     engine = FieldEngine(made.pipeline, made.backend)
     req = build_request(
@@ -286,7 +287,7 @@ def test_rollouts_under_the_old_policy_leave_requires_grad_alone(lora: LoraConfi
     # Frozen at the start, so it samples what the fresh model sampled; the trained policy no longer does.
     assert torch.equal(segment_of(old).clean_latents, segment_of(resp).clean_latents)
     assert not torch.equal(segment_of(engine.generate(req)).clean_latents, segment_of(resp).clean_latents)
-    made.stack.train(old, some_advantages(6), progress=0.0)
+    made.stack.train(with_advantages(old, some_advantages(6)), progress=0.0)
     assert set(made.backend.gradients[1]) == set(made.parameters)
 
 
@@ -315,24 +316,24 @@ def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message:
 def test_more_levels_than_the_rollout_has_and_other_tracks_are_refused():
     made, resp = made_with(num_timesteps=5)
     with pytest.raises(ConfigError, match="num_timesteps = 5 exceeds the 4 levels of the rollout"):
-        made.stack.train(resp, some_advantages(6), progress=0.0)
+        made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0)
     text = TextSegment.pack(tokens=[torch.tensor([1, 2])])
     with pytest.raises(ConfigError, match="trains latent tracks, this one holds TextSegment"):
         made.algorithm.num_terms(RolloutTrack(sample_ids=["a"], segment=text))
     made = setup(DiffusionNFT, params=sampling(eta=0.0, seed=9))
     with pytest.raises(ContractError, match="seed: rollout 42, replay 9"):
-        made.stack.train(resp, some_advantages(6), progress=0.0)
+        made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0)
 
 
 def test_the_decay_goes_on_where_a_checkpoint_left_it():
     decay = OldPolicyDecay(start=0.1, rate=0.1, cap=0.9)
     made, resp = made_with(decay=decay)
     for expected in (0.1, 0.2):
-        metrics = made.stack.train(resp, some_advantages(6), progress=0.0).metrics
+        metrics = made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0).metrics
         assert metrics["nft/old_policy_decay"] == pytest.approx(expected)
     again, _ = made_with(decay=decay)
     again.stack.load_state_dict(made.stack.state_dict())
-    metrics = again.stack.train(resp, some_advantages(6), progress=0.0).metrics
+    metrics = again.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0).metrics
     assert metrics["nft/old_policy_decay"] == pytest.approx(0.3)
 
 
@@ -373,7 +374,7 @@ def test_both_algorithms_reach_a_known_optimum(kind: Any, eta: float, lr: float,
     for rollout_id in range(150):
         req = toy_request(made.pipeline, rollout_id, 2, eta)
         resp = engine.generate(req, policy=made.algorithm.rollout_policy)
-        made.stack.train(resp, advantages(toy_reward(resp), req.group_ids), progress=0.0)
+        made.stack.train(with_advantages(resp, advantages(toy_reward(resp), req.group_ids)), progress=0.0)
     after = held_out(made)
     assert -1.4 < before < -0.9
     assert after > before + 0.8

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from unirl.distributed.dispatch import HeldKey, collected, rank_arguments, scatter, shard_bounds
 from unirl.types.errors import ContractError
-from unirl.types.roles import Collect, Dispatch, PerSample
+from unirl.types.roles import Collect, Dispatch
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 
 
@@ -22,9 +22,6 @@ def test_scatter_then_concat_is_the_identity(num_ranks: int, per_rank: int) -> N
     assert collected(Collect.CONCAT, scatter(resp, num_ranks)).equals(resp)
     request = RolloutReq(sample_ids=[f"s{i}" for i in range(size)], sigmas=torch.linspace(1, 0, 5))
     assert collected(Collect.CONCAT, scatter(request, num_ranks)).equals(request)
-    assert collected(Collect.CONCAT, scatter(PerSample(list(range(size))), num_ranks)) == list(range(size))
-    tensor = torch.arange(size)
-    assert torch.equal(torch.cat(scatter(PerSample(tensor), num_ranks)), tensor)
 
 
 @given(st.integers(1, 16), st.integers(0, 64))
@@ -37,13 +34,11 @@ def test_shards_are_contiguous_equal_and_cover_everything(num_ranks: int, per_ra
 def test_sizes_that_do_not_divide_name_the_values_and_the_fix() -> None:
     with pytest.raises(ContractError, match="RolloutTrack has 6 samples.* over 4 devices.*Change batch_size"):
         scatter(track_of(6), 4)
-    with pytest.raises(ContractError, match="per-sample argument has 3 samples"):
-        scatter(PerSample([1, 2, 3]), 2)
 
 
 def test_arguments_of_different_sizes_are_refused() -> None:
     with pytest.raises(ContractError, match=r"different numbers of samples: \[2, 4\]"):
-        rank_arguments(Dispatch.DP_SCATTER, (track_of(4), PerSample([1, 2])), {}, 2)
+        rank_arguments(Dispatch.DP_SCATTER, (track_of(4), track_of(2)), {}, 2)
 
 
 def test_a_response_is_cut_by_its_root_samples() -> None:
@@ -62,10 +57,9 @@ def test_unmarked_lists_and_tensors_are_repeated() -> None:
 
 
 def test_one_rank_gets_the_very_objects() -> None:
-    track, values = track_of(3), torch.arange(3)
-    ((args, _),) = rank_arguments(Dispatch.DP_SCATTER, (track, PerSample(values)), {}, 1)
+    track = track_of(3)
+    ((args, _),) = rank_arguments(Dispatch.DP_SCATTER, (track,), {}, 1)
     assert args[0] is track
-    assert args[1] is values
 
 
 def test_rank_zero_is_called_alone() -> None:

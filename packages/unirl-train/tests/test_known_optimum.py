@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import FieldEngine, FieldPipeline, prompt_rows, sampling, setup
 from torch import Tensor, nn
 
@@ -120,7 +121,7 @@ def trained(way: Way) -> tuple[list[float], int]:
         rows = way.selection.rows(advantages, req.group_ids, way.updates)
         if rows is not None:
             resp, advantages = resp.select(rows), advantages[rows]
-        made.stack.train(resp, advantages, progress=rollout_id / way.num_rollouts)
+        made.stack.train(with_advantages(resp, advantages), progress=rollout_id / way.num_rollouts)
         means.append(float(made.parameters["transformer.mean"]))
         num_samples += req.batch_size
     return means, num_samples

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import displace, rollout, setup
 from ppo_fakes import ppo
 from token_fakes import advantages_of, response
@@ -95,9 +97,9 @@ def test_the_own_forward_gives_the_token_gradient_of_a_replayed_anchor(case: str
     def gradients(*, is_replayed: bool) -> dict[str, torch.Tensor]:
         made = token_setup(**TOKENS[case], displaced=0.05)
         track = response().tracks["text"]
-        micro = MicroBatch(track, advantages_of(track.batch_size), {}, 0, 0.0)
+        micro = MicroBatch(track.replace(advantages=advantages_of(track.batch_size)), {}, 0, 0.0)
         if is_replayed:
-            micro = MicroBatch(track, micro.advantages, made.algorithm.anchor(micro), 0, 0.0)
+            micro = replace(micro, anchor=made.algorithm.anchor(micro))
         [part] = made.algorithm.losses(micro)
         part.loss.backward()
         return {name: p.grad.clone() for name, p in made.backend.parameters.items() if p.grad is not None}
@@ -112,7 +114,7 @@ def test_only_later_updates_cost_a_forward(updates: int, forwards: int, monkeypa
     made = setup(DiffusionGRPO, updates=updates)
     resp = rollout(made.pipeline)
     count = Counted(made.pipeline, monkeypatch)
-    made.stack.train(resp, advantages_of(6), progress=0.0)
+    made.stack.train(with_advantages(resp, advantages_of(6)), progress=0.0)
     assert (count.with_gradients, count.without) == (updates, forwards)
 
 
@@ -133,8 +135,8 @@ def test_under_trust_later_updates_take_the_log_probs_of_the_rollout(monkeypatch
     made.algorithm.trust_rollout()
     resp = rollout(made.pipeline)
     count = Counted(made.pipeline, monkeypatch)
-    result = made.stack.train(resp, advantages_of(6), progress=0.0)
-    expected = replayed.stack.train(resp, advantages_of(6), progress=0.0)
+    result = made.stack.train(with_advantages(resp, advantages_of(6)), progress=0.0)
+    expected = replayed.stack.train(with_advantages(resp, advantages_of(6)), progress=0.0)
     assert (count.with_gradients, count.without) == (3, 0)
     assert result.updates[0]["policy/ratio_max_abs_dev"] == 0.0
     for mine, theirs in zip(made.backend.gradients, replayed.backend.gradients, strict=True):
@@ -147,7 +149,9 @@ def test_under_trust_tokens_take_the_log_probs_of_the_rollout(monkeypatch: pytes
     made = token_setup(ARGRPO, updates=2)
     made.algorithm.trust_rollout()
     count = Counted(made.pipeline, monkeypatch)
-    result = made.stack.train(response(), advantages_of(response().tracks["text"].batch_size), progress=0.0)
+    result = made.stack.train(
+        with_advantages(response(), advantages_of(response().tracks["text"].batch_size)), progress=0.0
+    )
     assert (count.with_gradients, count.without) == (2, 0)
     assert result.metrics["mismatch/logp_absdiff/max"] < 1e-5
 
@@ -176,7 +180,7 @@ def test_trust_in_a_rollout_without_log_probs_is_an_error():
     assert isinstance(segment, LatentSegment)
     resp.tracks["image"] = resp.tracks["image"].replace(segment=segment.replace(sde_logp=None))
     with pytest.raises(Exception, match="returned no log-probs"):
-        made.stack.train(resp, advantages_of(6), progress=0.0)
+        made.stack.train(with_advantages(resp, advantages_of(6)), progress=0.0)
 
 
 def test_another_source_is_refused():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import SHAPE, AffineField, Setup, rollout, some_advantages
 from ppo_fakes import ppo, train, trained_state
 from ranks import results_of_ranks
@@ -35,9 +36,9 @@ def segment_of(track: RolloutTrack) -> LatentSegment:
 
 
 def anchored(made: Setup, track: RolloutTrack, rewards: Tensor = REWARDS_B) -> MicroBatch:
-    micro = MicroBatch(track=track, advantages=rewards, anchor={}, update=0, progress=0.0)
+    micro = MicroBatch(track=track.replace(advantages=rewards), anchor={}, update=0, progress=0.0)
     anchor = made.algorithm.anchor(micro)
-    return MicroBatch(track=track, advantages=rewards, anchor=anchor, update=0, progress=0.0)
+    return MicroBatch(track=track.replace(advantages=rewards), anchor=anchor, update=0, progress=0.0)
 
 
 def gradients(made: Setup, micro: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -201,7 +202,7 @@ def test_the_critic_learns_what_can_be_foreseen():
     made = ppo(model=AffineField(), lr=0.0, lam=1.0, value_clip=None, critic_lr=3e-2)
     resp = rollout(made.pipeline, num_prompts=4)
     rewards = segment_of(resp.tracks["image"]).latents_at(0).mean(dim=(1, 2, 3)) + 2.0
-    found = [made.stack.train(resp, rewards, progress=0.0).metrics for _ in range(60)]
+    found = [made.stack.train(with_advantages(resp, rewards), progress=0.0).metrics for _ in range(60)]
     assert found[0]["ppo/value_mean"] == 0.0 and found[0]["ppo/explained_variance"] == pytest.approx(0.0)
     assert found[-1]["ppo/explained_variance"] > 0.5
     assert found[-1]["ppo/value_mean"] == pytest.approx(float(rewards.mean()), abs=0.1)
@@ -217,7 +218,7 @@ def test_explained_variance_is_over_all_rows_of_the_update():
     track = resp.tracks["image"]
     returns = advantages_by_hand(track, made.algorithm.critic, 1.0, 0.5) + values(track, made.algorithm.critic)
     error = returns - values(track, made.algorithm.critic)
-    metrics = made.stack.train(resp, REWARDS_B, progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, REWARDS_B), progress=0.0).metrics
     expected = 1 - float(error.var(correction=0) / returns.var(correction=0))
     assert metrics["ppo/explained_variance"] == pytest.approx(expected, rel=1e-4)
     assert metrics["ppo/return_mean"] == pytest.approx(float(returns.mean()), rel=1e-4)
@@ -228,7 +229,7 @@ def test_explained_variance_is_over_all_rows_of_the_update():
 
 def test_returns_that_are_all_equal_have_no_explained_variance():
     made = ppo(lam=1.0)
-    metrics = made.stack.train(rollout(made.pipeline), torch.full((6,), 0.1), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(rollout(made.pipeline), torch.full((6,), 0.1)), progress=0.0).metrics
     assert math.isnan(metrics["ppo/explained_variance"])
 
 
@@ -236,7 +237,7 @@ def test_the_update_does_not_depend_on_the_sizes_of_micro_batches_and_forwards()
     found = []
     for micro, rows in ((6, None), (4, 5), (1, 1)):
         made = ppo(displaced=0.5, micro=micro, rows_per_forward=rows, critic_max_grad_norm=1e9)
-        made.stack.train(rollout(made.pipeline), REWARDS_B, progress=0.0)
+        made.stack.train(with_advantages(rollout(made.pipeline), REWARDS_B), progress=0.0)
         found.append((made.backend.gradients[0], snapshot(made.backend)))
     for gradient, state in found[1:]:
         for name, value in gradient.items():
@@ -300,7 +301,7 @@ def test_a_critic_for_other_latents_says_which_option_to_change():
     made = ppo()
     made.algorithm.critic = LatentCritic(SHAPE[0] + 1)
     with pytest.raises(ContractError, match=r"latent_channels = 4 does not fit latents \(3, 2, 2\)"):
-        made.stack.train(rollout(made.pipeline), REWARDS_B, progress=0.0)
+        made.stack.train(with_advantages(rollout(made.pipeline), REWARDS_B), progress=0.0)
 
 
 def test_it_declares_what_check_reads():

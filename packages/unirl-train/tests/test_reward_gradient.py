@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import (
     KEPT,
     SHAPE,
@@ -73,7 +74,7 @@ def made_with(
 
 def trained_gradient(kind: type[RewardGradient], **options: Any) -> dict[str, Tensor]:
     made, resp = made_with(kind, **options)
-    made.stack.train(resp, torch.zeros(resp.batch_size), progress=0.0)
+    made.stack.train(with_advantages(resp, torch.zeros(resp.batch_size)), progress=0.0)
     return made.backend.gradients[0]
 
 
@@ -137,7 +138,7 @@ def test_drtune_adds_up_the_velocities_at_frozen_latents():
     made, resp = made_with(DRTune, num_gradient_steps=2)
     steps = denoising(made, resp)
     step_BK = made.algorithm.gradient_steps(steps, keys_of(resp))
-    made.stack.train(resp, torch.zeros(6), progress=0.0)
+    made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
     latents, sigmas = segment_of(resp).latents.double(), segment_of(resp).sigmas.double()
 
     def value(theta: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ def test_of_a_linear_field_drtune_sums_the_steps_and_draft_follows_the_product_r
 @pytest.mark.parametrize("num_last_steps", [1, 2, NUM_STEPS])
 def test_draft_is_the_gradient_of_the_sampler_from_its_start(num_last_steps: int):
     made, resp = made_with(DRaFT, num_last_steps=num_last_steps)
-    made.stack.train(resp, torch.zeros(6), progress=0.0)
+    made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
     first = NUM_STEPS - num_last_steps
     start = segment_of(resp).latents_at(first).double()
     sigmas = segment_of(resp).sigmas[first:].double()
@@ -186,7 +187,7 @@ def test_alignprop_cuts_each_rollout_at_its_own_depth():
         first = made.algorithm.first_step(steps)
         depths.add(first)
         theta = affine({name: value.clone() for name, value in made.parameters.items()})
-        made.stack.train(resp, torch.zeros(6), progress=0.0)
+        made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
         start, sigmas = segment.latents_at(first).double(), segment.sigmas[first:].double()
         expected = differences(lambda theta: objective(sampled(theta, start, sigmas)), theta)  # noqa: B023
         torch.testing.assert_close(affine(made.backend.gradients[rollout_id]), expected, rtol=1e-3, atol=1e-5)
@@ -196,7 +197,7 @@ def test_alignprop_cuts_each_rollout_at_its_own_depth():
 def test_refl_is_the_gradient_of_one_prediction():
     made, resp = made_with(ReFL, num_last_steps=3, scale=0.5, margin=0.3)
     step_B = made.algorithm.gradient_steps(denoising(made, resp), keys_of(resp))[:, 0]
-    made.stack.train(resp, torch.zeros(6), progress=0.0)
+    made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
     segment = segment_of(resp)
     x = segment.latents[torch.arange(6), step_B].double()
     sigma = segment.sigmas[step_B].double().view(-1, 1, 1, 1)
@@ -213,7 +214,7 @@ def test_refl_is_the_gradient_of_one_prediction():
 def test_the_pretraining_loss_is_flow_matching_on_the_samples_own_latents():
     alone, resp = made_with(ReFL, num_last_steps=1, scale=1e-30, margin=-1e3, pretrain_coef=2.0)
     alone.pipeline.seen_x.clear()
-    metrics = alone.stack.train(resp, torch.zeros(6), progress=0.0).metrics
+    metrics = alone.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0).metrics
     x_t = alone.pipeline.seen_x[-1].double()
     x0 = segment_of(resp).clean_latents.double()
     noise = keyed_normal([f"{key}::noise" for key in keys_of(resp)], 0, SHAPE).double()
@@ -228,7 +229,7 @@ def test_the_pretraining_loss_is_flow_matching_on_the_samples_own_latents():
 
 def test_draft_lv_is_the_mean_over_fresh_noisings():
     made, resp = made_with(DRaFT, num_noisings=3)
-    metrics = made.stack.train(resp, torch.zeros(6), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0).metrics
     segment = segment_of(resp)
     x0 = segment.clean_latents.double().repeat_interleave(3, dim=0)
     noise = keyed_normal([f"{key}::noise" for key in keys_of(resp)], 0, (3, *SHAPE)).double().flatten(0, 1)
@@ -251,7 +252,7 @@ def test_draft_lv_is_the_mean_over_fresh_noisings():
 def test_draft_over_all_steps_is_alignprop_is_autograd_through_the_sampler():
     draft = trained_gradient(DRaFT, model=tiny(), num_last_steps=NUM_STEPS)
     made, resp = made_with(AlignProp, model=tiny(), truncation="full")
-    made.stack.train(resp, torch.zeros(6), progress=0.0)
+    made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
     full = made.backend.gradients[0]
     reference, segment = tiny().double(), segment_of(resp)
     condition = track_of(resp).conditions["text"]
@@ -338,7 +339,7 @@ def test_steps_that_are_not_chosen_get_no_gradient(way: str):
     else:
         chosen = set(made.algorithm.gradient_steps(steps, keys).flatten().tolist())
     assert chosen < set(range(NUM_STEPS))
-    made.stack.train(resp, torch.zeros(1), progress=0.0)
+    made.stack.train(with_advantages(resp, torch.zeros(1)), progress=0.0)
     gradient = made.backend.gradients[0]["transformer.shift"]
     assert {step for step in range(NUM_STEPS) if gradient[step] != 0} == chosen
 
@@ -348,7 +349,7 @@ def test_the_next_rollout_draws_other_steps_and_a_resumed_one_the_same():
     algorithm, steps = made.algorithm, denoising(made, resp)
     keys = [[f"r{rollout}:{name}" for name in track_of(resp).sample_ids] for rollout in (0, 1)]
     assert not torch.equal(algorithm.gradient_steps(steps, keys[0]), algorithm.gradient_steps(steps, keys[1]))
-    made.stack.train(resp, torch.zeros(12), progress=0.0)
+    made.stack.train(with_advantages(resp, torch.zeros(12)), progress=0.0)
     state = algorithm.state_dict()
     assert state == {"kl_coef": 0.0, "num_rollouts": 1}
     again, _ = made_with(ReFL, num_last_steps=NUM_STEPS)
@@ -376,7 +377,7 @@ def test_decoder_and_reward_get_no_gradient(way: str):
     made, resp = made_with(kind, **options)
     decoder = nn.Linear(2, 2)
     made.pipeline.decode = lambda latents: Images(pixels=decoder(latents).sigmoid())
-    metrics = made.stack.train(resp, torch.zeros(6), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0).metrics
     assert float(made.backend.gradients[0]["transformer.scale"].abs()) > 0
     assert metrics["reward_gradient/pixel_grad_norm"] > 0 and metrics["reward_gradient/latent_grad_norm"] > 0
     assert all(parameter.grad is None for parameter in [*decoder.parameters(), *made.algorithm._reward.parameters()])
@@ -384,7 +385,7 @@ def test_decoder_and_reward_get_no_gradient(way: str):
 
 def test_metrics_say_what_the_reward_and_its_gradient_were():
     made, resp = made_with(DRaFT)
-    metrics = made.stack.train(resp, torch.zeros(6), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0).metrics
     pixels = segment_of(resp).clean_latents.sigmoid().requires_grad_()
     reward = pixel_reward(pixels)
     (gradient,) = torch.autograd.grad(reward.sum(), pixels)
@@ -395,7 +396,7 @@ def test_metrics_say_what_the_reward_and_its_gradient_were():
     assert "reward_gradient/above_margin_fraction" not in metrics
     middle = reward.median().item()
     hinged, _ = made_with(DRaFT, margin=middle)
-    found = hinged.stack.train(resp, torch.zeros(6), progress=0.0).metrics
+    found = hinged.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0).metrics
     assert found["reward_gradient/above_margin_fraction"] == pytest.approx(float((reward >= middle).double().mean()))
     assert found["policy/loss"] == pytest.approx((middle - reward).relu().mean().item(), rel=1e-4)
 
@@ -409,7 +410,7 @@ def test_the_penalty_pulls_towards_the_reference(way: str):
         made.algorithm.pretrain_coef, made.algorithm.margin = 0.0, float("inf")
     displace(made.backend, 0.3)
     moved = affine({name: value.clone() for name, value in made.parameters.items()}) - torch.tensor(START).double()
-    metrics = made.stack.train(resp, torch.zeros(6), progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0).metrics
     # Without a reward only the penalty is left. It is quadratic in the displacement: displacement times gradient is
     # twice its value.
     along = float((moved * affine(made.backend.gradients[0])).sum())
@@ -427,7 +428,7 @@ class NoReward:
 def test_drtune_shares_its_forward_with_the_penalty():
     made, resp = made_with(DRTune, num_gradient_steps=2, kl_coef=1.0, keep_reference=True)
     made.pipeline.seen_x.clear()
-    made.stack.train(resp, torch.zeros(6), progress=0.0)
+    made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
     # One of the reference, one of the policy.
     assert [x.shape[0] for x in made.pipeline.seen_x] == [12, 12]
 
@@ -440,7 +441,7 @@ def saved_bytes(kind: type[RewardGradient], num_steps: int, **options: Any) -> i
     params = sampling(num_inference_steps=num_steps, **KEPT)
     made, resp = made_with(kind, model=tiny(), shape=(3, 16, 16), params=params, **options)
     made.algorithm.use_reward(NoReward())
-    micro = MicroBatch(track=track_of(resp), advantages=torch.zeros(6), anchor={}, update=0, progress=0.0)
+    micro = MicroBatch(track=track_of(resp).replace(advantages=torch.zeros(6)), anchor={}, update=0, progress=0.0)
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -506,7 +507,7 @@ def test_the_best_policy_is_found(way: str):
             latent_shape=(1, 2, 2),
             rollout_id=rollout_id,
         )
-        made.stack.train(engine.generate(req), torch.zeros(16), progress=0.0)
+        made.stack.train(with_advantages(engine.generate(req), torch.zeros(16)), progress=0.0)
         means.append(float(made.parameters["transformer.mean"]))
     assert abs(sum(means[-5:]) / 5 - BEST_MEAN) < 0.15, means[::5]
 
@@ -549,7 +550,7 @@ def test_settings_that_cannot_work_are_refused(kind: type[RewardGradient], optio
 def test_more_steps_than_the_rollout_has_are_refused(kind: type[RewardGradient], options: dict[str, Any], message: str):
     made, resp = made_with(kind, **options)
     with pytest.raises(ConfigError, match=message):
-        made.stack.train(resp, torch.zeros(6), progress=0.0)
+        made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
 
 
 @pytest.mark.parametrize(
@@ -563,7 +564,7 @@ def test_more_steps_than_the_rollout_has_are_refused(kind: type[RewardGradient],
 def test_a_trajectory_that_gradients_cannot_follow_is_refused(params: Any, message: str):
     made, resp = made_with(DRaFT, params=params)
     with pytest.raises(ContractError, match=message):
-        made.stack.train(resp, torch.zeros(6), progress=0.0)
+        made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
 
 
 def test_a_reward_without_gradients_is_refused():
@@ -572,7 +573,7 @@ def test_a_reward_without_gradients_is_refused():
         made.algorithm.use_reward(object())
     resp = rollout(made.pipeline, ODE)
     with pytest.raises(ContractError, match="was given no reward; call use_reward first"):
-        made.stack.train(resp, torch.zeros(6), progress=0.0)
+        made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
 
 
 def test_tracks_of_tokens_are_refused():
@@ -588,5 +589,5 @@ def test_the_fake_pipeline_is_only_asked_for_rows():
         made, resp = made_with(kind, **options)
         pipeline: FieldPipeline = made.pipeline
         pipeline.seen_x.clear()
-        made.stack.train(resp, torch.zeros(6), progress=0.0)
+        made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
         assert [x.shape[0] for x in pipeline.seen_x] == shapes

@@ -4,13 +4,13 @@ import pickle
 
 import pytest
 import torch
-from runtime_fakes import build
+from runtime_fakes import build, numbered
 
 from unirl.distributed.group.device_pool import DevicePool
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.tensor.transport import outgoing
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.roles import Collect, Dispatch, PerSample
+from unirl.types.roles import Collect, Dispatch
 from unirl.types.rollout import RolloutTrack
 
 
@@ -50,14 +50,14 @@ def test_an_unmarked_method_cannot_be_called(runtime) -> None:
 
 
 def test_a_held_value_reaches_another_role_without_a_copy(runtime) -> None:
-    held = runtime.role("source").make(PerSample(["1", "2"]), 2.0)
+    held = runtime.role("source").make(numbered(["1", "2"]), 2.0)
     assert held.meta.tracks["image"].sample_ids == ["1", "2"]
     assert runtime.role("sink").is_same_object(held) == [True]
     assert held.fetch() is runtime.component("source").made[-1]
 
 
 def test_a_released_value_is_refused_by_name(runtime) -> None:
-    with runtime.role("source").make(PerSample(["1"]), 1.0) as held:
+    with runtime.role("source").make(numbered(["1"]), 1.0) as held:
         assert runtime.num_held() == 1
     assert runtime.num_held() == 0
     held.release()
@@ -67,13 +67,13 @@ def test_a_released_value_is_refused_by_name(runtime) -> None:
 
 
 def test_a_held_value_of_other_workers_is_refused(runtime) -> None:
-    held = LocalRuntime(build).role("source").make(PerSample(["1"]), 1.0)
+    held = LocalRuntime(build).role("source").make(numbered(["1"]), 1.0)
     with pytest.raises(ContractError, match="lies with other workers"):
         runtime.role("sink").is_same_object(held)
 
 
 def test_a_held_value_inside_a_list_is_refused_when_it_would_travel(runtime) -> None:
-    held = runtime.role("source").make(PerSample(["1"]), 1.0)
+    held = runtime.role("source").make(numbered(["1"]), 1.0)
     with pytest.raises(ContractError, match="direct argument"):
         pickle.dumps([held])
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import Trainee, build, build_nothing, build_source
+from runtime_fakes import Trainee, build, build_nothing, build_source, numbered
 
 from unirl.distributed.group.device_pool import DevicePool
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.group.waiting import CallFailed, answers
 from unirl.types.errors import ConfigError, ContractError, WorkerError
-from unirl.types.roles import PerSample
 from unirl.types.rollout import RolloutResp, RolloutTrack
 
 pytestmark = pytest.mark.ray
@@ -71,7 +70,10 @@ def test_a_batch_is_cut_and_joined_in_order(runtime) -> None:
 
 
 def test_a_share_travels_without_the_rest(runtime) -> None:
-    assert runtime.role("source").weigh(PerSample(torch.arange(6.0))) == [([0.0, 1.0, 2.0], 3), ([3.0, 4.0, 5.0], 3)]
+    assert runtime.role("source").weigh(numbered(list("abcdef"), rewards=torch.arange(6.0))) == [
+        ([0.0, 1.0, 2.0], 3),
+        ([3.0, 4.0, 5.0], 3),
+    ]
     result = runtime.role("source").slice_of_something_large()
     assert result.untyped_storage().nbytes() == 8
     assert not result.requires_grad
@@ -79,11 +81,13 @@ def test_a_share_travels_without_the_rest(runtime) -> None:
 
 def test_held_values_stay_with_their_workers(runtime) -> None:
     ids = ["1", "2", "3", "4"]
-    with runtime.role("source").make(PerSample(ids), 2.0) as held:
+    with runtime.role("source").make(numbered(ids), 2.0) as held:
         assert held.meta.tracks["image"].sample_ids == ids
         assert held.meta.tracks["image"].rewards.tolist() == [2.0, 4.0, 6.0, 8.0]
         assert runtime.role("sink").is_same_object(held) == [True, True]
         assert held.map(lambda resp, bonus: resp.batch_size + bonus, 10) == [12, 12]
+        held.attach("image", advantages=torch.arange(4.0))
+        assert held.map(lambda resp: resp.tracks["image"].advantages.tolist()) == [[0.0, 1.0], [2.0, 3.0]]
         assert held.fetch().tracks["image"].component_rewards["raw"].tolist() == [1.0, 2.0, 3.0, 4.0]
         with pytest.raises(ContractError, match="only its own share"):
             runtime.role("sink").read_on_zero(held)
@@ -104,8 +108,9 @@ def test_two_sharded_ranks_train_as_one(runtime) -> None:
     for _ in range(3):
         inputs = torch.randn(8, 4, generator=generator)
         targets = torch.randn(8, generator=generator)
-        whole = alone.step(inputs, targets)
-        shares = runtime.role("trainee").step(PerSample(inputs), PerSample(targets))
+        batch = numbered(list("abcdefgh"), advantages=inputs, rewards=targets)
+        whole = alone.step(batch)
+        shares = runtime.role("trainee").step(batch)
         assert sum(shares) / 2 == pytest.approx(whole, abs=1e-6)
     # float32; a mean of two means of four against a mean of eight, through AdamW
     for name, value in runtime.role("trainee").weights().items():
@@ -146,7 +151,7 @@ def test_devices_that_stay_taken_are_named(runtime) -> None:
 
 def test_a_killed_worker_is_named_and_nothing_is_left(runtime) -> None:
     processes = [pid for _, _, pid, _ in runtime.role("source").where()] + runtime.role("source").start_child()
-    held = runtime.role("source").make(PerSample(["1", "2"]), 1.0)
+    held = runtime.role("source").make(numbered(["1", "2"]), 1.0)
     assert all(is_alive(pid) for pid in processes)
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import CASES, FieldBundle, FieldPipeline, Setup, rollout, setup, some_advantages, train_all
 from diffusion_fakes import trained as trained_alone
 from ranks import results_of_ranks
@@ -31,7 +32,7 @@ def response() -> RolloutResp:
 
 def trained(name: str, *, updates: int, micro: int, rows: int | None = None) -> tuple[Setup, dict[str, float]]:
     made = setup(**OPTIONS[name], updates=updates, micro=micro, rows_per_forward=rows)
-    result = made.stack.train(response(), some_advantages(NUM_SAMPLES), progress=0.0)
+    result = made.stack.train(with_advantages(response(), some_advantages(NUM_SAMPLES)), progress=0.0)
     assert len(result.updates) == updates
     return made, result.metrics
 
@@ -57,7 +58,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_rows():
     fresh = setup(**OPTIONS["grpo"])
     track = response().tracks["image"]
     advantages = some_advantages(NUM_SAMPLES)
-    micro = MicroBatch(track=track, advantages=advantages, anchor={}, update=0, progress=0.0)
+    micro = MicroBatch(track=track.replace(advantages=advantages), anchor={}, update=0, progress=0.0)
     parts = list(fresh.algorithm.losses(micro))
     assert sum(part.num_terms for part in parts) == NUM_SAMPLES * 3
     (parts[0].loss / (NUM_SAMPLES * 3)).backward()
@@ -71,7 +72,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_rows():
 @pytest.mark.parametrize("rows", [None, 1, 3, 7])
 def test_the_first_ratio_is_exactly_one_with_a_replayed_anchor(micro: int, rows: int | None):
     made = setup(DiffusionGRPO, updates=2, micro=micro, rows_per_forward=rows)
-    result = made.stack.train(response(), some_advantages(NUM_SAMPLES), progress=0.0)
+    result = made.stack.train(with_advantages(response(), some_advantages(NUM_SAMPLES)), progress=0.0)
     assert result.updates[0]["policy/ratio_max_abs_dev"] == 0.0
     assert result.updates[0]["policy/ratio_mean"] == 1.0
     assert result.metrics["policy/first_ratio_max_abs_dev"] == 0.0
@@ -128,7 +129,7 @@ def numbers(track: RolloutTrack) -> Tensor:
 
 def test_updates_use_disjoint_samples_and_anchors_come_before_the_first_update():
     made = setup(Scripted, updates=3, micro=1)
-    made.stack.train(response(), some_advantages(NUM_SAMPLES), progress=0.0)
+    made.stack.train(with_advantages(response(), some_advantages(NUM_SAMPLES)), progress=0.0)
     calls = made.algorithm.calls
     assert [kind for kind, *_ in calls] == ["anchor"] * 4 + ["losses"] * 6
     assert [version for kind, _, _, version in calls if kind == "anchor"] == [0] * 4
@@ -143,7 +144,7 @@ def test_updates_use_disjoint_samples_and_anchors_come_before_the_first_update()
 
 def test_metrics_are_exact_means_and_maxima_over_ragged_micro_batches():
     made = setup(Scripted, micro=4)
-    result = made.stack.train(response(), some_advantages(NUM_SAMPLES), progress=0.0)
+    result = made.stack.train(with_advantages(response(), some_advantages(NUM_SAMPLES)), progress=0.0)
     values = numbers(response().tracks["image"])
     # Double precision throughout: the nanos survive.
     assert result.metrics["policy/loss"] == pytest.approx(float(values.mean()), rel=1e-14, abs=0)
@@ -156,7 +157,7 @@ def test_metrics_are_exact_means_and_maxima_over_ragged_micro_batches():
 
 def test_a_maximum_over_updates_is_the_largest_of_theirs():
     made = setup(Scripted, updates=3, micro=1)
-    result = made.stack.train(response(), some_advantages(NUM_SAMPLES), progress=0.0)
+    result = made.stack.train(with_advantages(response(), some_advantages(NUM_SAMPLES)), progress=0.0)
     largest = [update["policy/ratio_max_abs_dev"] for update in result.updates]
     assert len(set(largest)) > 1
     assert result.metrics["policy/ratio_max_abs_dev"] == max(largest)
@@ -165,7 +166,7 @@ def test_a_maximum_over_updates_is_the_largest_of_theirs():
 def test_a_wrong_number_of_terms_is_named():
     made = setup(Scripted, announced=3)
     with pytest.raises(ContractError, match="announced 18 loss terms and yielded 12"):
-        made.stack.train(response(), some_advantages(NUM_SAMPLES), progress=0.0)
+        made.stack.train(with_advantages(response(), some_advantages(NUM_SAMPLES)), progress=0.0)
 
 
 def test_the_last_backward_is_known_from_the_number_of_terms():
@@ -173,16 +174,18 @@ def test_the_last_backward_is_known_from_the_number_of_terms():
     assert [is_last for _, is_last in with_last_backward(parts, 6)] == [False, False, True]
 
 
-def test_advantages_of_another_size_are_named():
+def test_a_track_without_advantages_or_with_some_of_another_size_is_refused():
     made = setup(DiffusionGRPO)
-    with pytest.raises(ContractError, match=r"advantages \(5,\) for 6 samples"):
-        made.stack.train(response(), some_advantages(5), progress=0.0)
+    with pytest.raises(ContractError, match="track image has no advantages: attach them before training"):
+        made.stack.train(response(), progress=0.0)
+    with pytest.raises(ContractError, match="disagree on the number of samples.*'advantages': 5"):
+        with_advantages(response(), some_advantages(5))
 
 
 def test_sizes_that_do_not_divide_are_refused_before_anything_is_trained():
     made = setup(DiffusionGRPO, updates=4, micro=1)
     with pytest.raises(ConfigError, match="do not divide into 4 updates"):
-        made.stack.train(response(), some_advantages(NUM_SAMPLES), progress=0.0)
+        made.stack.train(with_advantages(response(), some_advantages(NUM_SAMPLES)), progress=0.0)
     assert made.backend.num_optimizer_steps == 0
     with pytest.raises(ConfigError, match="micro_batch_size = 0"):
         setup(DiffusionGRPO, micro=0)
@@ -191,7 +194,7 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_is_trained():
 def test_a_step_with_a_non_finite_gradient_is_skipped_and_reported():
     made = setup(Scripted, poison=float("nan"), updates=2)
     before = {name: value.clone() for name, value in made.parameters.items()}
-    result = made.stack.train(response(), some_advantages(NUM_SAMPLES), progress=0.0)
+    result = made.stack.train(with_advantages(response(), some_advantages(NUM_SAMPLES)), progress=0.0)
     assert result.metrics["train/skipped_steps"] == 2
     assert [update["train/skipped_steps"] for update in result.updates] == [1, 1]
     assert all(torch.equal(value, before[name]) for name, value in made.parameters.items())
@@ -247,5 +250,5 @@ def test_both_ranks_report_the_same(ranks: list[dict[str, Any]]):
 def test_the_fraction_of_clipped_advantages_has_one_name(kind: type[StageAlgorithm], options: dict[str, Any]):
     made = setup(kind, micro=4, **options)
     wide = torch.tensor([9.0, -9.0, 2.0, 1.0, -1.0, 0.0])
-    metrics = made.stack.train(response(), wide, progress=0.0).metrics
+    metrics = made.stack.train(with_advantages(response(), wide), progress=0.0).metrics
     assert metrics["advantage/clipped_fraction"] == pytest.approx(1 / 3)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from ranks import results_of_ranks
 from token_fakes import (
     BALANCED,
@@ -56,7 +57,7 @@ def one_update(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     made = setup(kind, **options)
     resp = resp if resp is not None else response()
-    result = made.stack.train(resp, advantages_of(resp.batch_size), progress=0.0)
+    result = made.stack.train(with_advantages(resp, advantages_of(resp.batch_size)), progress=0.0)
     return made.backend.gradients[0], result.metrics
 
 
@@ -98,7 +99,7 @@ def test_two_ranks_train_as_one_process_even_where_the_last_micro_batch_of_one_t
 
 def test_the_first_ratio_is_exactly_one_with_a_replayed_anchor():
     made = setup(ARGRPO, updates=2, micro=4)
-    result = made.stack.train(response(), advantages_of(NUM_SAMPLES), progress=0.0)
+    result = made.stack.train(with_advantages(response(), advantages_of(NUM_SAMPLES)), progress=0.0)
     assert result.updates[0]["policy/ratio_max_abs_dev"] == 0.0
     assert result.updates[1]["policy/ratio_max_abs_dev"] > 0.0
 
@@ -166,8 +167,8 @@ def test_the_penalty_is_zero_at_the_reference_and_pulls_back_elsewhere():
     _, metrics = one_update(ARGRPO, kl_coef=0.5, keep_reference=True)
     assert metrics["policy/reference_kl"] == pytest.approx(0.0, abs=1e-9)
     made = setup(ARGRPO, kl_coef=0.5, keep_reference=True, updates=2, lr=0.1)
-    made.stack.train(response(), advantages_of(NUM_SAMPLES), progress=0.0)
-    result = made.stack.train(response(), torch.zeros(NUM_SAMPLES), progress=0.0)
+    made.stack.train(with_advantages(response(), advantages_of(NUM_SAMPLES)), progress=0.0)
+    result = made.stack.train(with_advantages(response(), torch.zeros(NUM_SAMPLES)), progress=0.0)
     assert result.updates[0]["policy/reference_kl"] > result.updates[1]["policy/reference_kl"] > 0
 
 
@@ -190,7 +191,7 @@ def test_correction_scales_losses_by_the_truncated_ratio_of_trainer_to_engine():
 def test_stale_samples_are_left_out_and_counted():
     made = setup(ARGRPO, rollout_correction=RolloutCorrection(max_staleness=1))
     for expected in (0.0, 0.0, 1.0):
-        metrics = made.stack.train(response(), advantages_of(NUM_SAMPLES), progress=0.0).metrics
+        metrics = made.stack.train(with_advantages(response(), advantages_of(NUM_SAMPLES)), progress=0.0).metrics
         assert metrics["mismatch/correction/dropped_fraction"] == expected
     assert metrics["mismatch/staleness/max"] == 2.0
 
@@ -208,7 +209,7 @@ def test_at_ratio_one_all_surrogates_have_one_gradient():
 def test_the_score_function_serves_one_update():
     made = setup(ARReinforce, updates=2)
     with pytest.raises(ContractError, match="num_updates_per_batch: 1"):
-        made.stack.train(response(), advantages_of(NUM_SAMPLES), progress=0.0)
+        made.stack.train(with_advantages(response(), advantages_of(NUM_SAMPLES)), progress=0.0)
 
 
 def test_a_critic_that_knows_nothing_leaves_the_reward_as_advantage():
@@ -223,7 +224,10 @@ def test_the_critic_learns_what_the_prompt_says_of_the_reward_and_leaves_the_pol
     made = setup(ARPPO, critic_seed=3, critic_lr=5e-2, lr=1e-12, value_clip=None, lam=1.0)
     rewards = torch.tensor([1.0, -1.0, 0.5, -0.5]).repeat_interleave(3)
     resp = response(masked=False)
-    explained = [made.stack.train(resp, rewards, progress=0.0).metrics["ppo/explained_variance"] for _ in range(100)]
+    explained = [
+        made.stack.train(with_advantages(resp, rewards), progress=0.0).metrics["ppo/explained_variance"]
+        for _ in range(100)
+    ]
     assert explained[0] < 0.1
     assert explained[-1] > 0.6
 
@@ -241,9 +245,9 @@ def test_a_penalty_in_the_reward_makes_unlikely_tokens_worth_more():
     with torch.no_grad():
         for parameter in (made.algorithm.critic.value.weight, made.algorithm.critic.value.bias):
             parameter.zero_()
-    made.stack.train(response(), advantages_of(NUM_SAMPLES), progress=0.0)
+    made.stack.train(with_advantages(response(), advantages_of(NUM_SAMPLES)), progress=0.0)
     track = response().tracks["text"]
-    micro = MicroBatch(track=track, advantages=torch.zeros(NUM_SAMPLES), anchor={}, update=0, progress=0.0)
+    micro = MicroBatch(track=track.replace(advantages=torch.zeros(NUM_SAMPLES)), anchor={}, update=0, progress=0.0)
     with torch.no_grad():
         for parameter in (made.algorithm.critic.value.weight, made.algorithm.critic.value.bias):
             parameter.zero_()
@@ -271,7 +275,8 @@ def test_every_algorithm_finds_the_token_that_is_rewarded(kind: Any):
             )
         rewards = (segment.tokens == 4).float()
         made.stack.train(
-            RolloutResp(tracks={"text": track.replace(segment=segment)}), rewards - rewards.mean(), progress=0.0
+            with_advantages(RolloutResp(tracks={"text": track.replace(segment=segment)}), rewards - rewards.mean()),
+            progress=0.0,
         )
     assert float(rewards.mean()) > 0.8
 

@@ -48,11 +48,13 @@ class SpikyStack(TrainStack):
 
     spikes: tuple[int, ...] = ()
 
-    def train(self, resp: RolloutResp, advantages: Tensor, *, progress: float) -> TrainStepResult:
+    def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
         """Train, then exaggerate."""
         seen = vars(self).setdefault("seen", [])
-        seen.append((list(resp.tracks["image"].sample_ids), advantages.clone(), progress))
-        result = super().train(resp, advantages, progress=progress)
+        track = resp.tracks["image"]
+        assert track.advantages is not None
+        seen.append((list(track.sample_ids), track.advantages.clone(), progress))
+        result = super().train(resp, progress=progress)
         if len(seen) in self.spikes:
             result.metrics["train/grad_norm"] *= 1e6
         return result
@@ -525,13 +527,14 @@ def test_a_stop_event_saves_and_returns_an_incomplete_summary(tmp_path: Path):
     assert summary["is_complete"] is False and summary["num_rollouts"] == 2 and summary["eval_after"] is None
     assert run.checkpoints == ["step-000002"]
     assert run.notes.summary == summary
+    saved = json.loads((tmp_path / "checkpoints/step-000002/driver_state.json").read_text())
 
     again = Run(tmp_path, num_rollouts=5, evaluation={})
     resumed = again.trainer.run("auto")
     assert again.notes.started_at == 2 and sorted(again.notes.logged) == [3, 4, 5]
     assert resumed["is_complete"] and resumed["num_rollouts"] == 5 and resumed["num_samples"] == 60
     assert resumed["eval_before"] == summary["eval_before"]
-    assert resumed["wall_s"] > summary["wall_s"] and resumed["phases"]["train"] > summary["phases"]["train"]
+    assert resumed["wall_s"] > saved["wall_s"] > 0 and resumed["phases"]["train"] > summary["phases"]["train"]
     straight = Run(tmp_path / "straight", num_rollouts=5, evaluation={})
     assert straight.trainer.run()["eval_after"] == resumed["eval_after"]
     assert same(again.weights_at(4), straight.weights_at(4))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import AffineField, Setup, Stats, displace, rollout, sampling, setup, some_advantages
 from torch import Tensor
 from transition_cases import anchored, close, flow_transitions, micro_of, run, segment_of
@@ -289,7 +290,7 @@ def test_advantages_are_not_clipped_unless_asked():
 
 def test_the_first_update_of_a_rollout_is_never_masked():
     made = setup(FlowDPPO, threshold=1e-12, micro=4, updates=2)
-    metrics = made.stack.train(rollout(made.pipeline), some_advantages(6), progress=0.0).updates
+    metrics = made.stack.train(with_advantages(rollout(made.pipeline), some_advantages(6)), progress=0.0).updates
     assert metrics[0]["dppo/kl_max"] == 0 and metrics[0]["dppo/masked_fraction"] == 0
     assert metrics[1]["dppo/kl_max"] > 0
 

@@ -29,9 +29,9 @@ from unirl.trainer.base import TrainerSettings
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
 from unirl.trainer.vlm import VLMTrainer, count_tokens, verdict
-from unirl.types.errors import ConfigError, WorkerError
+from unirl.types.errors import ConfigError, ContractError, WorkerError
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.rollout import RolloutResp
+from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.segments import TextSegment
 
 
@@ -83,15 +83,15 @@ class Shards:
     """Stands for the stack of one rank: keeps what it is given."""
 
     def __init__(self) -> None:
-        self.given: list[tuple[RolloutResp, torch.Tensor]] = []
+        self.given: list[RolloutResp] = []
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def samples_per_unit(self) -> int:
         return 1
 
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
-    def train(self, resp: RolloutResp, advantages: torch.Tensor, *, progress: float) -> TrainStepResult:
-        self.given.append((resp, advantages))
+    def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
+        self.given.append(resp)
         return TrainStepResult({})
 
 
@@ -422,6 +422,26 @@ def test_a_last_evaluation_that_failed_is_made_up_for(tmp_path: Path):
     assert len(rest.requests) == 1
 
 
+def test_values_of_a_track_are_attached_where_its_samples_lie():
+    root = RolloutTrack(sample_ids=["a", "b", "c", "d"])
+    grown = ["a/i0", "a/i1", "b/i0", "d/i0"]  # the first worker holds three of them
+    child = RolloutTrack(sample_ids=grown, parent_ids=[name[0] for name in grown], parent_track="text")
+    with InProcess(lambda context: {}) as runtime:
+        held = runtime.hold(RolloutResp(tracks={"text": root, "image": child}))
+        held.attach("image", rewards=torch.arange(4.0), advantages=-torch.arange(4.0))
+        held.attach("text", advantages=torch.arange(4.0))
+        found = held.map(lambda resp: resp.tracks["image"].rewards.tolist())
+        assert found == [[0.0, 1.0, 2.0], [3.0]]
+        assert held.map(lambda resp: resp.tracks["text"].advantages.tolist()) == [[0.0, 1.0], [2.0, 3.0]]
+        attached = held.meta.tracks["image"]
+        assert attached.sample_ids == grown and attached.advantages is not None
+        assert torch.equal(attached.advantages, -torch.arange(4.0))
+        with pytest.raises(ContractError, match=r"track image holds 4 samples, .* {'rewards': 3}"):
+            held.attach("image", rewards=torch.zeros(3))
+        with pytest.raises(ContractError, match="there is no track 'video'; this response has"):
+            held.attach("video", rewards=torch.zeros(3))
+
+
 @pytest.mark.parametrize(
     "selection", [SampleSelection(), SampleSelection(best_of=4)], ids=["all samples", "best and worst"]
 )
@@ -439,19 +459,19 @@ def test_samples_are_dealt_to_devices_by_their_tokens_with_their_advantages(tmp_
         assert isinstance(run.runtime, InProcess) and run.runtime.num_held() == 0
         given[balance_tokens] = [vars(worker.component("stack"))["given"][0] for worker in run.runtime.workers]
 
-    def by_sample(shards: list[tuple[RolloutResp, torch.Tensor]]) -> dict[str, tuple[float, list[int], int]]:
+    def by_sample(shards: list[RolloutResp]) -> dict[str, tuple[float, list[int], int]]:
         """Advantage, tokens and update of each sample."""
         found = {}
-        for resp, advantages in shards:
+        for resp in shards:
             track = resp.tracks["text"]
-            assert isinstance(track.segment, TextSegment)
+            assert isinstance(track.segment, TextSegment) and track.advantages is not None
             tokens = [each.tolist() for each in track.segment.unpack("tokens")]
             for row, name in enumerate(track.sample_ids):
-                found[name] = (float(advantages[row]), tokens[row], row % 2)
+                found[name] = (float(track.advantages[row]), tokens[row], row % 2)
         return found
 
-    def spread(shards: list[tuple[RolloutResp, torch.Tensor]]) -> int:
-        counts = [[sum(count_tokens(resp, "text")[update::2]) for resp, _ in shards] for update in range(2)]
+    def spread(shards: list[RolloutResp]) -> int:
+        counts = [[sum(count_tokens(resp, "text")[update::2]) for resp in shards] for update in range(2)]
         return max(max(each) - min(each) for each in counts)
 
     assert by_sample(given[True]) == by_sample(given[False])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import RecordingBackend, UnexportedBundle
 from torch import Tensor, nn
 
@@ -357,7 +358,9 @@ def trained(case: str, micro: int = 2, *, is_balanced: bool = False) -> dict[str
     shard = resp.batch_size // made.backend.dp_size
     own = slice(shard * made.backend.dp_rank, shard * (made.backend.dp_rank + 1))
     for _ in range(2):
-        result = made.stack.train(resp.slice(own.start, own.stop), advantages[own].clone(), progress=0.0)
+        result = made.stack.train(
+            with_advantages(resp.slice(own.start, own.stop), advantages[own].clone()), progress=0.0
+        )
     return {"gradients": made.backend.gradients, "metrics": result.metrics}
 
 

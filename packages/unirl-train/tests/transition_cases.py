@@ -32,7 +32,7 @@ def micro_of(
 ) -> MicroBatch:
     """The whole track as one micro-batch."""
     advantages = advantages if advantages is not None else some_advantages(track.batch_size)
-    return MicroBatch(track=track, advantages=advantages, anchor=anchor or {}, update=0, progress=progress)
+    return MicroBatch(track=track.replace(advantages=advantages), anchor=anchor or {}, update=0, progress=progress)
 
 
 def anchored(made: Setup, track: RolloutTrack, shift: float = 0.0, **options: Any) -> MicroBatch:

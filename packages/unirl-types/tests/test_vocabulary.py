@@ -14,7 +14,7 @@ import torch
 from unirl.types import errors
 from unirl.types.errors import ConfigError, UniRLError, WeightSyncError, WorkerError
 from unirl.types.protocols import RolloutEngine, Scorer
-from unirl.types.roles import Collect, Dispatch, PerSample, RemoteMethod, distributed, remote_method
+from unirl.types.roles import Collect, Dispatch, RemoteMethod, distributed, remote_method
 from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
 from unirl.types.weights import WeightBucket, tensor_checksum, weight_buckets, weight_spec
 
@@ -175,7 +175,6 @@ def test_markers_are_read_from_the_class_and_its_bases():
 
 def test_a_marked_method_is_called_as_usual():
     assert Quiet().generate() == "quiet made"
-    assert PerSample([1, 2]).value == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["private", "missing", "limit", "__init__"])

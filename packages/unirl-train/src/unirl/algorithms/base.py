@@ -65,8 +65,6 @@ class MicroBatch:
     """Some samples of a track on their way through one or more backward passes."""
 
     track: RolloutTrack
-    advantages: Tensor
-    """[B] float32."""
     anchor: dict[str, Tensor]
     """Fields frozen before the first update, [B, ...] each or one value per token; empty at the first update, and where
     no anchor is taken."""
@@ -74,6 +72,13 @@ class MicroBatch:
     """Which optimizer step of this rollout, from 0."""
     progress: float
     """Fraction of the run done, in [0, 1]."""
+
+    @property
+    def advantages(self) -> Tensor:
+        """[B] float32, of the track. Raises ContractError where it has none."""
+        if self.track.advantages is None:
+            raise ContractError("this track has no advantages")
+        return self.track.advantages
 
     @property
     def segment(self) -> LatentSegment:

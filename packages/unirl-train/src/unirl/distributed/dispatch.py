@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unirl.types.batch import Batch
 from unirl.types.errors import ContractError
-from unirl.types.roles import Collect, Dispatch, PerSample
+from unirl.types.roles import Collect, Dispatch
 from unirl.types.rollout import RolloutResp
 
 
@@ -40,24 +40,16 @@ def num_samples(value: Any) -> int | None:  # Any: arguments of any role
         return value.root_track().batch_size
     if isinstance(value, Batch):
         return value.batch_size
-    if isinstance(value, PerSample):
-        return len(value.value)
     return None
 
 
 def scatter(value: Any, num_shards: int) -> list[Any]:  # Any: arguments of any role
-    """One item a rank: batches and PerSample values are cut, everything else is repeated."""
+    """One item per rank: batches are cut, everything else is repeated."""
     size = num_samples(value)
     if size is None:
         return [value] * num_shards
-    whole = value.value if isinstance(value, PerSample) else value
-    what = "a per-sample argument" if isinstance(value, PerSample) else type(value).__name__
-    bounds = shard_bounds(size, num_shards, what)
-    if num_shards == 1:
-        return [whole]
-    if isinstance(whole, Batch):
-        return [whole.slice(start, stop) for start, stop in bounds]
-    return [whole[start:stop] for start, stop in bounds]
+    bounds = shard_bounds(size, num_shards, type(value).__name__)
+    return [value] if num_shards == 1 else [value.slice(start, stop) for start, stop in bounds]
 
 
 def rank_arguments(

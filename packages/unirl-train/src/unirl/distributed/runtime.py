@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeVar, runtime_checkable
+
+from torch import Tensor
 
 from unirl.distributed.dispatch import HeldKey, collected, rank_arguments, scatter
 from unirl.types.errors import ConfigError, ContractError, UniRLError
@@ -148,13 +150,18 @@ class Worker:
 
 
 class Held:
-    """A result that stays with its producers. `meta` has ids, rewards and versions of all samples in order."""
+    """A result that stays with its producers; the driver has its ids and versions, and what it has attached itself."""
 
-    def __init__(self, runtime: Runtime, key: HeldKey, meta: RolloutResp) -> None:
+    def __init__(self, runtime: Runtime, key: HeldKey, metas: list[RolloutResp]) -> None:
         self._runtime = runtime
+        self._metas = metas
         self._is_released = False
         self.key = key
-        self.meta = meta
+
+    @property
+    def meta(self) -> RolloutResp:
+        """The metadata of all ranks' shares, in order."""
+        return collected(Collect.CONCAT, self._metas)
 
     def key_for(self, runtime: Runtime) -> HeldKey:
         """The key, for a call on `runtime`. Raises ContractError where the value does not lie with its workers."""
@@ -166,7 +173,21 @@ class Held:
 
     def map(self, function: Callable[..., ResultT], *args: Any) -> list[ResultT]:
         """function(value, *args) where the value lies; one result a rank. `function` must pickle."""
-        return self._runtime.map_held(self.key_for(self._runtime), function, args)
+        return self._runtime.map_held(self.key_for(self._runtime), function, [args] * len(self._metas))
+
+    def attach(self, track: str, **fields: Tensor) -> None:
+        """Write values of all samples of a track, [B, ...] each, into it where it lies; every rank gets its own rows.
+
+        Raises ContractError where the sizes disagree.
+        """
+        sizes = [meta.track(track).batch_size for meta in self._metas]
+        wrong = {name: len(values) for name, values in fields.items() if len(values) != sum(sizes)}
+        if wrong:
+            raise ContractError(f"track {track} holds {sum(sizes)} samples, the values to attach have {wrong}")
+        cut = {name: values.split(sizes) for name, values in fields.items()}
+        shares = [{name: parts[rank] for name, parts in cut.items()} for rank in range(len(sizes))]
+        self._runtime.map_held(self.key_for(self._runtime), _attach, [(track, share) for share in shares])
+        self._metas = [meta.with_values(track, **own) for meta, own in zip(self._metas, shares, strict=True)]
 
     def fetch(self) -> Any:  # Any: what the method that was collected by HOLD returns
         """The whole value in this process: the ranks' shares in order, joined. Heavy; the workers keep theirs."""
@@ -192,6 +213,10 @@ class Held:
 
 def _itself(value: ResultT) -> ResultT:
     return value
+
+
+def _attach(resp: RolloutResp, track: str, fields: dict[str, Tensor]) -> None:
+    resp.tracks[track] = resp.tracks[track].replace(**fields)
 
 
 class Role:
@@ -273,23 +298,25 @@ class Runtime(ABC):
                     for rank, (own, own_named) in enumerate(per_rank)
                 ]
             )
-            value = collected(Collect.CONCAT if collect is Collect.HOLD else collect, results)
+            value = None if collect is Collect.HOLD else collected(collect, results)
         except UniRLError:
             if hold_as is not None and not self.is_closed:
                 self.release(hold_as)  # the ranks that did succeed
             raise
-        return value if hold_as is None else Held(self, hold_as, value)
+        return value if hold_as is None else Held(self, hold_as, results)
 
-    def map_held(self, key: HeldKey, function: Callable[..., ResultT], args: tuple[Any, ...]) -> list[ResultT]:
-        """function(value, *args) on every rank's own held value."""
-        return self._invoke_all([(rank, "map_held", (key, function, args)) for rank in range(self.num_ranks)])
+    def map_held(
+        self, key: HeldKey, function: Callable[..., ResultT], rank_args: Sequence[tuple[Any, ...]]
+    ) -> list[ResultT]:
+        """function(value, *args) on every rank's own held value, with that rank's own args."""
+        return self._invoke_all([(rank, "map_held", (key, function, args)) for rank, args in enumerate(rank_args)])
 
     def hold(self, value: RolloutResp) -> Held:
         """Cut a response over the workers and hold it there. The rare way in; results usually stay where they arise."""
         key = HeldKey(next(self._numbers))
         shards = scatter(value, self.num_ranks)
         metas = self._invoke_all([(rank, "hold", (key, shard)) for rank, shard in enumerate(shards)])
-        return Held(self, key, collected(Collect.CONCAT, metas))
+        return Held(self, key, metas)
 
     def usage(self) -> Usage:
         """What the workers used so far, and the driver where it is a process of its own."""

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
 from unirl.train.slicing import training_slices
@@ -91,16 +90,17 @@ class TrainStack:
         self._algorithm.load_state_dict(state)
 
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
-    def train(self, resp: RolloutResp, advantages: Tensor, *, progress: float) -> TrainStepResult:
-        """Train on one rank's shard of a rollout. Every rank calls it; collectives inside.
+    def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
+        """Train on one rank's shard of a rollout, whose track holds its advantages. Every rank calls it; collectives
+        inside.
 
-        advantages: float32 [B] of this rank's samples. Raises ContractError where sizes disagree and TrainingError
-        after too many non-finite gradients in a row.
+        Raises ContractError where there are no advantages, and TrainingError after too many non-finite gradients in a
+        row.
         """
-        track = resp.tracks[self._track]
-        if advantages.shape != (track.batch_size,):
-            raise ContractError(f"advantages {tuple(advantages.shape)} for {track.batch_size} samples")
-        track = track.to(self._backend.device).replace(advantages=advantages.to(self._backend.device))
+        track = resp.track(self._track)
+        if track.advantages is None:
+            raise ContractError(f"track {self._track} has no advantages: attach them before training")
+        track = track.to(self._backend.device)
         slices = training_slices(
             track.batch_size, self._num_updates, self._micro_batch_size, self._algorithm.samples_per_unit
         )
@@ -123,10 +123,7 @@ class TrainStack:
         for update, micro_list in enumerate(slices):
             micros.append([])
             for rows in micro_list:
-                part = track.select(rows)
-                if part.advantages is None:
-                    raise ContractError("advantages were lost while slicing")
-                micro = MicroBatch(track=part, advantages=part.advantages, anchor={}, update=update, progress=progress)
+                micro = MicroBatch(track=track.select(rows), anchor={}, update=update, progress=progress)
                 if self._algorithm.uses_anchor and update > 0:
                     micro = replace(micro, anchor=self._algorithm.anchor(micro))
                 micros[-1].append(micro)

@@ -31,7 +31,6 @@ from unirl.trainer.resuming import Changes, changed_settings, check_same_algorit
 from unirl.trainer.versions import versions
 from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError, UniRLError
 from unirl.types.reward import RewardResponse
-from unirl.types.roles import PerSample
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import BaseSamplingParams
 
@@ -217,11 +216,12 @@ class Trainer(ABC, Generic[ParamsT]):
             metrics.update(pushed)
             if _due(rollout_id + 1, self._settings.media_interval):
                 self.show_rollout(resp, req, reply, advantages, rollout_id + 1)
-            resp, advantages = self._selected(resp, advantages, req.group_ids)
-            metrics["group/trained_samples"] = float(advantages.numel())
+            resp.attach(resp.meta.root_name(), advantages=advantages)
+            resp = self._selected(resp, advantages, req.group_ids)
+            metrics["group/trained_samples"] = float(resp.meta.batch_size)
         self._before_rollout = None  # from here on the weights change
         with self._clock.phase("train"):
-            result = self._stack.train(resp, PerSample(advantages), progress=progress)
+            result = self._stack.train(resp, progress=progress)
         with self._clock.phase("other"):
             resp.release()
             self._num_samples += req.batch_size
@@ -311,9 +311,8 @@ class Trainer(ABC, Generic[ParamsT]):
     def _uninformative_groups(self, req: RolloutReq, reply: RewardResponse) -> set[str]:
         return zero_variance_groups(reply.rewards, req.group_ids) if self._selection.dynamic_sampling else set()
 
-    def _selected(self, resp: Held, advantages: torch.Tensor, group_ids: list[str]) -> tuple[Held, torch.Tensor]:
-        """The samples to train on with their advantages; the response passes through the driver where some go, or move
-        to another device."""
+    def _selected(self, resp: Held, advantages: torch.Tensor, group_ids: list[str]) -> Held:
+        """The samples to train on; the response passes through the driver where some go, or move to another device."""
         divisor = self._runtime.num_ranks * self._settings.num_updates
         rows = self._selection.rows(advantages, group_ids, divisor)
         if rows is not None and len(rows) % divisor:
@@ -324,10 +323,10 @@ class Trainer(ABC, Generic[ParamsT]):
             )
         rows = self._balanced(resp, rows)
         if rows is None:
-            return resp, advantages
+            return resp
         chosen = self._runtime.hold(resp.fetch().select(rows))
         resp.release()
-        return chosen, advantages[rows]
+        return chosen
 
     def _balanced(self, resp: Held, rows: list[int] | None) -> list[int] | None:
         """The rows to train on (None: all, as they lie), dealt so that every device has as much to do."""

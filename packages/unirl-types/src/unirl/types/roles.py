@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
@@ -19,7 +19,7 @@ class Dispatch(Enum):
     SCATTER = "scatter"
     """Arguments are lists with one item a rank."""
     DP_SCATTER = "dp_scatter"
-    """Batches and `PerSample` values are cut into equal contiguous shards, one a rank; the rest is broadcast."""
+    """Batches are cut into equal contiguous shards, one per rank; the rest is broadcast."""
     RANK_ZERO = "rank_zero"
     """Only rank 0 is called. Never a method with collectives inside."""
 
@@ -69,10 +69,3 @@ def remote_method(owner: type, name: str) -> RemoteMethod:
         if isinstance(marker, RemoteMethod):
             return marker
     raise AttributeError(f"{owner.__name__}.{name} is not marked with @distributed, so a runtime cannot call it")
-
-
-@dataclass(frozen=True)
-class PerSample:
-    """Marks an argument (tensor or list) that DP_SCATTER cuts like a batch. Anything unmarked is broadcast."""
-
-    value: Any  # Any: a tensor or a list, one item a sample

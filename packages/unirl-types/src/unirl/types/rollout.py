@@ -196,6 +196,12 @@ class RolloutResp(Batch):
         """Samples of the root track, which is what select, slice and concat count; 0 without tracks."""
         return self.root_track().batch_size if self.tracks else 0
 
+    def track(self, name: str) -> RolloutTrack:
+        """The track of this name. Raises ContractError naming those there are."""
+        if name not in self.tracks:
+            raise ContractError(f"there is no track {name!r}; this response has {list(self.tracks)}")
+        return self.tracks[name]
+
     def root_name(self) -> str:
         """Name of the one track without a parent. Raises ContractError unless there is exactly one."""
         roots = [name for name, track in self.tracks.items() if track.parent_track is None]
@@ -228,6 +234,13 @@ class RolloutResp(Batch):
     def split(self) -> list[Self]:
         """One response a root group."""
         return [self.select(rows) for rows in _group_rows(self.root_track().group_ids)]
+
+    def with_values(self, track: str, **fields: Any) -> Self:  # Any: fields of RolloutTrack, one item per sample
+        """The response with other values in one of its tracks, such as `advantages` [B] of the track's samples.
+
+        Raises ContractError where there is no such track, or the values have another size.
+        """
+        return dataclasses.replace(self, tracks={**self.tracks, track: self.track(track).replace(**fields)})
 
     def metadata_only(self) -> Self:
         """The response without tensors that are large."""
