@@ -58,7 +58,7 @@ def test_an_engine_beside_another_worker_takes_the_policy_and_leaves_nothing_beh
     save_qwen3(tmp_path / "base", seed=0)
     model = save_qwen3(tmp_path / "policy", seed=1)
     builder = functools.partial(build, vllm_python, str(tmp_path / "base"), str(private))
-    with RayRuntime(builder, num_devices=1, timeout_s=300, start_timeout_s=120) as rollouts:
+    with RayRuntime(builder, num_devices=1, timeout_s=300, start_timeout_s=600) as rollouts:
         worker, vllm, folder = rollouts.role("probe").places()
         assert worker != os.getpid() and Path(folder).parent == private
         pipeline: Any = ReplayedQwen3(model)

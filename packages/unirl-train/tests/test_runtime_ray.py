@@ -30,7 +30,7 @@ def is_alive(process_id: int) -> bool:
 @pytest.fixture(scope="module")
 def runtime(ray_of_two_cores):
     """Two workers that the tests without failures share; killed by the last test that uses them."""
-    with RayRuntime(build, num_devices=2, env={"COLOUR": "blue"}, timeout_s=120, start_timeout_s=120) as runtime:
+    with RayRuntime(build, num_devices=2, env={"COLOUR": "blue"}, timeout_s=120, start_timeout_s=600) as runtime:
         yield runtime
 
 
@@ -171,7 +171,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left(runtime) -> None:
 
 
 def test_blocks_of_one_pool_hold_runtimes_of_their_own(ray_of_two_cores) -> None:
-    with DevicePool(2, start_timeout_s=60) as pool:
+    with DevicePool(2, start_timeout_s=600) as pool:
         with pytest.raises(ConfigError, match="lacks a model; set model.path"):
             RayRuntime(build_nothing, num_devices=1, block=pool.block("broken", 0, 1))
         block = pool.block("reward", 1, 2)

@@ -21,7 +21,7 @@ from unirl.types.weights import tensor_checksum
 @pytest.fixture(scope="module")
 def rollouts(ray_of_two_cores):
     """A worker with an engine, killed by the last test that uses it."""
-    with RayRuntime(build_engine, num_devices=1, timeout_s=120, start_timeout_s=120) as runtime:
+    with RayRuntime(build_engine, num_devices=1, timeout_s=120, start_timeout_s=600) as runtime:
         yield runtime
 
 
