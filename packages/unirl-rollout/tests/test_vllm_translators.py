@@ -56,7 +56,7 @@ def test_a_message_comes_back_as_it_was_and_log_probs_keep_every_bit():
     for message in (
         Start("m", {"dtype": "float32", "max_model_len": None}, False, 3),
         Generations(2, [[1, 2, 3, 4, 5]], [log_probs], ["stop"]),
-        ReceiveWeights("p", [weight_spec("a.weight", torch.zeros(2, 3, dtype=torch.bfloat16))]),
+        ReceiveWeights(3, "p", [weight_spec("a.weight", torch.zeros(2, 3, dtype=torch.bfloat16))]),
         READY,
     ):
         assert messages.decode(messages.encode(message)) == message
@@ -278,7 +278,8 @@ def test_an_environment_without_vllm_names_what_to_install(tmp_path, monkeypatch
 def test_sources_of_another_version_are_refused_by_the_process(tmp_path):
     process = EngineProcess(sys.executable, {}, tmp_path, module="unirl.rollout.engine.vllm_llm.server")
     start = Start("m", {}, uses_processes=False, policy_version=0, protocol=messages.PROTOCOL + 1)
-    with pytest.raises(ConfigError, match=r"the trainer speaks protocol 2, vLLM's environment 1\. Install the same"):
+    text = rf"speaks protocol {start.protocol}, vLLM's environment {messages.PROTOCOL}\. Install the same"
+    with pytest.raises(ConfigError, match=text):
         process.call(start, 120)
     process.stop()
 

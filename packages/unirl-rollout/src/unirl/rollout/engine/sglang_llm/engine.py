@@ -15,7 +15,8 @@ from typing import Annotated, Any, ClassVar
 from safetensors.torch import save_file
 
 from unirl.rollout.engine.base import BaseRolloutEngine
-from unirl.rollout.engine.checkpoint import adapter_specs, checkpoint_shapes, full_specs
+from unirl.rollout.engine.checkpoint import checkpoint_shapes
+from unirl.rollout.engine.push import PushReceiver
 from unirl.rollout.engine.served_text import (
     check_fits,
     check_version,
@@ -33,7 +34,7 @@ from unirl.types.protocols import PolicyStore, TextCodec
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import Precision
-from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec, unlike
+from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
 _DTYPES: dict[Precision, tuple[str, str]] = {
     "fp32": ("float32", "torch.float32"),
@@ -96,9 +97,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         self._config = json.loads((self._model / CONFIG_FILE).read_text(encoding="utf-8"))
         if url is not None and server_args:
             raise ConfigError(f"engine.server_args do nothing for a server that runs already, at {url}")
-        name, self._dtype = _DTYPES[dtype]
+        name, torch_name = _DTYPES[dtype]
         self._pipeline = pipeline
-        self._shapes = checkpoint_shapes(self._model)
         context_length = context_length or _limit(self._config, "max_position_embeddings")
         vocab_size = vocab_size or _limit(self._config, "vocab_size")
         self._limits = {"context_length": context_length, "vocab_size": vocab_size}
@@ -108,12 +108,10 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         self._start_timeout_s = start_timeout_s
         self._track = track
         self._calls = itertools.count()
-        self._policy_version = 0 if policies is None else policies.policy_version
+        self._num_files = itertools.count()
+        version = 0 if policies is None else policies.policy_version
+        self._pushes = PushReceiver(checkpoint_shapes(self._model), torch_name, version)
         self._is_ready = False
-        self._needs_push = False
-        self._announced: dict[str, WeightSpec] | None = None
-        self._received: dict[str, WeightSpec] = {}
-        self._num_bytes = 0
         self._adapter: str | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="unirl-sglang-", dir=transfer_dir))
         options: dict[str, str | int | float | bool] = {
@@ -145,8 +143,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         """
         if policy is not None:
             raise ConfigError(f"SGLang samples from the policy that was pushed, not from {policy!r}")
-        if self._needs_push:
-            raise WeightSyncError("the server's weights are not a whole policy any more; push them again")
+        self._pushes.require_usable()
         params = text_params(req)
         self._wait()
         conditions = self._pipeline.encode(req.primitives, params)
@@ -155,7 +152,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         check_fits(call, **self._limits)
         body = payload(call, self._adapter, self._images(req))
         answer = generations(self._post("/generate", body), [len(prompt) for prompt in call.prompts])
-        check_version(answer, self._policy_version)
+        check_version(answer, self._pushes.policy_version)
         segment = text_segment(answer, call, params)
         track = text_track(req, conditions, segment, self._pipeline.decode(segment), answer.policy_version)
         return RolloutResp(tracks={self._track: track})
@@ -192,7 +189,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         if self._uses_memory_saver:
             self._wait()
             self._post("/release_memory_occupation", {"tags": _TAGS})
-            self._needs_push = True
+            self._pushes.invalidate("its weights were freed by sleep")
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def wake_up(self) -> None:
@@ -211,68 +208,53 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     @property
     def policy_version(self) -> int:
         """Version of the policy that was pushed last."""
-        return self._policy_version
+        return self._pushes.policy_version
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
         """Announce a push of the whole model, see WeightReceiver."""
         if self._has_lora:
             raise ConfigError("this engine was started for LoRA adapters (engine.max_lora_rank); push the adapter")
-        self._refuse_stale(policy_version)
-        self._announced = None
-        _refuse(unlike(specs, full_specs(self._shapes, self._dtype)), "the weights do not fit the engine's model")
+        self._pushes.announce(policy_version, specs)
         folder = self._push_folder()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         for path in self._model.glob("*.json"):
             if not path.name.endswith(".index.json"):
                 shutil.copy(path, folder)
-        self._announced, self._received, self._num_bytes = {spec.name: spec for spec in specs}, {}, 0
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def receive_weights(self, bucket: WeightBucket) -> None:
         """Take a bucket, see WeightReceiver."""
-        if self._announced is None:
-            raise WeightSyncError("no push is under way: begin_weights comes first, and again after a failure")
-        announced = [self._announced[spec.name] for spec in bucket.specs if spec.name in self._announced]
-        twice = [f"twice: {spec.name}" for spec in bucket.specs if spec.name in self._received]
-        _refuse(unlike(bucket.specs, announced) + twice, "a bucket is not what was announced")
-        bucket.verify()
-        path = self._push_folder() / f"model-{len(self._received):05d}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in bucket.tensors.items()}, path, {"format": "pt"})
-        self._received.update({spec.name: spec for spec in bucket.specs})
-        self._num_bytes += bucket.num_bytes
+        path = self._push_folder() / f"model-{next(self._num_files):05d}.safetensors"
+        with self._pushes.receiving(bucket):
+            save_file({name: tensor.contiguous() for name, tensor in bucket.tensors.items()}, path, {"format": "pt"})
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def finish_weights(self, policy_version: int) -> WeightReceipt:
         """Let the server read what was received, see WeightReceiver."""
-        announced, self._announced = self._announced, None
-        missing = sorted(set(announced or {}) - set(self._received))
-        _refuse([f"missing: {name}" for name in missing], "announced tensors did not arrive")
+        push = self._pushes.finish(policy_version)
         self._wait()
-        self._needs_push = True
-        self._must(
-            "/update_weights_from_disk",
-            {
-                "model_path": str(self._push_folder()),
-                "load_format": "safetensors",
-                "flush_cache": True,
-                "weight_version": str(policy_version),
-            },
-        )
-        self._take_version(policy_version)
+        with self._pushes.loading(policy_version):
+            self._must(
+                "/update_weights_from_disk",
+                {
+                    "model_path": str(self._push_folder()),
+                    "load_format": "safetensors",
+                    "flush_cache": True,
+                    "weight_version": str(policy_version),
+                },
+            )
+            self._check_version(policy_version)
         shutil.rmtree(self._push_folder())
-        return WeightReceipt(policy_version, len(self._received), self._num_bytes, None)
+        return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, None)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig) -> WeightReceipt:
         """Swap the LoRA adapter, see WeightReceiver. Each version has a name of its own, so caches never mix them."""
         if not self._has_lora:
             raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
-        self._refuse_stale(bucket.policy_version)
-        expected = adapter_specs(list(bucket.tensors), self._shapes, self._dtype, config.rank)
-        _refuse(unlike(bucket.specs, expected), "the adapter does not fit the engine's model")
-        bucket.verify()
+        self._pushes.check_adapter(bucket, config.rank)
         name = f"policy-{bucket.policy_version}-{next(self._calls)}"
         folder = self._folder / name
         folder.mkdir()
@@ -280,35 +262,27 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         save_file(prefixed, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(config.peft()), encoding="utf-8")
         self._wait()
-        self._needs_push = True
-        if self._adapter is not None:
-            self._must("/unload_lora_adapter", {"lora_name": self._adapter})
-            shutil.rmtree(self._folder / self._adapter)
-            self._adapter = None
-        loaded = self._must("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        if name not in (loaded.get("loaded_adapters") or {}):
-            raise WeightSyncError(f"SGLang loaded adapters {loaded.get('loaded_adapters')}, but not {name}")
-        self._adapter = name
-        self._name_version(bucket.policy_version)
-        self._take_version(bucket.policy_version)
+        with self._pushes.loading(bucket.policy_version):
+            if self._adapter is not None:
+                self._must("/unload_lora_adapter", {"lora_name": self._adapter})
+                shutil.rmtree(self._folder / self._adapter)
+                self._adapter = None
+            loaded = self._must("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+            if name not in (loaded.get("loaded_adapters") or {}):
+                raise WeightSyncError(f"SGLang loaded adapters {loaded.get('loaded_adapters')}, but not {name}")
+            self._adapter = name
+            self._name_version(bucket.policy_version)
+            self._check_version(bucket.policy_version)
         return WeightReceipt(bucket.policy_version, len(bucket.tensors), bucket.num_bytes, None)
 
     def _push_folder(self) -> Path:
         return self._folder / "weights"
 
-    def _refuse_stale(self, version: int) -> None:
-        if version < self._policy_version:
-            raise WeightSyncError(
-                f"version {version} of the policy is older than the engine's version {self._policy_version}"
-            )
-
-    def _take_version(self, version: int) -> None:
-        """Believe in a push when the server answers under its version."""
+    def _check_version(self, version: int) -> None:
+        """Raise WeightSyncError unless the server answers under the version that was pushed."""
         found = (self._server.get("/model_info", self._timeout_s) or {}).get("weight_version")
         if found != str(version):
             raise WeightSyncError(f"version {version} was pushed, but SGLang says that it has {found}")
-        self._policy_version = version
-        self._needs_push = False
 
     def _name_version(self, version: int) -> None:
         self._must("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -323,7 +297,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     def _wait(self) -> None:
         if not self._is_ready:
             self._server.wait_until_ready(self._start_timeout_s)
-            self._name_version(self._policy_version)  # SGLang starts with the version "default"
+            self._name_version(self._pushes.policy_version)  # SGLang starts with the version "default"
             self._is_ready = True
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:  # Any: JSON
@@ -335,11 +309,6 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise WeightSyncError(f"SGLang's {path} did not succeed: {answer}")
         return answer
-
-
-def _refuse(lines: list[str], what: str) -> None:
-    if lines:
-        raise WeightSyncError(f"{what} ({len(lines)}):\n  " + "\n  ".join(lines[:20]))
 
 
 def _model_folder(model: str) -> Path:

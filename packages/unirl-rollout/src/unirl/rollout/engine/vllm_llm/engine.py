@@ -259,7 +259,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         """Hand a bucket over, see WeightReceiver."""
         path = self._folder / f"bucket-{next(self._num_files)}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in bucket.tensors.items()}, path)
-        self._call(ReceiveWeights(str(path), list(bucket.specs)))
+        self._call(ReceiveWeights(bucket.policy_version, str(path), list(bucket.specs)))
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def finish_weights(self, policy_version: int) -> WeightReceipt:

@@ -6,14 +6,14 @@ import importlib
 import json
 import logging
 from collections.abc import Container
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from unirl.rollout.engine.checkpoint import adapter_specs, checkpoint_shapes, full_specs
+from unirl.rollout.engine.checkpoint import checkpoint_shapes
+from unirl.rollout.engine.push import PushReceiver, refuse
 from unirl.rollout.engine.served_text import Generate, Generations
 from unirl.rollout.engine.vllm_llm.messages import (
     BeginWeights,
@@ -29,7 +29,7 @@ from unirl.rollout.engine.vllm_llm.messages import (
     WakeUp,
 )
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
-from unirl.types.weights import WeightBucket, WeightSpec, unlike
+from unirl.types.weights import WeightBucket
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +37,6 @@ EXTENSION = "unirl.rollout.engine.vllm_llm.worker_ext.WeightSyncExtension"
 PEFT_PREFIX = "base_model.model."
 _ADAPTER_ID = 1
 _ADAPTER_NAME = "policy"
-
-
-@dataclass
-class _Push:
-    """A push of the whole model under way: what was announced, and what has arrived."""
-
-    policy_version: int
-    announced: dict[str, WeightSpec]
-    received: set[str] = field(default_factory=set)
-    paths: list[str] = field(default_factory=list)
-    num_bytes: int = 0
 
 
 class EngineHost:
@@ -58,10 +47,8 @@ class EngineHost:
         folder = _model_folder(start.model)
         self._shapes = checkpoint_shapes(folder)
         self._aborts = aborts
-        self._policy_version = start.policy_version
-        self._push: _Push | None = None
+        self._paths: list[str] = []
         self._adapter: Any = None  # Any: a vllm LoRARequest, once one was pushed
-        self._unusable: str | None = None
         arguments = self._vllm.EngineArgs(
             model=str(folder),
             worker_extension_cls=EXTENSION,
@@ -72,6 +59,7 @@ class EngineHost:
             **start.engine_args,
         )
         self._engine = self._vllm.LLMEngine.from_engine_args(arguments, enable_multiprocessing=start.uses_processes)
+        self._pushes = PushReceiver(self._shapes, str(self._engine.model_config.dtype), start.policy_version)
 
     def ready(self) -> Ready:
         """What the trainer needs to know of the engine."""
@@ -110,8 +98,7 @@ class EngineHost:
 
     def generate(self, call: Generate) -> Generations:
         """Sample all prompts together, and stop early where the call is aborted."""
-        if self._unusable is not None:
-            raise WeightSyncError(f"this engine cannot generate: {self._unusable}. Push the weights again.")
+        self._pushes.require_usable()
         rows: dict[str, int] = {}
         num = len(call.prompts)
         tokens: list[list[int]] = [[] for _ in range(num)]
@@ -137,7 +124,7 @@ class EngineHost:
                         reasons[row] = completion.finish_reason
         finally:
             self._engine.abort_request(list(rows))  # nothing, where all have finished
-        return Generations(self._policy_version, tokens, log_probs, reasons)
+        return Generations(self._pushes.policy_version, tokens, log_probs, reasons)
 
     def _sampling(self, call: Generate, seed: int) -> Any:  # Any: vllm.SamplingParams
         return self._vllm.SamplingParams(
@@ -157,92 +144,48 @@ class EngineHost:
 
     def begin_weights(self, message: BeginWeights) -> Done:
         """Compare what is announced with the checkpoint that the engine was started from."""
-        self._push = None
-        self._refuse_stale(message.policy_version)
-        wrong = unlike(message.specs, full_specs(self._shapes, self._dtype))
-        if wrong:
-            raise WeightSyncError(_listing("the weights do not fit the engine's model", wrong))
-        self._push = _Push(message.policy_version, {spec.name: spec for spec in message.specs})
+        self._paths = []
+        self._pushes.announce(message.policy_version, message.specs)
         return Done()
 
     def receive_weights(self, message: ReceiveWeights) -> Done:
         """Compare a bucket with what was announced and with its checksums."""
-        push = self._require_push()
-        tensors = load_file(message.path)
-        announced = [push.announced[spec.name] for spec in message.specs if spec.name in push.announced]
-        wrong = unlike(message.specs, announced)
-        wrong += [f"twice: {spec.name}" for spec in message.specs if spec.name in push.received]
-        if wrong:
-            raise WeightSyncError(_listing("a bucket is not what was announced", wrong))
-        bucket = WeightBucket(push.policy_version, tensors, tuple(message.specs))
-        bucket.verify()
-        push.received.update(tensors)
-        push.paths.append(message.path)
-        push.num_bytes += bucket.num_bytes
+        bucket = WeightBucket(message.policy_version, load_file(message.path), tuple(message.specs))
+        with self._pushes.receiving(bucket):
+            self._paths.append(message.path)
         return Done()
 
     def finish_weights(self, message: FinishWeights) -> Loaded:
         """Load everything, once everything is there."""
-        push = self._require_push()
-        if message.policy_version != push.policy_version:
-            raise WeightSyncError(f"version {push.policy_version} was announced, {message.policy_version} is finished")
-        missing = sorted(set(push.announced) - push.received)
-        if missing:
-            raise WeightSyncError(_listing("announced tensors did not arrive", missing))
-        self._push = None
-        self._unusable = f"loading the weights of version {push.policy_version} did not end well"
-        results = self._engine.collective_rpc("unirl_reload", args=(push.paths,))
-        unbound = sorted({name for _, names in results for name in names})
-        if unbound:
-            raise WeightSyncError(_listing("parameters of vLLM's model took no value", unbound))
-        self._forget_cached()
-        self._unusable = None
-        self._policy_version = push.policy_version
-        return Loaded(push.policy_version, len(push.received), push.num_bytes, sum(num for num, _ in results))
+        push = self._pushes.finish(message.policy_version)
+        with self._pushes.loading(push.policy_version):
+            results = self._engine.collective_rpc("unirl_reload", args=(self._paths,))
+            unbound = sorted({name for _, names in results for name in names})
+            refuse("parameters of vLLM's model took no value", unbound)
+            self._forget_cached()
+        return Loaded(push.policy_version, push.num_tensors, push.num_bytes, sum(num for num, _ in results))
 
     def load_adapter(self, message: LoadAdapter) -> Loaded:
         """Put the adapter of a folder in the place of the last one."""
-        self._refuse_stale(message.policy_version)
         if self._engine.vllm_config.lora_config is None:
             raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
         folder = Path(message.folder)
         saved = load_file(folder / "adapter_model.safetensors")
         tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved.items()}
         rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
-        expected = adapter_specs(list(tensors), self._shapes, self._dtype, rank)
-        wrong = unlike(message.specs, expected)
-        if wrong:
-            raise WeightSyncError(_listing("the adapter does not fit the engine's model", wrong))
         bucket = WeightBucket(message.policy_version, tensors, tuple(message.specs))
-        bucket.verify()
+        self._pushes.check_adapter(bucket, rank)
         request = self._vllm.lora.request.LoRARequest
-        self._unusable = f"loading the adapter of version {message.policy_version} did not end well"
-        self._engine.add_lora(request(_ADAPTER_NAME, _ADAPTER_ID, str(folder), load_inplace=True))
-        results = self._engine.collective_rpc("unirl_adapter", args=(_ADAPTER_ID,))
-        for num_acting, idle in results:
-            if idle or 2 * num_acting != len(tensors):
-                idle = idle or [f"{2 * num_acting} of {len(tensors)} tensors act"]
-                raise WeightSyncError(_listing("layers of the adapter act on nothing in vLLM's model", idle))
-        self._adapter = request(_ADAPTER_NAME, _ADAPTER_ID, str(folder))
-        self._forget_cached()
-        self._unusable = None
-        self._policy_version = message.policy_version
+        with self._pushes.loading(message.policy_version):
+            self._engine.add_lora(request(_ADAPTER_NAME, _ADAPTER_ID, str(folder), load_inplace=True))
+            results = self._engine.collective_rpc("unirl_adapter", args=(_ADAPTER_ID,))
+            for num_acting, idle in results:
+                if idle or 2 * num_acting != len(tensors):
+                    idle = idle or [f"{2 * num_acting} of {len(tensors)} tensors act"]
+                    refuse("layers of the adapter act on nothing in vLLM's model", idle)
+            self._adapter = request(_ADAPTER_NAME, _ADAPTER_ID, str(folder))
+            self._forget_cached()
         return Loaded(message.policy_version, len(tensors), bucket.num_bytes, results[0][0])
-
-    @property
-    def _dtype(self) -> str:
-        return str(self._engine.model_config.dtype)
-
-    def _refuse_stale(self, version: int) -> None:
-        if version < self._policy_version:
-            raise WeightSyncError(
-                f"version {version} of the policy is older than the engine's version {self._policy_version}"
-            )
-
-    def _require_push(self) -> _Push:
-        if self._push is None:
-            raise WeightSyncError("no push is under way: begin_weights comes first, and again after a failure")
-        return self._push
 
     def _forget_cached(self) -> None:
         """Keys and values of the old weights. Raises WeightSyncError where vLLM keeps them."""
@@ -257,13 +200,8 @@ class EngineHost:
         """Free device memory. After level 2 the weights must be pushed before the engine generates again."""
         self._engine.sleep(level=message.level)
         if message.level == 2:
-            self._unusable = "its weights were dropped by sleep level 2"
+            self._pushes.invalidate("its weights were dropped by sleep level 2")
         return Done()
-
-
-def _listing(what: str, lines: list[str], limit: int = 20) -> str:
-    rest = f"\n  and {len(lines) - limit} more" if len(lines) > limit else ""
-    return f"{what} ({len(lines)}):\n  " + "\n  ".join(lines[:limit]) + rest
 
 
 def _vllm() -> Any:  # Any: an optional module

@@ -14,7 +14,7 @@ from unirl.rollout.engine.served_text import Generate, Generations
 from unirl.types.errors import ContractError
 from unirl.types.weights import WeightSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change of a message; both sides compare."""
 
 
@@ -64,6 +64,7 @@ class BeginWeights:
 class ReceiveWeights:
     """Some of the announced tensors, in a safetensors file that the receiver may read until the push ends."""
 
+    policy_version: int
     path: str
     specs: list[WeightSpec]
 

@@ -1,0 +1,145 @@
+"""The receiving side of a weight push: what was announced, what has arrived, and which policy the engine has.
+
+    announce -> receiving (per bucket) -> finish -> loading -> the new version
+
+Any step may raise WeightSyncError. Until `loading` begins the engine keeps the policy it has; a `loading` that fails
+leaves weights that are no whole policy, and `require_usable` refuses them until a push succeeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from unirl.rollout.engine.checkpoint import adapter_specs, full_specs
+from unirl.types.errors import WeightSyncError
+from unirl.types.weights import WeightBucket, WeightSpec, unlike
+
+_MAX_LINES = 20
+
+
+@dataclass
+class _OpenPush:
+    policy_version: int
+    announced: dict[str, WeightSpec]
+    received: set[str] = field(default_factory=set)
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CompletePush:
+    """A push of which every announced tensor has arrived."""
+
+    policy_version: int
+    num_tensors: int
+    num_bytes: int
+
+
+class PushReceiver:
+    """Checks the pushes to one engine, and knows the version of its policy.
+
+    shapes: tensor name -> shape of the checkpoint that the engine was started from (`checkpoint_shapes`).
+    dtype: of the engine's weights as torch writes it, such as "torch.bfloat16".
+    policy_version: of the policy that the engine was started with.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: str, policy_version: int) -> None:
+        self._shapes = shapes
+        self._dtype = dtype
+        self._policy_version = policy_version
+        self._push: _OpenPush | None = None
+        self._defect: str | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the policy that was loaded last."""
+        return self._policy_version
+
+    def announce(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
+        """Open a push of the whole model, and drop one that was left unfinished.
+
+        Raises WeightSyncError for an older version than the engine's, and for tensors that are not the checkpoint's.
+        """
+        self._push = None
+        self._refuse_stale(policy_version)
+        refuse("the weights do not fit the engine's model", unlike(specs, full_specs(self._shapes, self._dtype)))
+        self._push = _OpenPush(policy_version, {spec.name: spec for spec in specs})
+
+    @contextmanager
+    def receiving(self, bucket: WeightBucket) -> Generator[None]:
+        """Inside, the caller keeps the bucket's tensors; they count as received where that raises nothing.
+
+        Raises WeightSyncError where no push is open, and where the bucket is of another version, holds tensors that
+        were not announced or came before, or does not match its checksums.
+        """
+        push = self._require_open()
+        if bucket.policy_version != push.policy_version:
+            raise WeightSyncError(
+                f"version {push.policy_version} was announced, the bucket is of version {bucket.policy_version}"
+            )
+        announced = [push.announced[spec.name] for spec in bucket.specs if spec.name in push.announced]
+        twice = [f"twice: {spec.name}" for spec in bucket.specs if spec.name in push.received]
+        refuse("a bucket is not what was announced", unlike(bucket.specs, announced) + twice)
+        bucket.verify()
+        yield
+        push.received.update(spec.name for spec in bucket.specs)
+        push.num_bytes += bucket.num_bytes
+
+    def finish(self, policy_version: int) -> CompletePush:
+        """Close the push, which is dropped where this raises.
+
+        Raises WeightSyncError where no push is open, for another version than was announced, and for tensors that did
+        not arrive.
+        """
+        push = self._require_open()
+        self._push = None
+        if policy_version != push.policy_version:
+            raise WeightSyncError(f"version {push.policy_version} was announced, {policy_version} is finished")
+        missing = sorted(set(push.announced) - push.received)
+        refuse("announced tensors did not arrive", [f"missing: {name}" for name in missing])
+        return CompletePush(push.policy_version, len(push.received), push.num_bytes)
+
+    def check_adapter(self, bucket: WeightBucket, rank: int) -> None:
+        """Raise WeightSyncError for an adapter that is older than the engine, does not fit it, or arrived changed."""
+        self._refuse_stale(bucket.policy_version)
+        expected = adapter_specs(list(bucket.tensors), self._shapes, self._dtype, rank)
+        refuse("the adapter does not fit the engine's model", unlike(bucket.specs, expected))
+        bucket.verify()
+
+    @contextmanager
+    def loading(self, policy_version: int) -> Generator[None]:
+        """Inside, the caller changes the engine's weights; the engine has the new version where that raises nothing."""
+        self.invalidate(f"loading the weights of version {policy_version} did not end well")
+        yield
+        self._defect = None
+        self._policy_version = policy_version
+
+    def invalidate(self, reason: str) -> None:
+        """Refuse to generate, for this reason, until a push succeeds."""
+        self._defect = reason
+
+    def require_usable(self) -> None:
+        """Raise WeightSyncError where the engine's weights are no whole policy."""
+        if self._defect is not None:
+            raise WeightSyncError(
+                f"this engine cannot generate: {self._defect}. Its weights are no whole policy; push them again."
+            )
+
+    def _refuse_stale(self, version: int) -> None:
+        if version < self._policy_version:
+            raise WeightSyncError(
+                f"version {version} of the policy is older than the engine's version {self._policy_version}"
+            )
+
+    def _require_open(self) -> _OpenPush:
+        if self._push is None:
+            raise WeightSyncError("no push is under way: begin_weights comes first, and again after a failure")
+        return self._push
+
+
+def refuse(what: str, lines: Sequence[str]) -> None:
+    """Raise WeightSyncError with the first lines and the number of all; do nothing where there are none."""
+    if lines:
+        rest = f"\n  and {len(lines) - _MAX_LINES} more" if len(lines) > _MAX_LINES else ""
+        raise WeightSyncError(f"{what} ({len(lines)}):\n  " + "\n  ".join(lines[:_MAX_LINES]) + rest)
