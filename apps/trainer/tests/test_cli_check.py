@@ -15,7 +15,7 @@ from unirl.config.catalog import available, packaged_name
 from unirl.config.check import OPTION_SECTIONS, build_values, check_recipe
 from unirl.config.instantiation import import_target
 from unirl.config.recipes import compose, render, resolve
-from unirl.config.rules import Machine, async_reward_has_chunks
+from unirl.config.rules import Machine, async_reward_has_chunks, rollout_log_probs_are_replayed_ones
 from unirl.config.signatures import read_target
 from unirl.types.errors import ConfigError
 
@@ -455,6 +455,55 @@ def test_every_number_of_a_packaged_recipe_declares_bounds_that_its_class_enforc
         elif not known and not is_enforced(path, name):
             idle.add(f"{path}.{name}")
     assert not loose and not idle, (sorted(loose), sorted(idle))
+
+
+HALF = {"sampling.autocast_precision": "bf16"}
+ROLLOUT = {"algorithm.old_logp_source": "rollout"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            GRPO,
+            HALF,
+            "algorithm.old_logp_source = rollout with sampling.autocast_precision = bf16: a forward of the rollout has "
+            "engine.forward_batch_size = 192 rows, one of the replay 288, and half precision rounds other numbers of "
+            "rows otherwise, by as much as DiffusionGRPO clips. Set algorithm.old_logp_source: auto, or sample",
+        ),
+        ("diffusion/sd3_trainside", {}, "engine.forward_batch_size = 16 rows, one of the replay 3,"),
+        ("diffusion/sd3_flowgrpo", {}, "sampling.autocast_precision = bf16: a forward of the rollout"),
+        (
+            GRPO,
+            {**HALF, "algorithm.rows_per_forward": 192},
+            "engine.forward_batch_size = 192 rows, one of the replay 96 or 192",
+        ),
+        (GRPO, {**HALF, "algorithm.step_fraction": 0.5}, "one of the replay an unknown number of,"),
+        ("diffusion/sd3_shapes_guard", {}, "GRPOGuard compares transition means, which a rollout does not keep. Set"),
+        (
+            GRPO,
+            {"engine._target_": "unirl.rollout.engine.base.DiffusionRolloutEngine"},
+            "takes the log-probs of DiffusionRolloutEngine, whose weights or precision are not the trainer's",
+        ),
+    ],
+)
+def test_a_clip_on_the_rollouts_log_probs_is_refused_where_replay_gives_others(recipes, name, changes, message):
+    recipe = changed(recipes[name], {**ROLLOUT, **changes})
+    assert message in " ".join(rollout_log_probs_are_replayed_ones(recipe))
+    assert not list(rollout_log_probs_are_replayed_ones(changed(recipe, {"algorithm.old_logp_source": "auto"})))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (GRPO, {}),  # float32: other numbers of rows differ by rounding, 2e-7 where the clip is 5e-3
+        (GRPO, {**HALF, "engine.forward_batch_size": 288}),
+        (GRPO, {**HALF, "algorithm.rows_per_forward": 48, "engine.forward_batch_size": 48}),
+        ("diffusion/sd3_shapes_ddpo", {**HALF, "algorithm.estimator": "score_function", "algorithm.clip_range": None}),
+    ],
+)
+def test_the_rollouts_log_probs_are_taken_where_they_are_those_of_replay_or_not_clipped(recipes, name, changes):
+    assert not list(rollout_log_probs_are_replayed_ones(changed(recipes[name], {**ROLLOUT, **changes})))
 
 
 def test_several_mistakes_are_reported_together(recipes):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,34 @@ def log_probs_fit(recipe: Recipe) -> Messages:
                 f"algorithm.{key} = {value} is in nats per latent element, whatever the kernel's reduction, and "
                 f"masks nothing. Divide it by the number of elements (1e-5 is usual), or write .inf."
             )
+
+
+def rollout_log_probs_are_replayed_ones(recipe: Recipe) -> Messages:
+    """A clip on the rollout's log-probs of denoising steps gets those that replay would give, to float32's rounding."""
+    algorithm, name = recipe["algorithm"], str(recipe["algorithm"].get(TARGET)).rsplit(".", 1)[-1]
+    target = read_target(str(algorithm.get(TARGET)))
+    is_clipped = "clip_range" in target.parameters and algorithm.get("estimator") != "score_function"
+    if algorithm.get("old_logp_source") != "rollout" or not target.constants.get("requires_sde") or not is_clipped:
+        return
+    fix = "Set algorithm.old_logp_source: auto."
+    if target.constants.get("keeps_anchor_means"):
+        yield f"{name} compares transition means, which a rollout does not keep. {fix}"
+        return
+    engine = str(recipe["engine"].get(TARGET))
+    if _constant(engine, "has_trainer_logp") is False:
+        yield (
+            f"algorithm.old_logp_source = rollout takes the log-probs of {engine.rsplit('.', 1)[-1]}, whose weights or "
+            f"precision are not the trainer's: the first ratio would not be 1, and {name} clips it. {fix}"
+        )
+    half = [f"{place} = {value}" for place, value in _precisions(recipe).items() if value != "fp32"]
+    rollout, replay = recipe["engine"].get("forward_batch_size"), _replayed_rows(recipe)
+    if half and isinstance(rollout, int) and replay != {rollout}:
+        rows = "an unknown number of" if replay is None else " or ".join(map(str, sorted(replay)))
+        yield (
+            f"algorithm.old_logp_source = rollout with {half[0]}: a forward of the rollout has "
+            f"engine.forward_batch_size = {rollout} rows, one of the replay {rows}, and half precision rounds other "
+            f"numbers of rows otherwise, by as much as {name} clips. {fix[:-1]}, or sample and train in fp32."
+        )
 
 
 def score_function_is_on_policy(recipe: Recipe) -> Messages:
@@ -693,6 +721,7 @@ RULES: tuple[Callable[[Recipe], Messages], ...] = (
     eta_in_range,
     algorithm_has_its_steps,
     log_probs_fit,
+    rollout_log_probs_are_replayed_ones,
     score_function_is_on_policy,
     tokens_meet_their_parts,
     tokens_can_be_replayed,
@@ -784,6 +813,43 @@ def _no_stochastic_steps(recipe: Recipe) -> str | None:
         if value == 0 or value == []:
             return f"sampling.scheduler.{name} = {value}"
     return None
+
+
+def _precisions(recipe: Recipe) -> dict[str, str]:
+    """What rollout and replay compute in, by place."""
+    autocast = _sampling(recipe).get("autocast_precision", _default(recipe, "autocast_precision") or "fp32")
+    weights = (recipe["backend"].get("fsdp") or {}).get("param_dtype", "fp32")
+    return {"sampling.autocast_precision": autocast, "backend.fsdp.param_dtype": weights}
+
+
+def _replayed_rows(recipe: Recipe) -> set[int] | None:
+    """Rows of the forwards that replay a micro-batch; None where only the run can tell."""
+    micro, most = recipe["stack"].get("micro_batch_size"), recipe["algorithm"].get("rows_per_forward")
+    steps = None if recipe["algorithm"].get("step_fraction", 1) != 1 else _num_stochastic_steps(recipe)
+    if not isinstance(micro, int):
+        return None
+    if isinstance(most, int) and most > 0 and micro % most == 0:
+        return {most}  # whatever the number of steps
+    if steps is None:
+        return None
+    total = micro * steps
+    if not isinstance(most, int) or most <= 0 or most >= total:
+        return {total}
+    return {most, total % most} - {0}
+
+
+def _num_stochastic_steps(recipe: Recipe) -> int | None:
+    """How many steps of a rollout are stochastic; None where a scheduler of its own decides."""
+    sampling, steps = _sampling(recipe), _num_steps(recipe)
+    explicit, scheduler = sampling.get("sde_indices"), sampling.get("scheduler")
+    if isinstance(explicit, Sequence):
+        return len(explicit)
+    if not isinstance(scheduler, Mapping):
+        return steps
+    if str(scheduler.get(TARGET)).endswith(".AllSteps"):
+        return steps - bool(scheduler.get("exclude_last"))
+    found = [scheduler[name] for name in ("num_sde_steps", "window_size") if isinstance(scheduler.get(name), int)]
+    return found[0] if found else None
 
 
 def _pretrained(recipe: Recipe) -> str | None:
