@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from unirl.models.adapter import DiffusionAdapter, check_multiples, require_condition
+from unirl.models.adapter import DiffusionAdapter, check_multiples, require_condition, select_rows
 from unirl.models.guidance import Guidance, classifier_free, require_negative_prompt
 from unirl.sde.loop import Velocity
 from unirl.types.conditions import Condition, TextEmbedCondition, TextTokenCondition
@@ -120,18 +120,17 @@ class TwoExpertAdapter(DiffusionAdapter):
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
         # As in diffusers' WanPipeline: the first scale alone decides whether there is guidance at all.
         scale_2 = params.guidance_scale_2 if params.uses_guidance and params.guidance_scale_2 else params.guidance_scale
-        text = require_condition(conditions, "text", TextEmbedCondition)
-        negative = conditions.get("negative_text")
-        assert negative is None or isinstance(negative, TextEmbedCondition)
+        conditional = {"text": conditions["text"]}
+        negative = {"text": conditions["negative_text"]} if params.uses_guidance else None
 
         def expert_velocity(name: str, scale: float, rows: list[int], x: Tensor, sigma: Tensor, step: Tensor) -> Tensor:
             expert = self.bundle.modules[name]
 
-            def predict(x_R: Tensor, sigma_R: Tensor, text_R: TextEmbedCondition) -> Tensor:
-                return expert(x_R, sigma_R, text_R.pooled)
+            def predict(x_R: Tensor, sigma_R: Tensor, conditions_R: Conditions) -> Tensor:
+                return expert(x_R, sigma_R, require_condition(conditions_R, "text", TextEmbedCondition).pooled)
 
-            part = None if negative is None else negative.select(rows)
-            guided = classifier_free(predict, text.select(rows), part, Guidance(scale))
+            part = None if negative is None else select_rows(negative, rows)
+            guided = classifier_free(predict, select_rows(conditional, rows), part, Guidance(scale))
             index = torch.tensor(rows)
             return guided(x[index], sigma[index], step[index])
 

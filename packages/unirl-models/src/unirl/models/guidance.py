@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from unirl.models.adapter import num_rows as count_rows
+from unirl.models.adapter import select_rows
 from unirl.sde.loop import Velocity
-from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError, ContractError
+from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
-
-C = TypeVar("C", bound=Condition)
 
 INTERVAL_KEY = "guidance_interval"
 """Name in `sampler_kwargs` of the two sigmas between which rows are guided."""
@@ -74,15 +74,27 @@ def require_negative_prompt(params: DiffusionSamplingParams) -> str:
     return params.negative_prompt
 
 
+def extrapolate(cond_R: Tensor, uncond_R: Tensor, scale: float) -> Tensor:
+    """v_uncond + scale (v_cond - v_uncond), elementwise."""
+    return uncond_R + scale * (cond_R - uncond_R)
+
+
 def classifier_free(
-    predict: Callable[[Tensor, Tensor, C], Tensor], conditional: C, unconditional: C | None, guidance: Guidance
+    predict: Callable[[Tensor, Tensor, Conditions], Tensor],
+    conditional: Conditions,
+    unconditional: Conditions | None,
+    guidance: Guidance,
+    *,
+    combine: Callable[[Tensor, Tensor, float], Tensor] = extrapolate,
 ) -> Velocity:
     """The guided velocity of R rows, one call of `predict` a step.
 
-    predict(x [R', ...], sigma [R'], condition of R' rows) -> velocity [R', ...]; R' is R, plus one row for each guided
+    predict(x [R', ...], sigma [R'], conditions of R' rows) -> velocity [R', ...]; R' is R, plus one row for each guided
     row, placed first.
-    conditional, unconditional: one row per row of x. Raises ContractError where guidance is on and the second is
-    absent or of another size.
+    conditional: one row per row of x in every slot. unconditional: the slots that differ without the prompt, of the
+    same kinds; a slot it leaves out (a reference image) is the same in both.
+    combine(conditional, unconditional, scale) -> float32 of guided rows alone, for families that rescale the result.
+    Raises ContractError where guidance is on and `unconditional` is absent, names another slot or has another size.
     """
     if not guidance.is_on:
 
@@ -91,14 +103,15 @@ def classifier_free(
             return predict(x_R, sigma_R, conditional).float()
 
         return plain
-    if unconditional is None or unconditional.batch_size != conditional.batch_size:
-        got = None if unconditional is None else unconditional.batch_size
+    num_rows = count_rows(conditional)
+    sizes = {name: condition.batch_size for name, condition in (unconditional or {}).items()}
+    if not unconditional or set(sizes) - set(conditional) or set(sizes.values()) != {num_rows}:
         raise ContractError(
-            f"guidance {guidance.scale} needs one unconditional row per conditional row: {conditional.batch_size} "
-            f"conditional, {got} unconditional"
+            f"guidance {guidance.scale} needs one unconditional row per conditional row, in slots of the conditional "
+            f"ones: {num_rows} conditional rows of {sorted(conditional)}, unconditional {sizes or None}"
         )
-    everything = type(conditional).concat([unconditional, conditional])
-    num_rows = conditional.batch_size
+    without = {**conditional, **unconditional}
+    everything = {name: type(value).concat([without[name], value]) for name, value in conditional.items()}
 
     def guided(x_R: Tensor, sigma_R: Tensor, step_R: Tensor) -> Tensor:
         del step_R
@@ -108,11 +121,11 @@ def classifier_free(
         if rows is None:
             both = predict(torch.cat([x_R, x_R]), torch.cat([sigma_R, sigma_R]), everything).float()
             uncond, cond = both.split([num_rows, num_rows])
-            return uncond + guidance.scale * (cond - uncond)
+            return combine(cond, uncond, guidance.scale)
         index = torch.tensor(rows, device=x_R.device)
-        chosen = everything.select([*rows, *range(num_rows, 2 * num_rows)])
+        chosen = select_rows(everything, [*rows, *range(num_rows, 2 * num_rows)])
         both = predict(torch.cat([x_R[index], x_R]), torch.cat([sigma_R[index], sigma_R]), chosen).float()
         uncond, cond = both.split([len(rows), num_rows])
-        return cond.index_copy(0, index, uncond + guidance.scale * (cond[index] - uncond))
+        return cond.index_copy(0, index, combine(cond[index], uncond, guidance.scale))
 
     return guided

@@ -90,7 +90,7 @@ class SD3Adapter(DiffusionAdapter):
         guidance = Guidance.from_params(params)
         text = require_condition(conditions, "text", TextEmbedCondition)
         negative = require_condition(conditions, "negative_text", TextEmbedCondition) if guidance.is_on else None
-        return classifier_free(self._predict, text, negative, guidance)
+        return classifier_free(self._predict, {"text": text}, None if negative is None else {"text": negative}, guidance)
 
     def decode(self, latents: Tensor) -> Images:
         """[B, 3, H, W] float32 in [0, 1], `decode_batch_size` images at a time."""
@@ -122,7 +122,8 @@ class SD3Adapter(DiffusionAdapter):
     def _patch_size(self) -> int:
         return self.bundle.transformer.config["patch_size"]
 
-    def _predict(self, x_R: Tensor, sigma_R: Tensor, text: TextEmbedCondition) -> Tensor:
+    def _predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions) -> Tensor:
+        text = require_condition(conditions, "text", TextEmbedCondition)
         transformer = self.bundle.transformer
         # The first weight, not `transformer.dtype`: adapters in another dtype may follow it.
         dtype = next(transformer.parameters()).dtype
