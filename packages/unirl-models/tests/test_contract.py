@@ -36,7 +36,7 @@ def _params(**changes: Any) -> DiffusionSamplingParams:
 @pytest.fixture(scope="module")
 def sd3(sd3_bundle: SD3Bundle) -> Case:
     bundle = sd3_bundle
-    frozen: list[nn.Module] = [bundle.vae, *bundle.text.modules()]
+    frozen: list[nn.Module] = [bundle.vae, *bundle.text.encoders.values()]
     return Case(SD3Pipeline(bundle, FlowSDEStrategy()), _params(), frozen)
 
 

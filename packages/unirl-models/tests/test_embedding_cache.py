@@ -13,13 +13,14 @@ class Encoder:
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
 
-    def __call__(self, texts: list[str]) -> Embedding:
+    def __call__(self, texts: list[str]) -> list[Embedding]:
         self.batches.append(texts)
-        return {"embeds": torch.tensor([[float(len(text))] * 4 for text in texts])}
+        return [{"embeds": torch.full((4,), float(len(text)))} for text in texts]
 
 
 def _lookup(cache: EmbeddingCache, encoder: Encoder, texts: list[str]) -> list[float]:
-    return cache.lookup(texts, lambda text: content_key("test", text), encoder, batch_size=2)["embeds"][:, 0].tolist()
+    rows = cache.lookup(texts, lambda text: content_key("test", text), encoder, batch_size=2)
+    return [row["embeds"][0].item() for row in rows]
 
 
 def test_unique_unknown_texts_are_encoded_in_batches_and_gathered() -> None:

@@ -49,11 +49,11 @@ def test_only_the_model_folders_import_a_framework() -> None:
 
 
 def test_sd3_without_diffusers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    importlib.import_module("unirl.models.sd3.export")
-    monkeypatch.delitem(sys.modules, "unirl.models.sd3.export")
+    importlib.import_module("unirl.models.sd3.bundle")
+    monkeypatch.delitem(sys.modules, "unirl.models.sd3.bundle")
     monkeypatch.setitem(sys.modules, "diffusers.models.transformers.transformer_sd3", None)
     with pytest.raises(ImportError, match=r"pip install 'unirl-models\[diffusers\]'"):
-        importlib.import_module("unirl.models.sd3.export")
+        importlib.import_module("unirl.models.sd3.bundle")
 
 
 def test_language_models_without_transformers_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

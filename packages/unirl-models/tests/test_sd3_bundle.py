@@ -33,15 +33,16 @@ def test_only_the_transformer_trains(sd3_bundle: SD3Bundle) -> None:
     bundle = sd3_bundle
     assert set(bundle.trainable_modules()) == {"transformer"}
     assert all(p.requires_grad for p in bundle.transformer.parameters())
-    for module in (bundle.vae, bundle.text_encoder, bundle.text_encoder_2, bundle.text_encoder_3):
-        assert module is not None and not module.training
+    assert set(bundle.text.encoders) == {"text_encoder", "text_encoder_2", "text_encoder_3"}
+    for module in (bundle.vae, *bundle.text.encoders.values()):
+        assert not module.training
         assert not any(p.requires_grad for p in module.parameters())
     classes = {type(module).__name__ for module in bundle.transformer.modules()}
     assert set(bundle.block_class_names) <= classes
     names = [name for name, _ in bundle.transformer.named_modules()]
     for target in bundle.lora_target_modules:
         assert any(name.endswith(f".{target}") for name in names)
-    assert bundle.tokenizer is not None and bundle.tokenizer_2 is not None and bundle.tokenizer_3 is not None
+    assert set(bundle.text.tokenizers) == {"tokenizer", "tokenizer_2", "tokenizer_3"}
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -107,8 +108,9 @@ def test_an_unknown_dtype_is_refused_before_loading() -> None:
 
 def test_a_checkpoint_without_t5_loads_and_t5_can_be_left_out(sd3_folder: Path, sd3_without_t5: Path) -> None:
     for bundle in (SD3Bundle(str(sd3_without_t5)), SD3Bundle(str(sd3_folder), load_t5=False)):
-        assert bundle.text_encoder_3 is None and bundle.tokenizer_3 is None
-        embeds, _ = bundle.text.encode(["a cat"], 16)
+        assert set(bundle.text.encoders) == {"text_encoder", "text_encoder_2"}
+        assert set(bundle.text.tokenizers) == {"tokenizer", "tokenizer_2"}
+        embeds = bundle.text.encode(["a cat"], 16).embeds
         assert embeds.shape == (1, 77 + 16, 48) and bool((embeds[:, 77:] == 0).all())
 
 
@@ -126,8 +128,11 @@ def pipeline(sd3_bundle: SD3Bundle) -> SD3Pipeline:
         ({"height": 30}, r"height = 30 is not a multiple of 4 \(VAE 2 x patch 2\). Use height = 28 or 32"),
         ({"width": 2}, "Use width = 4"),
         ({"width": 128}, r"width = 128 is 32 patches.*has 16. Use at most 64"),
-        ({"num_frames": 5}, "SD3 makes images"),
-        ({"guidance_scale_2": 2.0}, "guidance_scale_2 = 2.0: SD3 has only guidance_scale"),
+        ({"num_frames": 5}, r"num_frames = 5 means nothing to SD3. Set sampling.num_frames: 1\."),
+        (
+            {"guidance_scale_2": 2.0},
+            r"guidance_scale_2 = 2.0 means nothing to SD3. Set .*guidance_scale_2: null",
+        ),
         ({"sampler_kwargs": {"skip_layers": [7]}}, r"\['skip_layers'\] mean nothing to SD3"),
         ({"max_sequence_length": 1000}, r"max_sequence_length = 1000 must lie in 1\.\.512"),
     ],
@@ -199,7 +204,7 @@ def test_dropped_encoders_still_serve_known_prompts(sd3_folder: Path, tmp_path: 
     assert isinstance(pipeline.bundle, SD3Bundle)
     before = pipeline.encode({"text": Texts(texts=["a cat"])}, _params())
     pipeline.bundle.drop_text_encoders()
-    assert pipeline.bundle.text_encoder is None and pipeline.bundle.text.is_dropped
+    assert pipeline.bundle.text.is_dropped
     assert pipeline.encode({"text": Texts(texts=["a cat"])}, _params())["text"].equals(before["text"])
     with pytest.raises(ConfigError, match=r"text encoders were dropped; the first is 'a dog'.*before drop_text"):
         pipeline.encode({"text": Texts(texts=["a cat", "a dog"])}, _params())
@@ -293,7 +298,7 @@ def test_lora_keys_may_carry_the_adapter_name(sd3_bundle: SD3Bundle, tmp_path: P
     }
     with pytest.raises(ContractError, match="has rank 2; the export says rank = 4"):
         bundle.export_lora(str(tmp_path), {"transformer": state}, rank=4, alpha=4, target_modules=["attn.to_q"])
-    with pytest.raises(ContractError, match="SD3 trains one component"):
+    with pytest.raises(ContractError, match=r"SD3 trains \['transformer'\]; got the components \['vae'\]"):
         bundle.export_lora(str(tmp_path), {"vae": state}, rank=2, alpha=2, target_modules=["attn.to_q"])
     with pytest.raises(ContractError, match="is no LoRA weight"):
         wrong = {"transformer": {"proj_out.weight": torch.ones(2, 2)}}

@@ -8,7 +8,7 @@ Shape letters: see `unirl.models`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar, TypeVar
 
 from torch import Tensor
@@ -23,6 +23,15 @@ from unirl.types.sampling import DiffusionSamplingParams
 # The model's clock: a flow-matching transformer is fed 1000 sigma. Kept in float: int timesteps would merge noise
 # levels that a fine or shifted schedule tells apart.
 TIMESTEPS_PER_SIGMA = 1000.0
+
+NEUTRAL: Mapping[str, float | None] = {
+    "num_frames": 1,
+    "guidance_scale": 1.0,
+    "guidance_scale_2": None,
+    "distilled_guidance_scale": None,
+    "max_sequence_length": None,
+}
+"""Sampling parameters that not every family has, with the value that asks for nothing."""
 
 C = TypeVar("C", bound=Condition)
 
@@ -94,6 +103,25 @@ def check_multiples(params: DiffusionSamplingParams, multiple: int, *, reason: s
             below = value // multiple * multiple
             nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
             raise ConfigError(f"{name} = {value} is not a multiple of {multiple} ({reason}). Use {name} = {nearest}.")
+
+
+def refuse_ignored(
+    params: DiffusionSamplingParams, family: str, used: Collection[str], used_sampler_kwargs: Collection[str]
+) -> None:
+    """Raises ConfigError for a parameter that asks for something and that the family does not use.
+
+    used: names of `NEUTRAL` that the family reads. used_sampler_kwargs: keys of `sampler_kwargs` that it reads.
+    """
+    values = {name: getattr(params, name) for name in NEUTRAL}
+    for name, value in values.items():
+        if name not in used and value != NEUTRAL[name]:
+            neutral = "null" if NEUTRAL[name] is None else NEUTRAL[name]
+            raise ConfigError(f"{name} = {value} means nothing to {family}. Set sampling.{name}: {neutral}.")
+    unknown = sorted(set(params.sampler_kwargs) - set(used_sampler_kwargs))
+    if unknown:
+        raise ConfigError(
+            f"sampler_kwargs {unknown} mean nothing to {family}; it knows only {sorted(used_sampler_kwargs)}."
+        )
 
 
 def require_condition(conditions: Conditions, slot: str, kind: type[C]) -> C:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -90,26 +89,28 @@ class EmbeddingCache:
         self,
         texts: Sequence[str],
         key_of: Callable[[str], str],
-        encode: Callable[[list[str]], Embedding],
+        encode: Callable[[list[str]], Sequence[Embedding]],
         *,
         batch_size: int,
-    ) -> Embedding:
-        """Embeddings of `texts` stacked on dimension 0, on the CPU; only the unique and unknown ones are encoded.
+    ) -> list[Embedding]:
+        """The embedding of each text, on the CPU; only the unique and unknown ones are encoded.
 
-        encode(at most batch_size unique texts) -> tensors with one row a text.
+        encode(at most batch_size unique texts) -> one embedding per text; their lengths may differ.
         """
-        unique = list(dict.fromkeys(texts))
-        found = {text: self.get(key_of(text)) for text in unique}
-        unknown = [text for text in unique if found[text] is None]
+        found: dict[str, Embedding] = {}
+        unknown: list[str] = []
+        for text in dict.fromkeys(texts):
+            embedding = self.get(key_of(text))
+            if embedding is None:
+                unknown.append(text)
+            else:
+                found[text] = embedding
         for start in range(0, len(unknown), batch_size):
             part = unknown[start : start + batch_size]
-            encoded = encode(part)
-            for row, text in enumerate(part):
-                embedding = {name: tensor[row].detach().to("cpu") for name, tensor in encoded.items()}
-                self.put(key_of(text), embedding)
-                found[text] = embedding
-        rows = [embedding for text in texts if (embedding := found[text]) is not None]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
+            for text, encoded in zip(part, encode(part), strict=True):
+                found[text] = {name: tensor.detach().to("cpu") for name, tensor in encoded.items()}
+                self.put(key_of(text), found[text])
+        return [found[text] for text in texts]
 
     def _path(self, key: str) -> Path:
         if self.folder is None:

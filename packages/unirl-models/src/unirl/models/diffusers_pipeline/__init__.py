@@ -1,0 +1,1 @@
+"""What every family of diffusers pipelines shares (extra `diffusers`): loading, export, cached text conditioning."""

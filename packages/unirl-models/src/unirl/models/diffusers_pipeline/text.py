@@ -1,0 +1,92 @@
+"""Text encoders of a pipeline: what the cached conditioning asks of them. Shape letters: see `unirl.models`."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unirl.types.conditions import TextEmbedCondition
+from unirl.types.errors import ConfigError
+
+try:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+except ImportError as error:
+    raise ImportError("text encoders need transformers: pip install 'unirl-models[diffusers]'") from error
+
+# Elements of each weight that enter the fingerprint: enough that a trained copy differs, cheap for 5e9 parameters.
+_SAMPLES_PER_WEIGHT = 16
+# Encoded with each tokenizer for the fingerprint: two vocabularies that agree on this are the same family.
+_PROBE = "A photo of 3 cats, unbelievably fluffy & GREY; cafe \N{LATIN SMALL LETTER E WITH ACUTE}."
+
+
+class TextEncoders(ABC):
+    """The text encoders of a family and their tokenizers, by component; None where the pipeline leaves one out.
+
+    A family says how its encoders read a batch of texts, `_encode`.
+    """
+
+    def __init__(
+        self,
+        encoders: Mapping[str, PreTrainedModel | None],
+        tokenizers: Mapping[str, PreTrainedTokenizerBase | None],
+    ) -> None:
+        self.encoders = {name: encoder for name, encoder in encoders.items() if encoder is not None}
+        """Empty once dropped."""
+        self.tokenizers = {name: tokenizer for name, tokenizer in tokenizers.items() if tokenizer is not None}
+        self.fingerprint = _fingerprint(encoders.values(), self.tokenizers.values())
+        """Names everything but the text that an embedding depends on: weights, dtypes, tokenizers."""
+
+    @abstractmethod
+    def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+        """`encode`, with the encoders known to be there."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the encoders have been freed."""
+        return not self.encoders
+
+    def drop(self) -> None:
+        """Let go of the encoders; tokenizers and fingerprint stay."""
+        self.encoders = {}
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+        """One row per text, in the encoders' dtype, on their device.
+
+        Families whose texts differ in length set `attention_mask`; the cache then keeps the tokens that count.
+        Raises ConfigError where the encoders were dropped.
+        """
+        if self.is_dropped:
+            raise ConfigError(
+                f"{len(texts)} prompts are not in the embedding cache and the text encoders were dropped; the first is "
+                f"{texts[0]!r}. Encode every prompt of the run before drop_text_encoders(), the negative prompt and "
+                "held-out prompts included and with the same max_sequence_length, or keep the encoders."
+            )
+        return self._encode(texts, max_sequence_length)
+
+
+def _fingerprint(encoders: Iterable[nn.Module | None], tokenizers: Iterable[PreTrainedTokenizerBase]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tokenizer in tokenizers:
+        probe = tokenizer(_PROBE, truncation=True).input_ids
+        facts = (len(tokenizer), tokenizer.model_max_length, probe)
+        digest.update(repr(facts).encode())
+    for encoder in encoders:
+        digest.update(b"none" if encoder is None else _weights_digest(encoder))
+    return digest.hexdigest()
+
+
+def _weights_digest(module: nn.Module) -> bytes:
+    """A hash of names, shapes, dtypes and a few elements of every weight; one transfer from the device."""
+    digest = hashlib.blake2b(digest_size=16)
+    samples: list[Tensor] = []
+    for name, weight in module.state_dict().items():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        flat = weight.detach().flatten()
+        samples.append(flat[:: max(1, flat.numel() // _SAMPLES_PER_WEIGHT)][: 2 * _SAMPLES_PER_WEIGHT].float())
+    digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return digest.digest()
