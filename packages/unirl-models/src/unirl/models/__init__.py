@@ -3,6 +3,7 @@
 `adapter` is the contract, `diffusion` the stage that samples and replays any adapter, `pipeline` the object that an
 engine and a trainer hold, `guidance` classifier-free guidance over rows, `embedding_cache` encoded prompts, `loading`
 pipeline folders. One folder per model family holds its bundle and adapter; a family imports its own framework.
+`diffusers_pipeline` and `causal_lm` hold the base classes of families on diffusers and of language models.
 Shape letters, used as suffixes in every module:
 
     B  samples
