@@ -100,5 +100,5 @@ def test_pictures_change_what_is_sampled_from_them(folder: Path):
 def test_a_push_names_the_weights_of_a_vision_model_as_the_engine_does(folder: Path):
     """Its checkpoint has the names of an older transformers."""
     backend = FSDPBackend(QwenVLBundle(str(folder / "vision")), optimizer=OptimizerConfig(learning_rate=1e-3))
-    assert backend.weight_shapes() == checkpoint_shapes(folder / "vision")
+    assert backend.weight_source.weight_shapes() == checkpoint_shapes(folder / "vision")
     backend.close()

@@ -74,7 +74,7 @@ def test_an_adapter_takes_the_place_of_the_one_before(engine, tmp_path):
 def test_an_adapter_that_does_not_fit_is_listed_and_the_last_one_stays(engine, tmp_path):
     model, backend = adapted(tmp_path, 3)
     lora_sync(engine, model, backend).push()
-    wrong = backend.adapter_weights()
+    wrong = backend.weight_source.adapter_weights()
     layer = "model.layers.0.self_attn.q_proj"
     wrong[f"{layer}.lora_A.weight"] = wrong[f"{layer}.lora_A.weight"][:, :-1]
     del wrong["model.layers.1.mlp.down_proj.lora_B.weight"]
@@ -96,7 +96,7 @@ def test_an_adapter_that_does_not_fit_is_listed_and_the_last_one_stays(engine, t
 
 def test_the_canary_catches_an_adapter_of_another_scale(engine, tmp_path):
     model, backend = adapted(tmp_path, 4)
-    backend.adapter_config = lambda: AdapterConfig(4, 16.0, ("q_proj", "v_proj", "down_proj"))
+    backend.weight_source.adapter_config = lambda: AdapterConfig(4, 16.0, ("q_proj", "v_proj", "down_proj"))
     with pytest.raises(WeightSyncError, match="differ by up to .* adapter scale"):
         lora_sync(engine, model, backend).push()
 

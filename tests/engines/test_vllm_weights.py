@@ -7,7 +7,7 @@ import torch
 from letters_model import TOLERANCE, ReplayedQwen3, backend_of, gap, request, save_qwen3
 
 from unirl.distributed.weight_sync.full import FullWeightSync
-from unirl.train.backend.fsdp import COUNTERS
+from unirl.train.backend.state import COUNTERS
 from unirl.types.errors import WeightSyncError
 from unirl.types.weights import WeightBucket, WeightSpec, weight_buckets, weight_spec
 

@@ -206,7 +206,7 @@ class Bench:
         sync = FullWeightSync(
             self.backend, self.vllm, self.pipeline, dtype="fp32", canary_prompts=["1 2 3"], canary_tolerance=1e-3
         )
-        tensors = dict(self.backend.weights())
+        tensors = dict(self.backend.weight_source.weights())
         copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         pushed, copied, hashed = [], [], []

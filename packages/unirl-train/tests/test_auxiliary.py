@@ -12,6 +12,7 @@ from train_fakes import TinyBundle, make_backend, rows, run_backward, snapshot
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LrSchedulerConfig, OptimizerConfig
+from unirl.train.export import Exporter
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.protocols import ModuleStore
 from unirl.types.training import StepStats
@@ -183,7 +184,7 @@ def test_the_module_is_no_part_of_policies_and_exports(tmp_path: Path):
     with backend.using_policy("old"):
         assert torch.equal(module.weight, weight)
     assert not [name for name in backend.state_dict() if name.startswith(("policies/", "ema/")) and "critic" in name]
-    backend.export_merged(str(tmp_path))
+    Exporter(backend, bundle).export_merged(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["transformer.safetensors"]
 
 

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from train_fakes import TinyBundle, lora_config, make_backend, rows, run_backward, snapshot, train_step, whole
 
-from unirl.train.backend.fsdp import COUNTERS
+from unirl.train.backend.state import COUNTERS
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
+from unirl.train.export import Exporter
 from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
 from unirl.types.protocols import TrainBackend
 from unirl.types.roles import remote_method
@@ -36,8 +37,10 @@ def trained(mode: str, **options: Any):
 
 def test_a_backend_implements_the_protocol_and_has_markers():
     store: TrainBackend = make_backend()  # the type checker compares every member
-    for name in ("keep_policy", "update_policy", "offload", "onload", "export_lora", "export_merged", "zero_grad"):
+    for name in ("keep_policy", "update_policy", "offload", "onload", "zero_grad"):
         assert remote_method(type(store), name).dispatch.value == "broadcast"
+    for name in ("export_lora", "export_merged"):
+        assert remote_method(Exporter, name).dispatch.value == "broadcast"
 
 
 def test_micro_batches_accumulate_to_the_gradient_of_the_whole_batch():
@@ -144,7 +147,7 @@ def test_nesting_policies_or_training_inside_one_is_refused():
             lambda: backend.update_policy("old", 0.5),
             lambda: backend.optimizer_step(1.0),
             lambda: backend.state_dict(),
-            lambda: backend.export_merged("nowhere"),
+            lambda: Exporter(backend, bundle).export_merged("nowhere"),
         ):
             with pytest.raises(ContractError, match="inside the policy 'old'"):
                 action()
@@ -204,12 +207,12 @@ def test_the_moving_average_runs_as_a_policy():
     backend = make_backend(bundle, ema=EMAConfig(decay=0.5, warmup=False))
     start = {name: p.detach().clone() for name, p in backend.parameters.items()}
     train_step(backend, bundle.model, 0)
-    with backend.ema_policy():
+    with backend.using_policy("ema"):
         for name, parameter in backend.parameters.items():
             assert not torch.equal(parameter, start[name])
     for name, tensor in backend.policy_values("ema").items():
         torch.testing.assert_close(tensor, (start[name] + backend.parameters[name].detach()) / 2)
-    with pytest.raises(ConfigError, match="backend.ema"), make_backend().ema_policy():
+    with pytest.raises(ConfigError, match="backend.ema"), make_backend().using_policy("ema"):
         pass
 
 
@@ -370,16 +373,16 @@ def test_every_component_gets_adapters_of_its_own():
 
 
 def test_exported_adapters_have_pefts_names_and_the_policys_values(tmp_path: Path):
-    backend, _ = trained("lora")
+    backend, bundle = trained("lora")
     for policy in ("default", "old"):
-        backend.export_lora(str(tmp_path / policy), policy)
+        Exporter(backend, bundle).export_lora(str(tmp_path / policy), policy)
         weights = load_file(tmp_path / policy / "transformer.safetensors")
         assert len(weights) == 8
         key = "blocks.0.to_q.lora_B.weight"
         expected = backend.policy_values(policy)["transformer.blocks.0.to_q.lora_B.default.weight"]
         assert torch.equal(weights[key], expected)
     with pytest.raises(ConfigError, match="export_merged"):
-        make_backend().export_lora(str(tmp_path))
+        Exporter(make_backend(), bundle).export_lora(str(tmp_path))
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -390,7 +393,7 @@ def test_the_exported_model_computes_what_the_policy_computes(mode: str, policy:
     if policy == "old":
         with backend.using_policy("old"):
             expected = outputs(bundle)
-    backend.export_merged(str(tmp_path), policy)
+    Exporter(backend, bundle).export_merged(str(tmp_path), policy)
     plain = TinyBundle(seed=3)
     plain.model.load_state_dict(load_file(tmp_path / "transformer.safetensors"))
     # LoRA: W + s B A in one product instead of two, in float32.

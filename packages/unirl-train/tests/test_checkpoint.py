@@ -16,7 +16,8 @@ import torch
 from train_fakes import TinyBundle, lora_config, make_backend, snapshot, train_step
 
 from unirl.train import checkpoint as checkpoint_module
-from unirl.train.backend.fsdp import COUNTERS, FSDPBackend
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.backend.state import COUNTERS
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig
 from unirl.types.errors import CheckpointError, ContractError

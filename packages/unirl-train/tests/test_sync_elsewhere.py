@@ -28,7 +28,8 @@ def rollouts(ray_of_two_cores):
 def sync_to(target, kind=FullWeightSync, **options):
     """A backend of random weights and its sync; the canary compares one weight."""
     backend = make_backend(lora=LoraConfig(rank=2, alpha=4) if kind is LoraWeightSync else None)
-    read = backend.adapter_weights if kind is LoraWeightSync else lambda: dict(backend.weights())
+    source = backend.weight_source
+    read = source.adapter_weights if kind is LoraWeightSync else lambda: dict(source.weights())
     pipeline: Any = OneWeightPipeline(lambda: first_weight(read()))
     sync = kind(backend, None, pipeline, dtype="fp32", canary_tolerance=1e-6, **options)
     sync.connect(target)
@@ -52,14 +53,14 @@ def test_the_policy_crosses_to_an_engine_in_another_process_byte_for_byte(rollou
     metrics = sync.push()
     assert metrics["sync/logprob_gap_max"] == 0
     assert rollouts.role("probe").pid() != os.getpid()
-    assert rollouts.role("probe").checksums() == checksums(dict(backend.weights()))
+    assert rollouts.role("probe").checksums() == checksums(dict(backend.weight_source.weights()))
 
 
 @pytest.mark.ray
 def test_an_adapter_crosses_alone(rollouts):
     backend, sync = sync_to(elsewhere(rollouts), LoraWeightSync)
     sync.push()
-    assert rollouts.role("probe").checksums() == checksums(backend.adapter_weights())
+    assert rollouts.role("probe").checksums() == checksums(backend.weight_source.adapter_weights())
 
 
 @pytest.mark.ray

@@ -22,7 +22,9 @@ def make_sync(kind, backend, engine, pipeline=None, **options) -> Any:
 def test_all_weights_arrive_whole_under_the_models_names_in_buckets():
     backend, engine = make_backend(), RememberingEngine()
     metrics = make_sync(FullWeightSync, backend, engine, bucket_bytes=500).push()
-    assert {name: tuple(tensor.shape) for name, tensor in engine.pushed.items()} == backend.weight_shapes()
+    assert {
+        name: tuple(tensor.shape) for name, tensor in engine.pushed.items()
+    } == backend.weight_source.weight_shapes()
     for name, parameter in backend.parameters.items():
         assert torch.equal(engine.pushed[name.removeprefix("transformer.")], parameter)
     assert len(engine.sizes) > 1
@@ -85,7 +87,7 @@ def test_an_engine_that_counts_otherwise_stops_the_run():
 
 def test_the_canary_compares_the_engine_with_the_trainer():
     backend = make_backend()
-    pipeline = OneWeightPipeline(lambda: first_weight(dict(backend.weights())))
+    pipeline = OneWeightPipeline(lambda: first_weight(dict(backend.weight_source.weights())))
     engine = RememberingEngine(read=first_weight)
     sync = make_sync(FullWeightSync, backend, engine, pipeline)
     assert sync.push()["sync/logprob_gap_max"] == 0
@@ -128,7 +130,7 @@ def test_a_rollback_is_a_new_version_that_the_engine_takes():
     sync = make_sync(FullWeightSync, backend, engine)
     step(backend)
     saved = {name: tensor.clone() for name, tensor in backend.state_dict().items()}
-    earlier = {name: tensor.clone() for name, tensor in backend.weights()}
+    earlier = {name: tensor.clone() for name, tensor in backend.weight_source.weights()}
     step(backend)
     step(backend)
     sync.push()

@@ -18,6 +18,7 @@ from unirl.train import checkpoint as checkpoint_module
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, OptimizerConfig, TrainTopology
+from unirl.train.export import Exporter
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.training import StepStats
 
@@ -201,7 +202,7 @@ def _policies(folder: Path) -> dict[str, Any]:
         with backend.using_policy("old"):
             old = bundle.model(x)
         again = bundle.model(x)
-    backend.export_merged(str(folder / "merged"))
+    Exporter(backend, bundle).export_merged(str(folder / "merged"))
     return {
         "old_is_start": torch.equal(old, start),
         "comes_back": torch.equal(again, now),

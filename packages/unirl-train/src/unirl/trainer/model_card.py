@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.config.instantiation import TARGET
-from unirl.train.backend.fsdp import CURRENT_POLICY
+from unirl.train.backend.policies import CURRENT_POLICY
 from unirl.trainer.versions import versions
 
 CARD_FILE = "README.md"

@@ -21,6 +21,7 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, Runtime, WorkerContext
 from unirl.tracking.base import Tracker
 from unirl.train.checkpoint import Checkpointer
+from unirl.train.export import Exporter
 from unirl.trainer.base import Trainer, TrainerSettings
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator, Evaluates, EvaluationResult
@@ -37,7 +38,7 @@ EVALUATION = "unirl.trainer.evaluation.EvaluationConfig"
 
 
 def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> dict[str, object]:
-    """The components of one worker: reward, bundle, pipeline, backend, engine, algorithm, stack, checkpointer."""
+    """The components of one worker: reward, bundle, pipeline, backend, engine, algorithm, stack, checkpointer, ..."""
     # First, since a reward server that is not there or has other rewards shall be known before models load.
     reward = instantiate(recipe["reward"], device=context.device)
     seed_everything(recipe["seed"])
@@ -78,6 +79,7 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
         "stack": stack,
         "reward": reward,
         "checkpointer": checkpointer,
+        "exporter": Exporter(backend, bundle),
         **components,
     }
 
@@ -210,10 +212,10 @@ def export_recipe(
     with make_runtime(recipe, run_dir) as runtime:
         runtime.role("stack").prepare()
         state = load_checkpoint(runtime, checkpoint)
-        backend = runtime.role("backend")
+        exporter = runtime.role("exporter")
         if merged:
-            backend.export_merged(str(folder), policy)
+            exporter.export_merged(str(folder), policy)
         else:
-            backend.export_lora(str(folder), policy)
+            exporter.export_lora(str(folder), policy)
     write_model_card(folder, recipe, state, run_dir, merged=merged, policy=policy)
     return folder

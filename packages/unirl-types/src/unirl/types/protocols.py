@@ -301,6 +301,11 @@ class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
         """Names of the kept copies."""
         ...
 
+    @property
+    def weight_source(self) -> WeightSource:
+        """Weights of the policies for engines and exports."""
+        ...
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         ...
@@ -444,8 +449,8 @@ class PushTarget(WeightReceiver, Protocol):
 
 
 class WeightSource(Protocol):
-    """Weights of the policy that trains, under the names of the model's checkpoint. Every rank calls every method, and
-    in the same order: sharded weights are gathered tensor by tensor."""
+    """Weights of the policy that trains, under the names of the model's checkpoint, whole and in host memory. Every
+    rank calls every method, and in the same order: sharded weights are gathered tensor by tensor."""
 
     @property
     def policy_version(self) -> int:
@@ -457,7 +462,7 @@ class WeightSource(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model, whole and in host memory, adapters merged; tied ones once."""
+        """Every tensor of the model, adapters merged; tied ones once."""
         ...
 
     def adapter_weights(self) -> dict[str, Tensor]:
@@ -466,6 +471,14 @@ class WeightSource(Protocol):
 
     def adapter_config(self) -> AdapterConfig:
         """Rank, alpha and targets of the adapter. Raises ConfigError without one."""
+        ...
+
+    def adapter_state(self, policy: str) -> Mapping[str, Mapping[str, Tensor]]:
+        """Component -> LoRA factors of a policy ("default": the trained one) as peft names them."""
+        ...
+
+    def merged_state(self, policy: str) -> Mapping[str, Mapping[str, Tensor]]:
+        """Component -> all its weights under a policy, adapters merged."""
         ...
 
 

@@ -13,7 +13,7 @@ from unirl.distributed.weight_sync.canary import LogProbCanary
 from unirl.types.bounds import Positive, bounded
 from unirl.types.errors import WeightSyncError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols import AutoregressivePipeline, PushTarget, WeightSource
+from unirl.types.protocols import AutoregressivePipeline, PushTarget, TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.sampling import Precision
 from unirl.types.weights import WeightReceipt
@@ -27,7 +27,7 @@ Metrics = dict[str, float]
 class WeightSync(ABC):
     """Pushes the backend's policy to an engine: every rank to the one beside it, or rank 0 to those elsewhere.
 
-    backend: the weights that train. engine: the engine of this worker; None where `connect` names some elsewhere.
+    backend: what trains. engine: the engine of this worker; None where `connect` names some elsewhere.
     pipeline: replays the canary. dtype: what the engine keeps weights in; tensors are rounded to it before they leave.
     canary_prompts: short texts that the engine continues after every push. canary_tolerance: largest difference in nats
         between its log-probs and the trainer's; rounding gives 1e-5 where both compute in fp32, about 0.1 in bf16.
@@ -36,7 +36,7 @@ class WeightSync(ABC):
 
     def __init__(
         self,
-        backend: WeightSource,
+        backend: TrainBackend,
         engine: PushTarget | None,
         pipeline: AutoregressivePipeline,
         *,
@@ -45,7 +45,7 @@ class WeightSync(ABC):
         canary_tolerance: Positive = 0.3,
         rank: int = 0,
     ) -> None:
-        self._source = backend
+        self._source = backend.weight_source
         self._engine = engine
         self._dtype = dtype_named(dtype, "sync.dtype")
         self._rank = rank

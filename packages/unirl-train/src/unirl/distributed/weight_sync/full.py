@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from unirl.distributed.weight_sync.base import WeightSync
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import WeightSyncError
-from unirl.types.protocols import AutoregressivePipeline, PushTarget, WeightSource
+from unirl.types.protocols import AutoregressivePipeline, PushTarget, TrainBackend
 from unirl.types.sampling import Precision
 from unirl.types.weights import WeightReceipt, WeightSpec, weight_buckets
 
@@ -21,7 +21,7 @@ class FullWeightSync(WeightSync):
 
     def __init__(
         self,
-        backend: WeightSource,
+        backend: TrainBackend,
         engine: PushTarget | None,
         pipeline: AutoregressivePipeline,
         *,

@@ -3,37 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from unirl.train.ema import average_into, float_copies
+from unirl.train.configs import EMAConfig
+from unirl.train.ema import EMA, average_into, float_copies
 from unirl.train.optim import local_part
 from unirl.types.errors import ConfigError, ContractError
 
+CURRENT_POLICY = "default"
+"""The policy that trains."""
+EMA_POLICY = "ema"
+REFERENCE_POLICY = "reference"
+_RESERVED = (CURRENT_POLICY, EMA_POLICY, REFERENCE_POLICY)
+
 
 class NamedPolicies:
-    """Float32 copies by policy name and parameter name, sharded as the parameters are.
+    """Float32 copies by policy name and parameter name, sharded as the parameters are: those that are kept, the moving
+    average, and the starting weights.
 
     after_change: called whenever parameter values changed in place (sharding drops stale gathered copies).
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], after_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        after_change: Callable[[], None],
+        *,
+        ema: EMAConfig | None,
+        keep_reference: bool,
+    ) -> None:
         self._parameters = parameters
         self._after_change = after_change
+        self.ema = None if ema is None else EMA(parameters, ema)
+        self._reference = float_copies(parameters) if keep_reference else None
         self._copies: dict[str, dict[str, Tensor]] = {}
         self._inside: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the copies, sorted."""
+        """Names of the kept copies, sorted."""
         return tuple(sorted(self._copies))
 
     def keep(self, name: str) -> None:
         """Copy the current parameters under `name`, over an earlier copy of that name."""
+        if name in _RESERVED or "/" in name or not name:
+            raise ContractError(f"policy name {name!r} is reserved or not a plain name")
         self.require_current(f"keep_policy({name!r})")
         if name in self._copies:
             average_into(self._copies[name], self._parameters, 0.0)
@@ -45,10 +64,29 @@ class NamedPolicies:
         self.require_current(f"update_policy({name!r})")
         if not 0.0 <= decay <= 1.0:
             raise ConfigError(f"policy {name!r}: decay = {decay} must be in [0, 1]")
-        average_into(self.values(name), self._parameters, decay)
+        average_into(self._kept(name), self._parameters, decay)
 
-    def values(self, name: str) -> dict[str, Tensor]:
-        """The copies by parameter name. Raises ContractError for an unknown name."""
+    def after_step(self, num_optimizer_steps: int) -> None:
+        """Average the current parameters into the moving average where this step, counted from 1, is due."""
+        if self.ema is not None:
+            self.ema.after_step(num_optimizer_steps)
+
+    def values(self, name: str) -> Mapping[str, Tensor]:
+        """Values of any policy by parameter name: "default" is the trained one, "ema" the moving average.
+
+        Raises ContractError for an unknown name, and inside another policy, where some of the values are elsewhere;
+        ConfigError for a moving average that is not kept.
+        """
+        self.require_current(f"policy {name!r}")
+        if name == CURRENT_POLICY:
+            return {key: parameter.detach() for key, parameter in self._parameters.items()}
+        if name == EMA_POLICY:
+            if self.ema is None:
+                raise ConfigError("there is no moving average: set backend.ema")
+            return self.ema.copies
+        return self._kept(name)
+
+    def _kept(self, name: str) -> dict[str, Tensor]:
         if name not in self._copies:
             raise ContractError(
                 f"there is no policy {name!r}; kept: {', '.join(self.names) or 'none'}. Call keep_policy first."
@@ -56,12 +94,22 @@ class NamedPolicies:
         return self._copies[name]
 
     def require_current(self, action: str) -> None:
-        """Raise ContractError inside `swapped_in`, where the parameters hold another policy's values."""
+        """Raise ContractError while the parameters hold another policy's values."""
         if self._inside is not None:
             raise ContractError(f"{action} inside the policy {self._inside!r}: leave that context first")
 
+    def using(self, name: str) -> AbstractContextManager[None]:
+        """Inside, the parameters hold the values of a policy (see `values`)."""
+        return self._swapped_in(name, self.values(name))
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside, the parameters hold the starting weights. Raises ConfigError where they are not kept."""
+        if self._reference is None:
+            raise ConfigError("a reference policy of full fine-tuning needs a copy: set backend.keep_reference: true")
+        return self._swapped_in(REFERENCE_POLICY, self._reference)
+
     @contextmanager
-    def swapped_in(self, name: str, copies: Mapping[str, Tensor]) -> Generator[None]:
+    def _swapped_in(self, name: str, copies: Mapping[str, Tensor]) -> Generator[None]:
         """Inside, the parameters hold the values of `copies`; afterwards their own again, bit for bit.
 
         Whole tensors of one dtype change places, which costs nothing; shards, into which FSDP holds views, and other
@@ -94,7 +142,8 @@ class NamedPolicies:
 
     def move(self, device: torch.device) -> None:
         """Move all copies."""
-        for copies in self._copies.values():
+        kept = [*self._copies.values(), self._reference, None if self.ema is None else self.ema.copies]
+        for copies in (each for each in kept if each is not None):
             copies.update({name: tensor.to(device) for name, tensor in copies.items()})
 
 

@@ -1,0 +1,92 @@
+"""From the modules of a bundle to what trains: adapters, dtypes, device, equal starting values, then shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from unirl.train.backend.wrap import (
+    checkpoint_activations,
+    compile_blocks,
+    data_parallel_mesh,
+    ensure_process_group,
+    find_blocks,
+    shard,
+)
+from unirl.train.configs import FSDPConfig, LoraConfig, TrainTopology
+from unirl.train.lora import inject_lora
+from unirl.train.precision import check_frozen_dtype, keep_in
+from unirl.types.errors import ConfigError
+from unirl.types.precision import dtype_named
+from unirl.types.protocols import ModelBundle
+from unirl.types.weights import AdapterConfig
+
+
+class Wrapped(NamedTuple):
+    """What became of the modules."""
+
+    roots: list[FSDPModule]
+    """One per trainable component; none where nothing is sharded."""
+    owns_process_group: bool
+    """Whether a process group of this process alone was made for them."""
+
+
+def prepare_parameters(
+    bundle: ModelBundle,
+    modules: Mapping[str, nn.Module],
+    config: FSDPConfig,
+    lora: LoraConfig | None,
+    device: torch.device,
+) -> AdapterConfig | None:
+    """Move `modules` to the device, in place, with adapters, in the dtypes of `config`; ranks take rank 0's values.
+
+    Returns what the tensors of the adapters do not say, None without them. Raises ConfigError for options that do not
+    fit the model.
+    """
+    adapter = None
+    for module in modules.values():
+        module.to(device)
+    if lora is not None:
+        targets = tuple(bundle.lora_target_modules if lora.target_modules is None else lora.target_modules)
+        inject_lora(modules, lora, targets)
+        adapter = AdapterConfig(lora.rank, lora.alpha, targets)
+    trainable = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError(f"no parameter of {', '.join(modules) or 'the bundle'} requires a gradient")
+    keep_in(trainable, dtype_named(config.master_dtype, "fsdp.master_dtype"))
+    check_frozen_dtype(modules.items(), config.param_dtype)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for parameter in trainable:
+            dist.broadcast(parameter.data, src=0)
+    return adapter
+
+
+def wrap(
+    bundle: ModelBundle,
+    modules: Mapping[str, nn.Module],
+    config: FSDPConfig,
+    topology: TrainTopology,
+    device: torch.device,
+) -> Wrapped:
+    """Checkpoint, compile and shard the blocks of `modules`, in place, as configured.
+
+    One device that computes in float32 has nothing to shard, and FSDP's hooks would cost time.
+    """
+    blocks = {name: find_blocks(name, module, bundle.block_class_names) for name, module in modules.items()}
+    for found in blocks.values():
+        if config.activation_checkpointing:
+            checkpoint_activations(found)
+        if config.compile:
+            compile_blocks(found)
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if is_alone and config.param_dtype == config.master_dtype == "fp32" and not config.cpu_offload:
+        return Wrapped([], owns_process_group=False)
+    owns_process_group = ensure_process_group(device)
+    mesh = data_parallel_mesh(topology, device)
+    roots = [shard(module, blocks[name], mesh, config) for name, module in modules.items()]
+    return Wrapped(roots, owns_process_group)

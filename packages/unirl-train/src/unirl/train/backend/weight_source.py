@@ -1,0 +1,121 @@
+"""The weights of a policy as the world outside knows them: whole, in host memory, under the model's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from unirl.train.backend.policies import CURRENT_POLICY, NamedPolicies
+from unirl.train.backend.state import Progress
+from unirl.train.lora import is_adapted, lora_factor_names, merged_weight, plain_base_name, plain_lora_name
+from unirl.types.errors import ConfigError
+from unirl.types.weights import AdapterConfig
+
+
+class PolicyWeights:
+    """Reads policies tensor by tensor, for an engine or for a file. Implements unirl.types.protocols.WeightSource.
+
+    modules: by component. adapter: of LoRA, None for full fine-tuning. before_reading: called before frozen weights are
+    read (sharding drops stale gathered copies). Every rank calls every method: sharded tensors are gathered.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        policies: NamedPolicies,
+        progress: Progress,
+        adapter: AdapterConfig | None,
+        before_reading: Callable[[], None],
+    ) -> None:
+        self._modules = modules
+        self._policies = policies
+        self._progress = progress
+        self._adapter = adapter
+        self._before_reading = before_reading
+
+    # For an engine, which takes one component -------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """Grows with every change of the trained weights."""
+        return self._progress.policy_version
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of `weights`, by its name in the model's checkpoint, without moving one."""
+        _, module = self._only_component()
+        names = ((plain_base_name(name), tensor) for name, tensor in _without_ties(module).items())
+        return {name: tuple(tensor.shape) for name, tensor in names if name is not None}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained policy tensor by tensor, adapters merged. Every rank goes through all.
+
+        Raises ConfigError for a model of several trainable components, whose names would not say which.
+        """
+        component, module = self._only_component()
+        values = self._policies.values(CURRENT_POLICY)
+        self._before_reading()
+        yield from self._merged(component, _without_ties(module), values)
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """The trained policy's LoRA factors as peft names them. Raises ConfigError for full fine-tuning."""
+        component, _ = self._only_component()
+        self.adapter_config()
+        return self.adapter_state(CURRENT_POLICY)[component]
+
+    def adapter_config(self) -> AdapterConfig:
+        """Rank, alpha and targets of the adapters. Raises ConfigError for full fine-tuning."""
+        if self._adapter is None:
+            raise ConfigError("there is no adapter to push: set backend.lora, or push full weights")
+        return self._adapter
+
+    def _only_component(self) -> tuple[str, nn.Module]:
+        if len(self._modules) != 1:
+            raise ConfigError(f"weights of {sorted(self._modules)} cannot be pushed: an engine takes one component")
+        return next(iter(self._modules.items()))
+
+    # For a file, which takes all --------------------------------------------------------------------------------
+
+    def adapter_state(self, policy: str) -> dict[str, dict[str, Tensor]]:
+        """Component -> LoRA factors of a policy as peft names them. Raises ContractError for an unknown policy."""
+        state: dict[str, dict[str, Tensor]] = {component: {} for component in self._modules}
+        for name, tensor in self._policies.values(policy).items():
+            component, _, rest = name.partition(".")
+            state[component][plain_lora_name(rest)] = _whole(tensor)
+        return state
+
+    def merged_state(self, policy: str) -> dict[str, dict[str, Tensor]]:
+        """Component -> all its weights under a policy, adapters merged. Raises ContractError for an unknown policy."""
+        values = self._policies.values(policy)
+        self._before_reading()
+        return {name: dict(self._merged(name, module.state_dict(), values)) for name, module in self._modules.items()}
+
+    def _merged(
+        self, component: str, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under the names that the model has without adapters, one after the other."""
+        tensors = {name: values.get(f"{component}.{name}", tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            plain = plain_base_name(name)
+            if plain is None:
+                continue
+            whole = _whole(tensor)
+            if self._adapter is not None and is_adapted(name):
+                a, b = (_whole(tensors[factor]) for factor in lora_factor_names(name))
+                whole = merged_weight(whole, a, b, rank=self._adapter.rank, alpha=self._adapter.alpha)
+            yield plain, whole
+
+
+@torch.no_grad()
+def _whole(tensor: Tensor) -> Tensor:
+    """The unsharded tensor in host memory. Every rank calls it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu")
+
+
+def _without_ties(module: nn.Module) -> dict[str, Tensor]:
+    """The module's state, a parameter with two names once, under its first."""
+    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    tied = every - {name for name, _ in module.named_parameters()}
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}

@@ -1,0 +1,54 @@
+"""Writes a trained policy for use outside: adapters alone, or the whole model with them merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from unirl.train.backend.policies import CURRENT_POLICY
+from unirl.types.errors import CheckpointError, ConfigError
+from unirl.types.protocols import ModelBundle, TrainBackend
+from unirl.types.roles import Collect, Dispatch, distributed
+
+
+class Exporter:
+    """Reads the weights of a backend and lets the bundle write them. Rank 0 writes; every rank calls every method."""
+
+    def __init__(self, backend: TrainBackend, bundle: ModelBundle) -> None:
+        self._backend = backend
+        self._bundle = bundle
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def export_lora(self, folder: str, policy: str = CURRENT_POLICY) -> None:
+        """Write a policy's adapters where the model's usual pipeline loads them.
+
+        Raises ConfigError without LoRA and ContractError for an unknown policy.
+        """
+        if self._backend.lora_scale is None:
+            raise ConfigError("export_lora needs backend.lora; full fine-tuning is exported by export_merged")
+        source = self._backend.weight_source
+        state, adapter = source.adapter_state(policy), source.adapter_config()
+        self._on_rank_zero(
+            lambda: self._bundle.export_lora(
+                folder, state, rank=adapter.rank, alpha=adapter.alpha, target_modules=adapter.target_modules
+            )
+        )
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def export_merged(self, folder: str, policy: str = CURRENT_POLICY) -> None:
+        """Write the components with a policy's weights, LoRA merged, by save_pretrained. As `export_lora`."""
+        state = self._backend.weight_source.merged_state(policy)
+        self._on_rank_zero(lambda: self._bundle.export_merged(folder, state))
+
+    def _on_rank_zero(self, write: Callable[[], None]) -> None:
+        """Rank 0 writes, the others wait for it and fail with it."""
+        num_written = torch.zeros(1, device=self._backend.device)
+        try:
+            if self._backend.dp_rank == 0:
+                write()
+                num_written.fill_(1)
+        finally:
+            num_written = self._backend.all_reduce_sum(num_written)
+        if not bool(num_written):
+            raise CheckpointError("rank 0 could not write the export; its own error says why")
