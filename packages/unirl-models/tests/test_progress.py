@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from unirl.models.progress import delay_loading_bars
+from unirl.models.causal_lm.progress import delay_loading_bars
 
 
 @pytest.fixture

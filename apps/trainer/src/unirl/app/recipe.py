@@ -11,7 +11,7 @@ from unirl.app.environment import register_resolvers, settle_on_cpu, this_machin
 from unirl.app.run_directory import CONFIG_FILE
 from unirl.config.check import build_values, check_recipe
 from unirl.config.recipes import compose, resolve
-from unirl.models.progress import delay_loading_bars
+from unirl.models.causal_lm.progress import delay_loading_bars
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
