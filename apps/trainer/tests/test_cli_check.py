@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from unirl.app.environment import register_resolvers
+from unirl.config import rules
 from unirl.config.annotations import mismatch
 from unirl.config.catalog import available, packaged_name
 from unirl.config.check import OPTION_SECTIONS, build_values, check_recipe
@@ -649,6 +650,77 @@ def test_overrides_that_hydra_cannot_take_are_one_message(overrides, message):
 def test_cpu_seconds_of_another_process_are_no_budget(recipes):
     with pytest.raises(ConfigError, match="max_cpu_s = 60 counts .* VLLMRolloutEngine samples in another"):
         check_recipe(changed(recipes["llm/qwen3_arithmetic_vllm"], {"max_cpu_s": 60}))
+
+
+def test_every_ability_that_rules_read_of_an_engine_or_a_data_source_has_a_default(recipes, monkeypatch):
+    bases = {
+        "engine": "unirl.rollout.engine.base.BaseRolloutEngine",
+        "data": "unirl.data.data_source.MultimodalRLDataSource",
+    }
+    read = {section: set() for section in bases}
+    for recipe in (changed(recipe, {"reward.is_async": True}) for recipe in recipes.values()):
+
+        def record(path, name, recipe=recipe):
+            for section, names in read.items():
+                if path == recipe[section]["_target_"]:
+                    names.add(name)
+            return read_target(path).constants.get(name)
+
+        monkeypatch.setattr(rules, "_constant", record)
+        for rule in rules.RULES:
+            list(rule(recipe))
+    assert {"has_own_weights", "needs_images", "announces_chunks"} <= read["engine"] and read["data"]
+    for section, base in bases.items():
+        assert read[section] <= set(read_target(base).constants)
+
+
+OWN_CLASSES = """
+from unirl.data.data_source import MultimodalRLDataSource
+from unirl.rollout.engine.base import BaseRolloutEngine
+
+
+class Forgetful(BaseRolloutEngine):
+    def __init__(self, pipeline, policies=None):
+        pass
+
+
+class Pushed(Forgetful):
+    has_own_weights = True
+
+
+class Given(Forgetful):
+    needs_images = True
+
+
+class Plain(MultimodalRLDataSource):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "Forgetful", "sync": True}, "sync does nothing with Forgetful, which samples with the model"),
+        ({"engine": "Pushed"}, "Pushed has weights of its own and would sample from the untrained policy"),
+        ({"engine": "Given", "data._target_": "own_classes.Plain"}, "takes the images of the data, but Plain brings"),
+    ],
+)
+def test_a_class_of_your_own_that_forgets_an_ability_gets_the_default_and_its_rule(
+    recipes, tmp_path, monkeypatch, changes, message
+):
+    (tmp_path / "own_classes.py").write_text(OWN_CLASSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    sync = recipes["llm/qwen3_arithmetic_vllm"]["sync"] if "sync" in changes else None
+    engine = {"_target_": f"own_classes.{changes['engine']}"}
+    recipe = changed(recipes["diffusion/sd3_shapes"], {**changes, "engine": engine, "sync": sync})
+    assert any(message in line for rule in rules.RULES for line in rule(recipe))
+
+
+def test_an_old_policy_that_no_push_brings_is_refused(recipes):
+    engine = {"engine": recipes["llm/qwen3_arithmetic_vllm"]["engine"]}
+    recipe = changed(recipes["diffusion/sd3_nft"], engine)
+    (message,) = [line for line in rules.engine_gets_its_weights(recipe) if "samples from" in line and "'old'" in line]
+    assert "DiffusionNFT samples from its policy 'old', but VLLMRolloutEngine has the pushed policy alone" in message
 
 
 def test_an_engine_without_its_environment_names_the_command_that_makes_it(recipes, tmp_path):

@@ -519,10 +519,10 @@ def images_are_given(recipe: Recipe) -> Messages:
     if not _constant(str(recipe["engine"].get(TARGET)), "needs_images"):
         return
     source = str(recipe["data"].get(TARGET))
-    if source.startswith("unirl.data.") and not _constant(source, "brings_images"):
+    if _constant(source, "brings_images") is False:
         yield (
             f"the engine takes the images of the data, but {source.rsplit('.', 1)[-1]} brings none. Set data._target_: "
-            "unirl.data.pairs.PreferenceDataSource."
+            "unirl.data.pairs.PreferenceDataSource, or brings_images = True in a class that does bring them."
         )
     if _eta(recipe) > 0:
         yield f"sampling.eta = {_eta(recipe)}: given images have no stochastic steps. Set sampling.eta: 0."
@@ -537,8 +537,17 @@ def engine_gets_its_weights(recipe: Recipe) -> Messages:
             f"{name} has weights of its own and would sample from the untrained policy for ever. Set sync._target_: "
             "unirl.distributed.weight_sync.full.FullWeightSync (or .lora.LoraWeightSync with max_lora_rank)."
         )
-    if sync and has_own is None and target.startswith("unirl.rollout."):
-        yield f"sync does nothing with {name}, which samples with the model that trains. Remove it."
+    if sync and has_own is False:
+        yield (
+            f"sync does nothing with {name}, which samples with the model that trains. Remove it, or set "
+            "has_own_weights = True in an engine that does have weights of its own."
+        )
+    sampled_from = _constant(str(recipe["algorithm"].get(TARGET)), "rollout_policy")
+    if has_own and sampled_from is not None:
+        yield (
+            f"{str(recipe['algorithm'][TARGET]).rsplit('.', 1)[-1]} samples from its policy {sampled_from!r}, but "
+            f"{name} has the pushed policy alone. Take an engine that samples with the model that trains (trainside)."
+        )
     wanted, kept = (recipe.get("sync") or {}).get("dtype", "bf16"), recipe["engine"].get("dtype", "bf16")
     if has_own and sync and wanted != kept:
         yield f"sync.dtype = {wanted}, but engine.dtype = {kept}. Set both to one value."

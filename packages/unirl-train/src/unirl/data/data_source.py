@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import ClassVar
 
 from unirl.data.datasets import PromptRow, read_rows
 from unirl.data.media import MediaRef
@@ -43,6 +44,11 @@ class MultimodalRLDataSource:
     seed: of the order. shuffle: False keeps the file's order. split: of a dataset folder with several.
     Raises DataError where the file is missing, empty or malformed.
     """
+
+    brings_images: ClassVar[bool] = False
+    """Whether its rows bring images of their own (`unirl.types.given`), for engines that need them.
+
+    `trainer check` reads it without importing the class, so a source that brings some sets it to the literal True."""
 
     def __init__(self, path: str, seed: int = 0, shuffle: bool = True, split: str | None = None) -> None:
         self.path = Path(path)

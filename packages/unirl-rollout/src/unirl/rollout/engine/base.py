@@ -32,12 +32,21 @@ ChunkListener = Callable[[RolloutResp, RolloutReq], None]
 
 
 class BaseRolloutEngine(ABC):
-    """Base of the engines: generates responses; frees and restores device memory between phases."""
+    """Base of the engines: generates responses; frees and restores device memory between phases.
+
+    The class attributes say what an engine can do and needs. `trainer check` reads them without importing the engine,
+    so a class that differs from a default sets the attribute to a literal.
+    """
 
     has_trainer_logp: ClassVar[bool] = False
     """Whether its log-probs are computed by the very modules that train, so that in float32 a replay gives the same."""
     announces_chunks: ClassVar[bool] = False
     """Whether samples can be had before the whole response is there (`announce_to`)."""
+    has_own_weights: ClassVar[bool] = False
+    """Whether it samples with a copy of the weights that the policy must be pushed to (a WeightReceiver of
+    unirl.types.protocols), so that the recipe needs a `sync` section."""
+    needs_images: ClassVar[bool] = False
+    """Whether it takes images that the data brings (`unirl.types.given`) in the place of samples."""
 
     @abstractmethod
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:

@@ -71,7 +71,6 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     """
 
     has_own_weights: ClassVar[bool] = True
-    """For `trainer check`: the recipe needs a `sync` section."""
 
     def __init__(
         self,

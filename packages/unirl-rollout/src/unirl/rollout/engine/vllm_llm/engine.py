@@ -85,7 +85,6 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     """
 
     has_own_weights: ClassVar[bool] = True
-    """For `trainer check`: the recipe needs a `sync` section."""
 
     def __init__(
         self,
