@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 SERVICE = """
 rewards:
   - name: shapes
-    scorer: unirl.reward.local.shapes_scorer.ShapesRewardScorer
+    scorer: unirl.reward.worlds.shapes_scorer.ShapesRewardScorer
     params: {strict_weight: 1.0, soft_weight: 1.0}
     num_gpus: 0
 """

@@ -11,7 +11,7 @@ import torch
 from servers import running_server
 
 from unirl.reward.client import RewardClient
-from unirl.reward.local.shapes_scorer import ShapesRewardScorer
+from unirl.reward.worlds.shapes_scorer import ShapesRewardScorer
 from unirl.types.media import Images, Texts
 from unirl.types.reward import RewardRequest
 

@@ -11,11 +11,11 @@ from text_ranks import PARAMS, PROMPTS, pictures, run_two_ranks, sample_and_diff
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
 from unirl.rollout.engine.checkpoint import checkpoint_shapes
-from unirl.shapes.questions import pretrain
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, OptimizerConfig
 from unirl.types.media import ImageLists, Texts
 from unirl.types.segments import TextSegment
+from unirl.worlds.shapes.questions import pretrain
 
 pytestmark = pytest.mark.slow
 CASES = {

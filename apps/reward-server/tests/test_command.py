@@ -19,9 +19,9 @@ import torch
 from aiohttp.test_utils import unused_port
 
 from unirl.reward.client import RewardClient
-from unirl.reward.local.compressibility import JPEGCompressibilityScorer
-from unirl.reward.local.shapes_scorer import ShapesRewardScorer
+from unirl.reward.local.images.compressibility import JPEGCompressibilityScorer
 from unirl.reward.wire import BINARY_TYPE, JSON_TYPE, decode_answer, encode_binary, encode_json, samples_of
+from unirl.reward.worlds.shapes_scorer import ShapesRewardScorer
 from unirl.reward_server.frames import Frame, receive_frame, send_frame
 from unirl.reward_server.replica import worker_command, worker_environment
 from unirl.types.media import Images, Texts

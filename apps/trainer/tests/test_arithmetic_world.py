@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-import unirl.arithmetic.world
-from unirl.arithmetic import pretrain, world
-from unirl.arithmetic.evaluate import evaluate
-from unirl.arithmetic.world import Problem
+import unirl.worlds.arithmetic.world
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.pretraining.text import byte_tokenizer
+from unirl.worlds.arithmetic import pretrain, world
+from unirl.worlds.arithmetic.evaluate import evaluate
+from unirl.worlds.arithmetic.world import Problem
 
-FOLDER = Path(unirl.arithmetic.world.__file__).parent
+FOLDER = Path(unirl.worlds.arithmetic.world.__file__).parent
 
 
 def rows(name: str) -> list[dict]:

@@ -11,8 +11,8 @@ from unirl.config.recipes import compose, resolve
 from unirl.types.errors import ConfigError
 
 METHODS = ("drtune", "refl", "draft", "draft_lv", "alignprop")
-STRICT = {"_target_": "unirl.reward.local.shapes_scorer.ShapesRewardScorer"}
-SMOOTH = {"_target_": "unirl.reward.local.shapes_gradient.ShapesGradientScorer"}
+STRICT = {"_target_": "unirl.reward.worlds.shapes_scorer.ShapesRewardScorer"}
+SMOOTH = {"_target_": "unirl.reward.worlds.shapes_gradient.ShapesGradientScorer"}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ MISTAKES = [
     ({"reward.scorers": [STRICT], "reward.weights": None}, "reward.scorers.0 (ShapesRewardScorer) is not"),
     (
         {
-            "reward.scorers": {"jpeg": {"_target_": "unirl.reward.local.compressibility.JPEGCompressibilityScorer"}},
+            "reward.scorers": {
+                "jpeg": {"_target_": "unirl.reward.local.images.compressibility.JPEGCompressibilityScorer"}
+            },
             "reward.weights": None,
         },
         "DRTune trains through the reward, but reward.scorers.jpeg (JPEGCompressibilityScorer) is not differentiable",
@@ -83,7 +85,7 @@ def test_a_mistake_has_one_message_before_work_starts(recipes, changes, message)
         check_recipe(recipe)
 
 
-@pytest.mark.parametrize("scorer", ["pickscore.PickScoreRewardScorer", "clip.CLIPRewardScorer"])
+@pytest.mark.parametrize("scorer", ["images.pickscore.PickScoreRewardScorer", "images.clip.CLIPRewardScorer"])
 def test_differentiable_scorers_pass(recipes, scorer):
     recipe = copy.deepcopy(recipes["diffusion/sd3_shapes_drtune"])
     recipe["reward"]["scorers"]["shapes"] = {"_target_": f"unirl.reward.local.{scorer}"}

@@ -497,7 +497,9 @@ def test_wheel_holds_the_recipes_and_shows_them(uv, tmp_path):
     names = wheel.namelist()
     source = root / "apps" / "trainer" / "src"
     wanted = [str(path.relative_to(source)) for path in (source / "unirl" / "recipes").rglob("*.yaml")]
-    wanted += [str(path.relative_to(source)) for path in (source / "unirl" / "shapes" / "data").glob("*.jsonl")]
+    wanted += [
+        str(path.relative_to(source)) for path in (source / "unirl" / "worlds" / "shapes" / "data").glob("*.jsonl")
+    ]
     assert len(wanted) > 10 and set(wanted) <= set(names)
     assert "unirl/__init__.py" not in names
     wheel.extractall(tmp_path / "site")

@@ -264,7 +264,11 @@ MISTAKES = [
     ({"reward.scorers": {}}, "reward.scorers is empty"),
     ({"reward.weights": {"shape": 1.0}}, "reward.weights names ['shape'], reward.scorers ['shapes']"),
     (
-        {"reward.scorers": {"mine": {"_target_": "unirl.reward.local.compressibility.JPEGCompressibilityScorer"}}},
+        {
+            "reward.scorers": {
+                "mine": {"_target_": "unirl.reward.local.images.compressibility.JPEGCompressibilityScorer"}
+            }
+        },
         "save.best_metric = shapes/strict is a number of the scorer 'shapes', reward.scorers has mine. Set",
     ),
 ]
@@ -360,7 +364,7 @@ def test_a_part_that_cannot_be_chosen_is_named_with_what_can(name, change, messa
         compose(name, [change])
 
 
-JPEG = "{_target_:unirl.reward.local.compressibility.JPEGCompressibilityScorer}"
+JPEG = "{_target_:unirl.reward.local.images.compressibility.JPEGCompressibilityScorer}"
 
 
 def test_null_takes_a_component_out_and_stays_null_elsewhere():

@@ -174,7 +174,7 @@ def test_what_is_trained_and_which_weights_are_shown_may_differ(here):
     text = (
         "eval: {policy: old, num_images: 4}\nreward: {scorers: {size: {_target_: %s}}, weights: {shapes: 1, size: 1}}"
     )
-    scorer = "unirl.reward.local.compressibility.JPEGCompressibilityScorer"
+    scorer = "unirl.reward.local.images.compressibility.JPEGCompressibilityScorer"
     plan = read_plan(parse(["compare", NFT, own_recipe(here, text % scorer), GRPO]))
     require_one_evaluation(read_contenders(plan))
 

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-import unirl.shapes.questions.world
+import unirl.worlds.shapes.questions.world
 from unirl.data.datasets import PromptRow, read_rows
 from unirl.data.pictures import read_picture
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
-from unirl.reward.local.shapes import FoundObject, verify
-from unirl.reward.local.shapes_grammar import COLORS, SHAPES, parse_prompt
-from unirl.shapes.questions import pretrain, world
-from unirl.shapes.questions.evaluate import evaluate
-from unirl.shapes.questions.world import Question
-from unirl.shapes.world import OBJECTS, ShapeObject
+from unirl.reward.worlds.shapes import FoundObject, verify
+from unirl.reward.worlds.shapes_grammar import COLORS, SHAPES, parse_prompt
+from unirl.worlds.shapes.questions import pretrain, world
+from unirl.worlds.shapes.questions.evaluate import evaluate
+from unirl.worlds.shapes.questions.world import Question
+from unirl.worlds.shapes.world import OBJECTS, ShapeObject
 
-FOLDER = Path(unirl.shapes.questions.world.__file__).parent
+FOLDER = Path(unirl.worlds.shapes.questions.world.__file__).parent
 RED_CIRCLE, BLUE_SQUARE, BLUE_CIRCLE = (
     ShapeObject("red", "circle"),
     ShapeObject("blue", "square"),

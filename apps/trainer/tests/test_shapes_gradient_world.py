@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from unirl.reward.local.shapes import score_shapes
-from unirl.reward.local.shapes_gradient import log_probability
-from unirl.reward.local.shapes_grammar import CATEGORIES, parse_prompt
-from unirl.shapes import world
+from unirl.reward.worlds.shapes import score_shapes
+from unirl.reward.worlds.shapes_gradient import log_probability
+from unirl.reward.worlds.shapes_grammar import CATEGORIES, parse_prompt
+from unirl.worlds.shapes import world
 
 
 def scored(layouts: list[world.Layout], prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:

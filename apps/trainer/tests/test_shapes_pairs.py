@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import unirl.shapes.world
+import unirl.worlds.shapes.world
 from unirl.data.pairs import read_pairs
-from unirl.reward.local.shapes import score_shapes
+from unirl.reward.worlds.shapes import score_shapes
 from unirl.rollout.engine.offline.pictures import read_pictures
-from unirl.shapes import pairs, world
+from unirl.worlds.shapes import pairs, world
 
-SHIPPED = Path(unirl.shapes.world.__file__).parent / "data" / "pairs" / "pairs.jsonl"
+SHIPPED = Path(unirl.worlds.shapes.world.__file__).parent / "data" / "pairs" / "pairs.jsonl"
 
 
 def test_every_shipped_pair_is_right_and_wrong_about_a_training_prompt():

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-import unirl.shapes.world
-from unirl.reward.local.shapes import score_shapes, verify
-from unirl.reward.local.shapes_grammar import CATEGORIES, PromptSpec, ShapeObject, parse_prompt, prompt_of
-from unirl.shapes import world
+import unirl.worlds.shapes.world
+from unirl.reward.worlds.shapes import score_shapes, verify
+from unirl.reward.worlds.shapes_grammar import CATEGORIES, PromptSpec, ShapeObject, parse_prompt, prompt_of
+from unirl.worlds.shapes import world
 
-FOLDER = Path(unirl.shapes.world.__file__).parent
+FOLDER = Path(unirl.worlds.shapes.world.__file__).parent
 RED_CIRCLE, BLUE_SQUARE = ShapeObject("red", "circle"), ShapeObject("blue", "square")
 
 
@@ -144,7 +144,7 @@ def test_shipped_checkpoint_is_small() -> None:
 def test_a_stock_pipeline_draws_with_the_shipped_checkpoint_far_above_chance() -> None:
     from diffusers import StableDiffusion3Pipeline
 
-    from unirl.shapes.text import T5_TOKENS
+    from unirl.worlds.shapes.text import T5_TOKENS
 
     torch.manual_seed(0)
     pipeline = StableDiffusion3Pipeline.from_pretrained(str(FOLDER / "checkpoint"))

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import transformers
 
-from unirl.reward.local.clip import CLIPRewardScorer
-from unirl.reward.local.hpsv2 import HPSv2RewardScorer
-from unirl.reward.local.image_reward import ImageRewardScorer
-from unirl.reward.local.pickscore import PickScoreRewardScorer
-from unirl.reward.local.shapes_gradient import ShapesGradientScorer
+from unirl.reward.local.images.clip import CLIPRewardScorer
+from unirl.reward.local.images.hpsv2 import HPSv2RewardScorer
+from unirl.reward.local.images.image_reward import ImageRewardScorer
+from unirl.reward.local.images.pickscore import PickScoreRewardScorer
+from unirl.reward.worlds.shapes_gradient import ShapesGradientScorer
 
 SIDE = 16
 """Pixels of a model's input."""

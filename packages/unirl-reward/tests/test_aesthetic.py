@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from unirl.reward.local.aesthetic import AestheticScorer
+from unirl.reward.local.images.aesthetic import AestheticScorer
 from unirl.reward.local.pixels import to_pictures
 from unirl.types.errors import ConfigError
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from unirl.reward.local.answers import rating, surface_forms, written_probability
-from unirl.reward.local.judge import JudgeError, Reply, Step
+from unirl.reward.local.judges.answers import rating, surface_forms, written_probability
+from unirl.reward.local.judges.judge import JudgeError, Reply, Step
 
 
 @pytest.mark.parametrize(

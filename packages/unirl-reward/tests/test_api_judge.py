@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unirl.reward.local.api_judge import APIJudge
-from unirl.reward.local.judge import JudgeError, Question, Reply
+from unirl.reward.local.judges.api_judge import APIJudge
+from unirl.reward.local.judges.judge import JudgeError, Question, Reply
 from unirl.types.errors import ConfigError
 
 PICTURE = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import unirl.reward.local
+import unirl.reward.worlds
 from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG, Normalisation, ScorerCard, named_as
 from unirl.reward.function import FunctionRewardScorer, imported
-from unirl.reward.local.clip import CLIPRewardScorer
-from unirl.reward.local.compressibility import JPEGCompressibilityScorer, JPEGIncompressibilityScorer
-from unirl.reward.local.hpsv2 import HPSv2RewardScorer
+from unirl.reward.local.images.clip import CLIPRewardScorer
+from unirl.reward.local.images.compressibility import JPEGCompressibilityScorer, JPEGIncompressibilityScorer
+from unirl.reward.local.images.hpsv2 import HPSv2RewardScorer
 from unirl.reward.service import RewardService
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
@@ -25,7 +26,10 @@ from unirl.types.reward import RewardRequest
 
 def shipped_scorers():
     """Every concrete scorer class of the package."""
-    names = [f"unirl.reward.local.{module.name}" for module in pkgutil.iter_modules(unirl.reward.local.__path__)]
+    homes = (unirl.reward.local, unirl.reward.worlds)
+    names = [
+        module.name for home in homes for module in pkgutil.walk_packages(home.__path__, prefix=f"{home.__name__}.")
+    ]
     modules = [importlib.import_module(name) for name in ["unirl.reward.function", *names]]
     return {
         f"{value.__module__}.{value.__name__}": value

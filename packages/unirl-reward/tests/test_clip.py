@@ -8,8 +8,8 @@ import transformers
 from PIL import Image
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.local.clip import CLIPRewardScorer
-from unirl.reward.local.pickscore import PickScoreRewardScorer
+from unirl.reward.local.images.clip import CLIPRewardScorer
+from unirl.reward.local.images.pickscore import PickScoreRewardScorer
 from unirl.reward.service import RewardService
 from unirl.types.errors import ConfigError, RewardError
 

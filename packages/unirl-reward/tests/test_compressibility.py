@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from unirl.reward.local.compressibility import JPEGCompressibilityScorer, JPEGIncompressibilityScorer
+from unirl.reward.local.images.compressibility import JPEGCompressibilityScorer, JPEGIncompressibilityScorer
 from unirl.reward.local.pixels import to_bytes
 from unirl.types.errors import ContractError
 

@@ -8,10 +8,10 @@ import torch
 import transformers
 from PIL import Image
 
-from unirl.reward.local.colours import ColourClassifier, cut_out
-from unirl.reward.local.detectors import BoxDetector, MaskDetector, OpenVocabularyDetector
-from unirl.reward.local.geneval import GenEvalScorer
-from unirl.reward.local.geneval_rules import COLOURS, Detection
+from unirl.reward.local.detection.colours import ColourClassifier, cut_out
+from unirl.reward.local.detection.detectors import BoxDetector, MaskDetector, OpenVocabularyDetector
+from unirl.reward.local.detection.geneval import GenEvalScorer
+from unirl.reward.local.detection.geneval_rules import COLOURS, Detection
 from unirl.reward.local.pixels import to_pictures
 from unirl.types.errors import ConfigError, RewardError
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from unirl.reward.local.geneval2 import GenEval2Scorer, soft_tifa
-from unirl.reward.local.judge import JudgeError, Question, Reply
-from unirl.reward.local.vlm_judge import VLMJudge
+from unirl.reward.local.judges.geneval2 import GenEval2Scorer, soft_tifa
+from unirl.reward.local.judges.judge import JudgeError, Question, Reply
+from unirl.reward.local.judges.vlm_judge import VLMJudge
 from unirl.types.errors import ConfigError, RewardError
 from unirl.types.media import Texts, Videos
 from unirl.types.reward import RewardRequest

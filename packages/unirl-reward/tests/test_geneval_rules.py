@@ -2,7 +2,7 @@
 
 import pytest
 
-from unirl.reward.local.geneval_rules import Detection, Verdict, check_row, iou, judged, kept, relations
+from unirl.reward.local.detection.geneval_rules import Detection, Verdict, check_row, iou, judged, kept, relations
 from unirl.types.errors import ConfigError
 
 

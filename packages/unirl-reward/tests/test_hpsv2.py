@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from unirl.reward.local.hpsv2 import HPSv2RewardScorer, from_open_clip
+from unirl.reward.local.images.hpsv2 import HPSv2RewardScorer, from_open_clip
 from unirl.reward.local.preprocess import PadPreprocessing
 from unirl.types.errors import ConfigError
 

@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from unirl.reward.local.image_reward import NUM_TOKENS, REWARD_MEAN, REWARD_STD, ImageRewardScorer
+from unirl.reward.local.images.image_reward import NUM_TOKENS, REWARD_MEAN, REWARD_STD, ImageRewardScorer
 from unirl.types.errors import ConfigError
 
 from .model_folders import TEXT_SETTINGS, image_reward_state, write_image_reward

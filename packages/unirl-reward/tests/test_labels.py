@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.local.labels import LabelScorer
+from unirl.reward.local.images.labels import LabelScorer
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Texts
 from unirl.types.reward import RewardRequest

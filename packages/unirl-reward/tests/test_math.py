@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from math_verify import parse, verify
 
-from unirl.reward.local import math_equality
-from unirl.reward.local.bounded import BoundedFunction, OverBudgetError
-from unirl.reward.local.math_boxed import BoxedMathScorer
-from unirl.reward.local.math_equality import answer_of, equal
-from unirl.reward.local.math_verify import MathVerifyScorer
+from unirl.reward.local.texts import math_equality
+from unirl.reward.local.texts.bounded import BoundedFunction, OverBudgetError
+from unirl.reward.local.texts.math_boxed import BoxedMathScorer
+from unirl.reward.local.texts.math_equality import answer_of, equal
+from unirl.reward.local.texts.math_verify import MathVerifyScorer
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
 from unirl.types.reward import RewardRequest

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from unirl.reward.local.got_ocr import GOTOCRScorer
-from unirl.reward.local.ocr import OCRScorer, quoted, similarity
-from unirl.reward.local.paddle_ocr import PaddleOCRScorer
+from unirl.reward.local.ocr.got_ocr import GOTOCRScorer
+from unirl.reward.local.ocr.ocr import OCRScorer, quoted, similarity
+from unirl.reward.local.ocr.paddle_ocr import PaddleOCRScorer
+from unirl.reward.local.ocr.rapid_ocr import RapidOCRScorer
 from unirl.reward.local.pixels import to_pictures
-from unirl.reward.local.rapid_ocr import RapidOCRScorer
 from unirl.reward.service import RewardService
 from unirl.types.errors import ConfigError, ContractError
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from unirl.reward.local.edit_reward import EditRewardScorer
-from unirl.reward.local.judge import JudgeError, Reply, Step
-from unirl.reward.local.unified_reward import UnifiedRewardScorer
-from unirl.reward.local.vlm_judge import VLMJudge
-from unirl.reward.local.wise import WISEScorer
+from unirl.reward.local.judges.edit_reward import EditRewardScorer
+from unirl.reward.local.judges.judge import JudgeError, Reply, Step
+from unirl.reward.local.judges.unified_reward import UnifiedRewardScorer
+from unirl.reward.local.judges.vlm_judge import VLMJudge
+from unirl.reward.local.judges.wise import WISEScorer
 from unirl.types.errors import ConfigError, RewardError
 from unirl.types.media import Images
 

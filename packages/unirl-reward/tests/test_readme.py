@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from unirl.reward.local.compressibility import JPEGCompressibilityScorer
+from unirl.reward.local.images.compressibility import JPEGCompressibilityScorer
 
 from .fake_server import FakeServer
 

@@ -16,10 +16,10 @@ from aiohttp import web
 from unirl.reward.client import RewardClient
 from unirl.reward.endpoints import Endpoints, Failure, Patience, retry_after_s
 from unirl.reward.function import FunctionRewardScorer
-from unirl.reward.local.compressibility import JPEGCompressibilityScorer
-from unirl.reward.local.shapes_scorer import ShapesRewardScorer
+from unirl.reward.local.images.compressibility import JPEGCompressibilityScorer
 from unirl.reward.remote import RemoteRewardBackend
 from unirl.reward.service import RewardService
+from unirl.reward.worlds.shapes_scorer import ShapesRewardScorer
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Texts, Videos
 from unirl.types.protocols import Closeable, ConcurrentScorer, Scorer

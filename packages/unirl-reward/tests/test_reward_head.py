@@ -10,11 +10,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 
-from unirl.reward.local.hpsv3 import HPSv3Scorer
 from unirl.reward.local.pixels import to_pictures
-from unirl.reward.local.qwen_vl import QwenVLReader
-from unirl.reward.local.reward_head import merged_lora
-from unirl.reward.local.video_align import VideoAlignScorer, sampled
+from unirl.reward.local.vision_language.hpsv3 import HPSv3Scorer
+from unirl.reward.local.vision_language.qwen_vl import QwenVLReader
+from unirl.reward.local.vision_language.reward_head import merged_lora
+from unirl.reward.local.vision_language.video_align import VideoAlignScorer, sampled
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Texts, Videos
 from unirl.types.reward import RewardRequest
@@ -254,7 +254,8 @@ def test_patches_of_frames_are_those_of_the_official_processor(base):
 
 
 def test_video_align_is_the_published_forward_standardised(video_align, base, monkeypatch):
-    monkeypatch.setattr("unirl.reward.local.video_align.MIN_PIXELS", 28 * 28)  # so that nothing is resized
+    smallest = "unirl.reward.local.vision_language.video_align.MIN_PIXELS"
+    monkeypatch.setattr(smallest, 28 * 28)  # so that nothing is resized
     model, files = video_align
     request = video_request()
     scorer = VideoAlignScorer(**files, dtype="fp32", batch_size=2)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
 from unirl.reward.function import FunctionRewardScorer
-from unirl.reward.local.shapes_scorer import ShapesRewardScorer
 from unirl.reward.service import RewardService, reward_request
+from unirl.reward.worlds.shapes_scorer import ShapesRewardScorer
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Images, Texts
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -401,7 +401,7 @@ def test_the_shapes_verifier_scores_through_the_service():
 
 def test_importing_the_service_imports_no_model_framework():
     code = (
-        "import sys, unirl.reward.service, unirl.reward.function, unirl.reward.local.shapes_scorer;"
+        "import sys, unirl.reward.service, unirl.reward.function, unirl.reward.worlds.shapes_scorer;"
         "heavy = {'transformers', 'PIL', 'diffusers', 'ray', 'scipy'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

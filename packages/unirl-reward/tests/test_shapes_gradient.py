@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from unirl.reward.local.shapes import score_shapes
-from unirl.reward.local.shapes_gradient import NEGLIGIBLE, ShapesGradientScorer, log_probability
-from unirl.reward.local.shapes_grammar import PALETTE, parse_prompt
+from unirl.reward.worlds.shapes import score_shapes
+from unirl.reward.worlds.shapes_gradient import NEGLIGIBLE, ShapesGradientScorer, log_probability
+from unirl.reward.worlds.shapes_grammar import PALETTE, parse_prompt
 from unirl.types.errors import ConfigError
 
 CENTERS = ((8, 8), (8, 24), (24, 8), (24, 24))

@@ -13,7 +13,7 @@ from torch import Tensor
 from unirl.reward.base import LocalScorer
 from unirl.reward.function import FunctionRewardScorer
 from unirl.reward.lanes import Lane, Ticket
-from unirl.reward.local.clip import CLIPRewardScorer
+from unirl.reward.local.images.clip import CLIPRewardScorer
 from unirl.reward.service import RewardService
 from unirl.types.errors import ContractError, RewardError
 from unirl.types.media import Images

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unirl.reward.local.exact_match import ExactMatchScorer
-from unirl.reward.local.format import FormatScorer, has_sections
-from unirl.reward.local.gsm8k import GSM8KScorer, final_number
-from unirl.reward.local.multiple_choice import MultipleChoiceScorer, chosen_option
+from unirl.reward.local.texts.exact_match import ExactMatchScorer
+from unirl.reward.local.texts.format import FormatScorer, has_sections
+from unirl.reward.local.texts.gsm8k import GSM8KScorer, final_number
+from unirl.reward.local.texts.multiple_choice import MultipleChoiceScorer, chosen_option
 from unirl.reward.service import RewardService
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Texts

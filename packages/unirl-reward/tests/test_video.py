@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from unirl.reward.function import FunctionRewardScorer
-from unirl.reward.local.pickscore import PickScoreRewardScorer
-from unirl.reward.local.video import FrameScorer, VideoPickScoreScorer, temporal_consistency
+from unirl.reward.local.images.pickscore import PickScoreRewardScorer
+from unirl.reward.local.video.frames import FrameScorer, VideoPickScoreScorer, temporal_consistency
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.reward import RewardRequest

@@ -8,9 +8,9 @@ import torch
 import transformers
 from PIL import Image
 
-from unirl.reward.local.answers import surface_forms
-from unirl.reward.local.judge import JudgeError, Question, Reply
-from unirl.reward.local.vlm_judge import VLMJudge
+from unirl.reward.local.judges.answers import surface_forms
+from unirl.reward.local.judges.judge import JudgeError, Question, Reply
+from unirl.reward.local.judges.vlm_judge import VLMJudge
 from unirl.types.errors import ConfigError
 
 from .vlm_folders import write_qwen_vl

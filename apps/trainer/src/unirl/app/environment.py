@@ -82,7 +82,7 @@ def register_resolvers() -> None:
 
 def packaged_path(world: str, name: str) -> str:
     """Absolute path of a file or folder of a world that comes with the trainer."""
-    return str(importlib.resources.files(f"unirl.{world}") / name)
+    return str(importlib.resources.files(f"unirl.worlds.{world}") / name)
 
 
 class StandardErrorHandler(logging.StreamHandler):

@@ -76,7 +76,7 @@ class ScorerCard:
 
 CATALOG: dict[str, ScorerCard] = {
     "aesthetic": ScorerCard(
-        target="unirl.reward.local.aesthetic.AestheticScorer",
+        target="unirl.reward.local.images.aesthetic.AestheticScorer",
         summary="how people rate the looks of a picture",
         media=("image",),
         typical="1 to 10, mostly 4 to 7",
@@ -84,7 +84,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="LAION aesthetic predictor; LAION-5B, arXiv 2210.08402",
     ),
     "clip": ScorerCard(
-        target="unirl.reward.local.clip.CLIPRewardScorer",
+        target="unirl.reward.local.images.clip.CLIPRewardScorer",
         summary="how well a picture fits its prompt",
         media=("image",),
         needs="prompt",
@@ -96,7 +96,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="CLIP, arXiv 2103.00020",
     ),
     "edit_reward": ScorerCard(
-        target="unirl.reward.local.edit_reward.EditRewardScorer",
+        target="unirl.reward.local.judges.edit_reward.EditRewardScorer",
         summary="instruction following and quality of an edit, rated by a judge",
         media=("image",),
         needs="prompt, input image, judge",
@@ -106,7 +106,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="dimensions of EditReward, arXiv 2509.26346",
     ),
     "exact_match": ScorerCard(
-        target="unirl.reward.local.exact_match.ExactMatchScorer",
+        target="unirl.reward.local.texts.exact_match.ExactMatchScorer",
         summary="is the text, or what a pattern finds in it, the answer",
         media=("text",),
         needs="metadata answer",
@@ -116,7 +116,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="plain comparison",
     ),
     "format": ScorerCard(
-        target="unirl.reward.local.format.FormatScorer",
+        target="unirl.reward.local.texts.format.FormatScorer",
         summary="has the text the sections <think> and <answer>, or the form of a pattern",
         media=("text",),
         low=0,
@@ -132,7 +132,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="yours",
     ),
     "geneval": ScorerCard(
-        target="unirl.reward.local.geneval.GenEvalScorer",
+        target="unirl.reward.local.detection.geneval.GenEvalScorer",
         summary="objects, counts, colours and positions that the prompt asks for, by a detector and rules",
         media=("image",),
         needs="metadata include, detector",
@@ -142,7 +142,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="GenEval, arXiv 2310.11513",
     ),
     "geneval2": ScorerCard(
-        target="unirl.reward.local.geneval2.GenEval2Scorer",
+        target="unirl.reward.local.judges.geneval2.GenEval2Scorer",
         summary="probability that every atom of the prompt is there (Soft-TIFA), by questions to a judge",
         media=("image", "video"),
         needs="metadata vqa_list, judge",
@@ -152,7 +152,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="GenEval 2, arXiv 2512.16853",
     ),
     "got_ocr": ScorerCard(
-        target="unirl.reward.local.got_ocr.GOTOCRScorer",
+        target="unirl.reward.local.ocr.got_ocr.GOTOCRScorer",
         summary="the text that the prompt quotes stands in the picture, as GOT-OCR 2.0 reads",
         media=("image",),
         needs="prompt with quotes",
@@ -162,7 +162,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="Flow-GRPO, arXiv 2505.05470; GOT-OCR 2.0, arXiv 2409.01704",
     ),
     "gsm8k_exact_match": ScorerCard(
-        target="unirl.reward.local.gsm8k.GSM8KScorer",
+        target="unirl.reward.local.texts.gsm8k.GSM8KScorer",
         summary="is the final number right",
         media=("text",),
         needs="metadata answer",
@@ -172,7 +172,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="GSM8K, arXiv 2110.14168",
     ),
     "hpsv2": ScorerCard(
-        target="unirl.reward.local.hpsv2.HPSv2RewardScorer",
+        target="unirl.reward.local.images.hpsv2.HPSv2RewardScorer",
         summary="which picture people prefer for a prompt; HPSv2.1, or 2 by `file`",
         media=("image",),
         needs="prompt",
@@ -183,7 +183,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="HPSv2, arXiv 2306.09341",
     ),
     "hpsv3": ScorerCard(
-        target="unirl.reward.local.hpsv3.HPSv3Scorer",
+        target="unirl.reward.local.vision_language.hpsv3.HPSv3Scorer",
         summary="how much people like a picture for a prompt, by a vision-language model with a reward head",
         media=("image",),
         needs="prompt",
@@ -193,7 +193,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="HPSv3, arXiv 2508.03789",
     ),
     "image_reward": ScorerCard(
-        target="unirl.reward.local.image_reward.ImageRewardScorer",
+        target="unirl.reward.local.images.image_reward.ImageRewardScorer",
         summary="how much people like a picture for a prompt",
         media=("image",),
         needs="prompt",
@@ -203,7 +203,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="ImageReward, arXiv 2304.05977",
     ),
     "jpeg_compressibility": ScorerCard(
-        target="unirl.reward.local.compressibility.JPEGCompressibilityScorer",
+        target="unirl.reward.local.images.compressibility.JPEGCompressibilityScorer",
         summary="minus the size of the JPEG: smoothness",
         media=("image",),
         high=0,
@@ -212,7 +212,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="DDPO, arXiv 2305.13301",
     ),
     "jpeg_incompressibility": ScorerCard(
-        target="unirl.reward.local.compressibility.JPEGIncompressibilityScorer",
+        target="unirl.reward.local.images.compressibility.JPEGIncompressibilityScorer",
         summary="the size of the JPEG: detail",
         media=("image",),
         low=0,
@@ -221,7 +221,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="DDPO, arXiv 2305.13301",
     ),
     "labels": ScorerCard(
-        target="unirl.reward.local.labels.LabelScorer",
+        target="unirl.reward.local.images.labels.LabelScorer",
         summary="the score that the data file gives to the sample",
         media=("image", "video", "text"),
         needs="metadata scores",
@@ -229,7 +229,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="the data file",
     ),
     "math_boxed": ScorerCard(
-        target="unirl.reward.local.math_boxed.BoxedMathScorer",
+        target="unirl.reward.local.texts.math_boxed.BoxedMathScorer",
         summary="does the boxed answer equal the reference, to sympy",
         media=("text",),
         needs="metadata answer",
@@ -239,7 +239,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="MATH, arXiv 2103.03874",
     ),
     "math_verify": ScorerCard(
-        target="unirl.reward.local.math_verify.MathVerifyScorer",
+        target="unirl.reward.local.texts.math_verify.MathVerifyScorer",
         summary="does the answer equal the reference, to math-verify",
         media=("text",),
         needs="metadata answer",
@@ -250,7 +250,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="math-verify of Hugging Face",
     ),
     "mc_exact_match": ScorerCard(
-        target="unirl.reward.local.multiple_choice.MultipleChoiceScorer",
+        target="unirl.reward.local.texts.multiple_choice.MultipleChoiceScorer",
         summary="does the text choose the right option",
         media=("text",),
         needs="metadata answer",
@@ -260,7 +260,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="multiple-choice benchmarks as MMLU, arXiv 2009.03300",
     ),
     "ocr": ScorerCard(
-        target="unirl.reward.local.rapid_ocr.RapidOCRScorer",
+        target="unirl.reward.local.ocr.rapid_ocr.RapidOCRScorer",
         summary="the text that the prompt quotes stands in the picture, as RapidOCR reads; offline",
         media=("image",),
         needs="prompt with quotes",
@@ -270,7 +270,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="Flow-GRPO, arXiv 2505.05470; RapidOCR",
     ),
     "paddle_ocr": ScorerCard(
-        target="unirl.reward.local.paddle_ocr.PaddleOCRScorer",
+        target="unirl.reward.local.ocr.paddle_ocr.PaddleOCRScorer",
         summary="the text that the prompt quotes stands in the picture, as PaddleOCR reads",
         media=("image",),
         needs="prompt with quotes",
@@ -280,7 +280,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="Flow-GRPO, arXiv 2505.05470; PaddleOCR",
     ),
     "pickscore": ScorerCard(
-        target="unirl.reward.local.pickscore.PickScoreRewardScorer",
+        target="unirl.reward.local.images.pickscore.PickScoreRewardScorer",
         summary="which picture people would pick for a prompt",
         media=("image",),
         needs="prompt",
@@ -292,7 +292,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="Pick-a-Pic, arXiv 2305.01569",
     ),
     "shapes": ScorerCard(
-        target="unirl.reward.local.shapes_scorer.ShapesRewardScorer",
+        target="unirl.reward.worlds.shapes_scorer.ShapesRewardScorer",
         summary="does the picture show what a prompt of the shapes world asks for",
         media=("image",),
         needs="prompt",
@@ -303,7 +303,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="the shapes world of this project",
     ),
     "shapes_gradient": ScorerCard(
-        target="unirl.reward.local.shapes_gradient.ShapesGradientScorer",
+        target="unirl.reward.worlds.shapes_gradient.ShapesGradientScorer",
         summary="probability that it does, differentiable; its logarithm by `output`",
         media=("image",),
         needs="prompt",
@@ -312,7 +312,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="the shapes world of this project",
     ),
     "unified_reward": ScorerCard(
-        target="unirl.reward.local.unified_reward.UnifiedRewardScorer",
+        target="unirl.reward.local.judges.unified_reward.UnifiedRewardScorer",
         summary="alignment, coherence and style, rated by a judge trained to",
         media=("image",),
         needs="prompt, judge",
@@ -323,7 +323,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="UnifiedReward, arXiv 2503.05236",
     ),
     "video": ScorerCard(
-        target="unirl.reward.local.video.FrameScorer",
+        target="unirl.reward.local.video.frames.FrameScorer",
         summary="a picture scorer on frames of a video, and how little neighbouring frames differ",
         media=("video",),
         needs="what its picture scorer needs",
@@ -331,7 +331,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="this project",
     ),
     "video_align": ScorerCard(
-        target="unirl.reward.local.video_align.VideoAlignScorer",
+        target="unirl.reward.local.vision_language.video_align.VideoAlignScorer",
         summary="visual quality, motion quality and text alignment, by a vision-language model with a reward head",
         media=("video",),
         needs="prompt",
@@ -340,7 +340,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="VideoAlign, arXiv 2501.13918",
     ),
     "video_pickscore": ScorerCard(
-        target="unirl.reward.local.video.VideoPickScoreScorer",
+        target="unirl.reward.local.video.frames.VideoPickScoreScorer",
         summary="PickScore of the first frame, or the mean over several",
         media=("video",),
         needs="prompt",
@@ -352,7 +352,7 @@ CATALOG: dict[str, ScorerCard] = {
         source="Pick-a-Pic, arXiv 2305.01569",
     ),
     "wise": ScorerCard(
-        target="unirl.reward.local.wise.WISEScorer",
+        target="unirl.reward.local.judges.wise.WISEScorer",
         summary="is a prompt that takes knowledge of the world understood (WiScore), rated by a judge",
         media=("image",),
         needs="prompt, metadata explanation, judge",

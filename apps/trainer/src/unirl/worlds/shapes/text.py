@@ -1,0 +1,195 @@
+"""Tokenizers and text encoders of the shapes world: two CLIP encoders and a T5 encoder, taught what prompts ask for.
+
+Real text encoders arrive pretrained, so these are too: linear probes on their outputs must recover colours, shapes,
+number and relation, and from every token the words around it. The probes are then thrown away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Replace
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor, nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
+
+from unirl.reward.worlds.shapes_grammar import CATEGORIES, COLORS, NUMBERS, RELATIONS, SHAPES, parse_prompt
+
+logger = logging.getLogger(__name__)
+
+CLIP_TOKENS = 7
+"""Longest prompt, five words, between two markers; the pipeline pads CLIP prompts to this."""
+T5_TOKENS = 6
+"""Longest prompt and its end marker: the `max_sequence_length` to give to the pipeline."""
+SPECIALS = ("<pad>", "<s>", "<unk>", "</s>")
+"""The end marker must not be number 2: transformers reads that as an old CLIP and then pools at the largest number."""
+WORDS = ("and", *RELATIONS, *NUMBERS, *COLORS, *SHAPES, *(f"{shape}s" for shape in SHAPES))
+VOCABULARY = {word: index for index, word in enumerate((*SPECIALS, *WORDS))}
+
+_CLIP_WIDTH = 64
+T5_WIDTH = 2 * _CLIP_WIDTH
+"""The pipeline pads the two CLIP encoders, side by side, to the width of T5; equal widths waste nothing."""
+
+
+def make_tokenizer(*, has_start: bool, max_length: int) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer; CLIP wraps a prompt in <s> </s>, T5 only ends it with </s>.
+
+    "left of" and "right of" are one word and the article is dropped: text tokens are half the cost of the transformer.
+    """
+    tokenizer = Tokenizer(WordLevel(VOCABULARY, unk_token="<unk>"))
+    tokenizer.normalizer = Replace(Regex(r"\ba "), "")
+    tokenizer.pre_tokenizer = Split(Regex(r"left of|right of|\w+"), behavior="removed", invert=True)
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>" if has_start else "$A </s>",
+        special_tokens=[("<s>", VOCABULARY["<s>"]), ("</s>", VOCABULARY["</s>"])],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=max_length,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+
+
+def make_clip() -> CLIPTextModelWithProjection:
+    """A CLIP text encoder of 0.07 M parameters."""
+    return CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            vocab_size=len(VOCABULARY),
+            hidden_size=_CLIP_WIDTH,
+            intermediate_size=2 * _CLIP_WIDTH,
+            projection_dim=_CLIP_WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=CLIP_TOKENS,
+            pad_token_id=VOCABULARY["<pad>"],
+            bos_token_id=VOCABULARY["<s>"],
+            eos_token_id=VOCABULARY["</s>"],
+        )
+    )
+
+
+def make_t5() -> T5EncoderModel:
+    """A T5 encoder of 0.2 M parameters."""
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=len(VOCABULARY),
+            d_model=T5_WIDTH,
+            d_kv=32,
+            d_ff=T5_WIDTH,
+            num_layers=2,
+            num_heads=4,
+            relative_attention_num_buckets=16,
+            relative_attention_max_distance=16,
+            dropout_rate=0.0,
+            pad_token_id=VOCABULARY["<pad>"],
+            eos_token_id=VOCABULARY["</s>"],
+        )
+    )
+
+
+def pretrain_text_encoders(
+    prompts: Sequence[str],
+    clips: Sequence[CLIPTextModelWithProjection],
+    t5: T5EncoderModel,
+    *,
+    num_steps: int,
+    batch_size: int = 128,
+    learning_rate: float = 2e-3,
+) -> float:
+    """Train the encoders in place by linear probes on what the pipeline will read; returns the share of right answers.
+
+    Read are: of CLIP the projected end token and `hidden_states[-2]`, of T5 the last hidden state.
+    """
+    facts_PF = torch.tensor([_facts(prompt) for prompt in prompts])
+    clip_ids_PT = _token_ids(make_tokenizer(has_start=True, max_length=CLIP_TOKENS), prompts)
+    t5_ids_PT = _token_ids(make_tokenizer(has_start=False, max_length=T5_TOKENS), prompts)
+    fact_sizes = (facts_PF.amax(0) + 1).tolist()
+    fact_probes = nn.ModuleList(nn.Linear(width, sum(fact_sizes)) for width in (_CLIP_WIDTH, _CLIP_WIDTH, T5_WIDTH))
+    word_probes = nn.ModuleList(nn.Linear(width, 3 * len(VOCABULARY)) for width in (_CLIP_WIDTH, _CLIP_WIDTH, T5_WIDTH))
+    parameters = [p for module in (*clips, t5, fact_probes, word_probes) for p in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=num_steps, pct_start=0.1)
+    share = 0.0
+    for step in range(num_steps):
+        rows = torch.randint(len(prompts), (batch_size,))
+        clip_ids, t5_ids, facts = clip_ids_PT[rows], t5_ids_PT[rows], facts_PF[rows]
+        losses, hits = [], []
+        for index, clip in enumerate(clips):
+            output = clip(clip_ids, output_hidden_states=True)
+            losses += _fact_losses(fact_probes[index](output.text_embeds), facts, fact_sizes, hits)
+            losses.append(_word_loss(word_probes[index](output.hidden_states[-2]), clip_ids, has_next=False))
+        hidden = t5(t5_ids)[0]
+        losses += _fact_losses(fact_probes[2](hidden.mean(1)), facts, fact_sizes, hits)
+        losses.append(_word_loss(word_probes[2](hidden), t5_ids, has_next=True))
+        loss = torch.stack(losses).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        share = torch.stack(hits).mean().item()
+        if step % 100 == 0 or step == num_steps - 1:
+            logger.info("text step %d loss %.3f right %.4f", step, loss.item(), share)
+    _standardise_projections(clips, clip_ids_PT)
+    return share
+
+
+def _facts(prompt: str) -> list[int]:
+    """Category, number, relation, then colour and shape of the first and of the second object; 0 means none."""
+    spec = parse_prompt(prompt)
+    second = spec.objects[1] if len(spec.objects) > 1 and spec.category != "count" else None
+    return [
+        CATEGORIES.index(spec.category),
+        len(spec.objects),
+        0 if spec.relation is None else 1 + RELATIONS.index(spec.relation),
+        COLORS.index(spec.objects[0].color),
+        SHAPES.index(spec.objects[0].shape),
+        0 if second is None else 1 + COLORS.index(second.color),
+        0 if second is None else 1 + SHAPES.index(second.shape),
+    ]
+
+
+def _fact_losses(logits: Tensor, facts: Tensor, sizes: Sequence[int], hits: list[Tensor]) -> list[Tensor]:
+    losses = []
+    for column, part in enumerate(logits.split(list(sizes), dim=-1)):
+        losses.append(nn.functional.cross_entropy(part, facts[:, column]))
+        hits.append((part.argmax(-1) == facts[:, column]).float().mean())
+    return losses
+
+
+def _word_loss(logits_BTV: Tensor, ids_BT: Tensor, *, has_next: bool) -> Tensor:
+    """Cross entropy of each token's own word, the one before and, for T5, the one after."""
+    own, before, after = logits_BTV.chunk(3, dim=-1)
+    pairs = [(own, ids_BT), (before[:, 1:], ids_BT[:, :-1])]
+    if has_next:
+        pairs.append((after[:, :-1], ids_BT[:, 1:]))
+    return torch.stack([nn.functional.cross_entropy(a.flatten(0, 1), b.flatten()) for a, b in pairs]).mean()
+
+
+@torch.no_grad()
+def _standardise_projections(clips: Sequence[CLIPTextModelWithProjection], clip_ids_PT: Tensor) -> None:
+    """Scale the projection so that a pooled feature has unit mean square over the prompts."""
+    for clip in clips:
+        pooled = clip(clip_ids_PT).text_embeds
+        clip.text_projection.weight /= pooled.square().mean().sqrt()
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> Tensor:
+    encoded = tokenizer(
+        list(prompts), padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+    )
+    return encoded.input_ids

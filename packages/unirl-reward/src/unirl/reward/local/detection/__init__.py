@@ -1,0 +1,1 @@
+"""Scorers that find objects with a detector (extra `geneval`)."""

@@ -1,0 +1,1 @@
+"""Rules on generated texts; only math-verify needs an extra (`math`)."""

@@ -1,0 +1,37 @@
+"""Whether math-verify finds the answer of a solution equal to the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from unirl.reward.catalog import CATALOG
+from unirl.reward.local.texts.math_boxed import MathScorer
+from unirl.types.bounds import PositiveInt
+
+
+class MathVerifyScorer(MathScorer):
+    r"""1 where `math_verify.verify(parse("\boxed{reference}"), parse(text))` holds, else 0. Needs the extra `math`.
+
+    A reference that has a \boxed{} or $ of its own is parsed as it stands. math-verify's own time limits, which work
+    in the main thread alone, are replaced by `cpu_s`.
+    Raises ImportError without math-verify.
+    """
+
+    card = CATALOG["math_verify"]
+
+    def __init__(
+        self,
+        *,
+        cpu_s: PositiveInt = 10,
+        answer_key: str = "answer",
+        name: str = "math_verify",
+        batch_size: PositiveInt = 64,
+    ) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError(f"scorer {name} needs math-verify. Install it with: pip install 'unirl-reward[math]'")
+        super().__init__(cpu_s=cpu_s, name=name, answer_key=answer_key, batch_size=batch_size)
+
+    @staticmethod
+    def function() -> str:
+        """See MathScorer."""
+        return "verified"

@@ -1,0 +1,1 @@
+"""Scorers of videos by their frames (extra `clip`)."""

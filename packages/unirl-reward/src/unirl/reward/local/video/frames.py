@@ -1,0 +1,147 @@
+"""Videos by their frames: any picture scorer on some of them, and how little they change from one to the next.
+
+Legend: T frames of a video.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from unirl.reward.base import LocalScorer, Scored
+from unirl.reward.catalog import CATALOG
+from unirl.reward.local.images.pickscore import PickScoreRewardScorer
+from unirl.reward.local.judges.judge import spread
+from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.errors import ContractError
+from unirl.types.media import Images, Videos
+from unirl.types.reward import RewardRequest
+
+FRAMES, CONSISTENCY = 0.7, 0.3
+"""Default shares of the two components."""
+
+
+@bounded("scorer")
+class FrameScorer(LocalScorer):
+    """frames_weight * mean score of `num_frames` frames + consistency_weight * temporal consistency.
+
+    scorer: of single pictures; asked with each frame and the video's own prompt and metadata. The frames lie evenly
+    from the first to the last; all of a shorter video. consistency: see `temporal_consistency`.
+    The consistency lies in [0, 1], so the scorer should too: PickScore and CLIP do with their normalisation.
+    A frame that cannot be scored fails its video.
+    """
+
+    card = CATALOG["video"]
+
+    def __init__(
+        self,
+        *,
+        scorer: LocalScorer,
+        num_frames: PositiveInt = 8,
+        frames_weight: float = FRAMES,
+        consistency_weight: float = CONSISTENCY,
+        name: str = "video",
+        batch_size: PositiveInt = 4,
+    ) -> None:
+        weights = {"frames": frames_weight, "consistency": consistency_weight}
+        super().__init__(name=name, batch_size=batch_size, device=scorer.device, component_weights=weights)
+        self._scorer = scorer
+        self.num_frames = num_frames
+
+    def modules(self) -> list[nn.Module]:
+        """Those of the picture scorer."""
+        return self._scorer.modules()
+
+    def move_to(self, device: str) -> None:
+        """Move the picture scorer."""
+        self._scorer.move_to(device)
+        self.device = self._scorer.device
+
+    def offload(self) -> None:
+        """Offload the picture scorer too."""
+        self._scorer.offload()
+        self.is_offloaded = True
+
+    def onload(self) -> None:
+        """Bring the picture scorer back too."""
+        self._scorer.onload()
+        self.is_offloaded = False
+
+    def score_batch(self, request: RewardRequest) -> Scored:
+        """Mean score of the frames and consistency, float32 [b]."""
+        videos = frames_of(request)
+        places = [spread(len(video), self.num_frames) for video in videos]
+        rows = [row for row, chosen in enumerate(places) for _ in chosen]
+        pictures = Images(pixels=torch.cat([video[chosen] for video, chosen in zip(videos, places, strict=True)]))
+        named = [f"{request.sample_ids[row]} frame {place}" for row, place in zip(rows, sum(places, []), strict=True)]
+        asked = request.select(rows).replace(sample_ids=named, generated={"image": pictures})
+        answer = self._scorer.score_isolated(asked, "batch")
+        means, reasons = [], []
+        for row in range(len(videos)):
+            mine = [i for i, owner in enumerate(rows) if owner == row]
+            failed = [f"{named[i]}: {answer.errors[i]}" for i in mine if answer.errors[i] is not None]
+            means.append(math.nan if failed else answer.rewards[mine].mean().item())
+            reasons.append(failed[0] if failed else None)
+        consistency = torch.stack([temporal_consistency(video).cpu() for video in videos])
+        return Scored({"frames": torch.tensor(means), "consistency": consistency}, reasons)
+
+
+@bounded("scorer")
+class VideoPickScoreScorer(PickScoreRewardScorer):
+    """PickScore of a video's first frame, or the mean over `num_frames` frames from the first to the last.
+
+    Other arguments as in PickScoreRewardScorer. No gradients.
+    """
+
+    is_differentiable = False
+    card = CATALOG["video_pickscore"]
+
+    def __init__(
+        self,
+        *,
+        num_frames: PositiveInt = 1,
+        model: str = "yuvalkirstain/PickScore_v1",
+        processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        normalise: bool = True,
+        dtype: str = "fp32",
+        device: str = "cpu",
+        name: str = "video_pickscore",
+        batch_size: PositiveInt = 8,
+    ) -> None:
+        super().__init__(
+            model=model,
+            processor=processor,
+            normalise=normalise,
+            dtype=dtype,
+            device=device,
+            name=name,
+            batch_size=batch_size,
+        )
+        self.num_frames = num_frames
+
+    def score_batch(self, request: RewardRequest) -> Tensor:
+        """Mean PickScore of the frames, float32 [b]."""
+        chosen = [video[spread(len(video), self.num_frames)] for video in frames_of(request)]
+        prompts = [prompt for prompt, frames in zip(request.prompts, chosen, strict=True) for _ in frames]
+        scores = self._scores(prompts, self.model_input(torch.cat(chosen)))
+        return torch.stack([each.mean() for each in scores.split([len(frames) for frames in chosen])])
+
+
+def frames_of(request: RewardRequest) -> list[Tensor]:
+    """Frames [T, 3, H, W] of each generated video. Raises ContractError for a request without videos."""
+    videos = request.generated.get("video")
+    if not isinstance(videos, Videos):
+        raise ContractError(f"this request has no generated video; it has {sorted(request.generated)}")
+    return videos.unpack("frames")
+
+
+def temporal_consistency(frames_TCHW: Tensor) -> Tensor:
+    """max(0, 1 - mean |frame - next frame|), a scalar in [0, 1], over all neighbours; 1 for a single frame.
+
+    frames: [T, C, H, W] in [0, 1].
+    """
+    if len(frames_TCHW) == 1:
+        return frames_TCHW.new_ones(())
+    return (1 - frames_TCHW.diff(dim=0).abs().mean()).clamp(min=0)

@@ -1,0 +1,1 @@
+"""Reward models built on Qwen2-VL (extra `clip`; videos need `video`)."""
