@@ -93,7 +93,7 @@ def test_pictures_change_what_is_sampled_from_them(folder: Path):
     blank = ImageLists(images=[[torch.zeros_like(image) for image in each] for each in pictures().images[:2]])
     conditions = pipeline.encode({"text": Texts(texts=PROMPTS[:2]), "image": blank}, PARAMS)
     segment = TextSegment.pack(tokens=list(one["tokens"].split(one["lengths"].tolist())), params=PARAMS)
-    other = pipeline.replay(conditions, segment, PARAMS).logp_V.detach()
+    other = pipeline.replay(conditions, segment, PARAMS).logp_N.detach()
     assert float((other - one["replay"]).abs().max()) > 1e-3
 
 

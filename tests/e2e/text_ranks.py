@@ -105,17 +105,17 @@ def sample_and_differentiate(
     num_sampling = len(forwards)
     assert isinstance(track.segment, TextSegment) and track.segment.log_probs is not None
     out = pipeline.replay(track.conditions, track.segment, params)
-    total = backend.all_reduce_sum(torch.tensor(float(len(out.logp_V))))
-    (out.logp_V.sum() * backend.dp_size / total).backward()
+    total = backend.all_reduce_sum(torch.tensor(float(len(out.logp_N))))
+    (out.logp_N.sum() * backend.dp_size / total).backward()
     with torch.no_grad(), backend.reference_policy() if lora else torch.no_grad():
-        again = pipeline.replay(track.conditions, track.segment, params).logp_V
+        again = pipeline.replay(track.conditions, track.segment, params).logp_N
     gradients = {name: gathered(p.grad) for name, p in backend.parameters.items() if p.grad is not None}
     backend.close()
     return {
         "tokens": track.segment.tokens,
         "lengths": track.segment.lengths,
         "rollout": track.segment.log_probs,
-        "replay": out.logp_V.detach(),
+        "replay": out.logp_N.detach(),
         "again": again,
         "gradients": gradients,
         "num_sampling": num_sampling,

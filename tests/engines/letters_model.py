@@ -106,7 +106,7 @@ class ReplayedQwen3(LetterCodec):
     def replay(self, conditions, segment, params):
         rows = zip(conditions["prompt"].unpack("tokens"), segment.unpack("tokens"), strict=True)
         found = [log_probs(self.model, a.tolist(), b.tolist(), params.temperature) for a, b in rows]
-        return SimpleNamespace(logp_V=torch.cat(found))
+        return SimpleNamespace(logp_N=torch.cat(found))
 
 
 def backend_of(model, lora: LoraConfig | None = None) -> FSDPBackend:

@@ -79,7 +79,7 @@ def replay(repeats: int, micro_batch_size: int = 16) -> None:
 
         def run(stage: ARStage, batches: list[tuple[PromptCondition, TextSegment]] = batches) -> None:
             for prompt, segment in batches:
-                stage.replay({"prompt": prompt}, segment, params).logp_V.sum().backward()
+                stage.replay({"prompt": prompt}, segment, params).logp_N.sum().backward()
 
         pairs = [tuple(cpu_seconds(lambda s=stage: run(s)) for stage in stages.values()) for _ in range(repeats + 1)][
             1:
@@ -98,7 +98,7 @@ def short(repeats: int, num_texts: int = 128) -> None:
     prompt, segment = random_texts(lengths, pipeline.bundle.vocabulary_size, params)
 
     def run() -> None:
-        pipeline.ar.replay({"prompt": prompt}, segment, params).logp_V.sum().backward()
+        pipeline.ar.replay({"prompt": prompt}, segment, params).logp_N.sum().backward()
 
     def run_each() -> None:
         with mock.patch.object(Packing, "runs", property(lambda self: [(1, length) for length in self.lengths])):

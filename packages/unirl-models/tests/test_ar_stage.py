@@ -58,16 +58,16 @@ def test_log_probs_are_those_of_the_librarys_own_model(qwen3_pipeline, qwen3_fol
         expected = reference_logp(qwen3_folder, prompt, completion, 0.8).float()
         torch.testing.assert_close(segment.unpack("log_probs")[row], expected, rtol=0, atol=ROUNDING)
         cut = slice(*segment.cu_seqlens[row : row + 2].tolist())
-        torch.testing.assert_close(replayed.logp_V[cut].detach(), expected, rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(replayed.logp_N[cut].detach(), expected, rtol=0, atol=ROUNDING)
 
 
 def test_a_replay_of_the_same_samples_gives_the_same_bits(qwen3_pipeline):
     conditions, segment = sampled(qwen3_pipeline)
     first, again = (qwen3_pipeline.replay(conditions, segment, PARAMS) for _ in range(2))
-    assert torch.equal(first.logp_V, again.logp_V)
-    assert torch.equal(first.entropy_V, again.entropy_V)
+    assert torch.equal(first.logp_N, again.logp_N)
+    assert torch.equal(first.entropy_N, again.entropy_N)
     with torch.no_grad():
-        assert torch.equal(qwen3_pipeline.replay(conditions, segment, PARAMS).logp_V, first.logp_V)
+        assert torch.equal(qwen3_pipeline.replay(conditions, segment, PARAMS).logp_N, first.logp_N)
 
 
 def test_a_sample_does_not_depend_on_its_batch(qwen3_pipeline):
@@ -87,7 +87,7 @@ def test_every_sample_follows_its_own_prompt(qwen3_pipeline, prompts):
     keys = [f"k{i}" for i in range(len(prompts))]
     conditions, segment = sampled(qwen3_pipeline, prompts, keys)
     replayed = qwen3_pipeline.replay(conditions, segment, PARAMS)
-    torch.testing.assert_close(replayed.logp_V.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(replayed.logp_N.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
 
 
 def test_samples_of_one_prompt_differ_by_their_keys_alone(qwen3_pipeline):
@@ -158,13 +158,13 @@ def test_padded_replay_agrees_with_packed_gradients_included(qwen3_pipeline):
     def run(pipeline):
         out = pipeline.replay(conditions, segment, PARAMS)
         pipeline.bundle.model.zero_grad()
-        ((weights[0] * out.logp_V).sum() + (weights[1] * out.entropy_V).sum() + out.hidden_V.square().sum()).backward()
+        ((weights[0] * out.logp_N).sum() + (weights[1] * out.entropy_N).sum() + out.hidden_N.square().sum()).backward()
         return out, {name: p.grad.clone() for name, p in pipeline.bundle.model.named_parameters()}
 
     packed, packed_gradients = run(own(qwen3_pipeline))
     padded, padded_gradients = run(own(qwen3_pipeline, packed=False))
-    torch.testing.assert_close(packed.logp_V, padded.logp_V, rtol=0, atol=ROUNDING)
-    torch.testing.assert_close(packed.hidden_V, padded.hidden_V, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(packed.logp_N, padded.logp_N, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(packed.hidden_N, padded.hidden_N, rtol=0, atol=ROUNDING)
     assert set(packed_gradients) == set(padded_gradients)
     for name, gradient in packed_gradients.items():
         scale = float(padded_gradients[name].abs().max())
@@ -197,7 +197,7 @@ def test_gradients_are_those_of_finite_differences(qwen3_folder):
         for i, p in enumerate(parameters)
     ]
     out = pipeline.replay(conditions, segment, PARAMS)
-    out.logp_V.mean().backward()
+    out.logp_N.mean().backward()
     slope = sum(float((p.grad.double() * d.double()).sum()) for p, d in zip(parameters, directions, strict=True))
     step, ends = 2e-3, []
     for sign in (1, -1):
@@ -205,7 +205,7 @@ def test_gradients_are_those_of_finite_differences(qwen3_folder):
         for p, d in zip(moved.bundle.model.parameters(), directions, strict=True):
             p.data.add_(d, alpha=sign * step)
         with torch.no_grad():
-            ends.append(float(moved.replay(conditions, segment, PARAMS).logp_V.double().mean()))
+            ends.append(float(moved.replay(conditions, segment, PARAMS).logp_N.double().mean()))
     assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=2e-2)
 
 
@@ -218,15 +218,15 @@ def test_completions_of_no_tokens_and_of_one_are_replayed(qwen3_pipeline):
     whole = qwen3_pipeline.replay(conditions, segment, PARAMS)
     starts = segment.cu_seqlens.tolist()
     places = [starts[row] + i for row, n in enumerate(lengths) for i in range(n)]
-    torch.testing.assert_close(out.logp_V, whole.logp_V[places], rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(out.logp_N, whole.logp_N[places], rtol=0, atol=ROUNDING)
 
 
 def test_hidden_states_are_those_that_the_head_projects(qwen3_pipeline):
     conditions, segment = sampled(qwen3_pipeline)
     out = qwen3_pipeline.replay(conditions, segment, PARAMS)
-    logits = out.hidden_V @ qwen3_pipeline.bundle.head.weight.T / 0.8
+    logits = out.hidden_N @ qwen3_pipeline.bundle.head.weight.T / 0.8
     expected = logits.log_softmax(-1).gather(-1, segment.tokens[:, None]).squeeze(-1)
-    torch.testing.assert_close(out.logp_V, expected, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(out.logp_N, expected, rtol=0, atol=ROUNDING)
 
 
 def test_sliding_windows_are_replayed_as_they_were_sampled(tmp_path):
@@ -238,7 +238,7 @@ def test_sliding_windows_are_replayed_as_they_were_sampled(tmp_path):
     assert pipeline.ar.is_packed
     for packed in (True, False):
         out = ARStage(pipeline.adapter, packed=packed).replay(conditions, segment, PARAMS)
-        torch.testing.assert_close(out.logp_V.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(out.logp_N.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
 
 
 LLAMA = transformers.LlamaConfig(
@@ -279,7 +279,7 @@ def test_any_causal_language_model_is_sampled_and_replayed(config, is_packed, tm
     assert ("cannot be packed" in caplog.text) is not is_packed
     conditions, segment = sampled(pipeline)
     out = pipeline.replay(conditions, segment, PARAMS)
-    torch.testing.assert_close(out.logp_V.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(out.logp_N.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
     if not is_packed:
         with pytest.raises(ConfigError, match="Gemma2ForCausalLM cannot be packed"):
             AutoregressivePipeline(TextAdapter(bundle), packed=True)

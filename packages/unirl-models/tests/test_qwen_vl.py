@@ -75,7 +75,7 @@ def test_log_probs_are_those_of_the_librarys_own_model(pipeline):
             logits = model(**inputs).logits[0, length - 1 : -1].double() / PARAMS.temperature
         expected = logits.log_softmax(-1).gather(-1, completion[:, None]).squeeze(-1).float()
         cut = slice(*segment.cu_seqlens[row : row + 2].tolist())
-        torch.testing.assert_close(replayed.logp_V[cut].detach(), expected, rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(replayed.logp_N[cut].detach(), expected, rtol=0, atol=ROUNDING)
         torch.testing.assert_close(segment.unpack("log_probs")[row], expected, rtol=0, atol=ROUNDING)
 
 
@@ -93,15 +93,15 @@ def test_padded_replay_agrees_with_packed(pipeline):
     conditions, segment = sampled(pipeline)
     padded = ARStage(pipeline.adapter, packed=False).replay(conditions, segment, PARAMS)
     packed = pipeline.replay(conditions, segment, PARAMS)
-    torch.testing.assert_close(packed.logp_V, padded.logp_V, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(packed.logp_N, padded.logp_N, rtol=0, atol=ROUNDING)
 
 
 def test_a_selection_of_samples_takes_its_images_along(pipeline):
     conditions, segment = sampled(pipeline)
     rows = [3, 1]
     chosen = {name: condition.select(rows) for name, condition in conditions.items()}
-    whole = pipeline.replay(conditions, segment, PARAMS).logp_V.split(segment.lengths.tolist())
-    part = pipeline.replay(chosen, segment.select(rows), PARAMS).logp_V
+    whole = pipeline.replay(conditions, segment, PARAMS).logp_N.split(segment.lengths.tolist())
+    part = pipeline.replay(chosen, segment.select(rows), PARAMS).logp_N
     torch.testing.assert_close(part, torch.cat([whole[row] for row in rows]), rtol=0, atol=ROUNDING)
 
 
@@ -110,7 +110,7 @@ def test_what_is_in_a_picture_matters(pipeline):
     images = conditions["images"]
     other = {**conditions, "images": images.replace(patches=images.patches.flip(0))}
     before, after = (
-        pipeline.replay(c, segment, PARAMS).logp_V.detach().split(segment.lengths.tolist()) for c in (conditions, other)
+        pipeline.replay(c, segment, PARAMS).logp_N.detach().split(segment.lengths.tolist()) for c in (conditions, other)
     )
     assert [float((a - b).abs().max()) > 1e-3 for a, b in zip(before, after, strict=True)] == [True, True, False, True]
 
@@ -145,7 +145,7 @@ def test_text_alone_needs_no_images(pipeline):
     with pipeline.evaluating():
         segment = pipeline.generate(conditions, PARAMS, noise_keys=["a", "b"])
     replayed = pipeline.replay(conditions, segment, PARAMS)
-    torch.testing.assert_close(replayed.logp_V.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(replayed.logp_N.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
 
 
 def test_the_vision_tower_is_frozen_unless_asked_for(pipeline):
@@ -153,7 +153,7 @@ def test_the_vision_tower_is_frozen_unless_asked_for(pipeline):
     assert vision and not any(p.requires_grad for p in vision)
     free = QwenVLPipeline(QwenVLBundle(pipeline.bundle.pretrained_model, freeze_vision=False))
     conditions, segment = sampled(free)
-    free.replay(conditions, segment, PARAMS).logp_V.sum().backward()
+    free.replay(conditions, segment, PARAMS).logp_N.sum().backward()
     gradients = {n: p.grad for n, p in free.bundle.model.named_parameters() if ".visual." in n}
     assert all(gradient is not None for gradient in gradients.values())
 
@@ -221,13 +221,13 @@ def test_equal_prompts_are_read_once_and_others_are_not_mistaken_for_them(pipeli
     handle.remove()
     assert widths[0] == 4
     replayed = pipeline.replay(conditions, segment, PARAMS)
-    torch.testing.assert_close(replayed.logp_V.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(replayed.logp_N.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
 
 
 def test_a_replay_of_the_same_samples_has_the_same_bits(pipeline):
     conditions, segment = sampled(pipeline)
     first, second = (pipeline.replay(conditions, segment, PARAMS) for _ in range(2))
-    assert torch.equal(first.logp_V, second.logp_V) and torch.equal(first.entropy_V, second.entropy_V)
+    assert torch.equal(first.logp_N, second.logp_N) and torch.equal(first.entropy_N, second.entropy_N)
 
 
 def test_equal_images_are_processed_once(pipeline, monkeypatch):
@@ -287,4 +287,4 @@ def test_a_placeholder_that_the_model_writes_itself_is_a_word(pipeline):
                 logits.append(model(input_ids=token.view(1, 1), past_key_values=cache).logits[:, -1])
         scores = (torch.cat(logits) / PARAMS.temperature).log_softmax(-1)
         expected.append(scores.gather(-1, completion[:, None]).squeeze(-1))
-    torch.testing.assert_close(replayed.logp_V.detach(), torch.cat(expected), rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(replayed.logp_N.detach(), torch.cat(expected), rtol=0, atol=ROUNDING)

@@ -29,7 +29,7 @@ class OneWeightPipeline:
 
     def replay(self, conditions, segment, params):
         self.num_replays += 1
-        return SimpleNamespace(logp_V=torch.full((segment.tokens.numel(),), self.read()))
+        return SimpleNamespace(logp_N=torch.full((segment.tokens.numel(),), self.read()))
 
 
 def first_weight(tensors) -> float:

@@ -1,7 +1,7 @@
 """Losses on inputs that no healthy run has: they stay finite, rows that are out give no gradient, and ordinary inputs
 get the bits of the plain formula.
 
-Legend: R rows, N tokens, one and the same here.
+Legend: R rows, M tokens, one and the same here.
 """
 
 import itertools
@@ -249,15 +249,15 @@ def test_surrogates_of_tokens_and_their_metrics_stay_finite(name: str):
     logp, anchor = (-LOGP.abs()).requires_grad_(), -ANCHOR.abs()
     lengths = torch.tensor([logp.numel()])
     rows = TokenRows(
-        logp_N=logp,
-        anchor_logp_N=anchor,
-        log_ratio_N=importance_log_ratio(logp, anchor, lengths, level="token"),
-        advantage_N=ADVANTAGE,
+        logp_M=logp,
+        anchor_logp_M=anchor,
+        log_ratio_M=importance_log_ratio(logp, anchor, lengths, level="token"),
+        advantage_M=ADVANTAGE,
         lengths_B=lengths,
         progress=0.5,
     )
     loss, metrics = TOKEN_ALGORITHMS[name]().surrogate(rows)
-    report_ratio(metrics, rows.log_ratio_N)
+    report_ratio(metrics, rows.log_ratio_M)
     assert_finite(loss, [logp], metrics)
 
 

@@ -118,7 +118,7 @@ def test_masked_tokens_count_in_neither_numerator_nor_denominator(mode: str):
     gradients, _ = one_update(ARGRPO, resp, loss_agg_mode=mode, **horizon)
     model = LMBundle().model
     segment, pipeline = segment_of(resp), LMPipeline(model)
-    logp = pipeline.replay(resp.tracks["text"].conditions, segment, sampling()).logp_V
+    logp = pipeline.replay(resp.tracks["text"].conditions, segment, sampling()).logp_N
     losses = []
     for own, mask, advantage in zip(
         logp.split(segment.lengths.tolist()), segment.unpack("loss_mask"), advantages_of(NUM_SAMPLES), strict=True
@@ -253,7 +253,7 @@ def test_a_penalty_in_the_reward_makes_unlikely_tokens_worth_more():
             parameter.zero_()
     fields = made.algorithm.anchor(micro)
     reference = made.pipeline.__class__(LMBundle().model).replay(track.conditions, segment_of(response()), sampling())
-    k1 = fields["logp"] - reference.logp_V[segment_of(response()).trained]
+    k1 = fields["logp"] - reference.logp_N[segment_of(response()).trained]
     lengths = [int(mask.sum()) for mask in segment_of(response()).unpack("loss_mask")]
     expected = torch.cat([-0.3 * own.flip(0).cumsum(0).flip(0) for own in k1.split(lengths)])
     torch.testing.assert_close(fields["advantage"], expected.detach(), rtol=1e-4, atol=1e-6)

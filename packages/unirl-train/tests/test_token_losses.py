@@ -49,29 +49,29 @@ def gradient_of(loss: Tensor, leaf: Tensor) -> Tensor:
     return torch.autograd.grad(loss, leaf)[0]
 
 
-def reduced(loss_N: Tensor, mode: LossAggregation, horizon: int = 7) -> Tensor:
-    weight_N, num_terms = aggregation_weights(LENGTHS, mode=mode, horizon=horizon)
-    return (weight_N * loss_N).sum() / num_terms
+def reduced(loss_M: Tensor, mode: LossAggregation, horizon: int = 7) -> Tensor:
+    weight_M, num_terms = aggregation_weights(LENGTHS, mode=mode, horizon=horizon)
+    return (weight_M * loss_M).sum() / num_terms
 
 
 def packed_loss(
     new: Tensor, old: Tensor, *, kind: str, level: ImportanceLevel, mode: LossAggregation, cap: float | None = None
 ) -> Tensor:
-    logp_N, anchor_N = new[MASK], old[MASK]
-    advantage_N = ADVANTAGES[sequence_index(LENGTHS)]
-    log_ratio_N = importance_log_ratio(logp_N, anchor_N, LENGTHS, level=level)
+    logp_M, anchor_M = new[MASK], old[MASK]
+    advantage_M = ADVANTAGES[sequence_index(LENGTHS)]
+    log_ratio_M = importance_log_ratio(logp_M, anchor_M, LENGTHS, level=level)
     if kind == "cispo":
-        loss_N = truncated_ratio_loss(log_ratio_N, logp_N, advantage_N, ratio_min=0.0, ratio_max=cap or 1.2)
+        loss_M = truncated_ratio_loss(log_ratio_M, logp_M, advantage_M, ratio_min=0.0, ratio_max=cap or 1.2)
     else:
-        loss_N, _ = clipped_surrogate(
-            log_ratio_N,
-            torch.zeros_like(log_ratio_N),
-            advantage_N,
+        loss_M, _ = clipped_surrogate(
+            log_ratio_M,
+            torch.zeros_like(log_ratio_M),
+            advantage_M,
             clip_low=0.2,
             clip_high=0.28,
             ratio_cap=math.inf if cap is None else cap,
         )
-    return reduced(loss_N, mode)
+    return reduced(loss_M, mode)
 
 
 TRL_CASES = [
@@ -119,11 +119,11 @@ def test_the_penalty_towards_the_reference_and_the_engine_correction_equal_trl()
         ("token", "truncate", gap.exp().clamp(max=1.05)),
         ("sequence", "truncate", gap.sum(dim=1, keepdim=True).exp().clamp(max=1.05)),
     ):
-        weight_N = correction_weights(gap[MASK], LENGTHS, level=level, mode=mode, lower=None, upper=1.05)
-        loss_N, _ = clipped_surrogate(
+        weight_M = correction_weights(gap[MASK], LENGTHS, level=level, mode=mode, lower=None, upper=1.05)
+        loss_M, _ = clipped_surrogate(
             new[MASK], old[MASK], ADVANTAGES[sequence_index(LENGTHS)], clip_low=0.2, clip_high=0.2
         )
-        mine = reduced(loss_N * weight_N + 0.3 * sampled_kl(new[MASK], reference[MASK], "k3"), "token-mean")
+        mine = reduced(loss_M * weight_M + 0.3 * sampled_kl(new[MASK], reference[MASK], "k3"), "token-mean")
         theirs = grpo_trainer_loss(
             new, old, ADVANTAGES, MASK.long(), loss_type="dapo", beta=0.3, reference=reference, ratio=ratio
         )
@@ -168,15 +168,15 @@ def test_the_three_aggregations_agree_where_all_sequences_are_as_long_as_the_hor
     values, lengths = torch.arange(12.0, dtype=torch.float64), torch.tensor([4, 4, 4])
     means = []
     for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
-        weight_N, num_terms = aggregation_weights(lengths, mode=mode, horizon=4)
-        means.append(float((weight_N * values).sum() / num_terms))
+        weight_M, num_terms = aggregation_weights(lengths, mode=mode, horizon=4)
+        means.append(float((weight_M * values).sum() / num_terms))
     assert means == [5.5, 5.5, 5.5]
 
 
 def test_a_sequence_without_tokens_counts_as_a_sequence_and_adds_nothing():
     lengths = torch.tensor([2, 0, 1])
-    weight_N, num_terms = aggregation_weights(lengths, mode="seq-mean-token-mean", horizon=1)
-    assert weight_N.tolist() == [0.5, 0.5, 1.0]
+    weight_M, num_terms = aggregation_weights(lengths, mode="seq-mean-token-mean", horizon=1)
+    assert weight_M.tolist() == [0.5, 0.5, 1.0]
     assert num_terms == 3
     assert sequence_sum(torch.tensor([1.0, 2.0, 4.0]), lengths).tolist() == [3.0, 0.0, 4.0]
     assert sequence_mean(torch.tensor([1.0, 2.0, 4.0]), lengths).tolist() == [1.5, 0.0, 4.0]

@@ -1,6 +1,6 @@
 """A causal language model of a few hundred numbers and its pipeline: what the token algorithms are tested on.
 
-Legend: B samples, V tokens, L positions of a prompt and its completion, D width.
+Legend: B samples, N tokens, L positions of a prompt and its completion, D width.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class LMBundle(UnexportedBundle):
 class Stats:
     """Tokens under the present weights."""
 
-    logp_V: Tensor
-    entropy_V: Tensor
-    hidden_V: Tensor
+    logp_N: Tensor
+    entropy_N: Tensor
+    hidden_N: Tensor
 
 
 class LMPipeline:

@@ -362,14 +362,14 @@ def test_gradients_flow_through_selection_and_joining():
             lambda: TextSegment(tokens=torch.arange(2), _cu_seqlens=torch.tensor([0, 3, 2])),
             r"never fall, got \[0, 3, 2\]",
         ),
-        (lambda: TextSegment.pack(tokens=[torch.zeros(2)]), r"tokens must be int64 \[V\], got torch.float32 \(2,\)"),
+        (lambda: TextSegment.pack(tokens=[torch.zeros(2)]), r"tokens must be int64 \[N\], got torch.float32 \(2,\)"),
         (
             lambda: TextSegment.pack(tokens=[torch.arange(2)], log_probs=[values(2).double()]),
-            r"log_probs must be torch.float32 \[V\], got torch.float64",
+            r"log_probs must be torch.float32 \[N\], got torch.float64",
         ),
         (
             lambda: TextSegment.pack(tokens=[torch.arange(2)], loss_mask=[torch.ones(2)]),
-            r"loss_mask must be torch.bool \[V\], got torch.float32",
+            r"loss_mask must be torch.bool \[N\], got torch.float32",
         ),
         (lambda: PromptCondition.pack(tokens=[torch.zeros(2)]), r"int64 \[P\], got torch.float32 \(2,\)"),
         (lambda: PromptCondition.pack(tokens=[torch.arange(2), torch.arange(0)]), r"prompts \[1\] are empty"),

@@ -196,7 +196,7 @@ def _text_variants(
         return {}
     stages = pipeline.ar, ARStage(pipeline.adapter, packed=False)
     packed, padded = (
-        lambda stage=stage: stage.replay(conditions, segment, params).logp_V.sum().backward() for stage in stages
+        lambda stage=stage: stage.replay(conditions, segment, params).logp_N.sum().backward() for stage in stages
     )
     return {
         "replay_samples": float(segment.batch_size),

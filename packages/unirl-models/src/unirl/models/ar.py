@@ -3,8 +3,8 @@
 Rollout decodes with a KV cache, replay runs all tokens at once, packed without padding. In float32 on a CPU their
 log-probs agree to 1e-6 nats or so (other matrix shapes round otherwise); a replay of the same samples in the same order
 gives the same bits.
-Legend: B samples, N positions of all samples (prompts and completions), V tokens of all completions, D width of the
-hidden states, W words of the vocabulary.
+Legend: B samples, P positions of all samples (prompts and completions), N tokens of all completions, D width of the
+hidden states, V words of the vocabulary.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 class ReplayedTokens:
     """Every token of a segment under the present weights, in its order; see `unirl.types.protocols.TokenStats`."""
 
-    logp_V: Tensor
-    """[V] float32, nats."""
-    entropy_V: Tensor
-    """[V] float32, nats."""
-    hidden_V: Tensor
-    """[V, D], of the position before each token."""
+    logp_N: Tensor
+    """[N] float32, nats."""
+    entropy_N: Tensor
+    """[N] float32, nats."""
+    hidden_N: Tensor
+    """[N, D], of the position before each token."""
 
 
 class ARStage:
@@ -134,17 +134,17 @@ class ARStage:
         order = sorted(range(len(rows)), key=lambda sample: len(rows[sample])) if self.is_packed else None
         inputs = _padded(rows, positions) if order is None else _packed(rows, positions, order)
         ordered = conditions if order is None else {name: each.select(order) for name, each in conditions.items()}
-        places_V = torch.cat(
+        places_N = torch.cat(
             [
                 torch.arange(start + len(prompt) - 1, start + len(prompt) - 1 + len(completion))
                 for start, prompt, completion in zip(inputs.starts, prompts, completions, strict=True)
             ]
         ).to(segment.tokens.device)
         model = self.adapter.bundle.model
-        with self.adapter.bundle.head.scoring(places_V, segment.tokens, params.temperature):
+        with self.adapter.bundle.head.scoring(places_N, segment.tokens, params.temperature):
             out = model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
-        logp_V, entropy_V, hidden_V = out.logits
-        return ReplayedTokens(logp_V=logp_V, entropy_V=entropy_V, hidden_V=hidden_V)
+        logp_N, entropy_N, hidden_N = out.logits
+        return ReplayedTokens(logp_N=logp_N, entropy_N=entropy_N, hidden_N=hidden_N)
 
 
 class _Decoder:
@@ -169,7 +169,7 @@ class _Decoder:
         """Samples that the cache holds, in its order."""
 
     def start(self) -> Tensor:
-        """Logits [B, W] behind each prompt. Equal prompts are computed once."""
+        """Logits [B, V] behind each prompt. Equal prompts are computed once."""
         keys = self._adapter.prompt_keys(self._conditions)
         rows_of: dict[Hashable, int] = {}
         for row, key in enumerate(keys):

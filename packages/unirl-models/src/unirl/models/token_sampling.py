@@ -1,6 +1,6 @@
 """Drawing tokens: temperature, truncation, and numbers of a sample's own.
 
-Legend: B samples, W words of the vocabulary, T tokens of a completion.
+Legend: B samples, V words of the vocabulary, T tokens of a completion.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def uniforms(keys: Sequence[str], seed: int, num_tokens: int) -> Tensor:
 def draw(logits: Tensor, uniform_B: Tensor, params: ARSamplingParams) -> tuple[Tensor, Tensor]:
     """(tokens, their log-probs), int64 and float32 [B], by inversion of the cumulative distribution.
 
-    logits: [B, W]. uniform_B: float64 [B] in [0, 1). A greedy draw takes the most probable word; its log-prob is of
+    logits: [B, V]. uniform_B: float64 [B] in [0, 1). A greedy draw takes the most probable word; its log-prob is of
     temperature 1 and describes no distribution that was sampled from.
     One number a token, and small errors of the logits rarely move it across a boundary: so batches of other shapes draw
     the same tokens.
@@ -46,7 +46,7 @@ def draw(logits: Tensor, uniform_B: Tensor, params: ARSamplingParams) -> tuple[T
 
 
 def truncated(logp: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Log-probs [B, W] of the `top_k` most probable words, then of the fewest of those that reach `top_p` together.
+    """Log-probs [B, V] of the `top_k` most probable words, then of the fewest of those that reach `top_p` together.
 
     Both are renormalised; the most probable word always stays. 0 and 1 leave everything as it is.
     """

@@ -2,7 +2,7 @@
 
 The projection onto the vocabulary runs over chunks of tokens, and each chunk's logits are computed again in the
 backward. Peak memory is a few chunks of logits, whatever the batch and the vocabulary.
-Legend: V tokens scored, D width of the hidden states, W words of the vocabulary.
+Legend: N tokens scored, D width of the hidden states, V words of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ CHUNK_LOGITS = 2**25
 """Logits held at once by default: 128 MiB in float32, 220 tokens of a vocabulary of 151,936."""
 
 
-def softmax_scores(logits: Tensor, tokens_V: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-prob of each token, entropy), [V] float32 each, nats, of softmax(logits / temperature).
+def softmax_scores(logits: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log-prob of each token, entropy), [N] float32 each, nats, of softmax(logits / temperature).
 
-    logits: [V, W]. The softmax is taken in float32 whatever their dtype.
+    logits: [N, V]. The softmax is taken in float32 whatever their dtype.
     """
     logp = functional.log_softmax(logits.float() / temperature, dim=-1)
     # A word of no probability has logp = -inf where the logits say so, and adds nothing: p log p -> 0.
     entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(dim=-1)
-    return logp.gather(-1, tokens_V[:, None]).squeeze(-1), entropy
+    return logp.gather(-1, tokens_N[:, None]).squeeze(-1), entropy
 
 
 def chunked_scores(
     project: Callable[[Tensor], Tensor],
-    hidden_VD: Tensor,
-    tokens_V: Tensor,
+    hidden_ND: Tensor,
+    tokens_N: Tensor,
     temperature: float,
     *,
     tokens_per_chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """`softmax_scores` of project(hidden_VD), `tokens_per_chunk` tokens at a time.
+    """`softmax_scores` of project(hidden_ND), `tokens_per_chunk` tokens at a time.
 
-    project: [n, D] -> logits [n, W], any function of its input and of parameters. Gradients flow to both.
+    project: [n, D] -> logits [n, V], any function of its input and of parameters. Gradients flow to both.
     """
 
     def score(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return softmax_scores(project(hidden), tokens, temperature)
 
-    chunks = zip(hidden_VD.split(tokens_per_chunk), tokens_V.split(tokens_per_chunk), strict=True)
+    chunks = zip(hidden_ND.split(tokens_per_chunk), tokens_N.split(tokens_per_chunk), strict=True)
     if torch.is_grad_enabled():
         # One chunk is recomputed too: its logits would otherwise stay alive until the backward of the whole model.
         scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
@@ -75,24 +75,24 @@ class ScoringHead(nn.Linear):
         self._asked: tuple[Tensor, Tensor, float] | None = None
 
     @contextmanager
-    def scoring(self, places_V: Tensor, tokens_V: Tensor, temperature: float) -> Generator[None]:
-        """Inside, a forward returns (log-probs [V], entropies [V], hidden states [V, D]) in place of logits.
+    def scoring(self, places_N: Tensor, tokens_N: Tensor, temperature: float) -> Generator[None]:
+        """Inside, a forward returns (log-probs [N], entropies [N], hidden states [N, D]) in place of logits.
 
-        tokens_V: int64 [V]. places_V: int64 [V], which hidden state predicts each, counted row by row.
+        tokens_N: int64 [N]. places_N: int64 [N], which hidden state predicts each, counted row by row.
         """
-        self._asked = (places_V, tokens_V, temperature)
+        self._asked = (places_N, tokens_N, temperature)
         try:
             yield
         finally:
             self._asked = None
 
     def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # ty: ignore[incompatible-method-override]
-        """Logits [..., W] of hidden states [..., D], or scores inside `scoring`."""
+        """Logits [..., V] of hidden states [..., D], or scores inside `scoring`."""
         if self._asked is None:
             return super().forward(hidden)
-        places_V, tokens_V, temperature = self._asked
-        hidden_VD = hidden.flatten(end_dim=-2).index_select(0, places_V)
-        logp_V, entropy_V = chunked_scores(
-            super().forward, hidden_VD, tokens_V, temperature, tokens_per_chunk=self._tokens_per_chunk
+        places_N, tokens_N, temperature = self._asked
+        hidden_ND = hidden.flatten(end_dim=-2).index_select(0, places_N)
+        logp_N, entropy_N = chunked_scores(
+            super().forward, hidden_ND, tokens_N, temperature, tokens_per_chunk=self._tokens_per_chunk
         )
-        return logp_V, entropy_V, hidden_VD
+        return logp_N, entropy_N, hidden_ND

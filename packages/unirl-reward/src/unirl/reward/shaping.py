@@ -1,6 +1,6 @@
 """What the length of a generated text does to its reward. Pure functions of tensors and numbers.
 
-Legend: B samples, V tokens of all samples.
+Legend: B samples, N tokens of all samples.
 """
 
 from __future__ import annotations

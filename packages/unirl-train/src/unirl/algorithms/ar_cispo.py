@@ -40,11 +40,11 @@ class ARCISPO(TokenAlgorithm):
 
     def surrogate(self, rows: TokenRows) -> tuple[Tensor, RowMetrics]:
         """The truncated policy gradient."""
-        loss_N = truncated_ratio_loss(
-            rows.log_ratio_N, rows.logp_N, rows.advantage_N, ratio_min=self.ratio_min, ratio_max=self.ratio_max
+        loss_M = truncated_ratio_loss(
+            rows.log_ratio_M, rows.logp_M, rows.advantage_M, ratio_min=self.ratio_min, ratio_max=self.ratio_max
         )
-        ratio_N = bounded_ratio(rows.log_ratio_N.detach())
+        ratio_M = bounded_ratio(rows.log_ratio_M.detach())
         metrics = RowMetrics()
-        metrics.mean("policy/clipfrac_high", (ratio_N > self.ratio_max).float())
-        metrics.mean("policy/clipfrac_low", (ratio_N < self.ratio_min).float())
-        return loss_N, metrics
+        metrics.mean("policy/clipfrac_high", (ratio_M > self.ratio_max).float())
+        metrics.mean("policy/clipfrac_low", (ratio_M < self.ratio_min).float())
+        return loss_M, metrics

@@ -49,12 +49,12 @@ class ARDPPO(TokenAlgorithm):
 
     def surrogate(self, rows: TokenRows) -> tuple[Tensor, RowMetrics]:
         """The masked objective."""
-        divergence_N = binary_divergence(rows.logp_N, rows.anchor_logp_N, kind=self.divergence)
-        loss_N, measured = masked_surrogate(
-            rows.logp_N, rows.anchor_logp_N, rows.advantage_N, divergence_N > self.threshold
+        divergence_M = binary_divergence(rows.logp_M, rows.anchor_logp_M, kind=self.divergence)
+        loss_M, measured = masked_surrogate(
+            rows.logp_M, rows.anchor_logp_M, rows.advantage_M, divergence_M > self.threshold
         )
         metrics = RowMetrics()
-        metrics.mean("dppo/divergence", divergence_N)
+        metrics.mean("dppo/divergence", divergence_M)
         metrics.mean("dppo/masked_positive_fraction", measured["dropped_positive"].float())
         metrics.mean("dppo/masked_negative_fraction", measured["dropped_negative"].float())
-        return loss_N, metrics
+        return loss_M, metrics

@@ -42,14 +42,14 @@ class ARDRPO(TokenAlgorithm):
 
     def surrogate(self, rows: TokenRows) -> tuple[Tensor, RowMetrics]:
         """The regularised objective."""
-        loss_N, measured = regularised_loss(
-            rows.log_ratio_N,
-            rows.anchor_logp_N,
-            rows.advantage_N,
+        loss_M, measured = regularised_loss(
+            rows.log_ratio_M,
+            rows.anchor_logp_M,
+            rows.advantage_M,
             epsilon=self.epsilon,
             is_weighted=self.penalty_mu_weighted,
         )
         metrics = RowMetrics()
         metrics.mean("drpo/penalty", measured["penalty"])
-        metrics.mean("drpo/moved_probability", (rows.logp_N.detach().exp() - rows.anchor_logp_N.exp()).abs())
-        return loss_N, metrics
+        metrics.mean("drpo/moved_probability", (rows.logp_M.detach().exp() - rows.anchor_logp_M.exp()).abs())
+        return loss_M, metrics

@@ -61,10 +61,10 @@ class ARGRPO(TokenAlgorithm):
     def surrogate(self, rows: TokenRows) -> tuple[Tensor, RowMetrics]:
         """The clipped objective."""
         factor = clip_factor(self.clip_schedule, rows.progress)
-        loss_N, measured = clipped_surrogate(
-            rows.log_ratio_N,
-            torch.zeros_like(rows.log_ratio_N),
-            rows.advantage_N,
+        loss_M, measured = clipped_surrogate(
+            rows.log_ratio_M,
+            torch.zeros_like(rows.log_ratio_M),
+            rows.advantage_M,
             clip_low=self.clip_low * factor,
             clip_high=self.clip_high * factor,
             ratio_cap=self.ratio_cap,
@@ -72,4 +72,4 @@ class ARGRPO(TokenAlgorithm):
         metrics = RowMetrics()
         metrics.mean("policy/clipfrac_high", measured["clipped_high"])
         metrics.mean("policy/clipfrac_low", measured["clipped_low"])
-        return loss_N, metrics
+        return loss_M, metrics

@@ -2,7 +2,7 @@
 
 Sources: Schulman et al. 2017 (arXiv 1707.06347) and 2016 (arXiv 1506.02438); as in Ziegler et al. 2019 (arXiv
 1909.08593), where the penalty towards the reference is part of the reward.
-Legend: B samples, N trained tokens of all of them, T tokens of the longest, D width of the model.
+Legend: B samples, M trained tokens of all of them, T tokens of the longest, D width of the model.
 """
 
 from __future__ import annotations
@@ -84,23 +84,23 @@ class ARPPO(ARGRPO):
         """The critic needs a replay before the first update anyway, so its log-probs are taken too."""
 
     def anchor_fields(
-        self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, reference_logp_N: Tensor | None
+        self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, reference_logp_M: Tensor | None
     ) -> dict[str, Tensor]:
-        """Value, advantage and return [N] under the critic before the first update."""
+        """Value, advantage and return [M] under the critic before the first update."""
         lengths = trained.lengths_B.tolist()
-        value_N = self.critic(trained.of(stats.hidden_V))
-        fields = {"value": value_N}
+        value_M = self.critic(trained.of(stats.hidden_N))
+        fields = {"value": value_M}
         rewards: Tensor = micro.advantages
-        if reference_logp_N is not None:
-            k1_N = fields["k1"] = trained.of(stats.logp_V) - reference_logp_N
+        if reference_logp_M is not None:
+            k1_N = fields["k1"] = trained.of(stats.logp_N) - reference_logp_M
             rewards = _padded(-self.reference.coef * k1_N, lengths).double()
             rewarded = trained.lengths_B.nonzero().flatten()
             rewards[rewarded, trained.lengths_B[rewarded] - 1] += micro.advantages[rewarded].double()
             fields["penalty"] = -self.reference.coef * sequence_sum(k1_N, trained.lengths_B)
         advantages_BT, returns_BT = generalized_advantages(
-            rewards, _padded(value_N, lengths), gamma=self.gamma, lam=self.lam, lengths_B=trained.lengths_B
+            rewards, _padded(value_M, lengths), gamma=self.gamma, lam=self.lam, lengths_B=trained.lengths_B
         )
-        is_token = torch.arange(advantages_BT.shape[1], device=value_N.device) < trained.lengths_B[:, None]
+        is_token = torch.arange(advantages_BT.shape[1], device=value_M.device) < trained.lengths_B[:, None]
         return {
             **fields,
             "advantage": advantages_BT[is_token].float(),
@@ -108,19 +108,19 @@ class ARPPO(ARGRPO):
         }
 
     def token_advantages(self, micro: MicroBatch, trained: TrainedTokens) -> Tensor:
-        """The generalised advantage of every token [N]."""
+        """The generalised advantage of every token [M]."""
         return micro.anchor["advantage"]
 
     def added_loss(self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, metrics: RowMetrics) -> Tensor:
-        """The value loss [N]."""
+        """The value loss [M]."""
         if "k1" in micro.anchor:
             metrics.mean(REFERENCE_KL, micro.anchor["k1"])
             metrics.mean("ppo/penalty_in_reward", micro.anchor["penalty"])
-        hidden_ND = trained.of(stats.hidden_V)
-        value_N = self.critic(hidden_ND if self.value_trains_policy else hidden_ND.detach())
-        loss_N = value_loss(value_N, micro.anchor["value"], micro.anchor["return"], clip=self.value_clip)
-        report_values(metrics, value_N, micro.anchor["return"], loss_N)
-        return self.value_coef * loss_N
+        hidden_MD = trained.of(stats.hidden_N)
+        value_M = self.critic(hidden_MD if self.value_trains_policy else hidden_MD.detach())
+        loss_M = value_loss(value_M, micro.anchor["value"], micro.anchor["return"], clip=self.value_clip)
+        report_values(metrics, value_M, micro.anchor["return"], loss_M)
+        return self.value_coef * loss_M
 
     def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
         """Say how much of the returns' variance the critic explains."""
@@ -128,6 +128,6 @@ class ARPPO(ARGRPO):
         explain_variance(metrics)
 
 
-def _padded(values_N: Tensor, lengths: list[int]) -> Tensor:
+def _padded(values_M: Tensor, lengths: list[int]) -> Tensor:
     """[B, T], zeros behind each sample's tokens."""
-    return pad_sequence(list(values_N.split(lengths)), batch_first=True)
+    return pad_sequence(list(values_M.split(lengths)), batch_first=True)

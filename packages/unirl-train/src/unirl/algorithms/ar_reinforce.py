@@ -34,4 +34,4 @@ class ARReinforce(TokenAlgorithm):
 
     def surrogate(self, rows: TokenRows) -> tuple[Tensor, RowMetrics]:
         """The score function."""
-        return -rows.advantage_N * rows.logp_N, RowMetrics()
+        return -rows.advantage_M * rows.logp_M, RowMetrics()

@@ -1,6 +1,6 @@
 """The value of a state: what reward to expect from a latent at a noise level given the text, or from a text so far.
 
-Legend: R rows, P width of the pooled text, C channels, H hidden width, E features of the noise level, N tokens, D width
+Legend: R rows, P width of the pooled text, C channels, H hidden width, E features of the noise level, M tokens, D width
 of a language model.
 """
 
@@ -108,15 +108,15 @@ class TokenCritic(nn.Module):
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
-    def forward(self, hidden_ND: Tensor) -> Tensor:
-        """Values [N] of hidden states [N, D]. Raises ContractError for another width."""
-        if hidden_ND.shape[-1] != self.hidden_size:
+    def forward(self, hidden_MD: Tensor) -> Tensor:
+        """Values [M] of hidden states [M, D]. Raises ContractError for another width."""
+        if hidden_MD.shape[-1] != self.hidden_size:
             raise ContractError(
                 f"algorithm.critic.hidden_size = {self.hidden_size}, the model's hidden states have "
-                f"{hidden_ND.shape[-1]}. Set it to that."
+                f"{hidden_MD.shape[-1]}. Set it to that."
             )
         # Hidden states of different models differ in scale.
-        features = functional.layer_norm(hidden_ND.to(self.value.weight.dtype), (self.hidden_size,))
+        features = functional.layer_norm(hidden_MD.to(self.value.weight.dtype), (self.hidden_size,))
         return self.value(functional.silu(self.hidden(features))).squeeze(-1)
 
 

@@ -1,7 +1,7 @@
 """Correction for the gap between the engine that sampled tokens and the policy that trains on them.
 
 An engine computes log-probs with other kernels, precision and, when it runs ahead, older weights; its samples are then
-another policy's. Weights of importance bring them back. Legend as in `token_losses`: B sequences, N tokens.
+another policy's. Weights of importance bring them back. Legend as in `token_losses`: B sequences, M tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_WEIGHT = 2.0**29
 
 
 def correction_weights(
-    log_gap_N: Tensor,
+    log_gap_M: Tensor,
     lengths_B: Tensor,
     *,
     level: CorrectionLevel,
@@ -33,27 +33,27 @@ def correction_weights(
     lower: float | None,
     upper: float | None,
 ) -> Tensor:
-    """Weights [N], without gradient, that the losses of the tokens are multiplied by.
+    """Weights [M], without gradient, that the losses of the tokens are multiplied by.
 
-    log_gap_N: log p_trainer - log p_engine of the sampled tokens, both before the first update.
+    log_gap_M: log p_trainer - log p_engine of the sampled tokens, both before the first update.
     level: the ratio r is exp of the token's gap ("token"), of the sum over its sequence ("sequence": unbiased, and
         wild for long ones), or of the mean over its sequence ("geometric").
     mode: clamp r to [lower, upper] ("truncate"), keep r inside and put 0 outside ("mask"), or put 1 inside and 0
         outside ("reject"). A bound of None does not bind; r is at most MAX_WEIGHT all the same.
     Sources: Espeholt et al. 2018 (arXiv 1802.01561), truncated importance sampling; the modes are those of TRL.
     """
-    gap_N = log_gap_N.detach()
+    gap_M = log_gap_M.detach()
     if level != "token":
         require_choice("rollout_correction.level", level, CorrectionLevel)
         reduce = sequence_sum if level == "sequence" else sequence_mean
-        gap_N = reduce(gap_N, lengths_B)[sequence_index(lengths_B)]
-    ratio_N = gap_N.exp().clamp(max=MAX_WEIGHT)
+        gap_M = reduce(gap_M, lengths_B)[sequence_index(lengths_B)]
+    ratio_M = gap_M.exp().clamp(max=MAX_WEIGHT)
     low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
     if mode == "truncate":
-        return ratio_N.clamp(low, high)
+        return ratio_M.clamp(low, high)
     require_choice("rollout_correction.mode", mode, CorrectionMode)
-    is_inside = (ratio_N >= low) & (ratio_N <= high)
-    return torch.where(is_inside, ratio_N if mode == "mask" else torch.ones_like(ratio_N), 0.0)
+    is_inside = (ratio_M >= low) & (ratio_M <= high)
+    return torch.where(is_inside, ratio_M if mode == "mask" else torch.ones_like(ratio_M), 0.0)
 
 
 @bounded("rollout_correction")
@@ -82,20 +82,20 @@ class RolloutCorrection:
                 f"{self.lower}, upper = {self.upper}"
             )
 
-    def weights(self, log_gap_N: Tensor, lengths_B: Tensor, staleness_B: Tensor | None) -> Tensor:
-        """Weights [N]. staleness_B: optimizer steps since each sequence's policy; None where nobody knows.
+    def weights(self, log_gap_M: Tensor, lengths_B: Tensor, staleness_B: Tensor | None) -> Tensor:
+        """Weights [M]. staleness_B: optimizer steps since each sequence's policy; None where nobody knows.
 
         Raises ConfigError for a `max_staleness` that cannot be told.
         """
-        weight_N = correction_weights(
-            log_gap_N, lengths_B, level=self.level, mode=self.mode, lower=self.lower, upper=self.upper
+        weight_M = correction_weights(
+            log_gap_M, lengths_B, level=self.level, mode=self.mode, lower=self.lower, upper=self.upper
         )
         if self.max_staleness is None:
-            return weight_N
+            return weight_M
         if staleness_B is None:
             raise ConfigError(
                 "algorithm.rollout_correction.max_staleness needs the version of the policy on every sample, which "
                 "this engine does not give. Set max_staleness: null."
             )
-        is_fresh_N = (staleness_B.to(weight_N.device) <= self.max_staleness)[sequence_index(lengths_B)]
-        return torch.where(is_fresh_N, weight_N, 0.0)
+        is_fresh_M = (staleness_B.to(weight_M.device) <= self.max_staleness)[sequence_index(lengths_B)]
+        return torch.where(is_fresh_M, weight_M, 0.0)

@@ -1,8 +1,8 @@
 """Loss mathematics of policy gradients on tokens, as pure functions: no model, no configuration, no backward.
 
-Legend: B sequences; N tokens of all of them end to end, only those that train (a loss mask is applied by leaving tokens
-out, so it counts in numerators and denominators alike); lengths_B int64 tokens of each sequence, summing to N.
-Losses are a value a token, not reduced: the loss of an update is sum(weight_N loss_N) / num_terms with the weights of
+Legend: B sequences; M tokens of all of them end to end, only those that train (a loss mask is applied by leaving tokens
+out, so it counts in numerators and denominators alike); lengths_B int64 tokens of each sequence, summing to M.
+Losses are a value a token, not reduced: the loss of an update is sum(weight_M loss_M) / num_terms with the weights of
 `aggregation_weights`, both summed over all micro-batches and devices.
 """
 
@@ -28,24 +28,24 @@ def require_choice(name: str, value: str, choices: object) -> None:
 
 
 def sequence_index(lengths_B: Tensor) -> Tensor:
-    """int64 [N]: which sequence each token belongs to."""
+    """int64 [M]: which sequence each token belongs to."""
     return torch.arange(lengths_B.numel(), device=lengths_B.device).repeat_interleave(lengths_B)
 
 
-def sequence_sum(values_N: Tensor, lengths_B: Tensor) -> Tensor:
+def sequence_sum(values_M: Tensor, lengths_B: Tensor) -> Tensor:
     """Sum over the tokens of each sequence, [B], with gradients; 0 for a sequence without tokens."""
-    if int(lengths_B.sum()) != values_N.numel():
-        raise ContractError(f"lengths sum to {int(lengths_B.sum())}, there are {values_N.numel()} tokens")
-    return values_N.new_zeros(lengths_B.numel()).index_add(0, sequence_index(lengths_B), values_N)
+    if int(lengths_B.sum()) != values_M.numel():
+        raise ContractError(f"lengths sum to {int(lengths_B.sum())}, there are {values_M.numel()} tokens")
+    return values_M.new_zeros(lengths_B.numel()).index_add(0, sequence_index(lengths_B), values_M)
 
 
-def sequence_mean(values_N: Tensor, lengths_B: Tensor) -> Tensor:
+def sequence_mean(values_M: Tensor, lengths_B: Tensor) -> Tensor:
     """Mean over the tokens of each sequence, [B], with gradients; 0 for a sequence without tokens."""
-    return sequence_sum(values_N, lengths_B) / lengths_B.clamp(min=1)
+    return sequence_sum(values_M, lengths_B) / lengths_B.clamp(min=1)
 
 
-def importance_log_ratio(logp_N: Tensor, anchor_N: Tensor, lengths_B: Tensor, *, level: ImportanceLevel) -> Tensor:
-    """log of the importance ratio of every token, [N], with gradients to logp_N.
+def importance_log_ratio(logp_M: Tensor, anchor_M: Tensor, lengths_B: Tensor, *, level: ImportanceLevel) -> Tensor:
+    """log of the importance ratio of every token, [M], with gradients to logp_M.
 
         token            log p - log p_old
         sequence         its mean over the tokens of the sequence (GSPO: the ratio of likelihoods, length-normalised)
@@ -53,19 +53,19 @@ def importance_log_ratio(logp_N: Tensor, anchor_N: Tensor, lengths_B: Tensor, *,
 
     Source: Zheng et al. 2025 (arXiv 2507.18071), eqs. 5 to 7 and 14.
     """
-    same_shape(logp_N=logp_N, anchor_N=anchor_N)
-    log_ratio_N = logp_N - anchor_N.detach()
+    same_shape(logp_M=logp_M, anchor_M=anchor_M)
+    log_ratio_M = logp_M - anchor_M.detach()
     if level == "token":
-        return log_ratio_N
+        return log_ratio_M
     require_choice("importance_level", level, ImportanceLevel)
-    mean_N = sequence_mean(log_ratio_N, lengths_B)[sequence_index(lengths_B)]
-    return mean_N if level == "sequence" else mean_N.detach() + (logp_N - logp_N.detach())
+    mean_M = sequence_mean(log_ratio_M, lengths_B)[sequence_index(lengths_B)]
+    return mean_M if level == "sequence" else mean_M.detach() + (logp_M - logp_M.detach())
 
 
 def aggregation_weights(lengths_B: Tensor, *, mode: LossAggregation, horizon: int) -> tuple[Tensor, int]:
-    """Weights float64 [N] of the tokens and the number of terms that the weighted sum is divided by.
+    """Weights float64 [M] of the tokens and the number of terms that the weighted sum is divided by.
 
-        token-mean                1 a token,            divided by N        (DAPO)
+        token-mean                1 a token,            divided by M        (DAPO)
         seq-mean-token-mean       1 / length a token,   divided by B        (GRPO; without tokens it adds 0)
         seq-mean-token-sum-norm   1 / horizon a token,  divided by B        (Dr. GRPO; horizon is a constant length)
 
@@ -82,46 +82,46 @@ def aggregation_weights(lengths_B: Tensor, *, mode: LossAggregation, horizon: in
 
 
 def truncated_ratio_loss(
-    log_ratio_N: Tensor, logp_N: Tensor, advantage_N: Tensor, *, ratio_min: float, ratio_max: float
+    log_ratio_M: Tensor, logp_M: Tensor, advantage_M: Tensor, *, ratio_min: float, ratio_max: float
 ) -> Tensor:
-    """-sg(clamp(r, ratio_min, ratio_max)) A log p, [N], to be minimised: no token's gradient is ever cut off.
+    """-sg(clamp(r, ratio_min, ratio_max)) A log p, [M], to be minimised: no token's gradient is ever cut off.
 
     A ratio_max of infinity leaves the bound of `bounded_ratio`.
     Source: MiniMax 2025 (arXiv 2506.13585), eqs. 4 and 5 (CISPO), which leaves ratio_min at 0.
     """
-    same_shape(log_ratio_N=log_ratio_N, logp_N=logp_N, advantage_N=advantage_N)
-    return -bounded_ratio(log_ratio_N.detach()).clamp(ratio_min, ratio_max) * advantage_N * logp_N
+    same_shape(log_ratio_M=log_ratio_M, logp_M=logp_M, advantage_M=advantage_M)
+    return -bounded_ratio(log_ratio_M.detach()).clamp(ratio_min, ratio_max) * advantage_M * logp_M
 
 
-def binary_divergence(logp_N: Tensor, anchor_N: Tensor, *, kind: Divergence) -> Tensor:
-    """Divergence [N] between two policies that only tell the sampled token from all others, without gradient.
+def binary_divergence(logp_M: Tensor, anchor_M: Tensor, *, kind: Divergence) -> Tensor:
+    """Divergence [M] between two policies that only tell the sampled token from all others, without gradient.
 
     tv: |p - p_old|. kl: p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). Both are lower bounds of the
     divergence over the whole vocabulary. Source: Qi et al. 2026 (arXiv 2602.04879), DPPO.
     """
-    same_shape(logp_N=logp_N, anchor_N=anchor_N)
+    same_shape(logp_M=logp_M, anchor_M=anchor_M)
     with torch.no_grad():
         if kind == "tv":
-            return (logp_N.exp() - anchor_N.exp()).abs()
+            return (logp_M.exp() - anchor_M.exp()).abs()
         require_choice("divergence", kind, Divergence)
-        logp, old = logp_N.double(), anchor_N.double()
+        logp, old = logp_M.double(), anchor_M.double()
         # The rest of the mass is 1 - p; the floor keeps a probability that rounds to 1 from making inf - inf.
         rest, old_rest = (torch.log(-torch.expm1(value.clamp(max=-1e-12))) for value in (logp, old))
-        return (old.exp() * (old - logp) + old_rest.exp() * (old_rest - rest)).to(logp_N.dtype)
+        return (old.exp() * (old - logp) + old_rest.exp() * (old_rest - rest)).to(logp_M.dtype)
 
 
 def regularised_loss(
-    log_ratio_N: Tensor, anchor_N: Tensor, advantage_N: Tensor, *, epsilon: float, is_weighted: bool
+    log_ratio_M: Tensor, anchor_M: Tensor, advantage_M: Tensor, *, epsilon: float, is_weighted: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A r + |A| w (r - 1)^2 / (2 epsilon), [N], to be minimised, with w = p_old (is_weighted) or 1.
+    """-A r + |A| w (r - 1)^2 / (2 epsilon), [M], to be minimised, with w = p_old (is_weighted) or 1.
 
     The penalty replaces clipping: a token's gradient weight is 1 - sign(A (r - 1)) w |r - 1| / epsilon, and
     w |r - 1| = |p - p_old| with w = p_old. Log-ratios are clamped to +- MAX_LOG_RATIO.
-    Returns the loss and the detached penalty [N]. At r = 1 the gradient is -A; with epsilon -> inf the loss is -A r.
+    Returns the loss and the detached penalty [M]. At r = 1 the gradient is -A; with epsilon -> inf the loss is -A r.
     Source: Yao et al. 2026 (arXiv 2606.09821), DRPO; is_weighted = False is SPO.
     """
-    same_shape(log_ratio_N=log_ratio_N, anchor_N=anchor_N, advantage_N=advantage_N)
-    ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    weight_N = anchor_N.detach().exp() if is_weighted else torch.ones_like(anchor_N)
-    penalty_N = advantage_N.abs() * weight_N * (ratio_N - 1).square() / (2 * epsilon)
-    return -advantage_N * ratio_N + penalty_N, {"ratio": ratio_N.detach(), "penalty": penalty_N.detach()}
+    same_shape(log_ratio_M=log_ratio_M, anchor_M=anchor_M, advantage_M=advantage_M)
+    ratio_M = log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight_M = anchor_M.detach().exp() if is_weighted else torch.ones_like(anchor_M)
+    penalty_M = advantage_M.abs() * weight_M * (ratio_M - 1).square() / (2 * epsilon)
+    return -advantage_M * ratio_M + penalty_M, {"ratio": ratio_M.detach(), "penalty": penalty_M.detach()}

@@ -1,7 +1,7 @@
 """Policy gradients on generated tokens: everything but the surrogate, which each algorithm writes.
 
 A completion is an episode whose actions are its tokens; the model's softmax gives each a probability.
-Legend: B samples, V tokens of their segments, N of them trained (the loss mask leaves the others out), lengths_B
+Legend: B samples, N tokens of their segments, M of them trained (the loss mask leaves the others out), lengths_B
 trained tokens of each sample.
 """
 
@@ -48,18 +48,18 @@ from unirl.types.segments import SegmentStatus, TextSegment
 
 @dataclass(frozen=True)
 class TokenRows:
-    """N trained tokens as a surrogate sees them."""
+    """M trained tokens as a surrogate sees them."""
 
-    logp_N: Tensor
-    """[N] float32, nats, under the weights being trained, with gradients."""
-    anchor_logp_N: Tensor
-    """[N] float32 under the policy before the first update."""
-    log_ratio_N: Tensor
-    """[N] float32 log of the importance ratio at the algorithm's level, with gradients."""
-    advantage_N: Tensor
-    """[N] float32, clipped."""
+    logp_M: Tensor
+    """[M] float32, nats, under the weights being trained, with gradients."""
+    anchor_logp_M: Tensor
+    """[M] float32 under the policy before the first update."""
+    log_ratio_M: Tensor
+    """[M] float32 log of the importance ratio at the algorithm's level, with gradients."""
+    advantage_M: Tensor
+    """[M] float32, clipped."""
     lengths_B: Tensor
-    """[B] int64, summing to N."""
+    """[B] int64, summing to M."""
     progress: float
     """Fraction of the run done, in [0, 1]."""
 
@@ -68,14 +68,14 @@ class TokenRows:
 class TrainedTokens:
     """Which tokens of a micro-batch train."""
 
-    chosen_V: Tensor
-    """[V] bool."""
+    chosen_N: Tensor
+    """[N] bool."""
     lengths_B: Tensor
     """[B] int64."""
 
-    def of(self, values_V: Tensor) -> Tensor:
-        """The values of the trained tokens, [N, ...]."""
-        return values_V[self.chosen_V]
+    def of(self, values_N: Tensor) -> Tensor:
+        """The values of the trained tokens, [M, ...]."""
+        return values_N[self.chosen_N]
 
 
 @bounded("algorithm")
@@ -153,7 +153,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
 
     @abstractmethod
     def surrogate(self, rows: TokenRows) -> tuple[Tensor, RowMetrics]:
-        """Loss of every token [N], to be minimised, with gradients; and what it measured."""
+        """Loss of every token [M], to be minimised, with gradients; and what it measured."""
 
     def num_terms(self, track: RolloutTrack) -> int:
         """Trained tokens under token-mean, samples otherwise."""
@@ -172,7 +172,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
         return describe_old_logp("replay" if self.replays_old else "rollout", is_auto=self.old_logp_source == "auto")
 
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
-        """What `losses` needs of the policy before the first update, [N] each: the log-probs and `anchor_fields`."""
+        """What `losses` needs of the policy before the first update, [M] each: the log-probs and `anchor_fields`."""
         reference = self.reference.evaluate(lambda: self._replay(micro)) if self.penalises_reward else None
         with torch.no_grad():
             stats = self._replay(micro)
@@ -182,12 +182,12 @@ class TokenAlgorithm(PenalisedAlgorithm):
         self, micro: MicroBatch, trained: TrainedTokens, stats: TokenStats, reference: TokenStats | None
     ) -> dict[str, Tensor]:
         with torch.no_grad():
-            logp_N = trained.of(stats.logp_V).detach()
-            reference_N = None if reference is None else trained.of(reference.logp_V)
+            logp_M = trained.of(stats.logp_N).detach()
+            reference_M = None if reference is None else trained.of(reference.logp_N)
             return {
-                "logp": logp_N,
-                **self._correction(micro, trained, logp_N),
-                **self.anchor_fields(micro, stats, trained, reference_N),
+                "logp": logp_M,
+                **self._correction(micro, trained, logp_M),
+                **self.anchor_fields(micro, stats, trained, reference_M),
             }
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
@@ -198,97 +198,97 @@ class TokenAlgorithm(PenalisedAlgorithm):
         if is_first or not self.penalises_reward:  # later, a penalty in the reward is part of the anchor
             reference = self.reference.evaluate(lambda: self._replay(micro))
         stats = self._replay(micro)
-        logp_N = trained.of(stats.logp_V)
+        logp_M = trained.of(stats.logp_N)
         if is_first:
             micro = replace(micro, anchor=self._frozen(micro, trained, stats, reference))
-        given_N = self.token_advantages(micro, trained)
-        advantage_N = given_N
+        given_M = self.token_advantages(micro, trained)
+        advantage_M = given_M
         if self.advantage_clip is not None:
-            advantage_N = given_N.clamp(-self.advantage_clip, self.advantage_clip)
-        replayed_N = micro.anchor.get("logp")
-        trusts_rollout = self.old_logp_source == "rollout" or replayed_N is None
-        anchor_N = trained.of(rollout_logp(micro.track)) if trusts_rollout else replayed_N
+            advantage_M = given_M.clamp(-self.advantage_clip, self.advantage_clip)
+        replayed_M = micro.anchor.get("logp")
+        trusts_rollout = self.old_logp_source == "rollout" or replayed_M is None
+        anchor_M = trained.of(rollout_logp(micro.track)) if trusts_rollout else replayed_M
         rows = TokenRows(
-            logp_N=logp_N,
-            anchor_logp_N=anchor_N,
-            log_ratio_N=importance_log_ratio(logp_N, anchor_N, trained.lengths_B, level=self.importance_level),
-            advantage_N=advantage_N,
+            logp_M=logp_M,
+            anchor_logp_M=anchor_M,
+            log_ratio_M=importance_log_ratio(logp_M, anchor_M, trained.lengths_B, level=self.importance_level),
+            advantage_M=advantage_M,
             lengths_B=trained.lengths_B,
             progress=micro.progress,
         )
-        loss_N, metrics = self.surrogate(rows)
+        loss_M, metrics = self.surrogate(rows)
         self._report_rollout(micro, trained, metrics)
         if "correction" in micro.anchor:
-            loss_N = loss_N * micro.anchor["correction"]
-        weight_N, num_terms = aggregation_weights(trained.lengths_B, mode=self.loss_agg_mode, horizon=self.horizon)
-        weight_N = weight_N.to(loss_N.device)
-        metrics.add("policy/loss", (weight_N * loss_N.detach()).sum(), num_terms)
-        report_ratio(metrics, rows.log_ratio_N)
-        report_clipped(metrics, given_N, self.advantage_clip)
+            loss_M = loss_M * micro.anchor["correction"]
+        weight_M, num_terms = aggregation_weights(trained.lengths_B, mode=self.loss_agg_mode, horizon=self.horizon)
+        weight_M = weight_M.to(loss_M.device)
+        metrics.add("policy/loss", (weight_M * loss_M.detach()).sum(), num_terms)
+        report_ratio(metrics, rows.log_ratio_M)
+        report_clipped(metrics, given_M, self.advantage_clip)
         report_responses(metrics, micro.track)
-        entropy_N = trained.of(stats.entropy_V)
-        metrics.mean("policy/entropy", entropy_N)
+        entropy_M = trained.of(stats.entropy_N)
+        metrics.mean("policy/entropy", entropy_M)
         if self.entropy_coef > 0:
-            loss_N = loss_N - self.entropy_coef * entropy_N
+            loss_M = loss_M - self.entropy_coef * entropy_M
         if reference is not None and not self.penalises_reward:
-            kl_N = self.reference.of_actions(logp_N, trained.of(reference.logp_V), metrics)
-            loss_N = loss_N + self.reference.penalty(kl_N, metrics)
-        added_N = self.added_loss(micro, stats, trained, metrics)
-        if added_N is not None:
-            loss_N = loss_N + added_N
-        yield LossPart((weight_N.to(loss_N) * loss_N).sum(), num_terms, metrics)
+            kl_M = self.reference.of_actions(logp_M, trained.of(reference.logp_N), metrics)
+            loss_M = loss_M + self.reference.penalty(kl_M, metrics)
+        added_M = self.added_loss(micro, stats, trained, metrics)
+        if added_M is not None:
+            loss_M = loss_M + added_M
+        yield LossPart((weight_M.to(loss_M) * loss_M).sum(), num_terms, metrics)
 
     # What subclasses may refine ---------------------------------------------------------------------------------
 
     def token_advantages(self, micro: MicroBatch, trained: TrainedTokens) -> Tensor:
-        """Advantage of every trained token [N], before it is clipped: that of its sample."""
+        """Advantage of every trained token [M], before it is clipped: that of its sample."""
         return micro.advantages[sequence_index(trained.lengths_B)]
 
     def anchor_fields(
-        self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, reference_logp_N: Tensor | None
+        self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, reference_logp_M: Tensor | None
     ) -> dict[str, Tensor]:
         """More to freeze before the first update, from a replay by then, without gradients.
 
-        reference_logp_N: the reference's log-probs, where the algorithm `penalises_reward` and the penalty is on.
+        reference_logp_M: the reference's log-probs, where the algorithm `penalises_reward` and the penalty is on.
         """
         return {}
 
     def added_loss(
         self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, metrics: RowMetrics
     ) -> Tensor | None:
-        """A loss [N] to add to the surrogate, from the replay with gradients."""
+        """A loss [M] to add to the surrogate, from the replay with gradients."""
         return None
 
     # ------------------------------------------------------------------------------------------------------------
 
     def _trained(self, track: RolloutTrack) -> TrainedTokens:
         segment = text_segment(track)
-        chosen_V = segment.trained
-        index_V = sequence_index(segment.lengths).to(chosen_V.device)
+        chosen_N = segment.trained
+        index_N = sequence_index(segment.lengths).to(chosen_N.device)
         if self.mask_truncated and segment.status is not None:
-            chosen_V = chosen_V & (segment.status != SegmentStatus.TRUNCATED)[index_V]
-        lengths_B = sequence_sum(chosen_V.long(), segment.lengths.to(chosen_V.device))
-        return TrainedTokens(chosen_V, lengths_B)
+            chosen_N = chosen_N & (segment.status != SegmentStatus.TRUNCATED)[index_N]
+        lengths_B = sequence_sum(chosen_N.long(), segment.lengths.to(chosen_N.device))
+        return TrainedTokens(chosen_N, lengths_B)
 
-    def _correction(self, micro: MicroBatch, trained: TrainedTokens, logp_N: Tensor) -> dict[str, Tensor]:
-        """Weights [N] of the rollout's samples and, where they are known, optimizer steps [B] since their policy."""
+    def _correction(self, micro: MicroBatch, trained: TrainedTokens, logp_M: Tensor) -> dict[str, Tensor]:
+        """Weights [M] of the rollout's samples and, where they are known, optimizer steps [B] since their policy."""
         if self.rollout_correction is None:
             return {}
-        gap_N = logp_N - trained.of(rollout_logp(micro.track))
+        gap_M = logp_M - trained.of(rollout_logp(micro.track))
         versions_B = micro.track.policy_versions
         if versions_B is None:
-            return {"correction": self.rollout_correction.weights(gap_N, trained.lengths_B, None)}
-        staleness_B = (self._policies.policy_version - versions_B).to(gap_N.device)
-        weight_N = self.rollout_correction.weights(gap_N, trained.lengths_B, staleness_B)
-        return {"correction": weight_N, "staleness": staleness_B.float()}
+            return {"correction": self.rollout_correction.weights(gap_M, trained.lengths_B, None)}
+        staleness_B = (self._policies.policy_version - versions_B).to(gap_M.device)
+        weight_M = self.rollout_correction.weights(gap_M, trained.lengths_B, staleness_B)
+        return {"correction": weight_M, "staleness": staleness_B.float()}
 
     def _report_rollout(self, micro: MicroBatch, trained: TrainedTokens, metrics: RowMetrics) -> None:
         """How far the rollout was from the policy before the first update, and what that weighs."""
         frozen = micro.anchor
         if "logp" in frozen and text_segment(micro.track).log_probs is not None:
-            gap_N = (frozen["logp"] - trained.of(rollout_logp(micro.track))).abs()
-            metrics.mean("mismatch/logp_absdiff/mean", gap_N)
-            metrics.max("mismatch/logp_absdiff/max", gap_N)
+            gap_M = (frozen["logp"] - trained.of(rollout_logp(micro.track))).abs()
+            metrics.mean("mismatch/logp_absdiff/mean", gap_M)
+            metrics.max("mismatch/logp_absdiff/max", gap_M)
         if "staleness" in frozen:
             metrics.mean("mismatch/staleness/mean", frozen["staleness"])
             metrics.max("mismatch/staleness/max", frozen["staleness"])
@@ -310,7 +310,7 @@ def text_segment(track: RolloutTrack) -> TextSegment:
 
 
 def rollout_logp(track: RolloutTrack) -> Tensor:
-    """The engine's log-probs [V]. Raises ContractError where it gave none, or not a number for a trained token."""
+    """The engine's log-probs [N]. Raises ContractError where it gave none, or not a number for a trained token."""
     segment = text_segment(track)
     if segment.log_probs is None:
         raise ContractError(
@@ -318,8 +318,8 @@ def rollout_logp(track: RolloutTrack) -> Tensor:
         )
     wrong = segment.trained & ~torch.isfinite(segment.log_probs)
     if bool(wrong.any()):
-        index_V = sequence_index(segment.lengths).to(wrong.device)
-        samples = sorted({track.sample_ids[row] for row in index_V[wrong].tolist()})
+        index_N = sequence_index(segment.lengths).to(wrong.device)
+        samples = sorted({track.sample_ids[row] for row in index_N[wrong].tolist()})
         raise ContractError(
             f"the engine returned log-probs that are not finite for {int(wrong.sum())} tokens of {samples[:4]}"
         )

@@ -1,6 +1,6 @@
 """What one package needs of another. Implementations live in the packages; recipes join them.
 
-Legend: B samples, R rows (a row is one (sample, step) pair), S stochastic steps, T steps, V tokens of all samples,
+Legend: B samples, R rows (a row is one (sample, step) pair), S stochastic steps, T steps, N tokens of all samples,
 D width of the hidden states.
 """
 
@@ -156,18 +156,18 @@ class TokenStats(Protocol):
     """
 
     @property
-    def logp_V(self) -> Tensor:
-        """[V] float32, nats, under softmax(logits / temperature), with gradients."""
+    def logp_N(self) -> Tensor:
+        """[N] float32, nats, under softmax(logits / temperature), with gradients."""
         ...
 
     @property
-    def entropy_V(self) -> Tensor:
-        """[V] float32, nats, entropy of that softmax, with gradients."""
+    def entropy_N(self) -> Tensor:
+        """[N] float32, nats, entropy of that softmax, with gradients."""
         ...
 
     @property
-    def hidden_V(self) -> Tensor:
-        """[V, D] last hidden states that predicted each token (of the position before it), with gradients.
+    def hidden_N(self) -> Tensor:
+        """[N, D] last hidden states that predicted each token (of the position before it), with gradients.
 
         What a value head reads: V(prompt and tokens so far) before the token is chosen. Dtype of the model.
         """

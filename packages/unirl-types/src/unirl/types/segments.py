@@ -1,6 +1,6 @@
 """What a track holds: the tokens or the latent trajectory of its samples, one row a sample.
 
-Legend: B samples, T denoising steps, K stored positions of the T+1, S stochastic steps, V tokens of all samples.
+Legend: B samples, T denoising steps, K stored positions of the T+1, S stochastic steps, N tokens of all samples.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class TextSegment(Segment):
     """
 
     tokens: Tensor = packed()
-    """[V] int64."""
+    """[N] int64."""
     log_probs: Tensor | None = packed(default=None)
-    """[V] float32, nats, under the distribution that was sampled from; 0 where a token was not sampled. Absent after
+    """[N] float32, nats, under the distribution that was sampled from; 0 where a token was not sampled. Absent after
     greedy decoding, which samples from nothing."""
     loss_mask: Tensor | None = packed(default=None)
-    """[V] bool, whether a token is trained on. Absent means all. A token that was not sampled must be left out."""
+    """[N] bool, whether a token is trained on. Absent means all. A token that was not sampled must be left out."""
     params: ARSamplingParams | None = shared(default=None)
     """What the tokens were sampled with; replay uses these and no others."""
 
@@ -58,16 +58,16 @@ class TextSegment(Segment):
         super().__post_init__()
         if self.tokens.ndim != 1 or self.tokens.dtype != torch.long:
             raise ContractError(
-                f"TextSegment.tokens must be int64 [V], got {self.tokens.dtype} {tuple(self.tokens.shape)}"
+                f"TextSegment.tokens must be int64 [N], got {self.tokens.dtype} {tuple(self.tokens.shape)}"
             )
         for name, dtype in (("log_probs", torch.float32), ("loss_mask", torch.bool)):
             value = getattr(self, name)
             if value is not None and (value.ndim != 1 or value.dtype != dtype):
-                raise ContractError(f"TextSegment.{name} must be {dtype} [V], got {value.dtype} {tuple(value.shape)}")
+                raise ContractError(f"TextSegment.{name} must be {dtype} [N], got {value.dtype} {tuple(value.shape)}")
 
     @property
     def trained(self) -> Tensor:
-        """[V] bool, the loss mask, or all True where there is none."""
+        """[N] bool, the loss mask, or all True where there is none."""
         return torch.ones_like(self.tokens, dtype=torch.bool) if self.loss_mask is None else self.loss_mask
 
 

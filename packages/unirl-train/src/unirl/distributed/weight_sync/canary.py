@@ -44,7 +44,7 @@ class LogProbCanary:
         if versions != [version]:
             raise WeightSyncError(f"policy version {version} was pushed, but the engine samples with {versions}")
         with self._pipeline.evaluating():
-            own = self._pipeline.replay(track.conditions, segment, _PARAMS).logp_V.detach().float().cpu()
+            own = self._pipeline.replay(track.conditions, segment, _PARAMS).logp_N.detach().float().cpu()
         gap = (own - segment.log_probs.cpu()).abs()
         largest, mean = float(gap.max()), float(gap.mean())
         if not largest <= self._tolerance:  # NaN is above every tolerance

@@ -221,7 +221,7 @@ def learn(
         rows = rng.integers(len(lessons.answers), size=batch_size).tolist()
         segment = TextSegment.pack(tokens=[answer(row) for row in rows])
         conditions = {name: condition.select(rows) for name, condition in lessons.conditions.items()}
-        return -pipeline.replay(conditions, segment, PARAMS).logp_V.mean()
+        return -pipeline.replay(conditions, segment, PARAMS).logp_N.mean()
 
     fit(
         pipeline.bundle.model,
