@@ -13,10 +13,11 @@ from unirl.app.environment import register_resolvers
 from unirl.config import rules
 from unirl.config.annotations import mismatch
 from unirl.config.catalog import available, packaged_name
-from unirl.config.check import OPTION_SECTIONS, build_values, check_recipe
+from unirl.config.check import build_values, check_recipe
 from unirl.config.instantiation import import_target
 from unirl.config.recipes import compose, render, resolve
 from unirl.config.rules import Machine, async_reward_has_chunks, rollout_log_probs_are_replayed_ones
+from unirl.config.schema import components
 from unirl.config.signatures import read_target
 from unirl.types.errors import ConfigError
 
@@ -150,11 +151,11 @@ MISTAKES = [
     ({"data": ...}, "data is missing from the recipe"),
     ({"num_rollouts": "many"}, "num_rollouts = 'many' must be an integer"),
     ({"num_devices": True}, "num_devices = True must be an integer"),
-    ({"runtime": "rya"}, "runtime = 'rya' must be one of local, ray"),
-    ({"device": "gpu"}, "device = 'gpu' must be one of auto, cpu, cuda"),
+    ({"runtime": "rya"}, "runtime = 'rya' must be one of 'local', 'ray'"),
+    ({"device": "gpu"}, "device = 'gpu' must be one of 'auto', 'cpu', 'cuda'"),
     ({"stack": 3}, "stack = 3 must be a mapping"),
     ({"save.intervall": 3}, "save.intervall: unknown key. Did you mean interval?"),
-    ({"save.interval": -1}, "save.interval = -1 must be at least 0 (0: never)"),
+    ({"save.interval": -1}, "save.interval = -1 must be at least 0"),
     ({"save.keep_last": 0}, "save.keep_last = 0 must be at least 1"),
     ({"stack.micro_batch_size": 0}, "stack.micro_batch_size = 0 must be at least 1"),
     ({"stack.max_grad_norm": -1.0}, "stack.max_grad_norm = -1.0 must be above 0"),
@@ -194,7 +195,7 @@ MISTAKES = [
     ({"trackers.jsonl.enabled": "no"}, "trackers.jsonl.enabled = 'no' must be true or false"),
     ({"batch_size": 0}, "batch_size = 0 must be at least 1"),
     ({"max_cpu_s": "long"}, "max_cpu_s = 'long' must be a number"),
-    ({"max_cpu_s": 0}, "max_cpu_s = 0 must be above 0, or null"),
+    ({"max_cpu_s": 0}, "max_cpu_s = 0 must be above 0 or null"),
     (
         {"max_cpu_s": 60, "runtime": "ray"},
         "max_cpu_s = 60 counts CPU seconds of one process. Set runtime: local, or max_cpu_s: null.",
@@ -398,7 +399,7 @@ def test_a_weight_that_outlives_its_scorer_is_named_with_the_way_out():
 
 def targets(recipes):
     """Every import path that a packaged recipe names."""
-    nodes, paths = list(recipes.values()), set(OPTION_SECTIONS.values())
+    nodes, paths = list(recipes.values()), {item.default for item in components().values() if item.default is not None}
     while nodes:
         node = nodes.pop()
         if isinstance(node, dict):

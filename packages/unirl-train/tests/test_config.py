@@ -9,8 +9,8 @@ import pytest
 
 from unirl.config import instantiate
 from unirl.config.annotations import mismatch
-from unirl.config.injection import INJECTED
 from unirl.config.instantiation import instantiate_at
+from unirl.config.schema import components
 from unirl.config.signatures import read_target
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
@@ -276,4 +276,5 @@ def test_wiring_adds_exactly_the_arguments_that_the_checker_expects():
         else:
             continue
         own.update(keyword.arg for keyword in node.keywords if keyword.arg is not None)
-    assert found == {section: set(names) for section, names in INJECTED.items()}
+    injected = {section: set(component.injected) for section, component in components().items()}
+    assert found == {section: names for section, names in injected.items() if names or section in found}

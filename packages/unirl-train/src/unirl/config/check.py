@@ -6,67 +6,23 @@ mistakes of one stage are reported together.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
+from unirl.config import schema
 from unirl.config.annotations import mismatch
-from unirl.config.injection import INJECTED, INJECTED_IF_TAKEN
 from unirl.config.instantiation import RESERVED, TARGET, instantiate_at
 from unirl.config.rules import MACHINE_RULES, RULES, Machine, Recipe
+from unirl.config.schema import components, plain_sections
 from unirl.config.signatures import Target, read_target
 from unirl.config.suggestions import did_you_mean
-from unirl.types.bounds import Seed
 from unirl.types.errors import ConfigError
 
 Value = Any  # Any: a recipe's scalar, list or mapping
 
-REQUIRED_SECTIONS = ("data", "sampling", "bundle", "pipeline", "backend", "engine", "reward", "algorithm", "stack")
-OPTION_SECTIONS = {
-    "eval": "unirl.trainer.evaluation.EvaluationConfig",
-    "guardrails": "unirl.trainer.guardrails.GuardrailConfig",
-    "selection": "unirl.algorithms.selection.SampleSelection",
-}
-"""Sections whose `_target_` may be left out: the trainer builds this class from them."""
-SCALARS: dict[str, tuple[type, ...]] = {
-    "recipe": (str,),
-    "seed": (int,),
-    "runtime": (str,),
-    "device": (str,),
-    "num_devices": (int,),
-    "batch_size": (int,),
-    "num_rollouts": (int,),
-}
-"""Required top-level values."""
-(SEED,) = get_args(Seed)[1:]
-"""What `seed` may be."""
-CHOICES = {"runtime": ("local", "ray"), "device": ("auto", "cpu", "cuda"), "resume_changes": ("refuse", "allow")}
-OPTIONAL_SCALARS: dict[str, tuple[type, ...]] = {
-    "media_interval": (int,),
-    "max_cpu_s": (float, int),
-    "run_dir": (str,),
-    "resume": (str,),
-    "resume_changes": (str,),
-}
-SAVE_KEYS: dict[str, tuple[type, ...]] = {
-    "interval": (int,),
-    "keep_last": (int,),
-    "keep_best": (bool,),
-    "is_async": (bool,),
-    "best_metric": (str,),
-}
-TOP_LEVEL = (
-    *SCALARS,
-    *OPTIONAL_SCALARS,
-    *REQUIRED_SECTIONS,
-    *OPTION_SECTIONS,
-    "advantages",
-    "trainer",
-    "sync",
-    "save",
-    "trackers",
-)
+TOP_LEVEL = tuple(field.name for field in dataclasses.fields(schema.Recipe))
 """Every key that a recipe may have."""
 KEYWORDS_OF, NUM_INPUTS = "keywords_of", "num_inputs"
 """Constants of a class with `**kwargs` for a function that the recipe names: which argument names it, and how many
@@ -75,7 +31,6 @@ ENABLED = "enabled"
 """Key of a tracker that switches it on or off without removing it."""
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
-_WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
 def check_recipe(recipe: Recipe, machine: Machine | None = None) -> None:
@@ -109,9 +64,9 @@ def build_values(recipe: Recipe) -> None:
         for key, value in recipe[section].items():
             if isinstance(value, Mapping):
                 instantiate_at(f"{section}.{key}", value)
-    for section, path in OPTION_SECTIONS.items():
-        if recipe.get(section):
-            instantiate_at(section, {TARGET: path, **recipe[section]})
+    for section, component in components().items():
+        if component.default is not None and recipe.get(section):
+            instantiate_at(section, {TARGET: component.default, **recipe[section]})
 
 
 def _rules(recipe: Recipe) -> Iterator[str]:
@@ -120,62 +75,52 @@ def _rules(recipe: Recipe) -> Iterator[str]:
 
 
 def _keys(recipe: Recipe) -> Iterator[str]:
-    """Top-level keys: unknown, missing, of the wrong type."""
+    """Top-level keys and those of plain sections: unknown, missing, of the wrong type or outside their bounds."""
     for key in recipe:
         if key not in TOP_LEVEL:
-            hint = did_you_mean(str(key), (*TOP_LEVEL, "defaults"))
-            yield f"unknown key {key!r} in the recipe. {hint}"
-    for key in (*SCALARS, *REQUIRED_SECTIONS):
+            yield f"unknown key {key!r} in the recipe. {did_you_mean(str(key), (*TOP_LEVEL, 'defaults'))}"
+    for key in schema.required():
         if recipe.get(key) is None:
             yield f"{key} is missing from the recipe. Add it, or compose from a recipe of: trainer list."
-    for key, types in {**SCALARS, **OPTIONAL_SCALARS}.items():
-        yield from _scalar(key, recipe.get(key), types)
+    yield from _plain_values(schema.Recipe, recipe, "")
     name = recipe.get("recipe")
     if isinstance(name, str) and not _NAME.fullmatch(name):
         yield (
             f"recipe = {name} must be a name such as diffusion/mine: runs are written into runs/<recipe>. Use letters, "
             "digits, _ - and . (not first), with / between the parts."
         )
-    seed = SEED.problem(recipe.get("seed"))
-    if seed is not None:
-        yield f"seed = {recipe['seed']} must be {seed}."
-    for key, allowed in CHOICES.items():
-        if isinstance(recipe.get(key), str) and recipe[key] not in allowed:
-            yield f"{key} = {recipe[key]!r} must be one of {', '.join(allowed)}."
     if recipe.get("resume_changes") == "allow" and recipe.get("resume") is None:
         yield "resume_changes = 'allow' does nothing without resume. Set resume=auto, or leave it out."
-    for key in (*REQUIRED_SECTIONS, *OPTION_SECTIONS, "advantages", "trainer", "sync", "save", "trackers"):
-        value = recipe.get(key)
-        if value is not None and not isinstance(value, Mapping):
-            yield f"{key} = {value!r} must be a mapping."
-    save = recipe.get("save")
-    for key, value in save.items() if isinstance(save, Mapping) else ():
-        if key not in SAVE_KEYS:
-            yield f"save.{key}: unknown key. {did_you_mean(str(key), SAVE_KEYS)}"
-        else:
-            yield from _scalar(f"save.{key}", value, SAVE_KEYS[key])
 
 
-def _scalar(name: str, value: Value, types: tuple[type, ...]) -> Iterator[str]:
-    if value is None:
-        return
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        yield f"{name} = {value!r} must be {_WORDS[types[0]]}."
+def _plain_values(section: type, values: Mapping[str, Value], prefix: str) -> Iterator[str]:
+    """Values of a plain section by its annotations, and those of the plain sections inside. Null means the default."""
+    parameters, inner = read_target(f"{section.__module__}.{section.__qualname__}").parameters, plain_sections(section)
+    for key, value in values.items():
+        if value is None or key not in parameters:
+            continue
+        if key in inner and isinstance(value, Mapping):
+            known = read_target(f"{inner[key].__module__}.{inner[key].__qualname__}").parameters
+            for unknown in (name for name in value if name not in known):
+                yield f"{prefix}{key}.{unknown}: unknown key. {did_you_mean(str(unknown), known)}"
+            yield from _plain_values(inner[key], value, f"{prefix}{key}.")
+            continue
+        is_section = key in inner or key in components(section)
+        wanted = "a mapping" if is_section else mismatch(value, parameters[key].annotation, parameters[key].module)
+        if wanted is not None and not (is_section and isinstance(value, Mapping)):
+            yield f"{prefix}{key} = {value!r} must be {wanted}."
 
 
 def _signatures(recipe: Recipe) -> Iterator[str]:
     """Every `_target_` resolves and takes the keywords it is given."""
-    for section in (*REQUIRED_SECTIONS, "advantages", "trainer", "sync"):
+    for section, component in components().items():
         node = recipe.get(section)
-        if node is None:
+        if node is None or (not node and component.default is not None):
             continue
-        if TARGET not in node:
+        if TARGET not in node and component.default is None:
             yield f"{section}: has no _target_. Give the import path of what to build."
             continue
-        yield from _bound(node, section, INJECTED[section], INJECTED_IF_TAKEN.get(section, frozenset()))
-    for section, path in OPTION_SECTIONS.items():
-        if recipe.get(section):
-            yield from _bound({TARGET: path, **recipe[section]}, section, frozenset())
+        yield from _bound({TARGET: component.default, **node}, section, component.injected, component.if_taken)
     for name, node in (recipe.get("trackers") or {}).items():
         place = f"trackers.{name}"
         if node is None:
@@ -183,7 +128,8 @@ def _signatures(recipe: Recipe) -> Iterator[str]:
         if not isinstance(node, Mapping) or TARGET not in node:
             yield f"{place}: must be a mapping with _target_ (and, if you like, {ENABLED}: false), or null."
             continue
-        yield from _scalar(f"{place}.{ENABLED}", node.get(ENABLED), (bool,))
+        if not isinstance(node.get(ENABLED, True), bool):
+            yield f"{place}.{ENABLED} = {node[ENABLED]!r} must be true or false."
         yield from _bound({key: value for key, value in node.items() if key != ENABLED}, place, frozenset())
 
 
@@ -232,7 +178,9 @@ def _with_function(target: Target, node: Mapping[str, Value]) -> Target:
     if not isinstance(path, str) or not isinstance(num_inputs, int):
         return target
     function = read_target(path, num_inputs)
-    return replace(target, parameters={**function.parameters, **target.parameters}, accepts_any=function.accepts_any)
+    return dataclasses.replace(
+        target, parameters={**function.parameters, **target.parameters}, accepts_any=function.accepts_any
+    )
 
 
 def _value(value: Value, place: str, target: Target, key: str) -> Iterator[str]:

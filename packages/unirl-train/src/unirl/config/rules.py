@@ -36,14 +36,6 @@ MAX_ETA = {"cps": 1.0}
 ANSWER_KEY = "answer_key"
 """Keyword of scorers that compare with an answer in the data: the key of a row that holds it; "answer" by default."""
 
-POSITIVE = (
-    "batch_size",
-    "num_rollouts",
-    "num_devices",
-    "save.keep_last",
-)
-INTERVALS = ("save.interval", "media_interval")
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -54,18 +46,6 @@ class Machine:
 
 
 # Rules that hold anywhere -------------------------------------------------------------------------------------------
-
-
-def counts_are_positive(recipe: Recipe) -> Messages:
-    """What is counted is at least one; intervals may be 0, which means never."""
-    for name in POSITIVE:
-        value = _at(recipe, name)
-        if value is not None and value < 1:
-            yield f"{name} = {value} must be at least 1."
-    for name in INTERVALS:
-        value = _at(recipe, name)
-        if value is not None and value < 0:
-            yield f"{name} = {value} must be at least 0 (0: never)."
 
 
 def geometry_divides(recipe: Recipe) -> Messages:
@@ -110,9 +90,6 @@ def local_runtime_has_one_device(recipe: Recipe) -> Messages:
 
 def cpu_seconds_are_of_one_process(recipe: Recipe) -> Messages:
     """What counts CPU seconds of training counts those of its own process."""
-    budget_s = _at(recipe, "max_cpu_s")
-    if budget_s is not None and not budget_s > 0:
-        yield f"max_cpu_s = {budget_s} must be above 0, or null for no limit."
     engine = str(recipe["engine"].get(TARGET))
     for name in ("max_cpu_s", "eval.interval_cpu_s"):
         value = _at(recipe, name)
@@ -722,7 +699,6 @@ def run_dir_writable(recipe: Recipe, machine: Machine) -> Messages:
 
 
 RULES: tuple[Callable[[Recipe], Messages], ...] = (
-    counts_are_positive,
     local_runtime_has_one_device,
     cpu_seconds_are_of_one_process,
     geometry_divides,

@@ -13,9 +13,9 @@ import torch
 
 from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.selection import SampleSelection
-from unirl.config import instantiate
-from unirl.config.injection import INJECTED_IF_TAKEN
+from unirl.config import instantiate, schema
 from unirl.config.instantiation import TARGET
+from unirl.config.schema import Save, built
 from unirl.config.signatures import read_target
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, Runtime, WorkerContext
@@ -46,7 +46,7 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
     pipeline = instantiate(recipe["pipeline"], bundle=bundle)
     backend = instantiate(recipe["backend"], bundle=bundle, device=context.device)
     offered = {"device": context.device, "rank": context.rank}
-    taken = INJECTED_IF_TAKEN["engine"] & set(read_target(recipe["engine"][TARGET]).parameters)
+    taken = schema.components()["engine"].if_taken & set(read_target(recipe["engine"][TARGET]).parameters)
     engine = instantiate(
         recipe["engine"], pipeline=pipeline, policies=backend, **{name: offered[name] for name in taken}
     )
@@ -62,13 +62,13 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
         components["sync"] = instantiate(
             recipe["sync"], backend=backend, engine=engine, pipeline=pipeline, rank=context.rank
         )
-    save = recipe.get("save", {})
+    save = built(Save, recipe.get("save") or {})
     checkpointer = Checkpointer(
         backend,
         str(Path(run_dir) / "checkpoints"),
-        keep_last=save.get("keep_last", 2),
-        keep_best=save.get("keep_best", True),
-        is_async=save.get("is_async", False),
+        keep_last=save.keep_last,
+        keep_best=save.keep_best,
+        is_async=save.is_async,
     )
     return {
         "bundle": bundle,
@@ -132,6 +132,7 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of a recipe on a runtime."""
     evaluator = make_evaluator(recipe)
+    save = built(Save, recipe.get("save") or {})
     settings = TrainerSettings(
         recipe=recipe["recipe"],
         seed=recipe["seed"],
@@ -141,8 +142,8 @@ def make_trainer(
         eval_interval=0 if evaluator is None else evaluator.config.interval,
         eval_interval_cpu_s=None if evaluator is None else evaluator.config.interval_cpu_s,
         max_cpu_s=recipe.get("max_cpu_s"),
-        save_interval=recipe.get("save", {}).get("interval", 0),
-        best_metric=recipe.get("save", {}).get("best_metric", "reward"),
+        save_interval=save.interval,
+        best_metric=save.best_metric,
         media_interval=recipe.get("media_interval", 0),
     )
     rollout_policy = runtime.role("stack").rollout_policy()

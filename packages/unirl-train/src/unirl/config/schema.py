@@ -1,0 +1,137 @@
+"""What a recipe may hold: its sections as plain dataclasses, from which `check` takes every key, type and bound.
+
+A section is one of two kinds. A *plain section* is a dataclass of this module, whose fields are its keys. A *component*
+is a mapping with `_target_`, whose keys are the constructor's; its field is annotated with a `Component`. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, Seed
+
+Node = Mapping[str, Any]  # Any: what a recipe says of a component
+SectionT = TypeVar("SectionT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """How a section with `_target_` is built."""
+
+    default: str | None = None
+    """What is built where the section names no `_target_`; None: it must name one."""
+    injected: frozenset[str] = frozenset()
+    """Keywords that the trainer adds, so that a recipe may not set them."""
+    if_taken: frozenset[str] = frozenset()
+    """Keywords that the trainer adds where the constructor has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """Checkpoints of a run."""
+
+    interval: NonNegativeInt = 0
+    """Rollouts between checkpoints; 0 saves only at the end."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints that stay."""
+    keep_best: bool = True
+    """Whether the checkpoint of the best held-out score stays too."""
+    is_async: bool = False
+    """Whether a thread writes while training goes on."""
+    best_metric: str = "reward"
+    """Held-out mean that the best checkpoint is chosen by."""
+
+
+_TRAINER = frozenset(
+    {"runtime", "settings", "data", "sampling", "advantages", "evaluator", "guardrails", "trackers", "run_dir"}
+    | {"config", "rollout_policy", "stop", "selection", "sync", "clock"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The keys of a recipe. A field without a default is required; null means its default."""
+
+    recipe: str
+    """Name: runs are written into runs/<recipe>."""
+    seed: Seed
+    runtime: Literal["local", "ray"]
+    device: Literal["auto", "cpu", "cuda"]
+    num_devices: PositiveInt
+    batch_size: PositiveInt
+    """Prompts per rollout."""
+    num_rollouts: PositiveInt
+    data: Annotated[Node, Component(injected=frozenset({"seed"}))]
+    sampling: Annotated[Node, Component()]
+    bundle: Annotated[Node, Component(injected=frozenset({"device"}))]
+    pipeline: Annotated[Node, Component(injected=frozenset({"bundle"}))]
+    backend: Annotated[Node, Component(injected=frozenset({"bundle", "device"}))]
+    engine: Annotated[
+        Node, Component(injected=frozenset({"pipeline", "policies"}), if_taken=frozenset({"device", "rank"}))
+    ]
+    reward: Annotated[Node, Component(injected=frozenset({"device"}))]
+    algorithm: Annotated[Node, Component(injected=frozenset({"pipeline", "policies"}))]
+    stack: Annotated[Node, Component(injected=frozenset({"backend", "algorithm"}))]
+
+    media_interval: NonNegativeInt = 0
+    """Rollouts between pictures or tables of training samples; 0 shows none."""
+    max_cpu_s: Positive | None = None
+    """CPU seconds of training after which the run ends; None: num_rollouts alone."""
+    run_dir: str | None = None
+    """None: runs/<recipe>/<time>."""
+    resume: str | None = None
+    """"auto", or the path of a run."""
+    resume_changes: Literal["refuse", "allow"] = "refuse"
+    save: Save = Save()
+    eval: Annotated[Node | None, Component(default="unirl.trainer.evaluation.EvaluationConfig")] = None
+    guardrails: Annotated[Node | None, Component(default="unirl.trainer.guardrails.GuardrailConfig")] = None
+    selection: Annotated[Node | None, Component(default="unirl.algorithms.selection.SampleSelection")] = None
+    advantages: Annotated[Node | None, Component()] = None
+    trainer: Annotated[Node | None, Component(injected=_TRAINER)] = None
+    sync: Annotated[Node | None, Component(injected=frozenset({"backend", "engine", "pipeline", "rank"}))] = None
+    trackers: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: components by name, or None
+    """Components by name, each with `enabled` beside its own keywords."""
+
+
+@functools.cache
+def components(section: type = Recipe) -> Mapping[str, Component]:
+    """The components among the fields of a section, by key."""
+    return {
+        name: item
+        for name, hint in get_type_hints(section, include_extras=True).items()
+        for item in getattr(hint, "__metadata__", ())
+        if isinstance(item, Component)
+    }
+
+
+@functools.cache
+def plain_sections(section: type = Recipe) -> Mapping[str, type]:
+    """The plain sections among the fields of a section, by key: those of a dataclass, or of one or null."""
+    found: dict[str, type] = {}
+    for name, hint in get_type_hints(section).items():
+        choices = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        for each in choices:
+            if isinstance(each, type) and dataclasses.is_dataclass(each):
+                found[name] = each
+    return found
+
+
+@functools.cache
+def required(section: type = Recipe) -> tuple[str, ...]:
+    """Keys that must be given."""
+    return tuple(name for name, item in inspect.signature(section).parameters.items() if item.default is item.empty)
+
+
+def built(section: type[SectionT], values: Mapping[str, Any]) -> SectionT:  # Any: a checked recipe's values
+    """A plain section from what a checked recipe says: null and absent keys get the default, plain sections inside are
+    built, components stay mappings."""
+    inner = plain_sections(section)
+    given = {key: value for key, value in values.items() if value is not None}
+    return section(**{key: built(inner[key], value) if key in inner else value for key, value in given.items()})
