@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from unirl.distributed.runtime import ComponentInfo, Held, Role, Runtime, WorkerContext
+from unirl.distributed.runtime import Held, Role, Runtime
+from unirl.distributed.worker import ComponentInfo, WorkerContext
 from unirl.trainer.wiring import build_components
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp
@@ -76,6 +77,10 @@ class RecipeOf(Runtime):
     def hold(self, value: RolloutResp) -> Held:
         """Held by the workers."""
         return self._workers.hold(value)
+
+    def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
+        """Of and by the workers."""
+        return self._workers.gather(sources)
 
     def _infos(self) -> Mapping[str, ComponentInfo]:
         prefix = f"{self._recipe}/"

@@ -4,7 +4,7 @@ from typing import Any  # components by section
 
 import pytest
 
-from unirl.distributed.runtime import WorkerContext
+from unirl.distributed.worker import WorkerContext
 from unirl.trainer.wiring import build_components
 
 BF16 = "sampling.autocast_precision=bf16"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from unirl.data.data_source import PromptRow
-from unirl.distributed.runtime import WorkerContext
+from unirl.distributed.worker import WorkerContext
 from unirl.trainer.request import build_request
 from unirl.trainer.wiring import build_components
 from unirl.types.sampling import DiffusionSamplingParams

@@ -18,7 +18,6 @@ from unirl.reward.service import RewardService
 from unirl.types.errors import ContractError, RewardError
 from unirl.types.media import Images
 from unirl.types.reward import RewardRequest, RewardResponse
-from unirl.types.roles import Collect, Dispatch, remote_method
 from unirl.types.rollout import RolloutReq, RolloutResp
 
 
@@ -298,9 +297,3 @@ def test_tickets_of_another_service_and_empty_requests_are_refused():
         service.collect(Ticket(3))
     with pytest.raises(ContractError, match="without sample_ids"):
         service.submit(RewardRequest())
-
-
-def test_the_futures_carry_their_markers():
-    submit, collect = (remote_method(RewardService, name) for name in ("submit", "collect"))
-    assert (submit.dispatch, submit.collect) == (Dispatch.DP_SCATTER, Collect.ALL)
-    assert (collect.dispatch, collect.collect) == (Dispatch.SCATTER, Collect.CONCAT)

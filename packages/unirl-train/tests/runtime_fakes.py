@@ -6,20 +6,58 @@ import os
 import signal
 import subprocess
 import threading
+import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from unirl.distributed.runtime import WorkerContext
+from unirl.distributed.runtime import Runtime
+from unirl.distributed.worker import Builder, ComponentInfo, Worker, WorkerContext
 from unirl.types.errors import ConfigError
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
+from unirl.types.segments import TextSegment
 
 
 def numbered(ids: list[str], rewards: Tensor | None = None, advantages: Tensor | None = None) -> RolloutTrack:
     """Samples of these names, which a dispatch can cut."""
     return RolloutTrack(sample_ids=ids, rewards=rewards, advantages=advantages)
+
+
+def grown(names: list[str], *, branch: int = 2, offset: float = 0.0) -> RolloutResp:
+    """Root samples of these names with packed tokens, and `branch` children of each; every value is of its sample."""
+    values = torch.arange(float(len(names))) + offset
+    root = RolloutTrack(
+        sample_ids=names,
+        metadata=[{"of": name} for name in names],
+        segment=TextSegment.pack(
+            tokens=[torch.full((1 + row % 3,), int(value)) for row, value in enumerate(values.tolist())],
+        ),
+        rewards=values,
+    )
+    children = root.fork("text", "image", branch)
+    return RolloutResp(tracks={"text": root, "image": children.replace(rewards=values.repeat_interleave(branch) + 0.5)})
+
+
+class InProcess(Runtime):
+    """Workers of this process, which never speak to each other."""
+
+    def __init__(self, builder: Builder, num_workers: int) -> None:
+        super().__init__()
+        self.num_ranks = num_workers
+        self.workers = [Worker(builder, WorkerContext(rank, num_workers, "cpu")) for rank in range(num_workers)]
+
+    def _infos(self) -> Mapping[str, ComponentInfo]:
+        return self.workers[0].component_infos()
+
+    def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
+        return [getattr(self.workers[rank], method)(*args) for rank, method, args in calls]
+
+    def close(self) -> None:
+        """Nothing to stop."""
 
 
 class Unpicklable(Exception):
@@ -79,6 +117,11 @@ class Source:
         self.made.append(RolloutResp(tracks={"image": track}))
         return self.made[-1]
 
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def keep(self, resp: RolloutResp) -> RolloutResp:
+        """The share of this rank, held."""
+        return resp
+
     @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
     def echo(self, resp: RolloutResp) -> RolloutResp:
         """The share of this rank, back."""
@@ -105,6 +148,13 @@ class Source:
         value = torch.tensor([float(self._context.rank + 1)])
         torch.distributed.all_reduce(value)
         return value.item()
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def wait_for(self, path: str) -> int:
+        """Return the rank once there is such a file."""
+        while not os.path.exists(path):
+            time.sleep(0.02)
+        return self._context.rank
 
     @distributed(Dispatch.BROADCAST, Collect.ALL)
     def refuse(self, rank: int, kind: str) -> int:

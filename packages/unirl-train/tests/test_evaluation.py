@@ -7,7 +7,8 @@ import pytest
 import torch
 from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPipeline, displace, prompt_rows, sampling
 
-from unirl.distributed.runtime import LocalRuntime, WorkerContext
+from unirl.distributed.runtime import LocalRuntime
+from unirl.distributed.worker import WorkerContext
 from unirl.sde.windows import AllSteps
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig

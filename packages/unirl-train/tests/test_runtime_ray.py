@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import Trainee, build, build_nothing, build_source, numbered
+from runtime_fakes import Trainee, build, build_nothing, build_source, grown, numbered
 
 from unirl.distributed.group.device_pool import DevicePool
 from unirl.distributed.group.ray_runtime import RayRuntime
@@ -102,6 +102,48 @@ def test_a_response_of_the_driver_can_be_held(runtime) -> None:
         assert held.fetch().equals(resp)
 
 
+def test_samples_of_held_values_go_from_worker_to_worker(runtime) -> None:
+    with runtime.hold(grown(list("abcd"))) as first, runtime.hold(grown(list("efgh"), offset=9.0)) as second:
+        for sources in (
+            [(first, [3, 0, 1, 2])],
+            [(first, [0, 2]), (second, [3, 1])],
+            [(first, [0]), (second, [2])],
+            [(first, [0, 1, 2, 3]), (second, [0, 1, 2, 3])],
+        ):
+            wanted = RolloutResp.concat([held.fetch().select(rows) for held, rows in sources])
+            with runtime.gather(sources) as found:
+                assert found.fetch().equals(wanted)
+                assert len({share.batch_size for share in found.map(lambda share: share)}) == 1
+                assert found.meta.equals(wanted.metadata_only())
+        assert runtime.num_held() == 2
+        second.release()
+        with pytest.raises(ContractError, match="released"):
+            runtime.gather([(first, [0, 1]), (second, [0, 1])])
+
+
+def test_what_no_worker_can_join_leaves_nothing_behind(runtime) -> None:
+    bare = RolloutResp(tracks={"text": RolloutTrack(sample_ids=["x", "y"])})
+    with runtime.hold(grown(list("ab"))) as first, runtime.hold(bare) as second:
+        with pytest.raises(ContractError, match="disagree|different keys|present in"):
+            runtime.gather([(first, [0]), (second, [1])])
+        with pytest.raises(ContractError, match="disagree|different keys|present in"):
+            runtime.gather([(first, [0, 1]), (second, [0, 1])])
+        assert runtime.num_held() == 2
+
+
+def test_a_submitted_call_runs_while_the_driver_does_other_things(runtime, tmp_path) -> None:
+    source = runtime.role("source")
+    waiting = source.submit.wait_for(str(tmp_path / "go"))
+    after = source.submit.sum_ranks()  # behind it in the workers' queues
+    (tmp_path / "go").touch()
+    assert after.result() == [3.0, 3.0]
+    assert waiting.result() == waiting.result() == [0, 1]
+    with source.submit.keep(grown(list("ab"))).result() as held:
+        assert held.fetch().equals(grown(list("ab")))
+    with pytest.raises(ConfigError, match="a is 1; set a=2"):
+        source.submit.refuse(1, "config").result()
+
+
 def test_two_sharded_ranks_train_as_one(runtime) -> None:
     alone = Trainee()
     generator = torch.Generator().manual_seed(1)
@@ -152,6 +194,7 @@ def test_devices_that_stay_taken_are_named(runtime) -> None:
 def test_a_killed_worker_is_named_and_nothing_is_left(runtime) -> None:
     processes = [pid for _, _, pid, _ in runtime.role("source").where()] + runtime.role("source").start_child()
     held = runtime.role("source").make(numbered(["1", "2"]), 1.0)
+    unasked = runtime.role("source").submit.where()
     assert all(is_alive(pid) for pid in processes)
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
@@ -166,8 +209,9 @@ def test_a_killed_worker_is_named_and_nothing_is_left(runtime) -> None:
     held.release()
     runtime.close()
     runtime.close()
-    with pytest.raises(ContractError, match="closed: worker-1 .* failed in source.die_in_collective"):
-        runtime.role("source").where()
+    for ask in (runtime.role("source").where, unasked.result):
+        with pytest.raises(ContractError, match="closed: worker-1 .* failed in source.die_in_collective"):
+            ask()
 
 
 def test_blocks_of_one_pool_hold_runtimes_of_their_own(ray_of_two_cores) -> None:
@@ -182,6 +226,12 @@ def test_blocks_of_one_pool_hold_runtimes_of_their_own(ray_of_two_cores) -> None
         with pytest.raises(ConfigError, match="block reward has 1 cpu devices; the runtime asks for 2 cpu"):
             RayRuntime(build, num_devices=2, block=block)
         with RayRuntime(build_source, num_devices=1, block=block) as runtime:
+            held = runtime.hold(grown(list("abcd")))
+            with RayRuntime(build_source, num_devices=1, block=pool.block("train", 0, 1)) as other:
+                with other.gather([(held, [2, 1])]) as moved:
+                    assert moved.fetch().equals(grown(list("abcd")).select([2, 1]))
+                    with pytest.raises(ContractError, match="lies with other workers"):
+                        runtime.role("source").echo(moved)
             with pytest.raises(WorkerError) as caught:
                 runtime.role("source").refuse(0, "value")
             assert caught.value.worker.startswith("reward-0 (rank 0 of 1, pid ")

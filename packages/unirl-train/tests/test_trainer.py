@@ -23,7 +23,8 @@ from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.prompt_statistics import PromptStatistics
 from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import LocalRuntime, WorkerContext
+from unirl.distributed.runtime import LocalRuntime
+from unirl.distributed.worker import WorkerContext
 from unirl.tracking.base import TableRow, Tracker
 from unirl.tracking.jsonl import JsonlTracker, read_metrics
 from unirl.tracking.media import before_after

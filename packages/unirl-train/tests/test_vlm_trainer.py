@@ -18,7 +18,8 @@ from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import Builder, ComponentInfo, LocalRuntime, Runtime, Worker, WorkerContext
+from unirl.distributed.runtime import LocalRuntime, Runtime
+from unirl.distributed.worker import Builder, ComponentInfo, Worker, WorkerContext
 from unirl.tracking.base import TableRow
 from unirl.tracking.tables import markdown, shown
 from unirl.train.backend.fsdp import FSDPBackend

@@ -133,7 +133,6 @@ class RewardService:
 
     # Rewards as futures -----------------------------------------------------------------------------------------
 
-    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
     def submit(self, request: RewardRequest) -> Ticket:
         """Begin to score B samples in the background, each scorer in threads of its own; `collect` has the rewards."""
         ticket = self.submit_part(request)
@@ -163,7 +162,6 @@ class RewardService:
             stream.add(request)
         return ticket
 
-    @distributed(Dispatch.SCATTER, Collect.CONCAT)
     def collect(self, ticket: Ticket) -> RewardResponse:
         """The rewards of a ticket's samples; waits until all are scored. A ticket is collected once.
 

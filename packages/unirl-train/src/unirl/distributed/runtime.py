@@ -7,146 +7,24 @@ come back. A result that is held stays with the workers that made it: the driver
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import itertools
-import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from torch import Tensor
 
 from unirl.distributed.dispatch import HeldKey, collected, rank_arguments, scatter
+from unirl.distributed.exchange import Piece, plan_shards
+from unirl.distributed.worker import Builder, ComponentInfo, OwnRows, Usage, Worker, WorkerContext
 from unirl.types.errors import ConfigError, ContractError, UniRLError
-from unirl.types.protocols import Closeable
-from unirl.types.roles import Collect, Dispatch, RemoteMethod, remote_method
+from unirl.types.roles import Collect, Dispatch
 from unirl.types.rollout import RolloutResp
 
 ResultT = TypeVar("ResultT")
-
-Builder = Callable[["WorkerContext"], Mapping[str, object]]
-"""Builds the components of one worker. A module-level function or functools.partial of one, so that it pickles."""
-
-
-@dataclass(frozen=True)
-class WorkerContext:
-    """Where a worker stands."""
-
-    rank: int
-    world_size: int
-    device: str
-
-
-@dataclass(frozen=True)
-class ComponentInfo:
-    """What the driver knows of a component: enough to call it, without importing its class."""
-
-    owner: str
-    """Name of its class."""
-    methods: Mapping[str, RemoteMethod]
-    """Marked methods."""
-
-    @classmethod
-    def of(cls, owner: type) -> Self:
-        """Read the markers of a class, inherited ones included."""
-        methods = {}
-        for name in dir(owner):
-            try:
-                methods[name] = remote_method(owner, name)
-            except AttributeError:
-                continue  # an ordinary method
-        return cls(owner.__name__, methods)
-
-
-@runtime_checkable
-class Holdable(Protocol):
-    """What a method collected by HOLD returns."""
-
-    def metadata_only(self) -> Any:  # Any: a Batch of the same class
-        """The value without its large tensors."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What processes used: CPU seconds in all, and peak resident bytes summed over processes."""
-
-    cpu_s: float
-    peak_rss_bytes: int
-
-
-class Worker:
-    """Components and held values of one rank. Local runtimes own one directly; Ray actors wrap one each."""
-
-    def __init__(self, builder: Builder, context: WorkerContext) -> None:
-        self.context = context
-        self._components = dict(builder(context))
-        self._held: dict[HeldKey, Any] = {}  # Any: held values are of any type
-
-    def component_infos(self) -> dict[str, ComponentInfo]:
-        """Role name -> what the driver needs to know of it."""
-        return {name: ComponentInfo.of(type(component)) for name, component in self._components.items()}
-
-    def component(self, name: str) -> object:
-        """The component itself (this process only)."""
-        return self._components[name]
-
-    def invoke(
-        self,
-        role: str,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        hold_as: HeldKey | None,
-        is_wanted: bool = True,
-    ) -> Any:
-        """Call a component. Held keys among the arguments become this worker's values; a held result returns
-        its metadata only, and one that the driver would drop (`is_wanted` false) returns None."""
-        ready = [self._resolve(value) for value in args]
-        named = {name: self._resolve(value) for name, value in kwargs.items()}
-        result = getattr(self._components[role], method)(*ready, **named)
-        if hold_as is None:
-            return result if is_wanted else None
-        if not isinstance(result, Holdable):
-            raise ContractError(f"{role}.{method} is collected by HOLD but returned a {type(result).__name__}")
-        meta = result.metadata_only()
-        self._held[hold_as] = result
-        return meta
-
-    def map_held(self, key: HeldKey, function: Callable[..., ResultT], args: tuple[Any, ...]) -> ResultT:
-        """function(value, *args) on this worker's own held value."""
-        return function(self._resolve(key), *args)
-
-    def hold(self, key: HeldKey, value: Any) -> Any:
-        """Keep a value that came from elsewhere; returns its metadata."""
-        self._held[key] = value
-        return value.metadata_only()
-
-    def usage(self) -> Usage:
-        """What this process used so far."""
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return Usage(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
-
-    def close(self) -> None:
-        """Close the components that hold something until they are closed."""
-        for component in self._components.values():
-            if isinstance(component, Closeable):
-                component.close()
-
-    def release(self, key: HeldKey) -> None:
-        """Forget a held value."""
-        self._held.pop(key, None)
-
-    def num_held(self) -> int:
-        """How many values this worker holds."""
-        return len(self._held)
-
-    def _resolve(self, value: Any) -> Any:
-        if not isinstance(value, HeldKey):
-            return value
-        if value not in self._held:
-            raise ContractError(f"held value {value.number} was released before it was used")
-        return self._held[value]
 
 
 class Held:
@@ -163,12 +41,24 @@ class Held:
         """The metadata of all ranks' shares, in order."""
         return collected(Collect.CONCAT, self._metas)
 
+    @property
+    def runtime(self) -> Runtime:
+        """Whose workers hold the value."""
+        return self._runtime
+
+    @property
+    def metas(self) -> Sequence[RolloutResp]:
+        """The metadata of each shard."""
+        return self._metas
+
     def key_for(self, runtime: Runtime) -> HeldKey:
         """The key, for a call on `runtime`. Raises ContractError where the value does not lie with its workers."""
         if self._is_released:
             raise ContractError(f"held value {self.key.number} was released before it was used")
         if runtime is not self._runtime:
-            raise ContractError(f"held value {self.key.number} lies with other workers; pass held.fetch() instead")
+            raise ContractError(
+                f"held value {self.key.number} lies with other workers; give them one of their own with gather"
+            )
         return self.key
 
     def map(self, function: Callable[..., ResultT], *args: Any) -> list[ResultT]:
@@ -219,15 +109,39 @@ def _attach(resp: RolloutResp, track: str, fields: dict[str, Tensor]) -> None:
     resp.tracks[track] = resp.tracks[track].replace(**fields)
 
 
-class Role:
-    """One component name on all workers. `role.method(...)` obeys the method's marker."""
+class Future(Generic[ResultT]):
+    """The result of a call that was submitted. Ask every future: on a local runtime nothing happens before."""
+
+    def __init__(self, compute: Callable[[], ResultT]) -> None:
+        self._compute: Callable[[], ResultT] | None = compute
+        self._results: list[ResultT] = []
+        self._error: Exception | None = None
+
+    def result(self) -> ResultT:
+        """Wait for the call and return its result, the same one each time.
+
+        Raises what the call raises, and ContractError where the runtime was closed before the call was asked for.
+        """
+        if self._compute is not None:
+            try:
+                self._results.append(self._compute())
+            except Exception as error:  # noqa: BLE001 (raised below, each time)
+                self._error = error
+            self._compute = None
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+
+class Submitter:
+    """`role.submit.method(...)` returns a future, where `role.method(...)` waits."""
 
     def __init__(self, runtime: Runtime, name: str, info: ComponentInfo) -> None:
         self._runtime = runtime
         self._name = name
         self._info = info
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
+    def __getattr__(self, method: str) -> Callable[..., Future[Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
         marker = self._info.methods.get(method)
@@ -237,8 +151,41 @@ class Role:
                 f"marked are {sorted(self._info.methods)}"
             )
 
+        def call(*args: Any, **kwargs: Any) -> Future[Any]:
+            return self._runtime.submit(self._name, method, marker.dispatch, marker.collect, args, kwargs)
+
+        return call
+
+
+def _check_chosen_once(sources: Sequence[tuple[Held, Sequence[int]]]) -> None:
+    chosen: collections.Counter[str] = collections.Counter()
+    for held, rows in sources:
+        names = [name for meta in held.metas for name in meta.root_track().sample_ids]
+        chosen.update(names[row] for row in rows)
+    repeated = sorted(name for name, count in chosen.items() if count > 1)
+    if repeated:
+        raise ContractError(f"samples {repeated[:3]} are chosen more than once; every sample needs its own id")
+
+
+class Role:
+    """One component name on all workers. `role.method(...)` obeys the method's marker.
+
+    submit: `role.submit.method(...)` does not wait; it returns a `Future`. Workers answer one call at a time, in the
+    order of submission, so a call that follows a submitted one on the same workers waits for it.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, info: ComponentInfo) -> None:
+        if "submit" in info.methods:
+            raise ContractError(
+                f"{info.owner}.submit is marked with @distributed, but role.submit is the runtime's own"
+            )
+        self.submit = Submitter(runtime, name, info)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        submit = getattr(self.submit, method)
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._runtime.call(self._name, method, marker.dispatch, marker.collect, args, kwargs)
+            return submit(*args, **kwargs).result()
 
         return call
 
@@ -259,6 +206,18 @@ class Runtime(ABC):
     @abstractmethod
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
         """Run worker methods: (rank, worker method, arguments); results in the same order."""
+
+    def _start(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> Callable[[], list[Any]]:
+        """Start worker methods; what is returned waits for their results. Here nothing starts before it is asked."""
+        return lambda: self._invoke_all(calls)
+
+    def _pick(self, calls: list[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:
+        """Rows of held values, (rank, key, rows): the rows, or references that `_assemble` of such a runtime reads."""
+        return self._invoke_all([(rank, "pick", (key, rows)) for rank, key, rows in calls])
+
+    def _assemble(self, calls: list[tuple[int, tuple[Any, ...], list[Any]]]) -> list[RolloutResp]:
+        """Join pieces on every rank: (rank, the arguments of `Worker.assemble` before what arrived, what arrived)."""
+        return self._invoke_all([(rank, "assemble", (*args, arrived)) for rank, args, arrived in calls])
 
     @abstractmethod
     def close(self) -> None:
@@ -285,25 +244,48 @@ class Runtime(ABC):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Dispatch one marked method and collect its results."""
+        return self.submit(role, method, dispatch, collect, args, kwargs).result()
+
+    def submit(
+        self,
+        role: str,
+        method: str,
+        dispatch: Dispatch,
+        collect: Collect,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Future[Any]:
+        """Dispatch one marked method; the future collects its results."""
         if dispatch is Dispatch.RANK_ZERO and collect is Collect.HOLD:
             raise ContractError(f"{role}.{method}: a held value lies on every rank, RANK_ZERO makes it on one")
         ready = tuple(self._key_of(value) for value in args)
         named = {name: self._key_of(value) for name, value in kwargs.items()}
         hold_as = HeldKey(next(self._numbers)) if collect is Collect.HOLD else None
         per_rank = rank_arguments(dispatch, ready, named, self.num_ranks)
+        wait = self._start(
+            [
+                (rank, "invoke", (role, method, own, own_named, hold_as, collect is not Collect.FIRST or rank == 0))
+                for rank, (own, own_named) in enumerate(per_rank)
+            ]
+        )
+
+        def finish() -> Any:
+            if hold_as is None:
+                return collected(collect, wait())
+            with self._unless_it_fails(hold_as):
+                return Held(self, hold_as, wait())
+
+        return Future(finish)
+
+    @contextlib.contextmanager
+    def _unless_it_fails(self, key: HeldKey) -> Generator[None]:
+        """What some ranks hold under the key is released where others failed."""
         try:
-            results = self._invoke_all(
-                [
-                    (rank, "invoke", (role, method, own, own_named, hold_as, collect is not Collect.FIRST or rank == 0))
-                    for rank, (own, own_named) in enumerate(per_rank)
-                ]
-            )
-            value = None if collect is Collect.HOLD else collected(collect, results)
+            yield
         except UniRLError:
-            if hold_as is not None and not self.is_closed:
-                self.release(hold_as)  # the ranks that did succeed
+            if not self.is_closed:
+                self.release(key)
             raise
-        return value if hold_as is None else Held(self, hold_as, results)
 
     def map_held(
         self, key: HeldKey, function: Callable[..., ResultT], rank_args: Sequence[tuple[Any, ...]]
@@ -317,6 +299,55 @@ class Runtime(ABC):
         shards = scatter(value, self.num_ranks)
         metas = self._invoke_all([(rank, "hold", (key, shard)) for rank, shard in enumerate(shards)])
         return Held(self, key, metas)
+
+    def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
+        """A new held value of some samples of others, cut evenly over these workers: (value, rows) in order.
+
+        The same as `hold(RolloutResp.concat([held.fetch().select(rows) for held, rows in sources]))`, but rows go from
+        worker to worker and the driver hands on references. The sources may lie with the workers of other runtimes of
+        the same kind, and stay held. `reward_compute_s` is the longest of those shards that rows came from.
+        Raises ContractError where a sample is chosen twice or does not exist, and where the samples do not divide.
+        """
+        keys = [held.key_for(held.runtime) for held, _ in sources]
+        plans = plan_shards(
+            [([meta.batch_size for meta in held.metas], rows) for held, rows in sources], self.num_ranks
+        )
+        _check_chosen_once(sources)
+        hold_as = HeldKey(next(self._numbers))
+        own: list[list[OwnRows | None]] = [
+            [
+                OwnRows(keys[piece.source], piece.rows)
+                if piece.shard == shard and sources[piece.source][0].runtime is self
+                else None
+                for piece in plan.pieces
+            ]
+            for shard, plan in enumerate(plans)
+        ]
+        moving = [
+            (shard, piece)
+            for shard, plan in enumerate(plans)
+            for piece, rows in zip(plan.pieces, own[shard], strict=True)
+            if rows is None
+        ]
+        arrived: list[list[Any]] = [[] for _ in plans]
+        for (shard, _), rows in zip(moving, self._picked([piece for _, piece in moving], sources), strict=True):
+            arrived[shard].append(rows)
+        with self._unless_it_fails(hold_as):
+            metas = self._assemble(
+                [(shard, (hold_as, own[shard], plan.order), arrived[shard]) for shard, plan in enumerate(plans)]
+            )
+            collected(Collect.CONCAT, metas)  # raises where the shards do not fit together
+        return Held(self, hold_as, metas)
+
+    def _picked(self, pieces: Sequence[Piece], sources: Sequence[tuple[Held, Sequence[int]]]) -> list[Any]:
+        """What each piece holds, or a reference to it, from the workers where it lies."""
+        found: dict[int, Any] = {}
+        for runtime in dict.fromkeys(held.runtime for held, _ in sources):
+            places = [place for place, piece in enumerate(pieces) if sources[piece.source][0].runtime is runtime]
+            calls = [(pieces[i].shard, sources[pieces[i].source][0].key, pieces[i].rows) for i in places]
+            if calls:
+                found.update(zip(places, runtime._pick(calls), strict=True))
+        return [found[place] for place in range(len(pieces))]
 
     def usage(self) -> Usage:
         """What the workers used so far, and the driver where it is a process of its own."""
@@ -354,6 +385,8 @@ class LocalRuntime(Runtime):
         return self._worker.component_infos()
 
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
+        if self.is_closed:
+            raise ContractError("this runtime is closed: close() was called")
         return [getattr(self._worker, method)(*args) for _, method, args in calls]
 
     def component(self, name: str) -> object:
@@ -362,4 +395,5 @@ class LocalRuntime(Runtime):
 
     def close(self) -> None:
         """Close the components that hold threads or connections."""
+        self.is_closed = True
         self._worker.close()

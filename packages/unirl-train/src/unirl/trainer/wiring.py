@@ -18,7 +18,8 @@ from unirl.config.instantiation import TARGET
 from unirl.config.schema import Save, built
 from unirl.config.signatures import read_target
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import LocalRuntime, Runtime, WorkerContext
+from unirl.distributed.runtime import LocalRuntime, Runtime
+from unirl.distributed.worker import WorkerContext
 from unirl.tracking.base import Tracker
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.export import Exporter

@@ -13,17 +13,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.group.device_pool import Block, Device, DevicePool
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_worker import ProcessInfo, RayWorker
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.group.waiting import CallFailed, answers
-from unirl.distributed.runtime import Builder, ComponentInfo, Runtime
+from unirl.distributed.runtime import Runtime
 from unirl.distributed.tensor.transport import outgoing
+from unirl.distributed.worker import Builder, ComponentInfo
 from unirl.types.errors import ConfigError, ContractError, WorkerError
+from unirl.types.rollout import RolloutResp
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +138,32 @@ class RayRuntime(Runtime):
         return self._components
 
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
+        return self._start(calls)()
+
+    def _start(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> Callable[[], list[Any]]:
         self._require_open()
         _, method, args = calls[0]
         what = ".".join(args[:2]) if method == "invoke" else method
         pending = {self._actors[rank].perform.remote(method, outgoing(own)): rank for rank, method, own in calls}
-        return self._await(pending, what, self._timeout_s)
+
+        def finish() -> list[Any]:
+            self._require_open()
+            return self._await(pending, what, self._timeout_s)
+
+        return finish
+
+    def _pick(self, calls: list[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:
+        self._require_open()
+        picked = [(rank, self._actors[rank].pick.options(num_returns=2).remote(key, rows)) for rank, key, rows in calls]
+        # The first of each pair says that the second is there; that one is never read here.
+        self._await({done: rank for rank, (done, _) in picked}, "pick", self._timeout_s)
+        return [rows for _, (_, rows) in picked]
+
+    def _assemble(self, calls: list[tuple[int, tuple[Any, ...], list[Any]]]) -> list[RolloutResp]:
+        self._require_open()
+        # Ray replaces references by their values where they are direct arguments only.
+        pending = {self._actors[rank].assemble.remote(args, *arrived): rank for rank, args, arrived in calls}
+        return self._await(pending, "assemble", self._timeout_s)
 
     def _on_all(self, method: str, args: tuple[Any, ...], what: str, timeout_s: float) -> list[Any]:
         pending = {getattr(actor, method).remote(*args): rank for rank, actor in enumerate(self._actors)}

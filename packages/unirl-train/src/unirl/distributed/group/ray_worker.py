@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed
 
+from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.group.framework import ray_module
-from unirl.distributed.runtime import Builder, ComponentInfo, Worker, WorkerContext
 from unirl.distributed.tensor.transport import outgoing
+from unirl.distributed.worker import Builder, ComponentInfo, Worker, WorkerContext
+from unirl.types.rollout import RolloutResp
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,14 @@ class RayWorker:
     def call_component(self, role: str, method: str, *args: Any) -> Any:  # Any: as the component's methods
         """Call a component for a worker of another runtime (`RemoteRole`)."""
         return self.perform("invoke", (role, method, args, {}, None))
+
+    def pick(self, key: HeldKey, rows: Sequence[int]) -> tuple[None, Any]:  # Any: held values are of any type
+        """Two results of Ray: a sign that the rows are there, and the rows, for workers that assemble a new value."""
+        return None, self.perform("pick", (key, rows))
+
+    def assemble(self, args: tuple[Any, ...], *arrived: RolloutResp) -> RolloutResp:
+        """`Worker.assemble`; what comes from other workers stands in the call itself, where Ray fetches it."""
+        return self.perform("assemble", (*args, arrived))
 
     def perform(self, method: str, args: tuple[Any, ...]) -> Any:  # Any: as the worker's methods
         """Call a method of `Worker`; what it returns leaves as CPU tensors."""

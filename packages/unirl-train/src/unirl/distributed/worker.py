@@ -1,0 +1,171 @@
+"""What runs on one worker: named components, and the values that they hold. Needs no transport."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+
+from unirl.distributed.dispatch import HeldKey
+from unirl.distributed.tensor.transport import outgoing
+from unirl.types.errors import ContractError
+from unirl.types.protocols import Closeable
+from unirl.types.roles import RemoteMethod, remote_method
+from unirl.types.rollout import RolloutResp
+
+ResultT = TypeVar("ResultT")
+
+Builder = Callable[["WorkerContext"], Mapping[str, object]]
+"""Builds the components of one worker. A module-level function or functools.partial of one, so that it pickles."""
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Where a worker stands."""
+
+    rank: int
+    world_size: int
+    device: str
+
+
+@dataclass(frozen=True)
+class ComponentInfo:
+    """What the driver knows of a component: enough to call it, without importing its class."""
+
+    owner: str
+    """Name of its class."""
+    methods: Mapping[str, RemoteMethod]
+    """Marked methods."""
+
+    @classmethod
+    def of(cls, owner: type) -> Self:
+        """Read the markers of a class, inherited ones included."""
+        methods = {}
+        for name in dir(owner):
+            try:
+                methods[name] = remote_method(owner, name)
+            except AttributeError:
+                continue  # an ordinary method
+        return cls(owner.__name__, methods)
+
+
+@runtime_checkable
+class Holdable(Protocol):
+    """What a method collected by HOLD returns."""
+
+    def metadata_only(self) -> Any:  # Any: a Batch of the same class
+        """The value without its large tensors."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What processes used: CPU seconds in all, and peak resident bytes summed over processes."""
+
+    cpu_s: float
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Rows of a value that a worker holds itself."""
+
+    key: HeldKey
+    rows: tuple[int, ...]
+
+
+class Worker:
+    """Components and held values of one rank. Local runtimes own one directly; Ray actors wrap one each."""
+
+    def __init__(self, builder: Builder, context: WorkerContext) -> None:
+        self.context = context
+        self._components = dict(builder(context))
+        self._held: dict[HeldKey, Any] = {}  # Any: held values are of any type
+
+    def component_infos(self) -> dict[str, ComponentInfo]:
+        """Role name -> what the driver needs to know of it."""
+        return {name: ComponentInfo.of(type(component)) for name, component in self._components.items()}
+
+    def component(self, name: str) -> object:
+        """The component itself (this process only)."""
+        return self._components[name]
+
+    def invoke(
+        self,
+        role: str,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hold_as: HeldKey | None,
+        is_wanted: bool = True,
+    ) -> Any:
+        """Call a component. Held keys among the arguments become this worker's values; a held result returns
+        its metadata only, and one that the driver would drop (`is_wanted` false) returns None."""
+        ready = [self._resolve(value) for value in args]
+        named = {name: self._resolve(value) for name, value in kwargs.items()}
+        result = getattr(self._components[role], method)(*ready, **named)
+        if hold_as is None:
+            return result if is_wanted else None
+        if not isinstance(result, Holdable):
+            raise ContractError(f"{role}.{method} is collected by HOLD but returned a {type(result).__name__}")
+        meta = result.metadata_only()
+        self._held[hold_as] = result
+        return meta
+
+    def map_held(self, key: HeldKey, function: Callable[..., ResultT], args: tuple[Any, ...]) -> ResultT:
+        """function(value, *args) on this worker's own held value."""
+        return function(self._resolve(key), *args)
+
+    def hold(self, key: HeldKey, value: Any) -> Any:
+        """Keep a value that came from elsewhere; returns its metadata."""
+        self._held[key] = value
+        return value.metadata_only()
+
+    def pick(self, key: HeldKey, rows: Sequence[int]) -> Any:  # Any: held values are of any type
+        """Some samples of a held value, for a worker that assembles a new one."""
+        return self._resolve(key).select(rows)
+
+    def assemble(
+        self,
+        hold_as: HeldKey,
+        pieces: Sequence[OwnRows | None],
+        order: Sequence[int] | None,
+        arrived: Sequence[RolloutResp],
+    ) -> RolloutResp:
+        """Join pieces, put them in order and hold the result; returns its metadata.
+
+        pieces: rows of this worker's own values, or None for the next of those that `arrived` from others.
+        """
+        others = iter(arrived)
+        parts = [next(others) if piece is None else self.pick(piece.key, piece.rows) for piece in pieces]
+        if len(parts) > 1:
+            # What came from elsewhere is on the CPU.
+            parts = [RolloutResp.concat([outgoing(part) for part in parts] if arrived else parts)]
+        whole = parts[0] if order is None else parts[0].select(order)
+        return self.hold(hold_as, whole)
+
+    def usage(self) -> Usage:
+        """What this process used so far."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return Usage(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+
+    def close(self) -> None:
+        """Close the components that hold something until they are closed."""
+        for component in self._components.values():
+            if isinstance(component, Closeable):
+                component.close()
+
+    def release(self, key: HeldKey) -> None:
+        """Forget a held value."""
+        self._held.pop(key, None)
+
+    def num_held(self) -> int:
+        """How many values this worker holds."""
+        return len(self._held)
+
+    def _resolve(self, value: Any) -> Any:
+        if not isinstance(value, HeldKey):
+            return value
+        if value not in self._held:
+            raise ContractError(f"held value {value.number} was released before it was used")
+        return self._held[value]
