@@ -123,7 +123,7 @@ def sample_and_differentiate(
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Both halves of the batch, one a rank; results or the error in a file."""
+    """Both halves of the batch, one per rank; results or the error in a file."""
     torch.set_num_threads(1)
     path = Path(folder)
     store = dist.FileStore(str(path / "store"), 2)

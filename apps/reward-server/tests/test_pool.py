@@ -43,7 +43,7 @@ async def test_samples_of_several_requests_share_batches_in_order_and_answers_fi
     assert [item["reward"] for item in found] == [0, 1, 2, 10, 11, 12, 20, 21, 22]
     assert (await first[0])["reward"] == 7 and pool.num_waiting == 0
     await pool.close()
-    assert replica.is_stopped and [seat.state for seat in pool.seats] == ["stopped"]
+    assert replica.is_stopped and [slot.state for slot in pool.slots] == ["stopped"]
 
 
 @in_loop
@@ -67,7 +67,7 @@ async def test_a_partial_batch_waits_for_others_until_it_is_full():
     pool = pool_of(make, max_wait_ms=20_000)
     pool.start()
     waiting = pool.submit([sample(i) for i in range(3)])
-    await until(lambda: make.made and pool.seats[0].state == "ready")
+    await until(lambda: make.made and pool.slots[0].state == "ready")
     assert not make.made[0].batches
     waiting += pool.submit([sample(3)])
     await asyncio.gather(*waiting)
@@ -96,7 +96,7 @@ async def test_a_replica_that_dies_loses_nothing_and_its_samples_are_retried_alo
     assert [(await future)["reward"] for future in futures] == list(range(8))
     again = [batch for replica in make.made[1:] for batch in replica.batches if set(batch) & set(victim.batches[0])]
     assert sorted(again) == [[name] for name in sorted(victim.batches[0])]
-    assert pool.seats[0].num_restarts == 1
+    assert pool.slots[0].num_restarts == 1
     await pool.close()
 
 
@@ -180,7 +180,7 @@ async def test_a_scorer_that_can_never_be_built_answers_who_waits_and_reports_th
     [found] = pool.submit([sample("a")])
     assert await found == "its scorer cannot be loaded: ConfigError: no such folder"
     assert await pool.failure == "reward r: ConfigError: no such folder" and len(make.made) == 1
-    await until(lambda: pool.seats[0].state == "offloaded")
+    await until(lambda: pool.slots[0].state == "offloaded")
     [again] = pool.submit([sample("b")])
     assert "cannot be loaded" in await again and len(make.made) == 2
     await pool.close()
@@ -192,12 +192,12 @@ async def test_replicas_load_on_demand_and_stop_when_idle():
     pool = pool_of(make, load="demand", idle_stop_s=0.05)
     pool.start()
     await asyncio.sleep(0)
-    assert not make.made and pool.seats[0].state == "offloaded"
+    assert not make.made and pool.slots[0].state == "offloaded"
     for round_ in (1, 2):
         [found] = pool.submit([sample("a")])
         assert (await found)["reward"] == 7 and len(make.made) == round_
-        await until(lambda: pool.seats[0].state == "offloaded")
-        assert make.made[-1].is_stopped and pool.seats[0].num_restarts == 0
+        await until(lambda: pool.slots[0].state == "offloaded")
+        assert make.made[-1].is_stopped and pool.slots[0].num_restarts == 0
     await pool.close()
 
 

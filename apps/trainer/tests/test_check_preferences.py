@@ -102,7 +102,7 @@ def test_pairs_are_read_by_the_check(recipes, tmp_path):
     for change, message in (
         ({"images": ["good.png", "absent.png"]}, "image absent.png does not exist"),
         ({"images": ["good.png", "small.png"]}, "image small.png has 16 x 16 pixels"),
-        ({"images": ["good.png"], "scores": [1]}, "1 images, but 2 samples a prompt"),
+        ({"images": ["good.png"], "scores": [1]}, "1 images, but 2 samples per prompt"),
         ({"scores": [1, 1]}, "the scores [1, 1] are equal"),
     ):
         with pytest.raises(ConfigError, match=rf"data\.path: .*pairs\.jsonl:2: {re.escape(message)}"):

@@ -16,8 +16,8 @@ def test_every_metric_in_the_code_is_documented():
     for folder in ("trainer", "algorithms", "train"):
         for path in (source / folder).rglob("*.py"):
             found.update(re.findall(rf'"((?:{FAMILIES})/[\w/{{}}]+)"', path.read_text()))
-    lanes = (ROOT / "packages" / "unirl-reward" / "src" / "unirl" / "reward" / "lanes.py").read_text()
-    gauges = re.findall(r'"(async/[\w/]+)"', lanes)
+    source = (ROOT / "packages" / "unirl-reward" / "src" / "unirl" / "reward" / "scorer_queues.py").read_text()
+    gauges = re.findall(r'"(async/[\w/]+)"', source)
     assert len(found) > 20 and len(gauges) > 4
     found.update(f"reward/{name}" for name in gauges)
     placeholders = {"eval/{category}/{name}": "eval/<category>/", "eval/{name}": "eval/<scorer>"}

@@ -61,7 +61,7 @@ def own_recipe(folder, text, base=NFT, name="own"):
 
 
 def summary(curve, rollouts=3, is_complete=True):
-    """A summary whose evaluations hold (CPU s, samples, value), one a rollout."""
+    """A summary whose evaluations hold (CPU s, samples, value), one per rollout."""
     records = {
         str(step): {"overall": {"shapes/strict": v}, "num_samples": 512, "train_cpu_s": s, "num_samples_trained": n}
         for step, (s, n, v) in enumerate(curve)

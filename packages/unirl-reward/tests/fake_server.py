@@ -5,7 +5,7 @@ import threading
 
 from aiohttp import web
 
-from unirl.reward.asking import asked
+from unirl.reward.asking import ask_scorer
 from unirl.reward.wire import (
     BINARY_TYPE,
     Limits,
@@ -19,7 +19,7 @@ from unirl.reward.wire import (
 
 
 class FakeServer:
-    """Answers /score with `scorers`. faults: taken one a request, first to last; then all goes well.
+    """Answers /score with `scorers`. faults: taken one per request, first to last; then all goes well.
 
     A fault is a response, "cut" (the connection closes without an answer) or "hang" (until the server stops).
     """
@@ -104,7 +104,7 @@ class FakeServer:
             return fault
         answers = [SampleAnswer() for _ in call.samples]
         for name in call.rewards[0]:
-            response = asked(name, self.scorers[name], request_of(call.samples), "drop_group")
+            response = ask_scorer(name, self.scorers[name], request_of(call.samples), "drop_group")
             for answer, found in zip(answers, sub_metrics(response), strict=True):
                 if isinstance(found, str):
                     answer.errors[name] = found

@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 
 from unirl.reward.client import RewardClient
-from unirl.reward.endpoints import Endpoints, Failure, Patience, retry_after_s
+from unirl.reward.endpoints import Endpoints, Failure, RetryPolicy, retry_after_s
 from unirl.reward.function import FunctionRewardScorer
 from unirl.reward.local.images.compressibility import JPEGCompressibilityScorer
 from unirl.reward.remote import RemoteRewardBackend
@@ -366,12 +366,12 @@ def test_closing_ends_a_request_that_hangs(pictures):
 def test_a_process_ends_while_a_scorer_and_a_server_hang():
     code = """
 import sys, threading
-import unirl.reward.lanes as lanes
+import unirl.reward.scorer_queues as queues
 from unirl.reward.remote import RemoteRewardBackend
 from unirl.reward.service import RewardService
 from unirl.types.media import Texts
 from unirl.types.reward import RewardRequest
-lanes._LEAVE_TIMEOUT_S = 0.1
+queues._LEAVE_TIMEOUT_S = 0.1
 class Hangs:
     name = "hangs"
     def score(self, request):
@@ -442,7 +442,7 @@ def test_the_client_alone_scores_lists_and_asks_after_health(pictures):
 
 
 def test_pauses_are_drawn_from_a_range_that_doubles_and_move_no_seed():
-    endpoints = Endpoints(["http://a"], Patience(retry_delay_s=1.0), token=None, trust_env=False)
+    endpoints = Endpoints(["http://a"], RetryPolicy(retry_delay_s=1.0), token=None, trust_env=False)
     failure = Failure("gone")
     torch.manual_seed(0)
     before = torch.random.get_rng_state()

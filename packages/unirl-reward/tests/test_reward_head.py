@@ -297,7 +297,7 @@ def test_frames_are_taken_evenly_and_in_pairs(frames, wanted, places):
 def test_video_align_says_what_it_lacks(video_align, base, make_request, tmp_path):
     _, files = video_align
     scorer = VideoAlignScorer(**files, dtype="fp32")
-    with pytest.raises(ConfigError, match="takes 2.0 frames a second, but the videos have no fps"):
+    with pytest.raises(ConfigError, match="takes 2.0 frames per second, but the videos have no fps"):
         scorer.score(video_request(fps=None))
     with pytest.raises(RewardError, match="a video of 1 frames is too short"):
         scorer.score(video_request(lengths=(1,)))

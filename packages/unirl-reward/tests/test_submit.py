@@ -12,8 +12,8 @@ from torch import Tensor
 
 from unirl.reward.base import LocalScorer
 from unirl.reward.function import FunctionRewardScorer
-from unirl.reward.lanes import Lane, Ticket
 from unirl.reward.local.images.clip import CLIPRewardScorer
+from unirl.reward.scorer_queues import ScorerQueue, Ticket
 from unirl.reward.service import RewardService
 from unirl.types.errors import ContractError, RewardError
 from unirl.types.media import Images
@@ -22,7 +22,7 @@ from unirl.types.rollout import RolloutReq, RolloutResp
 
 
 class MeanScorer(LocalScorer):
-    """Own row plus the mean of the batch, which shows how batches were cut. wrong: row -> fates, one a call."""
+    """Own row plus the mean of the batch, which shows how batches were cut. wrong: row -> fates, one per call."""
 
     def __init__(self, batch_size=4, wrong=None, name="mean") -> None:
         super().__init__(name=name, batch_size=batch_size)
@@ -177,7 +177,7 @@ def test_gauges_say_how_scoring_kept_up(make_request, monkeypatch):
             held.gate.set()
         return reading
 
-    monkeypatch.setattr("unirl.reward.lanes.time.perf_counter", clock)
+    monkeypatch.setattr("unirl.reward.scorer_queues.time.perf_counter", clock)
     service = RewardService([held])
     ticket = service.submit_part(make_request().slice(0, 2))
     assert held.begun.wait(60)
@@ -273,13 +273,13 @@ def test_a_service_that_is_forgotten_ends_its_threads(make_request):
 
 
 def test_media_of_scored_samples_are_not_kept_by_an_idle_lane(make_request):
-    lane = Lane("lane", lambda request: RewardResponse(sample_ids=request.sample_ids, rewards=torch.zeros(6)))
+    queue = ScorerQueue("queue", lambda request: RewardResponse(sample_ids=request.sample_ids, rewards=torch.zeros(6)))
     request = make_request()
     kept = weakref.ref(request)
-    job = lane.submit(request, 0.0)
+    job = queue.submit(request, 0.0)
     job.answer.result(60)
     del request
-    lane.close()
+    queue.close()
     assert kept() is None
 
 

@@ -448,7 +448,7 @@ def test_a_sample_without_a_finite_number_arrives_as_a_failure_with_its_reason()
         assert got.rewards.isfinite().tolist() == successes and all(
             (error is None) == good for error, good in zip(got.errors, successes, strict=True)
         )
-    with pytest.raises(DataError, match="results must be a list of 2 objects, one a sample; got 1"):
+    with pytest.raises(DataError, match="results must be a list of 2 objects, one per sample; got 1"):
         decode_answer(b'{"results": [{}], "errors": [{}]}', ["a", "b"], ["r"])
     with pytest.raises(DataError, match="the answer is not JSON"):
         decode_answer(b"<html>", ["a"], ["r"])

@@ -376,7 +376,7 @@ class RecordingBackend(FSDPBackend):
 
 
 def sampling(**changes: Any) -> DiffusionSamplingParams:
-    """Three samples a prompt, four steps, the first three stochastic."""
+    """Three samples per prompt, four steps, the first three stochastic."""
     options: dict[str, Any] = {
         "samples_per_prompt": 3,
         "num_inference_steps": 4,

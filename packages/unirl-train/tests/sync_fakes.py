@@ -11,7 +11,7 @@ from unirl.types.errors import WeightSyncError
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp
 from unirl.types.segments import TextSegment
-from unirl.types.weights import WeightReceipt, tensor_checksum, unlike
+from unirl.types.weights import WeightReceipt, diff_specs, tensor_checksum
 
 
 class OneWeightPipeline:
@@ -57,7 +57,7 @@ class RememberingEngine:
     def begin_weights(self, policy_version, specs):
         if policy_version < self.policy_version:
             raise WeightSyncError(f"version {policy_version} is older than the engine's {self.policy_version}")
-        wrong = [] if self.expected is None else unlike(specs, self.expected)
+        wrong = [] if self.expected is None else diff_specs(specs, self.expected)
         if wrong:
             raise WeightSyncError("\n".join(wrong))
         self.announced, self.sizes, self.pushed = specs, [], {}

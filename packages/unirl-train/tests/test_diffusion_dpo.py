@@ -43,7 +43,7 @@ def noised(made: Setup, resp: RolloutResp, num_levels: int = 2) -> dict[str, Ten
     made.pipeline.seen_x.clear()
     with torch.no_grad():
         list(made.algorithm.losses(micro_of(track, ADVANTAGES)))
-    # The model is asked twice a chunk, first under the reference.
+    # The model is asked twice per chunk, first under the reference.
     shape = (4, num_levels, 2, *made.pipeline.shape)
     x_t = torch.cat(made.pipeline.seen_x[1::2]).double().view(shape)
     groups = [f"r0:{group}" for group in track.group_ids[::2]]

@@ -13,7 +13,7 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.pairs import PreferenceDataSource, read_pairs
 from unirl.trainer.request import build_request
 from unirl.types.errors import DataError
-from unirl.types.given import sample_place
+from unirl.types.preference import sample_place
 
 GOOD = {"prompt": "a cat", "images": ["good.png", "sheet.png#1"], "scores": [1, 0.5]}
 
@@ -52,7 +52,7 @@ def test_the_source_continues_and_its_fingerprint_does_not_depend_on_the_folder(
     [
         ({"images": None}, "images = None must be a list of picture files"),
         ({"images": "good.png"}, "images = 'good.png' must be a list of picture files"),
-        ({"images": ["good.png"], "scores": [1]}, "1 images, but 2 samples a prompt. Give at least 2"),
+        ({"images": ["good.png"], "scores": [1]}, "1 images, but 2 samples per prompt. Give at least 2"),
         ({"scores": [1]}, r"scores = \[1\] must be a list of 2 finite numbers"),
         ({"scores": None}, "scores = None must be a list of 2 finite numbers"),
         ({"scores": [1, float("nan")]}, "finite numbers"),

@@ -1,6 +1,6 @@
 """The reward-gradient methods: their closed forms and limits, what gets no gradient, memory, draws and bad input.
 
-Legend: B samples, T steps, K gradient steps a sample.
+Legend: B samples, T steps, K gradient steps per sample.
 """
 
 from __future__ import annotations

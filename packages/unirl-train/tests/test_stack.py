@@ -83,7 +83,7 @@ def test_the_first_ratio_is_exactly_one_with_a_replayed_anchor(micro: int, rows:
 
 
 class Scripted(StageAlgorithm):
-    """Loss of a sample: its number times the sum of all parameters. Two terms a sample, one part each."""
+    """Loss of a sample: its number times the sum of all parameters. Two terms per sample, one part each."""
 
     uses_anchor = True
 

@@ -176,7 +176,7 @@ class LMPipeline:
 
 
 def sampling(**changes: Any) -> ARSamplingParams:
-    """Three samples a prompt of at most six tokens."""
+    """Three samples per prompt of at most six tokens."""
     options: dict[str, Any] = {"temperature": 0.8, "samples_per_prompt": 3, "max_new_tokens": 6}
     return ARSamplingParams(**{**options, **changes})
 

@@ -157,7 +157,7 @@ class RewardServer:
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: the server runs, and the state of every replica."""
         states = {
-            name: [f"{name}-{i}:{seat.state}" for i, seat in enumerate(pool.seats)] for name, pool in self.pools.items()
+            name: [f"{name}-{i}:{slot.state}" for i, slot in enumerate(pool.slots)] for name, pool in self.pools.items()
         }
         return web.json_response({"status": "ok", "rewards": states})
 
@@ -180,7 +180,7 @@ class RewardServer:
         for name, pool in self.pools.items():
             self.metrics.waiting.labels(name).set(pool.num_waiting)
             for state in ("starting", "ready", "waiting", "offloaded", "stopped"):
-                count = sum(seat.state == state for seat in pool.seats)
+                count = sum(slot.state == state for slot in pool.slots)
                 self.metrics.replicas.labels(name, state).set(count)
         self.metrics.pending_bytes.set(self._pending_bytes)
         self.metrics.connections.set(self.connections.num_open)
@@ -315,7 +315,7 @@ class RewardServer:
 
     def _put(self, answer: SampleAnswer, name: str, future: asyncio.Future[Found]) -> None:
         if future.cancelled():
-            problems = [seat.problem for seat in self.pools[name].seats if seat.problem]
+            problems = [slot.problem for slot in self.pools[name].slots if slot.problem]
             because = f"; its replicas: {problems[0]}" if problems else ""
             self.metrics.samples.labels(name, "late").inc()
             found: Found = f"not scored within score_timeout_s = {self._settings.score_timeout_s:g} s{because}"
@@ -406,12 +406,12 @@ def _shown(pool: RewardPool) -> dict[str, Any]:  # Any: JSON values
         "latency_s": pool.metrics.latency_s(),
         "replicas": [
             {
-                "state": seat.state,
-                "in_work": seat.in_work,
-                "restarts": seat.num_restarts,
-                "problem": None if seat.problem is None else without_paths(seat.problem),
-                "pid": None if seat.replica is None else seat.replica.pid,
+                "state": slot.state,
+                "in_work": slot.in_work,
+                "restarts": slot.num_restarts,
+                "problem": None if slot.problem is None else without_paths(slot.problem),
+                "pid": None if slot.replica is None else slot.replica.pid,
             }
-            for seat in pool.seats
+            for slot in pool.slots
         ],
     }

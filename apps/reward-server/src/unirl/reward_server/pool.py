@@ -50,7 +50,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class Seat:
+class ReplicaSlot:
     """Where a replica runs: what it was last, and what it is now."""
 
     state: State = "offloaded"
@@ -65,7 +65,7 @@ class Seat:
 class RewardPool:
     """Scores samples of one reward on several replicas.
 
-    make_replica: a new replica for a seat. Call `start` once, `close` at the end; all in one event loop.
+    make_replica: a new replica for a slot. Call `start` once, `close` at the end; all in one event loop.
     """
 
     settings: RewardSettings
@@ -77,7 +77,7 @@ class RewardPool:
     """What the scorer said about itself when it was last built."""
 
     def __post_init__(self) -> None:
-        self.seats = [Seat() for _ in range(self.settings.num_replicas)]
+        self.slots = [ReplicaSlot() for _ in range(self.settings.num_replicas)]
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Set where a replica cannot be built and trying again will not help."""
         self._queues: dict[object, deque[Job]] = {}
@@ -99,14 +99,14 @@ class RewardPool:
     @property
     def is_ready(self) -> bool:
         """Whether a replica can score, or none has to until somebody asks."""
-        states = [seat.state for seat in self.seats]
+        states = [slot.state for slot in self.slots]
         return self.settings.load == "demand" or "ready" in states or all(state == "offloaded" for state in states)
 
     def start(self) -> None:
         """Start the replicas, or wait for the first request, as `load` says."""
         if self.settings.load == "start":
             self._want(True)
-        self._tasks = [asyncio.create_task(self._keep_alive(i)) for i in range(len(self.seats))]
+        self._tasks = [asyncio.create_task(self._keep_alive(i)) for i in range(len(self.slots))]
         if self.settings.idle_stop_s is not None:
             self._tasks.append(asyncio.create_task(self._rest_when_idle(self.settings.idle_stop_s)))
 
@@ -152,44 +152,44 @@ class RewardPool:
         off.clear()
 
     async def _keep_alive(self, index: int) -> None:
-        """Run the replicas of a seat, one after the other, until cancelled."""
-        seat = self.seats[index]
+        """Run the replicas of a slot, one after the other, until cancelled."""
+        slot = self.slots[index]
         backoff_s = self.first_backoff_s
         try:
             while True:
                 await self._wanted.wait()
                 try:
-                    end = await self._run_once(seat, index)
+                    end = await self._run_once(slot, index)
                 except ReplicaFailed as error:
-                    end, seat.problem = "useless", str(error)
+                    end, slot.problem = "useless", str(error)
                     if error.is_final:
                         self._give_up(str(error))
                         end = "useless" if self._wanted.is_set() else "rested"
                 except ReplicaDied as error:
-                    end, seat.problem = "useless", str(error)
+                    end, slot.problem = "useless", str(error)
                 if end == "rested":
-                    seat.state = "offloaded"
+                    slot.state = "offloaded"
                     continue
-                seat.num_restarts += 1
-                self.metrics.restarted(seat.problem or "its process ended")
+                slot.num_restarts += 1
+                self.metrics.restarted(slot.problem or "its process ended")
                 backoff_s = self.first_backoff_s if end == "useful" else min(backoff_s * 2, MAX_BACKOFF_S)
-                seat.state = "waiting"
+                slot.state = "waiting"
                 logger.warning(
                     "reward %s: replica %d ended (%s); starting again in %.1f s",
                     self.settings.name,
                     index,
-                    seat.problem,
+                    slot.problem,
                     backoff_s,
                 )
                 await asyncio.sleep(backoff_s)
         finally:
-            seat.state = "stopped"
+            slot.state = "stopped"
 
     def _give_up(self, reason: str) -> None:
         """Answer whoever waits, where no replica is left to score."""
         if not self.failure.done():
             self.failure.set_result(f"reward {self.settings.name}: {reason}")
-        if any(seat.state == "ready" for seat in self.seats):
+        if any(slot.state == "ready" for slot in self.slots):
             return
         if self.settings.load == "demand":
             self._want(False)  # the next request tries again, in case the environment has changed
@@ -197,49 +197,51 @@ class RewardPool:
             self._finish(job, f"its scorer cannot be loaded: {reason}")
         self.forget()
 
-    async def _run_once(self, seat: Seat, index: int) -> End:
+    async def _run_once(self, slot: ReplicaSlot, index: int) -> End:
         """One replica from its start to its end."""
-        seat.state = "starting"
-        seat.replica = self.make_replica(index)
+        slot.state = "starting"
+        slot.replica = self.make_replica(index)
         done_before = self.metrics.num_batches
-        slots: list[asyncio.Task[Any]] = []  # Any: nobody reads what they return
+        workers: list[asyncio.Task[Any]] = []  # Any: nobody reads what they return
         try:
             started = time.monotonic()
             logger.info("reward %s: loading replica %d", self.settings.name, index)
-            await seat.replica.start()
+            await slot.replica.start()
             logger.info(
                 "reward %s: replica %d can score after %.1f s", self.settings.name, index, time.monotonic() - started
             )
-            self.card = dict(seat.replica.card)
-            seat.state, seat.problem = "ready", None
-            slots = [asyncio.create_task(self._work(seat, seat.replica)) for _ in range(self.settings.max_concurrency)]
+            self.card = dict(slot.replica.card)
+            slot.state, slot.problem = "ready", None
+            workers = [
+                asyncio.create_task(self._work(slot, slot.replica)) for _ in range(self.settings.max_concurrency)
+            ]
             resting = asyncio.create_task(self._unwanted.wait())
-            died = asyncio.create_task(seat.replica.died())
-            slots += [resting, died]
-            await asyncio.wait(slots, return_when=asyncio.FIRST_COMPLETED)
-            for task in slots:
+            died = asyncio.create_task(slot.replica.died())
+            workers += [resting, died]
+            await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
+            for task in workers:
                 if task.done():
                     task.result()
             if resting.done():
                 return "rested"
             if died.done():
-                seat.problem = "its process ended"
+                slot.problem = "its process ended"
             return "useful" if self.metrics.num_batches > done_before else "useless"
         finally:
             # Work in flight ends by ReplicaDied, which puts its samples back; then nothing else is pulled.
-            seat.state = "stopped" if self._is_closing else "waiting"
-            await seat.replica.stop()
-            for task in slots:
+            slot.state = "stopped" if self._is_closing else "waiting"
+            await slot.replica.stop()
+            for task in workers:
                 task.cancel()
-            if slots:
-                await asyncio.wait(slots)
-            seat.replica = None
+            if workers:
+                await asyncio.wait(workers)
+            slot.replica = None
 
-    async def _work(self, seat: Seat, replica: Replica) -> None:
+    async def _work(self, slot: ReplicaSlot, replica: Replica) -> None:
         """Pull batches and score them until the replica dies."""
         while True:
             jobs = await self._next_batch(replica)
-            seat.in_work += len(jobs)
+            slot.in_work += len(jobs)
             started = time.monotonic()
             try:
                 async with asyncio.timeout(self.score_timeout_s):
@@ -248,16 +250,16 @@ class RewardPool:
                 self._put_back(jobs)
                 raise
             except TimeoutError:
-                seat.problem = f"a batch of {len(jobs)} took longer than score_timeout_s = {self.score_timeout_s:g} s"
+                slot.problem = f"a batch of {len(jobs)} took longer than score_timeout_s = {self.score_timeout_s:g} s"
                 for job in jobs:
                     self._finish(job, f"not scored within {self.score_timeout_s:g} s")
                 return
             except ReplicaDied as error:
-                seat.problem = str(error)
+                slot.problem = str(error)
                 self._put_back(jobs)
                 return
             finally:
-                seat.in_work -= len(jobs)
+                slot.in_work -= len(jobs)
             self.metrics.scored_batch(len(jobs), time.monotonic() - started)
 
     async def _score(self, replica: Replica, jobs: list[Job]) -> None:
@@ -360,7 +362,7 @@ class RewardPool:
         """Stop the replicas after `idle_s` seconds without work."""
         while True:
             await asyncio.sleep(max(0.05, idle_s - (time.monotonic() - self._last_use)))
-            if self._num_waiting or any(seat.in_work for seat in self.seats):
+            if self._num_waiting or any(slot.in_work for slot in self.slots):
                 self._last_use = time.monotonic()
             elif time.monotonic() - self._last_use >= idle_s and self._wanted.is_set():
                 logger.info("reward %s: idle for %g s, replicas stop", self.settings.name, idle_s)

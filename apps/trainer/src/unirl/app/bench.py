@@ -124,7 +124,7 @@ def bench_recipe(recipe: Mapping[str, Any], *, warmup: int = 1, repeats: int = 3
 
 
 def relative_to_first(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Training seconds a sample of every report relative to the first, beside what the counted FLOPs would make it."""
+    """Training seconds per sample of every report relative to the first, beside what its FLOPs would make it."""
 
     def a_sample(report: Mapping[str, Any], quantity: str) -> float:
         return report["phases"]["train"][quantity] / report["geometry"]["samples"]

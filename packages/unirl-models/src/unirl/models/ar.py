@@ -191,7 +191,7 @@ class _Decoder:
         return logits[copies]
 
     def step(self, tokens: Tensor, is_alive: Tensor) -> Tensor:
-        """Logits of the samples in `rows` behind the tokens just drawn, one a row before this call.
+        """Logits of the samples in `rows` behind the tokens just drawn, one per row before this call.
 
         Rows that are done leave the cache once they are half of it, so that long completions do not carry them along.
         One row always stays: every rank must run a sharded model.

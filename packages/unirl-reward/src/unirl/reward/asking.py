@@ -18,7 +18,7 @@ FailurePolicy = Literal["raise", "retry", "drop_group"]
 _ISOLATION: dict[FailurePolicy, Isolation] = {"raise": "none", "retry": "batch", "drop_group": "sample"}
 
 
-def asked(name: str, scorer: Scorer, request: RewardRequest, on_failure: FailurePolicy) -> RewardResponse:
+def ask_scorer(name: str, scorer: Scorer, request: RewardRequest, on_failure: FailurePolicy) -> RewardResponse:
     """The scorer's answer to B samples, its non-finite values marked as failures.
 
     Raises RewardError naming the scorer under `raise`; ConfigError, ContractError and bugs under every policy.
@@ -41,7 +41,7 @@ def asked(name: str, scorer: Scorer, request: RewardRequest, on_failure: Failure
     return _checked_answer(name, answer, request)
 
 
-def settled(
+def ask_again(
     name: str,
     ask: Callable[[RewardRequest], RewardResponse],
     request: RewardRequest,
@@ -51,7 +51,7 @@ def settled(
 ) -> tuple[RewardResponse, int]:
     """The first answer with its failed samples asked again where the policy says so, and how many were.
 
-    ask: the scorer called `name`, as `asked` calls it.
+    ask: the scorer called `name`, as `ask_scorer` calls it.
 
     Raises RewardError where samples without a reward are left, except under `drop_group`.
     """

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 
-from unirl.reward.endpoints import Endpoints, Patience, Unanswered
+from unirl.reward.endpoints import Endpoints, RetryPolicy, Unanswered
 from unirl.reward.wire import (
     BINARY_TYPE,
     JSON_TYPE,
@@ -42,7 +42,7 @@ class RewardClient:
     transport: `binary` sends pixels as they are, `json` as base64 PNG, which needs pixels that are bytes.
     pixels: `lossless` sends float32 where bytes would round, `uint8` rounds as a PNG would.
     batch_size: samples of one HTTP request. max_concurrency: requests under way at a time, over all calls.
-    timeout_s, max_retries, retry_delay_s, deadline_s: see `unirl.reward.endpoints.Patience`.
+    timeout_s, max_retries, retry_delay_s, deadline_s: see `unirl.reward.endpoints.RetryPolicy`.
     trust_env: use the proxies that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name.
 
     Safe to use from several threads. Raises ConfigError for an impossible value.
@@ -77,7 +77,7 @@ class RewardClient:
         self._pixels: Pixels = pixels
         self._endpoints = Endpoints(
             self.urls,
-            Patience(timeout_s, max_retries, retry_delay_s, deadline_s),
+            RetryPolicy(timeout_s, max_retries, retry_delay_s, deadline_s),
             token=_read_token(token_file) if token_file is not None else token,
             trust_env=trust_env,
         )

@@ -39,7 +39,7 @@ class Unanswered(Exception):
 
 @bounded("client")
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long a request is tried.
 
     timeout_s: one attempt. max_retries: failed attempts (5xx, cut or refused connections, timeouts) after the first.
@@ -80,9 +80,9 @@ class Endpoints:
     Connections are kept alive; redirects are not followed, since they would carry the token elsewhere.
     """
 
-    def __init__(self, urls: Sequence[str], patience: Patience, *, token: str | None, trust_env: bool) -> None:
+    def __init__(self, urls: Sequence[str], retry_policy: RetryPolicy, *, token: str | None, trust_env: bool) -> None:
         self.endpoints = [Endpoint(url) for url in urls]
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._trust_env = trust_env
         self._session: aiohttp.ClientSession | None = None
@@ -94,7 +94,7 @@ class Endpoints:
 
         Raises ConfigError for a wrong token, ContractError for an answer that is no JSON object, Unanswered otherwise.
         """
-        timeout_s = min(self._patience.timeout_s, _CONNECT_TIMEOUT_S)
+        timeout_s = min(self._retry_policy.timeout_s, _CONNECT_TIMEOUT_S)
         try:
             async with self._opened().get(url + path, timeout=_timeout(timeout_s), allow_redirects=False) as response:
                 text = await response.read()
@@ -118,12 +118,12 @@ class Endpoints:
         the server refuses the token or the body, which it would again.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience.deadline_s
+        deadline = loop.time() + self._retry_policy.deadline_s
         failures: Counter[str] = Counter()
         num_failures = 0
         endpoint = self._chosen(loop.time(), failures)
         while True:
-            timeout_s = min(self._patience.timeout_s, deadline - loop.time())
+            timeout_s = min(self._retry_policy.timeout_s, deadline - loop.time())
             outcome = await self._attempt(endpoint, path, body, content_type, timeout_s)
             if isinstance(outcome, bytes):
                 endpoint.wakes_at = 0.0
@@ -131,14 +131,14 @@ class Endpoints:
             failures[endpoint.url] += 1
             num_failures += outcome.counts
             what = f"{endpoint.url}: {outcome.reason}"
-            if num_failures > self._patience.max_retries:
+            if num_failures > self._retry_policy.max_retries:
                 raise Unanswered(f"{what} (attempt {num_failures} of {num_failures})")
             now = loop.time()
             endpoint.wakes_at = now + self._pause_s(outcome, num_failures)
             endpoint = self._chosen(now, failures)
             wait_s = max(0.0, endpoint.wakes_at - now)
             if now + wait_s >= deadline:
-                raise Unanswered(f"{what} (deadline_s = {self._patience.deadline_s:g} is used up)")
+                raise Unanswered(f"{what} (deadline_s = {self._retry_policy.deadline_s:g} is used up)")
             logger.warning("%s; asking %s in %.1f s", what, endpoint.url, wait_s)
             await asyncio.sleep(wait_s)
 
@@ -195,7 +195,7 @@ class Endpoints:
     def _pause_s(self, failure: Failure, num_failures: int) -> float:
         if failure.pause_s is not None:
             return failure.pause_s
-        longest = min(MAX_DELAY_S, self._patience.retry_delay_s * 2.0 ** min(num_failures, 16))
+        longest = min(MAX_DELAY_S, self._retry_policy.retry_delay_s * 2.0 ** min(num_failures, 16))
         return self._random.uniform(0.0, longest)
 
 

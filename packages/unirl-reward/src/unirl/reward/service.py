@@ -18,10 +18,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from unirl.reward.asking import FailurePolicy, asked, settled
+from unirl.reward.asking import FailurePolicy, ask_again, ask_scorer
 from unirl.reward.base import LocalScorer
 from unirl.reward.compose import Aggregation, checked_weights, composed, failed_groups
-from unirl.reward.lanes import Lanes, Stream, Ticket, gauges
+from unirl.reward.scorer_queues import ScorerQueues, Stream, Ticket, gauges
 from unirl.reward.shaping import LengthShaping, TruncatedReward
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
@@ -82,7 +82,7 @@ class RewardService:
             name: nullcontext() if isinstance(scorer, ConcurrentScorer) else threading.Lock()
             for name, scorer in self.scorers.items()
         }
-        self._lanes: Lanes | None = None
+        self._queues: ScorerQueues | None = None
         self._numbers = itertools.count()
         self._open: dict[Ticket, tuple[list[RewardRequest], dict[str, Stream]]] = {}
         self._taken: Ticket | None = None
@@ -148,14 +148,14 @@ class RewardService:
         """
         if not request.sample_ids:
             raise ContractError("a request without sample_ids was submitted")
-        if self._lanes is None:
-            self._lanes = Lanes(
+        if self._queues is None:
+            self._queues = ScorerQueues(
                 self.scorers, functools.partial(_asked_alone, self.scorers, self._locks, self.on_failure)
             )
-            weakref.finalize(self, self._lanes.close)
+            weakref.finalize(self, self._queues.close)
         if ticket is None:
             ticket = Ticket(next(self._numbers))
-            self._open[ticket] = ([], self._lanes.open())
+            self._open[ticket] = ([], self._queues.open())
         requests, streams = self._of(ticket)
         requests.append(request)
         for stream in streams.values():
@@ -194,8 +194,8 @@ class RewardService:
         for scorer in self.scorers.values():
             if isinstance(scorer, Closeable):
                 scorer.close()
-        if self._lanes is not None:
-            self._lanes.close()
+        if self._queues is not None:
+            self._queues.close()
 
     def _of(self, ticket: Ticket) -> tuple[list[RewardRequest], dict[str, Stream]]:
         if ticket not in self._open:
@@ -263,7 +263,7 @@ class RewardService:
         num_retried = 0
         for name in self.scorers:
             ask = functools.partial(self._ask, name)
-            final[name], retried = settled(name, ask, request, first(name), self.on_failure, self.max_retries)
+            final[name], retried = ask_again(name, ask, request, first(name), self.on_failure, self.max_retries)
             num_retried += retried
         errors: list[str | None] = [None] * len(request.sample_ids)
         for name, answer in final.items():
@@ -292,7 +292,7 @@ def _asked_alone(
     request: RewardRequest,
 ) -> RewardResponse:
     with locks[name]:
-        return asked(name, scorers[name], request, on_failure)
+        return ask_scorer(name, scorers[name], request, on_failure)
 
 
 def reward_request(track: RolloutTrack, req: RolloutReq) -> RewardRequest:

@@ -167,7 +167,7 @@ class Advantages(Protocol):
         *,
         progress: float = 0.0,
     ) -> Tensor:
-        """Advantages float32 [B], at `progress` in [0, 1] of the run. Called once a rollout."""
+        """Advantages float32 [B], at `progress` in [0, 1] of the run. Called once per rollout."""
         ...
 
     def metrics(self, progress: float) -> dict[str, float]:

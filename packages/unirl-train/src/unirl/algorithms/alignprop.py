@@ -51,7 +51,7 @@ class AlignProp(RewardGradient):
         return int(keyed_uniform([f"r{self.num_rollouts}::depth"], self.seed, ()) * steps.num_steps)
 
     def gradient_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
-        """One of the K steps a sample, [B, 1]."""
+        """One of the K steps per sample, [B, 1]."""
         first = self.first_step(steps)
         draw_B = keyed_uniform([f"{key}::penalty" for key in keys], self.seed, ()).to(steps.latents.device)
         return (first + (draw_B * (steps.num_steps - first)).long())[:, None]

@@ -1,7 +1,7 @@
 """AWM (advantage weighted matching): a policy gradient whose log-prob is minus the flow-matching error.
 
 No stochastic sampler is needed: a clean sample is noised, and the ratio compares how well the policy and the anchor
-explain it. Legend: B samples, K noise levels a sample, R rows (sample-major B x K).
+explain it. Legend: B samples, K noise levels per sample, R rows (sample-major B x K).
 Source: Xue et al. 2025 (arXiv 2509.25050).
 """
 

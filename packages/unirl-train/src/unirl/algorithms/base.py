@@ -134,7 +134,7 @@ class StageAlgorithm(ABC):
 
     @abstractmethod
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
-        """Losses of one micro-batch, one a backward."""
+        """Losses of one micro-batch, one per backward."""
 
     def after_update(self, metrics: dict[str, float], num_samples: int) -> None:  # noqa: B027 (an optional hook)
         """Called after every optimizer step with its metrics (for adaptive coefficients)."""

@@ -42,7 +42,7 @@ class NoiseCredit:
 
 @dataclass(frozen=True)
 class FixedCredit:
-    """Weights written down, one a step of the schedule; they are scaled to mean 1 over the stochastic steps."""
+    """Weights written down, one per step of the schedule; they are scaled to mean 1 over the stochastic steps."""
 
     steps: Sequence[float]
 

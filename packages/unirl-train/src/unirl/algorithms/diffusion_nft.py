@@ -1,7 +1,7 @@
 """DiffusionNFT: reinforcement on the forward process. No log-prob, no stochastic sampler.
 
 Samples come from an old policy (a named copy that follows the trained one); the loss pulls the velocity towards
-good samples and away from bad ones. Legend: B samples, K noise levels a sample, R rows (sample-major B x K).
+good samples and away from bad ones. Legend: B samples, K noise levels per sample, R rows (sample-major B x K).
 Source: Zheng et al. 2025 (arXiv 2509.16117).
 """
 
@@ -45,7 +45,7 @@ class DiffusionNFT(ForwardProcessAlgorithm):
     beta: how far the implicit positive and negative policies lie from the old one; the first gradient does not
         depend on it. advantage_max: advantages are clipped to +- this and mapped to [0, 1].
     advantage_mode: all, positive_only, negative_only, one_only or binary.
-    decay: how the old policy follows, once a rollout. Everything else: see `ForwardProcessAlgorithm`.
+    decay: how the old policy follows, once per rollout. Everything else: see `ForwardProcessAlgorithm`.
     """
 
     rollout_policy: ClassVar[str | None] = OLD

@@ -2,7 +2,7 @@
 
 Every velocity is taken at a stored latent that carries no gradient, so the clean latent depends on the weights through
 the sum of the steps alone: d x_T / d theta = sum_{n in S} dt_n d v(sg x_n) / d theta.
-Legend: B samples, K gradient steps a sample, T steps.
+Legend: B samples, K gradient steps per sample, T steps.
 Source: DRTune (arXiv 2405.00760), algorithm 1.
 """
 

@@ -1,7 +1,7 @@
 """What the methods on the forward process share: noise levels, noised samples, and velocities of any policy there.
 
 They need no stochastic sampler and no log-prob: a clean sample is noised to some levels and the model is asked there.
-Legend: B samples, K noise levels a sample, R = B K rows: sample after sample, level after level; where samples form
+Legend: B samples, K noise levels per sample, R = B K rows: sample after sample, level after level; where samples form
 units (the two of a preference pair), unit after unit, level after level, and the unit's samples next to each other.
 """
 

@@ -48,7 +48,7 @@ def clipped_surrogate(
     logp_R, anchor_R: float32 [R], nats (per latent element where the kernel's reduction is the mean, which is why
     clips of 1e-4 are usual). The anchor carries no gradient. advantage_R: float32 [R].
     ratio_cap: above 1 + clip_high it bounds the loss where A < 0 (dual clip), and changes nothing where A > 0.
-    Returns loss_R and detached values a row: ratio, clipped_high, clipped_low, approx_kl (half squared log-ratio).
+    Returns loss_R and detached values per row: ratio, clipped_high, clipped_low, approx_kl (half squared log-ratio).
     At r = 1 the gradient is -A. r is bounded, see `bounded_ratio`. Raises ContractError where shapes disagree.
     Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; Liu et al. 2025 (arXiv 2505.05470); the cap: Ye et al. 2020
     (arXiv 1912.09729), eq. 3.
@@ -75,7 +75,7 @@ def masked_surrogate(
     with A < 0). To be minimised.
 
     logp_R, anchor_R, advantage_R: float32 [R]; the anchor carries no gradient. is_outside_R: bool [R].
-    Returns loss_R and detached booleans a row: dropped_positive and dropped_negative, by the sign of A. r is bounded,
+    Returns loss_R and detached booleans per row: dropped_positive and dropped_negative, by the sign of A. r is bounded,
     see `bounded_ratio`. Raises ContractError where shapes disagree.
     Source: Ping et al. 2026 (arXiv 2606.11025), its asymmetric mask.
     """

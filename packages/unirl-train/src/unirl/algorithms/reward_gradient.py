@@ -5,7 +5,7 @@ need gradients. The gradient of the loss with respect to the clean latents is ta
 whose activations are freed before the denoiser's backward.
 
 With x_n the stored latent at sigma_n, n = 0 .. T, a step is x_{n+1} = x_n + (sigma_{n+1} - sigma_n) v(x_n, sigma_n).
-Legend: B samples, T steps, K gradient steps a sample, R rows.
+Legend: B samples, T steps, K gradient steps per sample, R rows.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class RewardGradient(PenalisedAlgorithm):
     def _loss_and_gradient(self, steps: Denoising, latents: Tensor, metrics: RowMetrics) -> tuple[Tensor, Tensor]:
         """Loss [B] and its gradient with respect to the clean latents, through reward and decoder; both without graph.
 
-        Where there are n latents a sample, its loss is the mean over them.
+        Where there are n latents per sample, its loss is the mean over them.
         """
         if self._reward is None:
             raise ContractError(f"{type(self).__name__} was given no reward; call use_reward first")

@@ -19,8 +19,8 @@ from unirl.config.signatures import read_target
 from unirl.data.datasets import PromptRow, read_rows
 from unirl.data.pairs import read_pairs
 from unirl.types.errors import DataError, UniRLError
-from unirl.types.given import IMAGES
 from unirl.types.hub import is_hub_id
+from unirl.types.preference import IMAGES
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 Messages = Iterator[str]

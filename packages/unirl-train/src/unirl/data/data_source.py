@@ -46,7 +46,7 @@ class MultimodalRLDataSource:
     """
 
     brings_images: ClassVar[bool] = False
-    """Whether its rows bring images of their own (`unirl.types.given`), for engines that need them.
+    """Whether its rows bring images of their own (`unirl.types.preference`), for engines that need them.
 
     `trainer check` reads it without importing the class, so a source that brings some sets it to the literal True."""
 

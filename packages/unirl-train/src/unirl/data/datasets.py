@@ -23,7 +23,7 @@ from unirl.data.choices import multiple_choice
 from unirl.data.comma_separated import read_csv
 from unirl.data.media import MediaRef, picture_problem
 from unirl.types.errors import DataError
-from unirl.types.given import IMAGES, SCORES
+from unirl.types.preference import IMAGES, SCORES
 
 TEXT_KEYS = ("prompt", "caption")
 QUESTION_KEYS = ("problem", "question")
@@ -138,7 +138,7 @@ def _multiple_choice(prompt: str, metadata: Mapping[str, Row], where: str) -> tu
 
 
 def _shows_images(value: Mapping[str, Row]) -> bool:
-    """Whether `images` belong to the prompt; with scores beside them they are rated ones, see `unirl.types.given`."""
+    """Whether `images` belong to the prompt; with scores they are rated ones, see `unirl.types.preference`."""
     return value.get(IMAGES) is not None and SCORES not in value
 
 

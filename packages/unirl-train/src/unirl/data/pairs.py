@@ -1,7 +1,7 @@
 """Preference data: prompts with images of their own and which of them is better.
 
-A row is `{"prompt": ..., "images": [chosen, rejected], "scores": [1, 0]}`, see `unirl.types.given`. Paths are relative
-to the folder of the data file.
+A row is `{"prompt": ..., "images": [chosen, rejected], "scores": [1, 0]}`, see `unirl.types.preference`. Paths are
+relative to the folder of the data file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import PromptRow, read_numbered_rows
 from unirl.types.errors import DataError
-from unirl.types.given import IMAGES, SCORES, split_reference, tile_corner
+from unirl.types.preference import IMAGES, SCORES, split_reference, tile_corner
 
 
 class PreferenceDataSource(MultimodalRLDataSource):
@@ -55,10 +55,12 @@ def _checked(row: PromptRow, where: str, folder: Path, size: tuple[int, int] | N
         raise DataError(f"{where}: {IMAGES} = {images!r} must be a list of picture files.")
     if len(images) < num_images:
         raise DataError(
-            f"{where}: {len(images)} images, but {num_images} samples a prompt. Give at least {num_images}."
+            f"{where}: {len(images)} images, but {num_images} samples per prompt. Give at least {num_images}."
         )
     if not _are_numbers(scores) or len(scores) != len(images):
-        raise DataError(f"{where}: {SCORES} = {scores!r} must be a list of {len(images)} finite numbers, one an image.")
+        raise DataError(
+            f"{where}: {SCORES} = {scores!r} must be a list of {len(images)} finite numbers, one per image."
+        )
     if len(set(scores[:num_images])) == 1:
         raise DataError(
             f"{where}: the scores {scores[:num_images]} are equal, so neither image is preferred. Remove the row."

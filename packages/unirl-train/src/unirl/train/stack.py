@@ -35,8 +35,8 @@ class TrainStepResult:
 class TrainStack:
     """Trains one track of a response.
 
-    micro_batch_size: samples a backward holds at once; the memory knob.
-    num_updates_per_batch: optimizer steps a rollout is used for, each on its own samples.
+    micro_batch_size: samples that a backward holds at once; the memory knob.
+    num_updates_per_batch: optimizer steps that a rollout is used for, each on its own samples.
     max_grad_norm: global L2 norm that gradients are clipped to.
     """
 

@@ -102,7 +102,7 @@ class PromptCondition(Condition):
     """
 
     tokens: Tensor = packed()
-    """[P] int64, at least one a sample."""
+    """[P] int64, at least one per sample."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,7 +117,7 @@ class PromptCondition(Condition):
 
 @dataclass(kw_only=True, eq=False)
 class ImagePatchCondition(Condition):
-    """The images of prompts as a vision-language model's vision tower takes them. Any number of images a sample.
+    """The images of prompts as a vision-language model's vision tower takes them. Any number of images per sample.
 
     Build with `ImagePatchCondition.pack(patches=[...], grids=[...])`; a sample without images has no patches and the
     empty grid `()`.

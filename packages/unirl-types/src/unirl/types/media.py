@@ -73,7 +73,7 @@ class Images(Batch):
 
 @dataclass(kw_only=True, eq=False)
 class ImageLists(Batch):
-    """Any number of images a sample, of any sizes: what prompts of a vision-language model show."""
+    """Any number of images per sample, of any sizes: what prompts of a vision-language model show."""
 
     images: list[list[Tensor]] = per_sample(default_factory=list)
     """[C, H, W] each, float in [0, 1]."""
@@ -94,7 +94,7 @@ class Videos(Batch):
     frames: Tensor = packed()
     """[sum T, C, H, W], float in [0, 1]."""
     fps: float | None = shared(default=None)
-    """Frames a second."""
+    """Frames per second."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +108,7 @@ class Audios(Batch):
     waveform: Tensor = packed()
     """[sum L] or [sum L, C], float in [-1, 1]."""
     sample_rate: int | None = shared(default=None)
-    """Samples a second."""
+    """Samples per second."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

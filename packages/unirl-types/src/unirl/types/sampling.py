@@ -65,7 +65,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
 
     num_inference_steps: int = 50
     guidance_scale: float = 7.5
-    """1 means no guidance: the model runs once a step."""
+    """1 means no guidance: the model runs once per step."""
     negative_prompt: str | None = None
     """Required where guidance_scale > 1; the empty string is a valid one."""
     height: int = 256

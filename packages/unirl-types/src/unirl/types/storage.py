@@ -152,7 +152,7 @@ def save_rollout(path: str | os.PathLike[str], resp: RolloutResp, req: RolloutRe
     if len(structure) > _MAX_STRUCTURE_BYTES:
         raise ContractError(
             f"the rollout's ids, texts and metadata take {len(structure)} bytes of JSON; a file holds at most "
-            f"{_MAX_STRUCTURE_BYTES}. Store fewer samples a file or smaller metadata rows."
+            f"{_MAX_STRUCTURE_BYTES}. Store fewer samples per file or smaller metadata rows."
         )
     metadata = {
         "format": FORMAT,

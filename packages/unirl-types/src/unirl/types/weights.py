@@ -89,7 +89,7 @@ class WeightBucket:
                 raise WeightSyncError(f"weights arrived changed: expected {spec}, found {found}")
 
 
-def unlike(sent: Iterable[WeightSpec], expected: Iterable[WeightSpec]) -> list[str]:
+def diff_specs(sent: Iterable[WeightSpec], expected: Iterable[WeightSpec]) -> list[str]:
     """How names, shapes and dtypes that were sent differ from the expected ones, a line each; empty where they agree.
 
     Checksums are left alone, and an empty dtype on the expected side takes any.

@@ -3,7 +3,7 @@
 Of every pair the chosen picture is a drawing that shows what the prompt asks for, the rejected one a drawing that is
 wrong in one respect. Both are what the base draws, so their difference is what it has to learn. The verifier confirms
 every picture. Prompts are those of RL training; none is held out.
-The folder gets `pairs.jsonl` and `pairs.png`, a sheet of tiles, see `unirl.types.given`.
+The folder gets `pairs.jsonl` and `pairs.png`, a sheet of tiles, see `unirl.types.preference`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class QwenVLAdapter(TextAdapter):
     def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
         """{"prompt": PromptCondition} of B texts and, with the slot "image", {"images": ImagePatchCondition}.
 
-        "image" holds Images, one a sample, or ImageLists. Equal images are processed once. Raises ConfigError where
+        "image" holds Images, one per sample, or ImageLists. Equal images are processed once. Raises ConfigError where
         slots are missing or not understood, or a prompt with its images leaves no room for max_new_tokens; DataError
         for an image that cannot be resized.
         """

@@ -74,7 +74,7 @@ def _per_sample(content: Mapping[str, Any], key: str, num_samples: int) -> list[
     found = content.get(key)
     if not isinstance(found, list) or len(found) != num_samples or not all(isinstance(each, dict) for each in found):
         size = len(found) if isinstance(found, list) else type(found).__name__
-        raise DataError(f"the answer's {key} must be a list of {num_samples} objects, one a sample; got {size}")
+        raise DataError(f"the answer's {key} must be a list of {num_samples} objects, one per sample; got {size}")
     return found
 
 

@@ -102,11 +102,11 @@ def checked_text(value: Any, where: str, limits: Limits) -> str | None:  # Any: 
 
 
 def checked_fps(value: Any, where: str) -> float | None:  # Any: JSON values
-    """Frames a second or None. Raises SchemaError for what is no positive number."""
+    """Frames per second or None. Raises SchemaError for what is no positive number."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
-        raise SchemaError(f"{where} must be a positive number of frames a second, got {str(value)[:40]}")
+        raise SchemaError(f"{where} must be a positive number of frames per second, got {str(value)[:40]}")
     return float(value)
 
 

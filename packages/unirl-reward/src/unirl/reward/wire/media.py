@@ -74,7 +74,7 @@ def decoded_image(data: bytes, where: str, budget: Budget) -> np.ndarray:
 
 
 def decoded_video(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, float | None]:
-    """uint8 [T, H, W, 3] and frames a second of an animated PNG, GIF or WebP, or of what PyAV reads (extra `video`).
+    """uint8 [T, H, W, 3] and frames per second of an animated PNG, GIF or WebP, or of what PyAV reads (extra `video`).
 
     Raises DataError, also where PyAV is needed and missing.
     """

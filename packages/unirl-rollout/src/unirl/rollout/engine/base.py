@@ -46,7 +46,7 @@ class BaseRolloutEngine(ABC):
     """Whether it samples with a copy of the weights that the policy must be pushed to (a WeightReceiver of
     unirl.types.protocols), so that the recipe needs a `sync` section."""
     needs_images: ClassVar[bool] = False
-    """Whether it takes images that the data brings (`unirl.types.given`) in the place of samples."""
+    """Whether it takes images that the data brings (`unirl.types.preference`) in the place of samples."""
 
     @abstractmethod
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from unirl.rollout.engine.checkpoint import adapter_specs, full_specs
 from unirl.types.errors import WeightSyncError
-from unirl.types.weights import WeightBucket, WeightSpec, unlike
+from unirl.types.weights import WeightBucket, WeightSpec, diff_specs
 
 _MAX_LINES = 20
 
@@ -63,7 +63,7 @@ class PushReceiver:
         """
         self._push = None
         self._refuse_stale(policy_version)
-        refuse("the weights do not fit the engine's model", unlike(specs, full_specs(self._shapes, self._dtype)))
+        refuse("the weights do not fit the engine's model", diff_specs(specs, full_specs(self._shapes, self._dtype)))
         self._push = _OpenPush(policy_version, {spec.name: spec for spec in specs})
 
     @contextmanager
@@ -80,7 +80,7 @@ class PushReceiver:
             )
         announced = [push.announced[spec.name] for spec in bucket.specs if spec.name in push.announced]
         twice = [f"twice: {spec.name}" for spec in bucket.specs if spec.name in push.received]
-        refuse("a bucket is not what was announced", unlike(bucket.specs, announced) + twice)
+        refuse("a bucket is not what was announced", diff_specs(bucket.specs, announced) + twice)
         bucket.verify()
         yield
         push.received.update(spec.name for spec in bucket.specs)
@@ -104,7 +104,7 @@ class PushReceiver:
         """Raise WeightSyncError for an adapter that is older than the engine, does not fit it, or arrived changed."""
         self._refuse_stale(bucket.policy_version)
         expected = adapter_specs(list(bucket.tensors), self._shapes, self._dtype, rank)
-        refuse("the adapter does not fit the engine's model", unlike(bucket.specs, expected))
+        refuse("the adapter does not fit the engine's model", diff_specs(bucket.specs, expected))
         bucket.verify()
 
     @contextmanager

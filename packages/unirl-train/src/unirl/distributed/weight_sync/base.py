@@ -53,7 +53,7 @@ class WeightSync(ABC):
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def connect(self, engine: PushTarget) -> None:
-        """Push to engines of other workers (`EnginesElsewhere`) from now on: rank 0 sends, the others only gather."""
+        """Push to engines of other workers (`RemoteEngines`) from now on: rank 0 sends, the others only gather."""
         self._engine = engine if self._rank == 0 else None
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)

@@ -77,7 +77,7 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, conf
     """Shard each block and then the rest of `module`, in place.
 
     The model computes as if loaded in `param_dtype`, with one exception to FSDP's habit: inputs of rank 1 (timesteps,
-    noise levels, one a row) keep float32, and blocks get their inputs as they are (rotary tables are float32 by
+    noise levels, one per row) keep float32, and blocks get their inputs as they are (rotary tables are float32 by
     design). bfloat16 would round timestep 963.7 to 964.
     """
     param_dtype = dtype_named(config.param_dtype, "fsdp.param_dtype")

@@ -9,13 +9,13 @@ from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
-from unirl.types.given import given_score
+from unirl.types.preference import given_score
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest
 
 
 class LabelScorer(LocalScorer):
-    """The score that a sample's row gives to its image, see `unirl.types.given`.
+    """The score that a sample's row gives to its image, see `unirl.types.preference`.
 
     otherwise: scores samples whose rows bring no scores, which are those that the policy sampled for an evaluation.
     Without it they raise ConfigError. The two are never mixed in one mean: training rows bring scores, evaluation

@@ -24,7 +24,7 @@ from typing import IO
 START_S = 120.0
 """Wall-clock seconds that starting may take on a busy machine."""
 WALL_FACTOR = 60
-"""Wall-clock seconds a call may take for each CPU second of its budget; beyond, the machine is at fault."""
+"""Wall-clock seconds that a call may take for each CPU second of its budget; beyond, the machine is at fault."""
 
 
 class OverBudgetError(Exception):

@@ -128,7 +128,7 @@ class VideoAlignScorer(LocalScorer):
         fps = videos.fps if isinstance(videos, Videos) else None
         if fps is None and self.num_frames is None:
             raise ConfigError(
-                f"scorer {self.name} takes {self.fps} frames a second, but the videos have no fps; set it"
+                f"scorer {self.name} takes {self.fps} frames per second, but the videos have no fps; set it"
             )
         wanted = self.num_frames if fps is None or self.num_frames is not None else len(frames_FCHW) / fps * self.fps
         chosen = frames_FCHW[sampled(len(frames_FCHW), wanted)]

@@ -1,6 +1,6 @@
 """Given images in the place of samples: training on preference data looks like any other rollout.
 
-A request whose rows bring images (`unirl.types.given`) gets these, encoded to clean latents; any other request, an
+A request whose rows bring images (`unirl.types.preference`) gets these, encoded to clean latents; any other request, an
 evaluation above all, is sampled from the policy.
 """
 
@@ -12,8 +12,8 @@ from unirl.rollout.checks import diffusion_params, pinned_sigmas, verify_segment
 from unirl.rollout.engine.offline.pictures import read_pictures
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.given import given_image
 from unirl.types.media import Images
+from unirl.types.preference import given_image
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.segments import LatentSegment
 

@@ -9,14 +9,14 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from unirl.types.errors import DataError
-from unirl.types.given import split_reference, tile_corner
+from unirl.types.preference import split_reference, tile_corner
 
 
 def read_pictures(references: Sequence[str], height: int, width: int) -> Tensor:
     """Pictures [B, 3, H, W] float32 in [0, 1]; transparency is dropped, grey becomes RGB.
 
-    references: see `unirl.types.given`. A sheet is read once. Raises DataError for a picture that is missing, broken or
-    of another size.
+    references: see `unirl.types.preference`. A sheet is read once. Raises DataError for a picture that is missing,
+    broken or of another size.
     """
     files = {path: _read(path) for path in dict.fromkeys(split_reference(reference)[0] for reference in references)}
     return torch.stack([_part(files, reference, height, width) for reference in references]).float() / 255

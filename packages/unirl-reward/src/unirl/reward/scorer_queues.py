@@ -1,6 +1,6 @@
-"""Scoring in the background: each scorer has a lane, a queue with threads of its own; a ticket names what was put in.
+"""Scoring in the background: each scorer has a queue and threads of its own; a ticket names what was put in.
 
-A lane cuts the samples of a ticket where scoring them all at once would cut them, at multiples of the scorer's batch
+A queue cuts the samples of a ticket where scoring them all at once would cut them, at multiples of the scorer's batch
 size, so that no value depends on how the samples arrived.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
+import queue as queues
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Ask = Callable[[RewardRequest], RewardResponse]
 
 _LEAVE_TIMEOUT_S = 5.0
-"""How long `close` waits for the batch that a lane is at; it cannot be interrupted."""
+"""How long `close` waits for the batch that a queue is at; it cannot be interrupted."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Ticket:
 
 @dataclass(eq=False)
 class Job:
-    """Some samples on their way through a lane. Times are of `time.perf_counter`; 0 has not come yet."""
+    """Some samples on their way through a queue. Times are of `time.perf_counter`; 0 has not come yet."""
 
     request: RewardRequest | None
     """None once scored, so that the media can go."""
     stream: torch.cuda.Stream | None
-    """Where the media are computed: scoring queues behind it."""
+    """Where the media are computed: scoring follows it."""
     num_samples: int
     submitted_s: float
     """When the first of them came."""
@@ -53,7 +53,7 @@ class Job:
     answer: Future[RewardResponse] = field(default_factory=Future)
 
 
-class Lane:
+class ScorerQueue:
     """Answers requests of one scorer in their order, `num_threads` at a time.
 
     ask: what a thread calls; what it raises comes out of the job's future.
@@ -63,7 +63,7 @@ class Lane:
         self.name = name
         self.num_threads = num_threads
         self._ask = ask
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queues.SimpleQueue[Job | None] = queues.SimpleQueue()
         self._lock = threading.Lock()
         self._depth = 0
         self._is_closed = False
@@ -80,7 +80,7 @@ class Lane:
         return self._depth
 
     def submit(self, request: RewardRequest, since_s: float) -> Job:
-        """Queue a request whose first samples came at `since_s`. Raises ContractError on a closed lane."""
+        """Queue a request whose first samples came at `since_s`. Raises ContractError on a closed queue."""
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         job = Job(request, stream, len(request.sample_ids), since_s)
         with self._lock:
@@ -96,7 +96,7 @@ class Lane:
             if self._is_closed:
                 return
             self._is_closed = True
-            with contextlib.suppress(queue.Empty):
+            with contextlib.suppress(queues.Empty):
                 while job := self._jobs.get_nowait():
                     job.answer.cancel()
             for _ in self._threads:
@@ -131,11 +131,11 @@ class Lane:
 
 
 class Stream:
-    """The samples of one ticket on their way into one lane."""
+    """The samples of one ticket on their way into one queue."""
 
-    def __init__(self, lane: Lane, scorer: Scorer) -> None:
+    def __init__(self, queue: ScorerQueue, scorer: Scorer) -> None:
         self.jobs: list[Job] = []
-        self._lane = lane
+        self._queue = queue
         self._batch_size = scorer.batch_size if isinstance(scorer, LocalScorer) else 1
         self._rest: RewardRequest | None = None
         self._since_s = 0.0
@@ -171,26 +171,26 @@ class Stream:
             job.answer.cancel()
 
     def utilisation(self) -> float:
-        """Share of the time from the first submission to the last answer in which the lane scored this ticket."""
+        """Share of the time from the first submission to the last answer in which the queue scored this ticket."""
         span_s = max(job.finished_s for job in self.jobs) - self.jobs[0].submitted_s
-        return self.busy_s() / (span_s * self._lane.num_threads) if span_s > 0 else 1.0
+        return self.busy_s() / (span_s * self._queue.num_threads) if span_s > 0 else 1.0
 
     def busy_s(self) -> float:
-        """Seconds that the lane scored."""
+        """Seconds that the queue scored."""
         return sum(job.finished_s - job.started_s for job in self.jobs)
 
     def _submit(self, request: RewardRequest) -> None:
-        self.jobs.append(self._lane.submit(request, self._since_s))
-        self.max_depth = max(self.max_depth, self._lane.depth)
+        self.jobs.append(self._queue.submit(request, self._since_s))
+        self.max_depth = max(self.max_depth, self._queue.depth)
 
 
-class Lanes:
-    """A lane for every scorer. ask: (scorer's name, request) -> its first answer."""
+class ScorerQueues:
+    """A queue for every scorer. ask: (scorer's name, request) -> its first answer."""
 
     def __init__(self, scorers: dict[str, Scorer], ask: Callable[[str, RewardRequest], RewardResponse]) -> None:
         self._scorers = scorers
-        self._lanes = {
-            name: Lane(
+        self._queues = {
+            name: ScorerQueue(
                 name,
                 lambda request, name=name: ask(name, request),
                 scorer.max_concurrency if isinstance(scorer, ConcurrentScorer) else 1,
@@ -199,13 +199,13 @@ class Lanes:
         }
 
     def open(self) -> dict[str, Stream]:
-        """Empty streams, one a scorer."""
-        return {name: Stream(lane, self._scorers[name]) for name, lane in self._lanes.items()}
+        """Empty streams, one per scorer."""
+        return {name: Stream(queue, self._scorers[name]) for name, queue in self._queues.items()}
 
     def close(self) -> None:
-        """Close every lane."""
-        for lane in self._lanes.values():
-            lane.close()
+        """Close every queue."""
+        for queue in self._queues.values():
+            queue.close()
 
 
 def gauges(streams: dict[str, Stream], collect_s: float) -> dict[str, float]:

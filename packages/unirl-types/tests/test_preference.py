@@ -3,7 +3,7 @@
 import pytest
 
 from unirl.types.errors import ContractError
-from unirl.types.given import given_image, given_score, sample_place, split_reference, tile_corner
+from unirl.types.preference import given_image, given_score, sample_place, split_reference, tile_corner
 
 ROW = {"images": ["good.png", "bad.png"], "scores": [1, 0]}
 

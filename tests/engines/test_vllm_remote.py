@@ -10,8 +10,8 @@ import pytest
 from letters_model import CONTEXT, TOLERANCE, LetterCodec, ReplayedQwen3, backend_of, save_qwen3
 
 from unirl.distributed.group.ray_runtime import RayRuntime
-from unirl.distributed.weight_sync.elsewhere import EnginesElsewhere
 from unirl.distributed.weight_sync.full import FullWeightSync
+from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 from unirl.types.roles import Collect, Dispatch, distributed
 
@@ -65,7 +65,7 @@ def test_an_engine_beside_another_worker_takes_the_policy_and_leaves_nothing_beh
         sync = FullWeightSync(
             backend_of(model), None, pipeline, dtype="fp32", canary_tolerance=1e-4, bucket_bytes=100_000
         )
-        sync.connect(EnginesElsewhere(rollouts.remote_role("engine")))
+        sync.connect(RemoteEngines(rollouts.remote_role("engine")))
         sync.prepare()
         metrics = sync.push()
         assert (metrics["sync/tensors"], metrics["sync/bound"]) == (25, 19)

@@ -10,9 +10,9 @@ from train_fakes import make_backend
 
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_runtime import RayRuntime
-from unirl.distributed.weight_sync.elsewhere import EnginesElsewhere
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.lora import LoraWeightSync
+from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.train.configs import LoraConfig
 from unirl.types.errors import WeightSyncError, WorkerError
 from unirl.types.weights import tensor_checksum
@@ -39,7 +39,7 @@ def sync_to(target, kind=FullWeightSync, **options):
 def elsewhere(rollouts):
     """The target as it arrives in the worker that pushes."""
     ray = ray_module()
-    return ray.get(ray.put(EnginesElsewhere(rollouts.remote_role("engine"))))
+    return ray.get(ray.put(RemoteEngines(rollouts.remote_role("engine"))))
 
 
 def checksums(tensors):
@@ -100,7 +100,7 @@ class TwoEngines:
 
 def test_every_engine_elsewhere_gets_the_policy_and_faces_the_canary():
     role: Any = TwoEngines()
-    _, sync = sync_to(EnginesElsewhere(role))
+    _, sync = sync_to(RemoteEngines(role))
     assert sync.is_due
     sync.push()
     assert not sync.is_due
@@ -114,4 +114,4 @@ def test_engines_that_took_different_weights_are_told_apart():
     role: Any = TwoEngines()
     role.engines[1].num_tensors_off = -1
     with pytest.raises(WeightSyncError, match=r"engines took different weights\. rollouts-0: .*; rollouts-1: "):
-        sync_to(EnginesElsewhere(role))[1].push()
+        sync_to(RemoteEngines(role))[1].push()

@@ -11,10 +11,10 @@ from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
 
-class EnginesElsewhere:
+class RemoteEngines:
     """Every engine of a runtime behind the interface of one (PushTarget).
 
-        training.role("sync").connect(EnginesElsewhere(rollouts.remote_role("engine")))
+        training.role("sync").connect(RemoteEngines(rollouts.remote_role("engine")))
 
     Tensors travel as bytes through Ray's object store, so neither memory nor files are shared; a bucket leaves once and
     each node fetches it once. Every engine verifies what arrives at it.
