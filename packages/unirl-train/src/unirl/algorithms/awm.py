@@ -17,12 +17,12 @@ from unirl.algorithms.base import (
     LossPart,
     MicroBatch,
     RowMetrics,
-    describe_old_logp,
     report_clipped,
     report_ratio,
 )
 from unirl.algorithms.forward_process import ForwardProcessAlgorithm, ForwardRows
 from unirl.algorithms.losses import clipped_surrogate, matching_logp, velocity_distance
+from unirl.algorithms.old_logp import REPLAYED
 from unirl.types.bounds import NonNegative, PositiveFraction, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
@@ -68,7 +68,7 @@ class AWM(ForwardProcessAlgorithm):
     @property
     def old_logp(self) -> str:
         """There is no rollout's to take."""
-        return describe_old_logp("replay", is_auto=False)
+        return REPLAYED
 
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
         """The matching log-probs [B, K] of the policy before the first update."""

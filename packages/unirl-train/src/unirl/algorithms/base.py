@@ -9,13 +9,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeVar, get_args
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from unirl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.errors import ContractError
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
@@ -41,6 +41,15 @@ class RowMetrics:
         """Report the largest of `values` over all rows of the update; nothing where there are none."""
         largest = values.detach().double().max().cpu() if values.numel() else torch.tensor(-math.inf).double()
         self.maxima[name] = torch.maximum(self.maxima[name], largest) if name in self.maxima else largest
+
+    def renamed(self, prefix: str) -> RowMetrics:
+        """The record with `prefix` before every name."""
+        if not prefix:
+            return self
+        return RowMetrics(
+            {prefix + name: value for name, value in self.sums.items()},
+            {prefix + name: value for name, value in self.maxima.items()},
+        )
 
     def merge(self, other: RowMetrics) -> None:
         """Add another record to this one."""
@@ -149,26 +158,6 @@ class StageAlgorithm(ABC):
 
     def load_state_dict(self, state: dict[str, float]) -> None:  # noqa: B027 (an optional hook)
         """Restore `state_dict`."""
-
-
-OldLogpSource = Literal["auto", "rollout", "replay"]
-
-
-def check_old_logp_source(source: OldLogpSource) -> None:
-    """Raises ConfigError for another word."""
-    if source not in get_args(OldLogpSource):
-        raise ConfigError(
-            f"algorithm.old_logp_source = {source!r} must be one of {', '.join(map(repr, get_args(OldLogpSource)))}"
-        )
-
-
-def describe_old_logp(source: Literal["rollout", "replay"], *, is_auto: bool) -> str:
-    """A few words on where old log-probs come from, for the head of a run."""
-    if not is_auto:
-        return "the rollout's" if source == "rollout" else "replay (the first update: its own forward)"
-    if source == "rollout":
-        return "the rollout's (auto: same weights, float32; the first update: its own forward)"
-    return "replay (auto: other weights, precision or quantities; the first update: its own forward)"
 
 
 def report_ratio(metrics: RowMetrics, log_ratio_R: Tensor) -> None:

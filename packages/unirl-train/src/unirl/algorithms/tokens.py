@@ -18,16 +18,14 @@ from torch import Tensor
 from unirl.algorithms.base import (
     LossPart,
     MicroBatch,
-    OldLogpSource,
     RowMetrics,
-    check_old_logp_source,
-    describe_old_logp,
     report_clipped,
     report_ratio,
     sampled_with,
 )
 from unirl.algorithms.kl import AdaptiveKL
-from unirl.algorithms.reference import KLEstimator, PenalisedAlgorithm, ReferenceKL
+from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm
+from unirl.algorithms.reference import KLEstimator, ReferenceKL
 from unirl.algorithms.rollout_correction import MAX_WEIGHT, RolloutCorrection
 from unirl.algorithms.token_losses import (
     ImportanceLevel,
@@ -79,7 +77,7 @@ class TrainedTokens:
 
 
 @bounded("algorithm")
-class TokenAlgorithm(PenalisedAlgorithm):
+class TokenAlgorithm(RatioAlgorithm):
     """Base of the policy gradients on tokens: anchor, masks, aggregation, reference penalty. A subclass writes
     `surrogate`.
 
@@ -87,10 +85,7 @@ class TokenAlgorithm(PenalisedAlgorithm):
     loss_agg_mode, horizon: how token losses become one number, see `token_losses.aggregation_weights`; horizon is the
         constant length of seq-mean-token-sum-norm and must be given with it alone.
     advantage_clip: advantages are clamped to +- this; None leaves them.
-    old_logp_source: "replay" takes the old log-probs at the very micro-batches of training, before the first update;
-        that update takes them from its own forward, so its ratio is exactly 1. "rollout" trusts the engine's
-        log-probs. "auto" takes the engine's after the first update where they are a replay's up to float32 rounding,
-        and replays elsewhere.
+    old_logp_source: see `RatioAlgorithm`.
     rollout_correction: weights for the gap between engine and trainer; None has none.
     mask_truncated: leave out samples that ran into the length limit, whose reward says little of what they began.
     kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`; from the sampled tokens.
@@ -126,7 +121,6 @@ class TokenAlgorithm(PenalisedAlgorithm):
                 f"algorithm.horizon = {horizon} with algorithm.loss_agg_mode = {loss_agg_mode}: the constant length "
                 "(at least 1 token, usually sampling.max_new_tokens) belongs to seq-mean-token-sum-norm alone."
             )
-        check_old_logp_source(old_logp_source)
         if rollout_correction is not None and old_logp_source == "rollout":
             raise ConfigError(
                 "algorithm.rollout_correction compares a replay with the rollout. "
@@ -135,17 +129,17 @@ class TokenAlgorithm(PenalisedAlgorithm):
         if kl_estimator not in ("k1", "k2", "k3"):
             raise ConfigError(f"algorithm.kl_estimator = {kl_estimator!r}: tokens have k1, k2 and k3")
         # No draw depends on the seed here.
-        super().__init__(ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl), seed=0)
+        super().__init__(
+            ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl),
+            seed=0,
+            old_logp_source=old_logp_source,
+        )
         self._pipeline = pipeline
         self._policies = policies
         self.importance_level: ImportanceLevel = importance_level
         self.loss_agg_mode: LossAggregation = loss_agg_mode
         self.horizon = horizon or 1
         self.advantage_clip = advantage_clip
-        self.old_logp_source = old_logp_source
-        self.replays_old = old_logp_source != "rollout"
-        """Whether updates after the first take their old log-probs from a replay."""
-        self.uses_anchor = self.replays_old
         self.rollout_correction = rollout_correction
         self.mask_truncated = mask_truncated
         self.entropy_coef = entropy_coef
@@ -161,15 +155,10 @@ class TokenAlgorithm(PenalisedAlgorithm):
             return int(self._trained(track).lengths_B.sum())
         return track.batch_size
 
-    def trust_rollout(self) -> None:
-        """Under "auto", use the rollout's log-probs after the first update, where they are all that is needed."""
-        if self.old_logp_source == "auto" and self.rollout_correction is None:
-            self.uses_anchor = self.replays_old = False
-
     @property
-    def old_logp(self) -> str:
-        """Where the old log-probs come from."""
-        return describe_old_logp("replay" if self.replays_old else "rollout", is_auto=self.old_logp_source == "auto")
+    def needs_replay(self) -> bool:
+        """Whether there are weights against the rollout."""
+        return self.rollout_correction is not None
 
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
         """What `losses` needs of the policy before the first update, [M] each: the log-probs and `anchor_fields`."""

@@ -17,17 +17,15 @@ from torch import Tensor
 from unirl.algorithms.base import (
     LossPart,
     MicroBatch,
-    OldLogpSource,
     RowMetrics,
-    check_old_logp_source,
-    describe_old_logp,
     report_clipped,
     row_chunks,
     sampled_with,
 )
 from unirl.algorithms.credit import StepCredit
 from unirl.algorithms.kl import AdaptiveKL
-from unirl.algorithms.reference import KLEstimator, PenalisedAlgorithm, ReferenceKL
+from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm
+from unirl.algorithms.reference import KLEstimator, ReferenceKL
 from unirl.sde.loop import transition_rows
 from unirl.sde.noise import keyed_permutation
 from unirl.types.bounds import NonNegative, PositiveFraction, PositiveInt, PositiveOrInf, Seed, bounded
@@ -66,14 +64,11 @@ class TransitionRows:
 
 
 @bounded("algorithm")
-class TransitionAlgorithm(PenalisedAlgorithm):
+class TransitionAlgorithm(RatioAlgorithm):
     """Base of the policy gradients: anchor, rows, credit, reference penalty. A subclass writes `surrogate`.
 
     advantage_clip: advantages are clamped to +- this; None leaves them.
-    old_logp_source: "replay" takes the old log-probs at the very rows of training, before the first update; that update
-        takes them from its own forward, so its ratio is exactly 1. "rollout" trusts the engine's log-probs. "auto"
-        takes the engine's after the first update where they are a replay's up to float32 rounding, and replays
-        elsewhere.
+    old_logp_source: see `RatioAlgorithm`.
     step_fraction: share of the stochastic steps trained a sample, drawn anew for every sample (DanceGRPO: 0.6).
     credit: how a sample's advantage is spread over its steps; None gives each step all of it.
     kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`.
@@ -100,20 +95,19 @@ class TransitionAlgorithm(PenalisedAlgorithm):
         seed: Seed = 0,
         params: DiffusionSamplingParams | None = None,
     ) -> None:
-        check_old_logp_source(old_logp_source)
         if old_logp_source == "rollout" and self.keeps_anchor_means:
             raise ConfigError(
                 f"{type(self).__name__} compares transition means, which a rollout does not keep. "
                 "Set algorithm.old_logp_source: replay."
             )
-        super().__init__(ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl), seed=seed)
+        super().__init__(
+            ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl),
+            seed=seed,
+            old_logp_source=old_logp_source,
+        )
         self._pipeline = pipeline
         self._policies = policies
         self.advantage_clip = advantage_clip
-        self.old_logp_source = old_logp_source
-        self.replays_old = old_logp_source != "rollout"
-        """Whether updates after the first take their old log-probs from a replay."""
-        self.uses_anchor = self.replays_old
         self.step_fraction = step_fraction
         self.credit = credit
         self.rows_per_forward = rows_per_forward
@@ -127,15 +121,10 @@ class TransitionAlgorithm(PenalisedAlgorithm):
         """Samples times trained steps."""
         return track.batch_size * self._num_trained_steps(track)
 
-    def trust_rollout(self) -> None:
-        """Under "auto", use the rollout's log-probs after the first update, where they are all that is needed."""
-        if self.old_logp_source == "auto" and not self.keeps_anchor_means:
-            self.uses_anchor = self.replays_old = False
-
     @property
-    def old_logp(self) -> str:
-        """Where the old log-probs come from."""
-        return describe_old_logp("replay" if self.replays_old else "rollout", is_auto=self.old_logp_source == "auto")
+    def needs_replay(self) -> bool:
+        """Whether transition means are compared."""
+        return self.keeps_anchor_means
 
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Log-probs [B, C] under the policy before the first update, and means [B, C, ...] where they are kept."""

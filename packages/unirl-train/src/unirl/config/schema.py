@@ -78,7 +78,7 @@ class Recipe:
     ]
     reward: Annotated[Node, Component(injected=frozenset({"device"}))]
     algorithm: Annotated[Node, Component(injected=frozenset({"pipeline", "policies"}))]
-    stack: Annotated[Node, Component(injected=frozenset({"backend", "algorithm"}))]
+    stack: Annotated[Node, Component(injected=frozenset({"backend", "algorithms"}))]
 
     media_interval: NonNegativeInt = 0
     """Rollouts between pictures or tables of training samples; 0 shows none."""

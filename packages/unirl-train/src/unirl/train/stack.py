@@ -1,7 +1,10 @@
-"""The training step of one track: anchor, mini-batches, micro-batches, backward, optimizer step.
+"""The training step of a policy's tracks: anchor, mini-batches, micro-batches, backward, one optimizer step.
 
-The stack owns backward and scaling; the algorithm yields losses. The loss of an update is the exact mean over all
-terms of the mini-batch on all devices, whatever the sizes of the micro-batches.
+The stack owns backward and scaling; the algorithms yield losses. The loss of an update is the sum over its tracks of
+weight times the exact mean over all terms of the track's mini-batch on all devices, whatever the sizes of the
+micro-batches.
+
+Legend: U updates per rollout.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import torch
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
 from unirl.train.slicing import training_slices
-from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
-from unirl.types.errors import ContractError
+from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, PositiveOrInf, bounded
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
+
+DEFAULT_TRACK = "image"
+"""What a single algorithm trains where nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -31,133 +37,267 @@ class TrainStepResult:
     updates: list[dict[str, float]] = field(default_factory=list)
 
 
+@bounded("stack.losses")
+@dataclass(frozen=True)
+class TrackLoss:
+    """What the loss of one of several tracks weighs, and in which updates it has a part.
+
+    every, turn: the track trains in the updates n = turn, turn + every, ... of the run, n counted from 0 over all
+        rollouts: U = 2 updates per rollout with every = 2 train it in one update of each rollout, U = 1 in every second
+        rollout. Its samples of a rollout are divided over its own updates there.
+    micro_batch_size: samples of the track that a backward holds at once; None takes the stack's.
+    """
+
+    weight: Positive = 1.0
+    every: PositiveInt = 1
+    turn: NonNegativeInt = 0
+    micro_batch_size: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        if self.turn >= self.every:
+            raise ConfigError(f"stack.losses: turn = {self.turn} must be below every = {self.every}")
+
+    def updates(self, start: int, count: int) -> list[int]:
+        """Which of the updates `start` .. `start + count - 1` of the run train the track, counted from `start`."""
+        return [update for update in range(count) if (start + update) % self.every == self.turn]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One track with its algorithm. `prefix`: of its metrics and its state."""
+
+    name: str
+    prefix: str
+    algorithm: StageAlgorithm
+    loss: TrackLoss
+
+
 @bounded("stack")
 class TrainStack:
-    """Trains one track of a response.
+    """Trains the tracks of a response on one backend: the losses of all tracks of an update end in one optimizer step.
 
+    algorithms: track -> algorithm, or one algorithm, whose track is `track` (None: "image").
+    losses: track -> weight and cadence, see `TrackLoss`; a track that is not named has weight 1 and trains in every
+        update. With more than one track metrics are called `<track>/...`, but for those of the optimizer step.
     micro_batch_size: samples that a backward holds at once; the memory knob.
     num_updates_per_batch: optimizer steps that a rollout is used for, each on its own samples.
     max_grad_norm: global L2 norm that gradients are clipped to.
+    Raises ConfigError for losses of tracks without an algorithm, an update that trains no track, and algorithms that
+    want to sample from different policies.
     """
 
     def __init__(
         self,
         backend: TrainBackend,
-        algorithm: StageAlgorithm,
+        algorithms: StageAlgorithm | Mapping[str, StageAlgorithm],
         *,
         micro_batch_size: PositiveInt,
         num_updates_per_batch: PositiveInt = 1,
         max_grad_norm: PositiveOrInf = 1.0,
-        track: str = "image",
+        track: str | None = None,
+        losses: Mapping[str, TrackLoss] | None = None,
     ) -> None:
         self._backend = backend
-        self._algorithm = algorithm
         self._micro_batch_size = micro_batch_size
         self._num_updates = num_updates_per_batch
         self._max_grad_norm = max_grad_norm
-        self._track = track
+        self._num_updates_done = 0
+        """Over all rollouts: what the cadence counts."""
         self._maxima: set[str] = set()
         """Names of the metrics that are maxima instead of means."""
+        named = _by_track(algorithms, track)
+        losses = losses or {}
+        unknown = sorted(set(losses) - set(named))
+        if unknown:
+            raise ConfigError(
+                f"stack.losses names tracks {unknown}, which no algorithm trains; there are {list(named)}"
+            )
+        self._parts = [
+            _Part(name, f"{name}/" if len(named) > 1 else "", algorithm, losses.get(name, TrackLoss()))
+            for name, algorithm in named.items()
+        ]
+        self._check_turns()
+        self.rollout_policy()
+
+    def _check_turns(self) -> None:
+        period = math.lcm(*(part.loss.every for part in self._parts))
+        idle = [n for n in range(period) if not any(part.loss.updates(n, 1) for part in self._parts)]
+        if idle:
+            turns = {part.name: (part.loss.every, part.loss.turn) for part in self._parts}
+            raise ConfigError(
+                f"update {idle[0]} of every {period} would train no track: stack.losses has (every, turn) = {turns}. "
+                "Give every update a track."
+            )
+
+    @property
+    def tracks(self) -> list[str]:
+        """Names of the tracks that train."""
+        return [part.name for part in self._parts]
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:
-        """Let the algorithm make the named policies it needs. Called once, before training or resuming."""
-        self._algorithm.prepare()
+        """Let the algorithms make the named policies they need. Called once, before training or resuming."""
+        for part in self._parts:
+            part.algorithm.prepare()
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def trained_tracks(self) -> list[str]:
+        """Names of the tracks that train, which need advantages."""
+        return self.tracks
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def rollout_policy(self) -> str | None:
         """Named policy that rollouts must be sampled from; None is the policy being trained."""
-        return self._algorithm.rollout_policy
+        wanted = {part.name: part.algorithm.rollout_policy for part in self._parts}
+        if len(set(wanted.values())) > 1:
+            raise ConfigError(f"one rollout is sampled from one policy, but the algorithms of the tracks want {wanted}")
+        return next(iter(wanted.values()))
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def old_logp(self) -> str | None:
         """Where the log-probs before the first update come from, for people; None where none are needed."""
-        return self._algorithm.old_logp
+        if len(self._parts) == 1:
+            return self._parts[0].algorithm.old_logp
+        said = {part.name: part.algorithm.old_logp for part in self._parts}
+        return "; ".join(f"{name}: {words}" for name, words in said.items() if words) or None
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def samples_per_unit(self) -> int:
         """Consecutive samples that must stay together on their way here."""
-        return self._algorithm.samples_per_unit
+        return math.lcm(*(part.algorithm.samples_per_unit for part in self._parts))
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def state_dict(self) -> dict[str, float]:
-        """The algorithm's own numbers, the same on every rank."""
-        return self._algorithm.state_dict()
+        """The algorithms' own numbers and, of several tracks, the updates done; the same on every rank."""
+        state = {
+            f"{part.prefix}{name}": value for part in self._parts for name, value in part.algorithm.state_dict().items()
+        }
+        return state if len(self._parts) == 1 else {**state, "num_updates": self._num_updates_done}
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore `state_dict` on every rank."""
-        self._algorithm.load_state_dict(state)
+        for part in self._parts:
+            cut = len(part.prefix)
+            part.algorithm.load_state_dict(
+                {name[cut:]: value for name, value in state.items() if name.startswith(part.prefix)}
+            )
+        if len(self._parts) > 1:
+            self._num_updates_done = int(state["num_updates"])
 
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
     def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
-        """Train on one rank's shard of a rollout, whose track holds its advantages. Every rank calls it; collectives
+        """Train on one rank's shard of a rollout, whose tracks hold their advantages. Every rank calls it; collectives
         inside.
 
-        Raises ContractError where there are no advantages, and TrainingError after too many non-finite gradients in a
-        row.
+        Raises ContractError where a track or its advantages are missing, and TrainingError after too many non-finite
+        gradients in a row.
         """
-        track = resp.track(self._track)
-        if track.advantages is None:
-            raise ContractError(f"track {self._track} has no advantages: attach them before training")
-        track = track.to(self._backend.device)
-        slices = training_slices(
-            track.batch_size, self._num_updates, self._micro_batch_size, self._algorithm.samples_per_unit
-        )
+        due = [(part, part.loss.updates(self._num_updates_done, self._num_updates)) for part in self._parts]
+        taking_part = [(part, updates) for part, updates in due if updates]
+        tracks = {part.name: self._track(resp, part.name) for part, _ in taking_part}
         started = time.perf_counter()
-        micros = self._anchored(track, slices, progress)
+        micros: list[dict[str, list[MicroBatch]]] = [{} for _ in range(self._num_updates)]
+        for part, updates in taking_part:
+            for update, anchored in zip(
+                updates, self._anchored(part, tracks[part.name], updates, progress), strict=True
+            ):
+                micros[update][part.name] = anchored
         anchor_s = time.perf_counter() - started
-        updates = [self._update(micro_list) for micro_list in micros]
-        after = self._algorithm.after_rollout()
+        updates = [self._update(micros_of) for micros_of in micros]
+        self._num_updates_done += self._num_updates
         metrics = _joined(updates, self._maxima)
-        metrics.update(after)
-        if "policy/ratio_max_abs_dev" in updates[0]:
-            metrics["policy/first_ratio_max_abs_dev"] = updates[0]["policy/ratio_max_abs_dev"]
+        for part, own in taking_part:
+            metrics.update({part.prefix + name: value for name, value in part.algorithm.after_rollout().items()})
+            name = f"{part.prefix}policy/ratio_max_abs_dev"
+            if name in updates[own[0]]:
+                metrics[f"{part.prefix}policy/first_ratio_max_abs_dev"] = updates[own[0]][name]
         metrics["train/skipped_steps"] = sum(u["train/skipped_steps"] for u in updates)
         metrics["timing_s/anchor"] = anchor_s
         return TrainStepResult(metrics, updates)
 
-    def _anchored(self, track: RolloutTrack, slices: list[list[list[int]]], progress: float) -> list[list[MicroBatch]]:
-        """Micro-batches by update, those after the first with the anchor of the policy before it."""
+    def _track(self, resp: RolloutResp, name: str) -> RolloutTrack:
+        track = resp.track(name)
+        if track.advantages is None:
+            raise ContractError(f"track {name} has no advantages: attach them before training")
+        return track.to(self._backend.device)
+
+    def _anchored(
+        self, part: _Part, track: RolloutTrack, updates: Sequence[int], progress: float
+    ) -> list[list[MicroBatch]]:
+        """Micro-batches for each of `updates`, those after the first update of the rollout with the anchor of the
+        policy before it."""
+        algorithm = part.algorithm
+        slices = training_slices(
+            track.batch_size,
+            len(updates),
+            part.loss.micro_batch_size or self._micro_batch_size,
+            algorithm.samples_per_unit,
+        )
         micros: list[list[MicroBatch]] = []
-        for update, micro_list in enumerate(slices):
+        for update, micro_list in zip(updates, slices, strict=True):
             micros.append([])
             for rows in micro_list:
                 micro = MicroBatch(track=track.select(rows), anchor={}, update=update, progress=progress)
-                if self._algorithm.uses_anchor and update > 0:
-                    micro = replace(micro, anchor=self._algorithm.anchor(micro))
+                if algorithm.uses_anchor and update > 0:
+                    micro = replace(micro, anchor=algorithm.anchor(micro))
                 micros[-1].append(micro)
         return micros
 
-    def _update(self, micros: list[MicroBatch]) -> dict[str, float]:
+    def _update(self, micros_of: Mapping[str, list[MicroBatch]]) -> dict[str, float]:
         backend = self._backend
         backend.zero_grad()
-        own_terms = [self._algorithm.num_terms(micro.track) for micro in micros]
-        counted = torch.tensor([float(sum(own_terms))], dtype=torch.float64, device=backend.device)
-        # Gradients are averaged over devices, so the sum over all terms needs dp_size on top of 1 / total. Without any
-        # term (every token masked) the sum is 0 whatever it is divided by.
-        scale = backend.dp_size / max(float(backend.all_reduce_sum(counted)), 1.0)
+        parts = [part for part in self._parts if part.name in micros_of]
+        num_terms = [[part.algorithm.num_terms(micro.track) for micro in micros_of[part.name]] for part in parts]
+        counted = torch.tensor([float(sum(own)) for own in num_terms], dtype=torch.float64, device=backend.device)
+        totals = backend.all_reduce_sum(counted).tolist()
         record = RowMetrics()
-        for micro, num_terms in zip(micros, own_terms, strict=True):
-            yielded = 0
-            for part, ends_micro in with_last_backward(self._algorithm.losses(micro), num_terms):
-                # The last micro-batch is the same on every device, the last term need not be.
-                with backend.accumulating(ends_micro and micro is micros[-1]):
-                    (part.loss * scale).backward()
-                record.merge(part.metrics)
-                yielded += part.num_terms
-            if yielded != num_terms:
-                raise ContractError(f"the algorithm announced {num_terms} loss terms and yielded {yielded}")
+        for part, own_terms, total in zip(parts, num_terms, totals, strict=True):
+            # Gradients are averaged over devices, so the sum over all terms needs dp_size on top of 1 / total. Without
+            # any term (every token masked) the sum is 0 whatever it is divided by.
+            scale = part.loss.weight * (backend.dp_size / max(total, 1.0))
+            measured = self._backward(part, micros_of[part.name], own_terms, scale, ends_update=part is parts[-1])
+            record.merge(measured.renamed(part.prefix))
         stats = backend.optimizer_step(self._max_grad_norm)
         metrics = self._reduced(record)
-        metrics["train/loss"] = metrics.get("policy/loss", 0.0)
+        losses = [part.loss.weight * metrics.get(f"{part.prefix}policy/loss", 0.0) for part in parts]
+        metrics["train/loss"] = sum(losses[1:], start=losses[0])
         metrics["train/grad_norm"] = stats.grad_norm
         metrics.update({f"train/{name}_grad_norm": norm for name, norm in stats.module_grad_norms.items()})
         metrics["train/lr"] = stats.lr
         metrics["train/skipped_steps"] = float(stats.is_skipped)
-        num_samples = sum(micro.track.batch_size for micro in micros) * backend.dp_size
-        self._algorithm.after_update(metrics, num_samples)
+        for part in parts:
+            num_samples = sum(micro.track.batch_size for micro in micros_of[part.name]) * backend.dp_size
+            self._after_update(part, metrics, num_samples)
         return metrics
+
+    def _backward(
+        self, part: _Part, micros: Sequence[MicroBatch], num_terms: Sequence[int], scale: float, *, ends_update: bool
+    ) -> RowMetrics:
+        """Add the gradient of scale times the sum over a track's terms; returns what the algorithm measured."""
+        record = RowMetrics()
+        for micro, announced in zip(micros, num_terms, strict=True):
+            yielded = 0
+            for loss_part, ends_micro in with_last_backward(part.algorithm.losses(micro), announced):
+                # The last micro-batch is the same on every device, the last term need not be.
+                with self._backend.accumulating(ends_update and ends_micro and micro is micros[-1]):
+                    (loss_part.loss * scale).backward()
+                record.merge(loss_part.metrics)
+                yielded += loss_part.num_terms
+            if yielded != announced:
+                raise ContractError(f"the algorithm announced {announced} loss terms and yielded {yielded}")
+        return record
+
+    @staticmethod
+    def _after_update(part: _Part, metrics: dict[str, float], num_samples: int) -> None:
+        """Show the algorithm its own metrics and those of the step under plain names, and take what it adds."""
+        if not part.prefix:
+            part.algorithm.after_update(metrics, num_samples)
+            return
+        cut = len(part.prefix)
+        own = {name[cut:]: value for name, value in metrics.items() if name.startswith(part.prefix)}
+        part.algorithm.after_update(own, num_samples)
+        metrics.update({part.prefix + name: value for name, value in own.items()})
 
     def _reduced(self, record: RowMetrics) -> dict[str, float]:
         """Means and maxima over all devices. Every rank has the same names, so one collective of each kind does."""
@@ -178,6 +318,18 @@ class TrainStack:
             largest = backend.all_reduce_max(packed).cpu()
             metrics.update({name: float(largest[i]) for i, name in enumerate(names) if largest[i] > -math.inf})
         return metrics
+
+
+def _by_track(
+    algorithms: StageAlgorithm | Mapping[str, StageAlgorithm], track: str | None
+) -> dict[str, StageAlgorithm]:
+    if isinstance(algorithms, StageAlgorithm):
+        return {DEFAULT_TRACK if track is None else track: algorithms}
+    if track is not None:
+        raise ConfigError(f"stack.track = {track} names the track of a single algorithm; there are {list(algorithms)}")
+    if not algorithms:
+        raise ConfigError("a training stack needs an algorithm for at least one track")
+    return dict(algorithms)
 
 
 def _joined(updates: Sequence[Mapping[str, float]], maxima: Set[str]) -> dict[str, float]:

@@ -52,7 +52,7 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
         recipe["engine"], pipeline=pipeline, policies=backend, **{name: offered[name] for name in taken}
     )
     algorithm = instantiate(recipe["algorithm"], pipeline=pipeline, policies=backend)
-    stack = instantiate(recipe["stack"], backend=backend, algorithm=algorithm)
+    stack = instantiate(recipe["stack"], backend=backend, algorithms=algorithm)
     algorithm.use_reward(reward)
     if engine.has_trainer_logp and backend.computes_in_float32 and instantiate(recipe["sampling"]).is_float32:
         algorithm.trust_rollout()
