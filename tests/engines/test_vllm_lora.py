@@ -51,7 +51,8 @@ def adapted(tmp_path, seed, **options):
 
 def lora_sync(engine, model, backend):
     pipeline: Any = ReplayedQwen3(model)
-    return LoraWeightSync(backend, engine, pipeline, dtype="fp32", canary_tolerance=1e-4)
+    sampling = ARSamplingParams(temperature=1.0)
+    return LoraWeightSync(backend, engine, pipeline, sampling=sampling, dtype="fp32", canary_tolerance=1e-4)
 
 
 def push(engine, tensors, *, version=0, rank=4):

@@ -14,6 +14,7 @@ from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.sampling import ARSamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
@@ -63,7 +64,13 @@ def test_an_engine_beside_another_worker_takes_the_policy_and_leaves_nothing_beh
         assert worker != os.getpid() and Path(folder).parent == private
         pipeline: Any = ReplayedQwen3(model)
         sync = FullWeightSync(
-            backend_of(model), None, pipeline, dtype="fp32", canary_tolerance=1e-4, bucket_bytes=100_000
+            backend_of(model),
+            None,
+            pipeline,
+            sampling=ARSamplingParams(temperature=1.0),
+            dtype="fp32",
+            canary_tolerance=1e-4,
+            bucket_bytes=100_000,
         )
         sync.connect(RemoteEngines(rollouts.remote_role("engine")))
         sync.prepare()

@@ -9,6 +9,7 @@ from letters_model import TOLERANCE, ReplayedQwen3, backend_of, gap, request, sa
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.train.backend.state import COUNTERS
 from unirl.types.errors import WeightSyncError
+from unirl.types.sampling import ARSamplingParams
 from unirl.types.weights import WeightBucket, WeightSpec, weight_buckets, weight_spec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -108,6 +109,7 @@ def full_sync(engine, model, version):
     backend.load_state_dict(state)
     pipeline: Any = ReplayedQwen3(model)
     options: dict[str, Any] = {"dtype": "fp32", "canary_tolerance": 1e-4, "bucket_bytes": 100_000}
+    options["sampling"] = ARSamplingParams(temperature=1.0)
     return backend, FullWeightSync(backend, engine, pipeline, **options)
 
 

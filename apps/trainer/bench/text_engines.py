@@ -204,7 +204,13 @@ class Bench:
     def sync(self, repeats: int) -> str:
         """A row of the table of pushes."""
         sync = FullWeightSync(
-            self.backend, self.vllm, self.pipeline, dtype="fp32", canary_prompts=["1 2 3"], canary_tolerance=1e-3
+            self.backend,
+            self.vllm,
+            self.pipeline,
+            sampling=ARSamplingParams(temperature=1.0),
+            dtype="fp32",
+            canary_prompts=["1 2 3"],
+            canary_tolerance=1e-3,
         )
         tensors = dict(self.backend.weight_source.weights())
         copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}

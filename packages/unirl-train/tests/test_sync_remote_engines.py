@@ -15,6 +15,7 @@ from unirl.distributed.weight_sync.lora import LoraWeightSync
 from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.train.configs import LoraConfig
 from unirl.types.errors import WeightSyncError, WorkerError
+from unirl.types.sampling import ARSamplingParams
 from unirl.types.weights import tensor_checksum
 
 
@@ -31,7 +32,8 @@ def sync_to(target, kind=FullWeightSync, **options):
     source = backend.weight_source
     read = source.adapter_weights if kind is LoraWeightSync else lambda: dict(source.weights())
     pipeline: Any = OneWeightPipeline(lambda: first_weight(read()))
-    sync = kind(backend, None, pipeline, dtype="fp32", canary_tolerance=1e-6, **options)
+    sampling = ARSamplingParams(temperature=1.0)
+    sync = kind(backend, None, pipeline, sampling=sampling, dtype="fp32", canary_tolerance=1e-6, **options)
     sync.connect(target)
     return backend, sync
 
@@ -106,7 +108,7 @@ def test_every_engine_elsewhere_gets_the_policy_and_faces_the_canary():
     assert not sync.is_due
     assert [engine.policy_version for engine in role.engines] == [0, 0]
     role.engines[1].read = lambda tensors: first_weight(tensors) + 0.5
-    with pytest.raises(WeightSyncError, match=r"differ by up to 0\.5 nats .* behind 'The quick brown fox'"):
+    with pytest.raises(WeightSyncError, match=r"differ by up to 0\.5 nats .* for 'The quick brown fox'"):
         sync.push()
 
 

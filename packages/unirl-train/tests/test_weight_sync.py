@@ -12,11 +12,14 @@ from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.lora import LoraWeightSync
 from unirl.train.configs import LoraConfig
 from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.sampling import ARSamplingParams
+
+TEXT = ARSamplingParams(temperature=1.0)
 
 
 def make_sync(kind, backend, engine, pipeline=None, **options) -> Any:
     pipeline = pipeline or OneWeightPipeline(lambda: 0.0)
-    return kind(backend, engine, pipeline, dtype="fp32", canary_tolerance=1e-6, **options)
+    return kind(backend, engine, pipeline, sampling=TEXT, dtype="fp32", canary_tolerance=1e-6, **options)
 
 
 def test_all_weights_arrive_whole_under_the_models_names_in_buckets():
@@ -62,7 +65,7 @@ def test_an_adapter_travels_alone_with_its_scale():
 
 def test_tensors_are_rounded_to_the_engines_dtype_before_they_leave():
     backend, engine = make_backend(), RememberingEngine()
-    sync = FullWeightSync(backend, engine, OneWeightPipeline(lambda: 0.0), dtype="bf16")  # ty: ignore[invalid-argument-type]
+    sync = FullWeightSync(backend, engine, OneWeightPipeline(lambda: 0.0), sampling=TEXT, dtype="bf16")  # ty: ignore[invalid-argument-type]
     sync.push()
     assert {tensor.dtype for tensor in engine.pushed.values()} == {torch.bfloat16}
     assert {spec.dtype for spec in engine.announced} == {"torch.bfloat16"}

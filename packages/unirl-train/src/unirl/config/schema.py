@@ -74,7 +74,7 @@ class Recipe:
     pipeline: Annotated[Node, Component(injected=frozenset({"bundle"}))]
     backend: Annotated[Node, Component(injected=frozenset({"bundle", "device"}))]
     engine: Annotated[
-        Node, Component(injected=frozenset({"pipeline", "policies"}), if_taken=frozenset({"device", "rank"}))
+        Node, Component(injected=frozenset({"pipeline", "policies"}), if_taken=frozenset({"device", "rank", "bundle"}))
     ]
     reward: Annotated[Node, Component(injected=frozenset({"device"}))]
     algorithm: Annotated[Node, Component(injected=frozenset({"pipeline", "policies"}))]
@@ -95,7 +95,10 @@ class Recipe:
     selection: Annotated[Node | None, Component(default="unirl.algorithms.selection.SampleSelection")] = None
     advantages: Annotated[Node | None, Component()] = None
     trainer: Annotated[Node | None, Component(injected=_TRAINER)] = None
-    sync: Annotated[Node | None, Component(injected=frozenset({"backend", "engine", "pipeline", "rank"}))] = None
+    sync: Annotated[
+        Node | None,
+        Component(injected=frozenset({"backend", "engine", "pipeline", "rank"}), if_taken=frozenset({"sampling"})),
+    ] = None
     trackers: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: components by name, or None
     """Components by name, each with `enabled` beside its own keywords."""
 

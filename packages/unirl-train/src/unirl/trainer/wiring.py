@@ -30,6 +30,7 @@ from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.model_card import write_model_card
 from unirl.trainer.resuming import check_resume
 from unirl.types.errors import ConfigError
+from unirl.types.protocols import ModelBundle, TrainBackend
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 
@@ -46,11 +47,7 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
     bundle = instantiate(recipe["bundle"], device=context.device)
     pipeline = instantiate(recipe["pipeline"], bundle=bundle)
     backend = instantiate(recipe["backend"], bundle=bundle, device=context.device)
-    offered = {"device": context.device, "rank": context.rank}
-    taken = schema.components()["engine"].if_taken & set(read_target(recipe["engine"][TARGET]).parameters)
-    engine = instantiate(
-        recipe["engine"], pipeline=pipeline, policies=backend, **{name: offered[name] for name in taken}
-    )
+    engine = _build_engine(recipe, context, bundle=bundle, pipeline=pipeline, policies=backend)
     algorithm = instantiate(recipe["algorithm"], pipeline=pipeline, policies=backend)
     stack = instantiate(recipe["stack"], backend=backend, algorithms=algorithm)
     algorithm.use_reward(reward)
@@ -60,8 +57,9 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
         engine.announce_to(reward.take)
     components: dict[str, object] = {}
     if recipe.get("sync"):
+        offered = _taken(recipe, "sync", {"sampling": instantiate(recipe["sampling"])})
         components["sync"] = instantiate(
-            recipe["sync"], backend=backend, engine=engine, pipeline=pipeline, rank=context.rank
+            recipe["sync"], backend=backend, engine=engine, pipeline=pipeline, rank=context.rank, **offered
         )
     save = built(Save, recipe.get("save") or {})
     checkpointer = Checkpointer(
@@ -83,6 +81,29 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
         "exporter": Exporter(backend, bundle),
         **components,
     }
+
+
+def _build_engine(
+    recipe: Recipe,
+    context: WorkerContext,
+    *,
+    bundle: ModelBundle,
+    pipeline: object,
+    policies: TrainBackend,
+) -> Any:  # Any: the engine of a recipe
+    """The engine; one with a model of its own gets a second bundle, and a pipeline over it."""
+    if read_target(recipe["engine"][TARGET]).constants.get("has_own_model"):
+        with torch.random.fork_rng():  # what is drawn after it is the same with any engine
+            bundle = instantiate(recipe["bundle"], device=context.device)
+            pipeline = instantiate(recipe["pipeline"], bundle=bundle)
+    offered = {"device": context.device, "rank": context.rank, "bundle": bundle}
+    return instantiate(recipe["engine"], pipeline=pipeline, policies=policies, **_taken(recipe, "engine", offered))
+
+
+def _taken(recipe: Recipe, section: str, offered: Mapping[str, object]) -> dict[str, object]:
+    """Of what wiring can add to a section, what its target takes."""
+    taken = schema.components()[section].if_taken & set(read_target(recipe[section][TARGET]).parameters)
+    return {name: offered[name] for name in taken}
 
 
 def seed_everything(seed: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -87,6 +88,22 @@ class WeightBucket:
             found = weight_spec(spec.name, self.tensors[spec.name])
             if found != spec:
                 raise WeightSyncError(f"weights arrived changed: expected {spec}, found {found}")
+
+
+ValueT = TypeVar("ValueT")
+
+
+def qualified(components: Mapping[str, Mapping[str, ValueT]]) -> dict[str, ValueT]:
+    """The names that a push uses: those of the checkpoint for one component, "component/name" where there are several.
+
+    components: component -> name -> value.
+    """
+    is_alone = len(components) == 1
+    return {
+        name if is_alone else f"{component}/{name}": value
+        for component, values in components.items()
+        for name, value in values.items()
+    }
 
 
 def diff_specs(sent: Iterable[WeightSpec], expected: Iterable[WeightSpec]) -> list[str]:

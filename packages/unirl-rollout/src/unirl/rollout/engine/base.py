@@ -45,6 +45,9 @@ class BaseRolloutEngine(ABC):
     has_own_weights: ClassVar[bool] = False
     """Whether it samples with a copy of the weights that the policy must be pushed to (a WeightReceiver of
     unirl.types.protocols), so that the recipe needs a `sync` section."""
+    has_own_model: ClassVar[bool] = False
+    """Whether its `pipeline` must be built over a bundle for this engine alone, which it takes as `bundle`; the modules
+    that train are not touched."""
     needs_images: ClassVar[bool] = False
     """Whether it takes images that the data brings (`unirl.types.preference`) in the place of samples."""
 

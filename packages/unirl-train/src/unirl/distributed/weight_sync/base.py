@@ -6,21 +6,24 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor
 
-from unirl.distributed.weight_sync.canary import LogProbCanary
+from unirl.distributed.weight_sync.canary import Canary, TokenCanary, TransitionCanary
 from unirl.types.bounds import Positive, bounded
-from unirl.types.errors import WeightSyncError
+from unirl.types.errors import ConfigError, WeightSyncError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols import AutoregressivePipeline, PushTarget, TrainBackend
+from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PushTarget, TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.sampling import Precision
+from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, DiffusionSamplingParams, Precision
 from unirl.types.weights import WeightReceipt
 
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
+
+CANARY_PROMPTS = ("The quick brown fox", "1 + 2 =")
 
 
 @bounded("sync")
@@ -28,9 +31,10 @@ class WeightSync(ABC):
     """Pushes the backend's policy to an engine: every rank to the one beside it, or rank 0 to those elsewhere.
 
     backend: what trains. engine: the engine of this worker; None where `connect` names some elsewhere.
-    pipeline: replays the canary. dtype: what the engine keeps weights in; tensors are rounded to it before they leave.
-    canary_prompts: short texts that the engine continues after every push. canary_tolerance: largest difference in nats
-        between its log-probs and the trainer's; rounding gives 1e-5 where both compute in fp32, about 0.1 in bf16.
+    pipeline: replays the canary. sampling: of the recipe, whose kind says what the canary is.
+    dtype: what the engine keeps weights in; tensors are rounded to it before they leave.
+    canary_prompts: short texts that the engine samples from after every push. canary_tolerance: largest difference
+        between its log-probs and the trainer's, see `TokenCanary` and `TransitionCanary`; None takes theirs.
     Raises WeightSyncError, and the run stops, where anything is not as it was sent.
     """
 
@@ -38,18 +42,19 @@ class WeightSync(ABC):
         self,
         backend: TrainBackend,
         engine: PushTarget | None,
-        pipeline: AutoregressivePipeline,
+        pipeline: AutoregressivePipeline | DiffusionPipeline,
         *,
+        sampling: BaseSamplingParams,
         dtype: Precision = "bf16",
-        canary_prompts: Sequence[str] = ("The quick brown fox", "1 + 2 ="),
-        canary_tolerance: Positive = 0.3,
+        canary_prompts: Sequence[str] = CANARY_PROMPTS,
+        canary_tolerance: Positive | None = None,
         rank: int = 0,
     ) -> None:
         self._source = backend.weight_source
         self._engine = engine
         self._dtype = dtype_named(dtype, "sync.dtype")
         self._rank = rank
-        self._canary = LogProbCanary(pipeline, canary_prompts, canary_tolerance)
+        self._canary = _canary(backend, pipeline, sampling, canary_prompts, canary_tolerance)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def connect(self, engine: PushTarget) -> None:
@@ -113,3 +118,20 @@ class WeightSync(ABC):
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _canary(
+    backend: TrainBackend,
+    pipeline: AutoregressivePipeline | DiffusionPipeline,
+    sampling: BaseSamplingParams,
+    prompts: Sequence[str],
+    tolerance: float | None,
+) -> Canary:
+    """The canary of what is sampled; a pipeline samples one kind of thing alone."""
+    match sampling:
+        case ARSamplingParams():
+            return TokenCanary(cast("AutoregressivePipeline", pipeline), prompts, tolerance)
+        case DiffusionSamplingParams():
+            return TransitionCanary(cast("DiffusionPipeline", pipeline), sampling, backend.device, prompts, tolerance)
+        case other:
+            raise ConfigError(f"a push of a policy that is sampled by {type(other).__name__} has no canary")

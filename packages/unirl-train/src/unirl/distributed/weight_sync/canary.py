@@ -1,76 +1,217 @@
-"""The proof that an engine has the trainer's policy: both give the same tokens the same log-probs."""
+"""The proof that an engine has the trainer's policy: both give the same samples the same log-probs."""
 
 from __future__ import annotations
 
+import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 from unirl.types.media import Texts
-from unirl.types.protocols import AutoregressivePipeline, PushTarget
-from unirl.types.rollout import RolloutReq
-from unirl.types.sampling import ARSamplingParams
-from unirl.types.segments import TextSegment
+from unirl.types.noise import noise_keys
+from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PushTarget
+from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.segments import LatentSegment, TextSegment
 
-_PARAMS = ARSamplingParams(temperature=1.0, max_new_tokens=8, seed=0)
 
-
-class LogProbCanary:
-    """Lets the engine continue a few prompts and scores its tokens with the trainer's weights.
+class Canary(ABC):
+    """Lets the engine sample from a few prompts and scores the samples with the trainer's weights.
 
     Catches what checksums cannot: weights that arrived and were bound, but to the wrong place, in the wrong scale or
-    beside stale cached keys. prompts: one sample each. tolerance: nats.
+    beside stale cached values. prompts: one sample each. tolerance: in the unit of the log-probs.
     """
 
-    def __init__(self, pipeline: AutoregressivePipeline, prompts: Sequence[str], tolerance: float) -> None:
+    unit: ClassVar[str]
+    """Of a log-prob, for messages."""
+
+    def __init__(self, prompts: Sequence[str], tolerance: float) -> None:
         if not prompts or not all(prompts):
             raise ConfigError(f"sync.canary_prompts = {list(prompts)} must hold at least one text, and none empty")
-        self._pipeline = pipeline
         self._prompts = list(prompts)
         self._tolerance = tolerance
 
+    @abstractmethod
+    def _request(self, version: int) -> RolloutReq:
+        """One sample of each prompt."""
+
+    @abstractmethod
+    def _gaps(self, track: RolloutTrack) -> Tensor:
+        """|log-prob of the engine - of the trainer|, float32 [B, ...] or packed over samples; see `_sample_of`."""
+
+    @abstractmethod
+    def _sample_of(self, track: RolloutTrack, position: int) -> int:
+        """The sample of a flat position in `_gaps`."""
+
+    @abstractmethod
+    def replay_only(self) -> None:
+        """The forwards of `check` on a rank without an engine: where weights are sharded, ranks run equally many."""
+
     def check(self, engine: PushTarget, version: int) -> tuple[float, float]:
-        """Largest and mean |log-prob of the engine - of the trainer|, nats.
+        """Largest and mean |log-prob of the engine - of the trainer|.
 
         Raises WeightSyncError above the tolerance, and where the samples are of another version.
         """
         resp = engine.generate(self._request(version))
         (track,) = resp.tracks.values()
-        segment = track.segment
-        if not isinstance(segment, TextSegment) or segment.log_probs is None or track.policy_versions is None:
-            raise ContractError("the engine answered the canary without tokens, log-probs or policy versions")
+        if track.policy_versions is None:
+            raise ContractError("the engine answered the canary without policy versions")
         versions = sorted(set(track.policy_versions.tolist()))
         if versions != [version]:
             raise WeightSyncError(f"policy version {version} was pushed, but the engine samples with {versions}")
-        with self._pipeline.evaluating():
-            own = self._pipeline.replay(track.conditions, segment, _PARAMS).logp_N.detach().float().cpu()
-        gap = (own - segment.log_probs.cpu()).abs()
-        largest, mean = float(gap.max()), float(gap.mean())
+        gaps = self._gaps(track)
+        largest, mean = float(gaps.max()), float(gaps.mean())
         if not largest <= self._tolerance:  # NaN is above every tolerance
-            row = int(torch.bucketize(gap.argmax(), segment.cu_seqlens[1:], right=True))
-            prompt = self._prompts[row % len(self._prompts)]  # several engines answer one behind the other
+            row = self._sample_of(track, int(gaps.argmax()))
+            prompt = self._prompts[row % len(self._prompts)]  # several engines answer one after the other
             raise WeightSyncError(
-                f"the engine does not have the trainer's policy of version {version}: log-probs of the same tokens "
-                f"differ by up to {largest:.3g} nats ({mean:.3g} on average, {segment.tokens.numel()} tokens), most "
-                f"behind {prompt!r}; sync.canary_tolerance is {self._tolerance:g}. Compare the engine's "
+                f"the engine does not have the trainer's policy of version {version}: log-probs of the same samples "
+                f"differ by up to {largest:.3g} {self.unit} ({mean:.3g} on average, {gaps.numel()} log-probs), most "
+                f"for {prompt!r}; sync.canary_tolerance is {self._tolerance:g}. Compare the engine's "
                 "model, dtype and adapter scale with the trainer's."
             )
         return largest, mean
 
-    def replay_only(self) -> None:
-        """The forward of `check` on a rank without an engine: where weights are sharded, ranks run equally many."""
-        conditions = self._pipeline.encode(self._request(0).primitives, _PARAMS)
-        tokens = [torch.zeros(1, dtype=torch.long) for _ in self._prompts]
-        with self._pipeline.evaluating():
-            self._pipeline.replay(conditions, TextSegment.pack(tokens=tokens, params=_PARAMS), _PARAMS)
+    def _names(self) -> list[str]:
+        return [f"canary{row}" for row in range(len(self._prompts))]
+
+
+class TokenCanary(Canary):
+    """The engine continues prompts; its tokens are scored."""
+
+    unit = "nats"
+    default_tolerance: ClassVar[float] = 0.3
+    """Rounding gives 1e-5 nats where both compute in fp32, about 0.1 in bf16."""
+    _params: ClassVar[ARSamplingParams] = ARSamplingParams(temperature=1.0, max_new_tokens=8, seed=0)
+
+    def __init__(self, pipeline: AutoregressivePipeline, prompts: Sequence[str], tolerance: float | None) -> None:
+        super().__init__(prompts, self.default_tolerance if tolerance is None else tolerance)
+        self._pipeline = pipeline
 
     def _request(self, version: int) -> RolloutReq:
-        ids = [f"canary{row}" for row in range(len(self._prompts))]
         return RolloutReq(
-            sample_ids=ids,
-            group_ids=list(ids),
+            sample_ids=self._names(),
+            group_ids=self._names(),
             primitives={"text": Texts(texts=list(self._prompts))},
-            sampling_params=_PARAMS,
+            sampling_params=self._params,
             rollout_id=version,
         )
+
+    def _gaps(self, track: RolloutTrack) -> Tensor:
+        segment = _tokens(track)
+        if segment.log_probs is None:
+            raise ContractError("the engine answered the canary without log-probs")
+        with self._pipeline.evaluating():
+            own = self._pipeline.replay(track.conditions, segment, self._params).logp_N.detach().float().cpu()
+        return (own - segment.log_probs.cpu()).abs()
+
+    def _sample_of(self, track: RolloutTrack, position: int) -> int:
+        return int(torch.bucketize(position, _tokens(track).cu_seqlens[1:], right=True))
+
+    def replay_only(self) -> None:
+        """See `Canary`."""
+        conditions = self._pipeline.encode(self._request(0).primitives, self._params)
+        tokens = [torch.zeros(1, dtype=torch.long) for _ in self._prompts]
+        with self._pipeline.evaluating():
+            self._pipeline.replay(conditions, TextSegment.pack(tokens=tokens, params=self._params), self._params)
+
+
+def _tokens(track: RolloutTrack) -> TextSegment:
+    if not isinstance(track.segment, TextSegment):
+        raise ContractError("the engine answered the canary without tokens")
+    return track.segment
+
+
+class TransitionCanary(Canary):
+    """The engine denoises prompts in a few steps, some of them stochastic; these transitions are replayed.
+
+    sampling: of the recipe; geometry, guidance and precision are its own, steps and noise the canary's. device: where
+    the trainer's weights are.
+    """
+
+    unit = "nats, reduced as the kernel says"
+    default_tolerance: ClassVar[float] = 1e-4
+    """As much as the clips of policy gradients on transitions usually allow; in fp32 the gap is 0."""
+    _num_steps: ClassVar[int] = 4
+    _stochastic: ClassVar[tuple[int, ...]] = (1, 2)
+    """In the middle, where a prediction is neither all noise nor all image."""
+    _eta: ClassVar[float] = 0.5
+    """For recipes that sample deterministically; inside the range of every kernel."""
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        sampling: DiffusionSamplingParams,
+        device: torch.device,
+        prompts: Sequence[str],
+        tolerance: float | None,
+    ) -> None:
+        super().__init__(prompts, self.default_tolerance if tolerance is None else tolerance)
+        self._pipeline = pipeline
+        self._device = device
+        self._params = dataclasses.replace(
+            sampling,
+            samples_per_prompt=1,
+            num_inference_steps=self._num_steps,
+            eta=sampling.eta if sampling.eta > 0 else self._eta,
+            scheduler=None,
+            sde_indices=list(self._stochastic),
+            init_same_noise=False,
+            post_solver="euler",
+            post_step_ratio=1.0,
+            keep_latents="transitions",
+        )
+
+    def _request(self, version: int) -> RolloutReq:
+        names = self._names()
+        return RolloutReq(
+            sample_ids=names,
+            group_ids=names,
+            primitives={"text": Texts(texts=list(self._prompts))},
+            sampling_params=self._params,
+            sigmas=self._pipeline.sigmas(self._params),
+            init_noise_group_ids=noise_keys(version, names, names, same_noise=False),
+            init_noise_latent_shape=list(self._pipeline.latent_shape(self._params)),
+            rollout_id=version,
+        )
+
+    def _gaps(self, track: RolloutTrack) -> Tensor:
+        own = track.to(self._device)
+        segment = own.segment
+        if not isinstance(segment, LatentSegment) or segment.sde_logp is None:
+            raise ContractError("the engine answered the canary without latents or log-probs")
+        return (self._replayed(own, segment) - segment.sde_logp).abs().cpu()
+
+    def _sample_of(self, track: RolloutTrack, position: int) -> int:
+        return position // len(self._stochastic)
+
+    def replay_only(self) -> None:
+        """See `Canary`."""
+        req = self._request(0)
+        shape = (len(self._prompts), len(self._stochastic) + 2, *self._pipeline.latent_shape(self._params))
+        segment = LatentSegment(
+            latents=torch.zeros(shape, device=self._device),
+            sigmas=self._pipeline.sigmas(self._params),
+            indices=[*self._stochastic, self._stochastic[-1] + 1, self._num_steps],
+            sde_indices=list(self._stochastic),
+            sde_logp=torch.zeros(shape[0], len(self._stochastic), device=self._device),
+            params=self._params,
+        )
+        conditions = self._pipeline.encode(req.primitives, self._params)
+        self._replayed(req.make_root_track(conditions=conditions, segment=segment, decoded=None), segment)
+
+    def _replayed(self, track: RolloutTrack, segment: LatentSegment) -> Tensor:
+        """[B, S], one forward per step with the rows of the rollout: in fp32 on a CPU the engine's bits."""
+        rows = torch.arange(track.batch_size)
+        with self._pipeline.evaluating():
+            steps = [
+                self._pipeline.replay(
+                    track.conditions, segment, rows, torch.full_like(rows, step), self._params
+                ).logp_R.float()
+                for step in segment.sde_indices
+            ]
+        return torch.stack(steps, dim=1)

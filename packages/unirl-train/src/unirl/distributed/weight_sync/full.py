@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unirl.distributed.weight_sync.base import WeightSync
+from unirl.distributed.weight_sync.base import CANARY_PROMPTS, WeightSync
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import WeightSyncError
-from unirl.types.protocols import AutoregressivePipeline, PushTarget, TrainBackend
-from unirl.types.sampling import Precision
+from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PushTarget, TrainBackend
+from unirl.types.sampling import BaseSamplingParams, Precision
 from unirl.types.weights import WeightReceipt, WeightSpec, weight_buckets
 
 
@@ -23,11 +23,12 @@ class FullWeightSync(WeightSync):
         self,
         backend: TrainBackend,
         engine: PushTarget | None,
-        pipeline: AutoregressivePipeline,
+        pipeline: AutoregressivePipeline | DiffusionPipeline,
         *,
+        sampling: BaseSamplingParams,
         dtype: Precision = "bf16",
-        canary_prompts: Sequence[str] = ("The quick brown fox", "1 + 2 ="),
-        canary_tolerance: Positive = 0.3,
+        canary_prompts: Sequence[str] = CANARY_PROMPTS,
+        canary_tolerance: Positive | None = None,
         bucket_bytes: PositiveInt = 512 << 20,
         rank: int = 0,
     ) -> None:
@@ -35,6 +36,7 @@ class FullWeightSync(WeightSync):
             backend,
             engine,
             pipeline,
+            sampling=sampling,
             dtype=dtype,
             canary_prompts=canary_prompts,
             canary_tolerance=canary_tolerance,

@@ -1,0 +1,55 @@
+"""Direct sampling of images or videos with a copy of the model, beside the one that trains or on devices of its own."""
+
+from __future__ import annotations
+
+import torch
+
+from unirl.rollout.engine.replica.base import PushedSampling
+from unirl.rollout.engine.replica.weights import ReplicaWeights
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.precision import dtype_named
+from unirl.types.protocols import DiffusionPipeline, ModelBundle, PolicyStore
+from unirl.types.sampling import Precision
+
+
+@bounded("engine")
+class ReplicaRolloutEngine(PushedSampling, TrainsideRolloutEngine):
+    """Samples with a pipeline of its own; serves every family, with no engine to install.
+
+    pipeline, bundle: built for this engine alone (`has_own_model`). policies: what trains in this process, whose
+    version the replica starts as; None where nothing trains.
+    dtype: the replica's trainable components are kept in it; pushes must bring it.
+    The rest: see `TrainsideRolloutEngine`.
+    """
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        policies: PolicyStore | None = None,
+        *,
+        bundle: ModelBundle,
+        dtype: Precision = "bf16",
+        forward_batch_size: PositiveInt,
+        device: str = "cpu",
+        rank: int = 0,
+        drop_text_encoders: bool = False,
+        dump_dir: str | None = None,
+        track: str = "image",
+    ) -> None:
+        super().__init__(
+            pipeline,
+            None,
+            forward_batch_size=forward_batch_size,
+            device=device,
+            rank=rank,
+            drop_text_encoders=drop_text_encoders,
+            dump_dir=dump_dir,
+            track=track,
+        )
+        self._weights = ReplicaWeights(
+            bundle.trainable_modules(),
+            dtype_named(dtype, "engine.dtype"),
+            torch.device(device),
+            0 if policies is None else policies.policy_version,
+        )

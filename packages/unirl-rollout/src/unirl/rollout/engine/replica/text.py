@@ -1,0 +1,41 @@
+"""Direct sampling of text with a copy of the model, beside the one that trains or on devices of its own."""
+
+from __future__ import annotations
+
+import torch
+
+from unirl.rollout.engine.replica.base import PushedSampling
+from unirl.rollout.engine.replica.weights import ReplicaWeights
+from unirl.rollout.engine.trainside.text import TrainsideTextEngine
+from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.precision import dtype_named
+from unirl.types.protocols import AutoregressivePipeline, ModelBundle, PolicyStore
+from unirl.types.sampling import Precision
+
+
+@bounded("engine")
+class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
+    """Samples completions with a pipeline of its own. Arguments: see `ReplicaRolloutEngine`."""
+
+    def __init__(
+        self,
+        pipeline: AutoregressivePipeline,
+        policies: PolicyStore | None = None,
+        *,
+        bundle: ModelBundle,
+        dtype: Precision = "bf16",
+        forward_batch_size: PositiveInt,
+        device: str = "cpu",
+        rank: int = 0,
+        dump_dir: str | None = None,
+        track: str = "text",
+    ) -> None:
+        super().__init__(
+            pipeline, None, forward_batch_size=forward_batch_size, rank=rank, dump_dir=dump_dir, track=track
+        )
+        self._weights = ReplicaWeights(
+            bundle.trainable_modules(),
+            dtype_named(dtype, "engine.dtype"),
+            torch.device(device),
+            0 if policies is None else policies.policy_version,
+        )

@@ -1,0 +1,142 @@
+"""A copy of what trains: takes pushes, whole or as a LoRA adapter, and gives its memory back while it is not needed.
+
+Legend: I inputs, O outputs of a linear layer, r rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from unirl.rollout.engine.push import PushReceiver, refuse
+from unirl.types.errors import ContractError
+from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec, qualified
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+class _Adapted(NamedTuple):
+    """A linear layer with an adapter."""
+
+    hook: RemovableHandle
+    factors: dict[str, Tensor]
+    """A [r, I] and B [O, r] by their suffix."""
+
+
+class ReplicaWeights:
+    """The trainable modules of a bundle that one engine alone owns, as the receiver of pushes.
+
+    modules: by component, changed in place. dtype: of the parameters, what pushes must bring. policy_version: of the
+    policy that the modules start as. Methods: see `unirl.types.protocols.WeightReceiver`.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], dtype: torch.dtype, device: torch.device, policy_version: int
+    ) -> None:
+        self._modules = dict(modules)
+        self._device = device
+        for module in self._modules.values():
+            module.to(device).requires_grad_(False)
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(dtype)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
+        self.pushes = PushReceiver(shapes, str(dtype), policy_version)
+        self._received: dict[str, Tensor] = {}
+        self._adapted: list[_Adapted] = []
+        self._is_asleep = False
+
+    def begin(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
+        """Announce a push of the whole model."""
+        self._received = {}
+        self.pushes.announce(policy_version, specs)
+
+    def receive(self, bucket: WeightBucket) -> None:
+        """Keep a copy of the bucket's tensors until all are there."""
+        with self.pushes.receiving(bucket):
+            self._received.update({name: tensor.clone() for name, tensor in bucket.tensors.items()})
+
+    @torch.no_grad()
+    def finish(self, policy_version: int) -> WeightReceipt:
+        """Put what was received in the place of the weights, and take an adapter off."""
+        received, self._received = self._received, {}
+        push = self.pushes.finish(policy_version)
+        own = self._tensors()
+        with self.pushes.loading(policy_version):
+            self._remove_adapter()
+            for name, tensor in received.items():
+                own[name].copy_(tensor)
+        return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, len(received))
+
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig) -> WeightReceipt:
+        """Put a LoRA adapter in the place of the last one: a term beside each layer's output, as it is in training."""
+        self.pushes.check_adapter(bucket, config.rank)
+        modules = qualified({name: dict(module.named_modules()) for name, module in self._modules.items()})
+        layers = sorted({name.removesuffix(_A) for name in bucket.tensors if name.endswith(_A)})
+        wrong = [f"{layer}: no linear layer" for layer in layers if not isinstance(modules[layer], nn.Linear)]
+        refuse("the adapter does not fit the engine's model", wrong)
+        with self.pushes.loading(bucket.policy_version):
+            self._remove_adapter()
+            for layer in layers:
+                place = modules[layer]
+                factors = {suffix: bucket.tensors[layer + suffix].to(_device(place), copy=True) for suffix in (_A, _B)}
+                scale = config.alpha / config.rank
+                hook = place.register_forward_hook(partial(_with_adapter, factors=factors, scale=scale))
+                self._adapted.append(_Adapted(hook, factors))
+        return WeightReceipt(bucket.policy_version, len(bucket.tensors), bucket.num_bytes, len(layers))
+
+    def sleep(self) -> None:
+        """Move the weights to host memory. Pushes are taken all the same."""
+        self._is_asleep = True
+        self._move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """Move the weights back."""
+        self._move(self._device)
+        self._is_asleep = False
+
+    def require_awake(self) -> None:
+        """Raise ContractError between `sleep` and `wake_up`."""
+        if self._is_asleep:
+            raise ContractError("generate while the engine sleeps: call wake_up() first")
+
+    def _move(self, device: torch.device) -> None:
+        for module in self._modules.values():
+            module.to(device)
+        for adapted in self._adapted:
+            adapted.factors.update({suffix: factor.to(device) for suffix, factor in adapted.factors.items()})
+
+    def _remove_adapter(self) -> None:
+        for adapted in self._adapted:
+            adapted.hook.remove()
+        self._adapted = []
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What a push of the whole model brings, by name; shares memory with the modules."""
+        return qualified({name: _without_ties(module) for name, module in self._modules.items()})
+
+
+def _with_adapter(
+    layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, *, factors: Mapping[str, Tensor], scale: float
+) -> Tensor:
+    """W x + (alpha / r) B A x in peft's order of operations, so that the bits are those of the trainer."""
+    low_rank = functional.linear(inputs[0].to(factors[_A].dtype), factors[_A])
+    return (output + functional.linear(low_rank, factors[_B]) * scale).to(output.dtype)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def _without_ties(module: nn.Module) -> dict[str, Tensor]:
+    """The module's state, a parameter with two names once, under its first."""
+    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    tied = every - {name for name, _ in module.named_parameters()}
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}

@@ -1,0 +1,170 @@
+"""Engines over a copy of the model: what was pushed is what they sample from, bit for bit."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rollout_fakes import PARAMS, SHAPE, LinearPipeline, request
+from test_trainside_text import FiveWords
+from test_trainside_text import request as text_request
+from torch import nn
+
+from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
+from unirl.rollout.engine.replica.text import ReplicaTextEngine
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+from unirl.types.weights import AdapterConfig, WeightBucket, weight_buckets, weight_spec
+
+
+class LayerPipeline(LinearPipeline):
+    """Stands for a diffusion model whose velocity is one linear layer over the last axis."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(SHAPE[-1], SHAPE[-1], bias=False)
+        self.bundle: Any = SimpleNamespace(trainable_modules=lambda: {"transformer": nn.Sequential(self.layer)})
+
+    def diffuse(self, conditions, initial_latents, sigmas, params, **options):
+        self.a = _Matrix(self.layer)
+        return super().diffuse(conditions, initial_latents, sigmas, params, **options)
+
+
+class _Matrix:
+    """`a * x` of a linear pipeline as a layer's output."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __mul__(self, x):
+        return self.layer(x)
+
+
+def replica(seed=0, **options) -> Any:
+    pipeline: Any = LayerPipeline(seed)
+    engine = ReplicaRolloutEngine(pipeline, bundle=pipeline.bundle, dtype="fp32", forward_batch_size=2, **options)
+    return engine, pipeline
+
+
+def trainside(pipeline) -> TrainsideRolloutEngine:
+    return TrainsideRolloutEngine(pipeline, forward_batch_size=2)
+
+
+def push(engine, weight, version=1, buckets=None):
+    tensors = {"0.weight": weight}
+    engine.begin_weights(version, [weight_spec(name, tensor) for name, tensor in tensors.items()])
+    for bucket in weight_buckets(tensors.items(), policy_version=version, max_bytes=1 << 20):
+        engine.receive_weights(bucket)
+    return engine.finish_weights(version)
+
+
+def latents(resp):
+    return resp.root_track().segment.latents
+
+
+def test_a_pushed_policy_samples_the_bits_of_the_model_that_it_came_from():
+    trained: Any = LayerPipeline(seed=1)
+    expected = latents(trainside(trained).generate(request()))
+    engine, _ = replica(seed=2)
+    assert not torch.equal(latents(engine.generate(request())), expected)
+    receipt = push(engine, trained.layer.weight.detach(), version=3)
+    resp = engine.generate(request())
+    assert torch.equal(latents(resp), expected)
+    assert resp.root_track().policy_versions.tolist() == [3] * 4
+    assert (receipt.policy_version, receipt.num_tensors, receipt.num_bound) == (3, 1, 1)
+
+
+def test_weights_change_when_a_push_is_finished_and_not_before():
+    engine, pipeline = replica()
+    before, weight = pipeline.layer.weight.clone(), torch.ones(3, 3)
+    engine.begin_weights(1, [weight_spec("0.weight", weight)])
+    engine.receive_weights(WeightBucket(1, {"0.weight": weight}, (weight_spec("0.weight", weight),)))
+    assert torch.equal(pipeline.layer.weight, before)
+    weight.zero_()  # the sender's buffer is its own again
+    engine.finish_weights(1)
+    assert torch.equal(pipeline.layer.weight, torch.ones(3, 3))
+
+
+def test_an_adapter_adds_its_term_until_the_next_push():
+    engine, pipeline = replica()
+    base = pipeline.layer.weight.detach().clone()
+    a, b = torch.randn(1, 3), torch.randn(3, 1)
+    tensors = {"0.lora_A.weight": a, "0.lora_B.weight": b}
+    bucket = WeightBucket(2, tensors, tuple(weight_spec(name, tensor) for name, tensor in tensors.items()))
+    config = AdapterConfig(rank=1, alpha=2.0, target_modules=("0",))
+    receipt = engine.load_adapter(bucket, config)
+    assert (receipt.num_tensors, receipt.num_bound) == (2, 1)
+    engine.load_adapter(bucket, config)  # in the place of the first, not beside it
+    x = torch.randn(5, 3)
+    assert torch.equal(pipeline.layer(x), x @ base.T + (x @ a.T @ b.T) * 2.0)
+    push(engine, base, version=2)
+    assert torch.equal(pipeline.layer(x), x @ base.T)
+
+
+def test_a_layer_that_is_not_there_or_is_not_linear_refuses_the_adapter():
+    engine, _ = replica()
+    tensors = {"1.lora_A.weight": torch.zeros(1, 3), "1.lora_B.weight": torch.zeros(3, 1)}
+    bucket = WeightBucket(2, tensors, tuple(weight_spec(name, tensor) for name, tensor in tensors.items()))
+    with pytest.raises(WeightSyncError, match="unknown: 1.lora_A.weight"):
+        engine.load_adapter(bucket, AdapterConfig(1, 1.0, ("1",)))
+
+
+def test_an_engine_that_sleeps_takes_pushes_and_generates_after_it_woke():
+    engine, pipeline = replica()
+    engine.sleep()
+    with pytest.raises(ContractError, match=r"generate while the engine sleeps: call wake_up\(\) first"):
+        engine.generate(request())
+    push(engine, torch.eye(3))
+    engine.wake_up()
+    assert torch.equal(pipeline.layer.weight, torch.eye(3))
+    engine.generate(request())
+
+
+def test_named_policies_and_chunks_are_refused():
+    engine, _ = replica()
+    with pytest.raises(ConfigError, match="the policy that was pushed, not from 'old'"):
+        engine.generate(request(), "old")
+    with pytest.raises(ConfigError, match="makes whole responses only"):
+        engine.announce_to(print)
+
+
+def test_a_model_of_two_components_is_pushed_under_the_components_names():
+    modules = {"transformer": nn.Linear(1, 1, bias=False), "transformer_2": nn.Linear(1, 1, bias=False)}
+    bundle: Any = SimpleNamespace(trainable_modules=lambda: modules)
+    pipeline: Any = LinearPipeline()
+    engine = ReplicaRolloutEngine(pipeline, bundle=bundle, dtype="fp32", forward_batch_size=2)
+    tensors = {"transformer/weight": torch.full((1, 1), 2.0), "transformer_2/weight": torch.full((1, 1), 3.0)}
+    specs = tuple(weight_spec(name, tensor) for name, tensor in tensors.items())
+    engine.begin_weights(1, specs)
+    engine.receive_weights(WeightBucket(1, tensors, specs))
+    engine.finish_weights(1)
+    assert [float(module.weight) for module in modules.values()] == [2.0, 3.0]
+
+
+def test_weights_are_kept_in_the_dtype_that_pushes_bring():
+    pipeline: Any = LayerPipeline(0)
+    engine = ReplicaRolloutEngine(pipeline, bundle=pipeline.bundle, dtype="bf16", forward_batch_size=2)
+    assert pipeline.layer.weight.dtype == torch.bfloat16
+    with pytest.raises(WeightSyncError, match=r"dtype: 0.weight is torch.float32, expected torch.bfloat16"):
+        push(engine, torch.zeros(3, 3))
+
+
+def test_a_text_replica_has_the_version_that_was_pushed():
+    head = nn.Linear(1, 5, bias=False)
+    bundle: Any = SimpleNamespace(trainable_modules=lambda: {"model": head})
+    pipeline: Any = FiveWords()
+    engine = ReplicaTextEngine(pipeline, bundle=bundle, dtype="fp32", forward_batch_size=2)
+    weight = torch.arange(5.0).view(5, 1)
+    spec = weight_spec("weight", weight)
+    engine.begin_weights(4, [spec])
+    engine.receive_weights(WeightBucket(4, {"weight": weight}, (spec,)))
+    engine.finish_weights(4)
+    assert torch.equal(head.weight, weight)
+    versions = engine.generate(text_request(num=2)).root_track().policy_versions
+    assert versions is not None and versions.tolist() == [4, 4]
+
+
+def test_the_parameters_of_a_plan_are_the_pipelines():
+    engine, _ = replica()
+    assert engine.plan(PARAMS).latent_shape == SHAPE

@@ -1,0 +1,78 @@
+"""An engine with a copy of the model: a push makes it the engine that samples with the model that trains."""
+
+import threading
+
+import pytest
+import torch
+
+from unirl.app.environment import register_resolvers
+from unirl.config.recipes import compose, resolve
+from unirl.distributed.runtime import LocalRuntime
+from unirl.trainer.wiring import build_components, make_trainer
+from unirl.types.errors import WeightSyncError
+
+SMALL_TEXT = [
+    "batch_size=2",
+    "sampling.samples_per_prompt=4",
+    "stack.micro_batch_size=8",
+    "engine.forward_batch_size=8",
+]
+LORA = "sync._target_=unirl.distributed.weight_sync.lora.LoraWeightSync"
+OURS = ("timing_s/", "perf/", "sync/", "reward/shapes/utilisation")
+"""Metrics of the machine and of the push."""
+
+
+def steps(recipe, run_dir, num=2):
+    """Metrics of some rollouts with the updates between them, and the runtime's components."""
+    components = {}
+
+    def build(context):
+        components.update(build_components(recipe, str(run_dir), context))
+        return components
+
+    with LocalRuntime(build, device="cpu") as runtime:
+        trainer = make_trainer({**recipe, "eval": None}, runtime, run_dir, [], threading.Event())
+        runtime.role("stack").prepare()
+        return [trainer.step(number) for number in range(num)], components
+
+
+def of_training(metrics):
+    return [{name: value for name, value in step.items() if not name.startswith(OURS)} for step in metrics]
+
+
+@pytest.mark.parametrize("overrides", [[], ["parts/train=lora", LORA]], ids=["whole", "adapter"])
+def test_images_of_a_replica_train_the_policy_to_the_same_bits(recipe, tmp_path, overrides):
+    words = ["stack.num_updates_per_batch=2", "algorithm.old_logp_source=replay"]
+    own = [word for word in overrides if not word.startswith("sync")]
+    expected, trained = steps(recipe("sd3_shapes_flowgrpo", *words, *own), tmp_path)
+    found, pushed = steps(recipe("sd3_shapes_replica", *words, *overrides), tmp_path)
+    assert of_training(found) == of_training(expected)
+    assert [step["sync/logprob_gap_max"] for step in found] == [0.0, 0.0]
+    states = [built["backend"].state_dict() for built in (trained, pushed)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_texts_of_a_replica_train_the_policy_to_the_same_bits(tmp_path):
+    register_resolvers()
+    words = [*SMALL_TEXT, "stack.num_updates_per_batch=2", "algorithm.old_logp_source=replay", "guardrails.action=off"]
+    expected, _ = steps(resolve(compose("llm/qwen3_arithmetic", words)), tmp_path)
+    found, _ = steps(resolve(compose("llm/qwen3_arithmetic_replica", words)), tmp_path)
+    assert of_training(found) == of_training(expected)
+    assert all(step["sync/logprob_gap_max"] < 1e-5 for step in found)
+
+
+def test_the_canary_of_transitions_finds_a_weight_that_is_not_the_trainers(recipe, tmp_path):
+    _, components = steps(recipe("sd3_shapes_replica"), tmp_path, num=1)
+    engine, sync = components["engine"], components["sync"]
+    finish = engine.finish_weights
+
+    def finish_wrongly(version):
+        receipt = finish(version)
+        weights = engine._weights._tensors()
+        with torch.no_grad():
+            weights["proj_out.weight"].mul_(1.05)
+        return receipt
+
+    engine.finish_weights = finish_wrongly
+    with pytest.raises(WeightSyncError, match=r"the same samples differ by up to .*sync.canary_tolerance is 0.0001"):
+        sync.push()
