@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from unirl.distributed.runtime import Held, Role, Runtime
 from unirl.distributed.worker import ComponentInfo, WorkerContext
 from unirl.trainer.wiring import build_components
-from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutResp
 
 
@@ -68,7 +68,6 @@ class RecipeOf(Runtime):
         super().__init__()
         self._workers = workers
         self._recipe = recipe
-        self.num_ranks = workers.num_ranks
 
     def role(self, name: str) -> Role:
         """The role of the workers, whose results they hold."""
@@ -85,6 +84,9 @@ class RecipeOf(Runtime):
     def _infos(self) -> Mapping[str, ComponentInfo]:
         prefix = f"{self._recipe}/"
         return {name.removeprefix(prefix): i for name, i in self._workers._infos().items() if name.startswith(prefix)}
+
+    def _places(self) -> Sequence[MeshPlace]:
+        return self._workers._places()
 
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
         return self._workers._invoke_all(calls)

@@ -7,17 +7,17 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from unirl.distributed.runtime import Runtime
+from unirl.distributed.runtime import Held, Runtime
 from unirl.distributed.worker import Builder, ComponentInfo, Worker, WorkerContext
 from unirl.types.errors import ConfigError
-from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.segments import TextSegment
 
@@ -42,16 +42,23 @@ def grown(names: list[str], *, branch: int = 2, offset: float = 0.0) -> RolloutR
     return RolloutResp(tracks={"text": root, "image": children.replace(rewards=values.repeat_interleave(branch) + 0.5)})
 
 
+def names(letter: str, count: int) -> list[str]:
+    """Ids of some samples."""
+    return [f"{letter}{row}" for row in range(count)]
+
+
 class InProcess(Runtime):
     """Workers of this process, which never speak to each other."""
 
     def __init__(self, builder: Builder, num_workers: int) -> None:
         super().__init__()
-        self.num_ranks = num_workers
         self.workers = [Worker(builder, WorkerContext(rank, num_workers, "cpu")) for rank in range(num_workers)]
 
     def _infos(self) -> Mapping[str, ComponentInfo]:
         return self.workers[0].component_infos()
+
+    def _places(self) -> Sequence[MeshPlace]:
+        return [worker.mesh_place for worker in self.workers]
 
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
         return [getattr(self.workers[rank], method)(*args) for rank, method, args in calls]
@@ -176,6 +183,15 @@ class Source:
         return subprocess.Popen(["sleep", "600"]).pid
 
 
+class PairedBackend:
+    """Stands for a training backend whose ranks work in pairs on the same samples (sequence parallelism)."""
+
+    def __init__(self, context: WorkerContext, *, neighbours: bool) -> None:
+        rank, pairs = context.rank, context.world_size // 2
+        dp_rank, sp_rank = divmod(rank, 2) if neighbours else (rank % pairs, rank // pairs)
+        self.mesh_place = MeshPlace(dp_rank=dp_rank, dp_size=pairs, sp_rank=sp_rank, sp_size=2)
+
+
 class Sink:
     """Receives what a `Source` on the same workers holds."""
 
@@ -235,6 +251,42 @@ def build_source(context: WorkerContext) -> dict[str, object]:
     return {"source": Source(context)}
 
 
+def build_pairs(context: WorkerContext, *, neighbours: bool = True) -> dict[str, object]:
+    """A source in workers of which each two stand at one data-parallel place."""
+    return {"backend": PairedBackend(context, neighbours=neighbours), "source": Source(context)}
+
+
 def build_nothing(context: WorkerContext) -> dict[str, object]:
     """Fails as a recipe with a mistake does."""
     raise ConfigError(f"rank {context.rank} lacks a model; set model.path")
+
+
+def check_pairs(runtime: Runtime, pairs: list[list[int]]) -> None:
+    """Four workers at two places: each pair works on one half of the samples, and answers once."""
+    assert (runtime.num_shards, runtime.num_workers) == (2, 4)
+    source = runtime.role("source")
+    assert [rank for rank, *_ in source.where()] == [own[0] for own in pairs]
+    assert source.given(["a", "b"]) == [(pairs[0][0], "a", None), (pairs[1][0], "b", None)]
+    assert source.first_rank() == 0
+    resp = grown(names("a", 4))
+    assert source.echo(resp).equals(resp)
+    with source.keep(resp) as held:
+        held.attach("text", advantages=torch.arange(4.0))
+        whole = held.fetch()
+        assert whole.equals(resp.with_values("text", advantages=torch.arange(4.0)))
+        with runtime.gather([(held, [3, 0, 1, 2])]) as moved:
+            assert moved.fetch().equals(whole.select([3, 0, 1, 2]))
+            assert of_all_workers(runtime, moved, pairs) == [["a3", "a0"]] * 2 + [["a1", "a2"]] * 2
+        assert of_all_workers(runtime, held, pairs) == [["a0", "a1"]] * 2 + [["a2", "a3"]] * 2
+    assert runtime.num_held() == 0
+
+
+def of_all_workers(runtime: Runtime, held: Held, pairs: list[list[int]]) -> list[list[str]]:
+    """What each worker holds, also those that answer for nobody: both of the first pair, then both of the second."""
+    calls = [(rank, "map_held", (held.key, sample_ids, (), True)) for own in pairs for rank in own]
+    return runtime._invoke_all(calls)
+
+
+def sample_ids(resp: RolloutResp) -> list[str]:
+    """Of the root track."""
+    return resp.root_track().sample_ids

@@ -44,11 +44,11 @@ def engine_of(runtime: LocalRuntime) -> FieldEngine:
     return engine
 
 
-def evaluated(runtime: LocalRuntime, *, num_ranks: int = 1, num_prompts: int = 4, **options: Any) -> EvaluationResult:
+def evaluated(runtime: LocalRuntime, *, num_shards: int = 1, num_prompts: int = 4, **options: Any) -> EvaluationResult:
     defaults: dict[str, Any] = {"prompts": "", "num_samples": 10, "batch_size": 4, "num_images": 10}
     config = EvaluationConfig(**{**defaults, **options})
     evaluator = Evaluator(config, prompt_rows(num_prompts), sampling())
-    result = evaluator.run(runtime.role("engine"), runtime.role("reward"), num_ranks)
+    result = evaluator.run(runtime.role("engine"), runtime.role("reward"), num_shards)
     assert runtime.num_held() == 0
     return result
 
@@ -79,11 +79,11 @@ def test_the_batch_size_does_not_change_the_images(runtime: LocalRuntime, batch_
         assert parts.categories[category] == pytest.approx(values, abs=1e-6)
 
 
-@pytest.mark.parametrize(("num_ranks", "expected"), [(2, 10), (3, 15), (8, 24)])
-def test_padding_to_the_ranks_changes_neither_means_nor_images(runtime: LocalRuntime, num_ranks: int, expected: int):
-    plain, padded = evaluated(runtime), evaluated(runtime, num_ranks=num_ranks)
+@pytest.mark.parametrize(("num_shards", "expected"), [(2, 10), (3, 15), (8, 24)])
+def test_padding_to_the_shards_changes_neither_means_nor_images(runtime: LocalRuntime, num_shards: int, expected: int):
+    plain, padded = evaluated(runtime), evaluated(runtime, num_shards=num_shards)
     sizes = [req.batch_size for req in engine_of(runtime).requests[3:]]
-    assert sum(sizes) == expected and all(size % num_ranks == 0 for size in sizes)
+    assert sum(sizes) == expected and all(size % num_shards == 0 for size in sizes)
     assert padded.overall == pytest.approx(plain.overall, abs=1e-6)
     assert padded.categories.keys() == plain.categories.keys()
     torch.testing.assert_close(images_of(padded), images_of(plain), rtol=0, atol=1e-6)

@@ -1,23 +1,26 @@
 """Samples of held values become a new held value, and futures, without a driver in between."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_fakes import InProcess, build_source, grown, numbered
+from runtime_fakes import InProcess, build_pairs, build_source, check_pairs, grown, names, numbered
 
 from unirl.distributed.runtime import Held, LocalRuntime
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutResp
 
 
-def names(letter: str, count: int) -> list[str]:
-    return [f"{letter}{row}" for row in range(count)]
-
-
 def joined(sources: list[tuple[Held, list[int]]]) -> RolloutResp:
     """What the driver would make of the values."""
     return RolloutResp.concat([held.fetch().select(rows) for held, rows in sources if rows])
+
+
+@pytest.mark.parametrize(("neighbours", "pairs"), [(True, [[0, 1], [2, 3]]), (False, [[0, 2], [1, 3]])])
+def test_workers_at_one_place_get_the_same_shard(neighbours: bool, pairs: list[list[int]]) -> None:
+    check_pairs(InProcess(functools.partial(build_pairs, neighbours=neighbours), 4), pairs)
 
 
 @st.composite

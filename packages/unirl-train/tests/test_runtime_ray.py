@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import Trainee, build, build_nothing, build_source, grown, numbered
+from runtime_fakes import Trainee, build, build_nothing, build_pairs, build_source, check_pairs, grown, numbered
 
 from unirl.distributed.group.device_pool import DevicePool
 from unirl.distributed.group.ray_runtime import RayRuntime
@@ -238,6 +238,12 @@ def test_blocks_of_one_pool_hold_runtimes_of_their_own(ray_of_two_cores) -> None
             ((_, _, pid, _),) = runtime.role("source").where()
         assert not is_alive(pid)
         pool.block("everything")
+
+
+def test_four_processes_at_two_places_train_on_two_shards(ray_of_two_cores) -> None:
+    with DevicePool(4, cpus_per_device=0.5, start_timeout_s=600) as pool:
+        with RayRuntime(build_pairs, num_devices=4, block=pool.block("train"), start_timeout_s=600) as runtime:
+            check_pairs(runtime, [[0, 1], [2, 3]])
 
 
 @pytest.fixture(scope="module")

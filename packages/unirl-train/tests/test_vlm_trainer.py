@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from runtime_fakes import InProcess
 from token_fakes import FirstDigitReward, LMBundle, LMEngine, LMPipeline, sampling
 
 from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import LocalRuntime, Runtime
-from unirl.distributed.worker import Builder, ComponentInfo, Worker, WorkerContext
+from unirl.distributed.runtime import LocalRuntime
+from unirl.distributed.worker import Builder, WorkerContext
 from unirl.tracking.base import TableRow
 from unirl.tracking.tables import markdown, shown
 from unirl.train.backend.fsdp import FSDPBackend
@@ -31,7 +32,7 @@ from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
 from unirl.trainer.vlm import VLMTrainer, count_tokens, verdict
 from unirl.types.errors import ConfigError, ContractError, WorkerError
-from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.segments import TextSegment
 
@@ -96,26 +97,19 @@ class Shards:
         return TrainStepResult({})
 
 
-class InProcess(Runtime):
-    """Two workers of this process, which never speak to each other."""
-
-    num_ranks = 2
+class TwoWorkers(InProcess):
+    """Two workers of this process."""
 
     def __init__(self, builder: Builder) -> None:
-        super().__init__()
-        self.workers = [Worker(builder, WorkerContext(rank, 2, "cpu")) for rank in range(2)]
+        super().__init__(builder, 2)
 
-    def _infos(self) -> Mapping[str, ComponentInfo]:
-        return self.workers[0].component_infos()
-
-    def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
-        return [getattr(self.workers[rank], method)(*args) for rank, method, args in calls]
+    def _places(self) -> Sequence[MeshPlace]:
+        """Two data-parallel places; the backends, in one process, know nothing of each other."""
+        return [MeshPlace(dp_rank=rank, dp_size=2) for rank in range(2)]
 
     def component(self, name: str) -> object:
         """Of the first worker."""
         return self.workers[0].component(name)
-
-    def close(self) -> None: ...
 
 
 class Run:
@@ -131,7 +125,7 @@ class Run:
         samples: int = 8,
         syncs: bool = False,
         has_pictures: bool = False,
-        runtime: type[LocalRuntime | InProcess] = LocalRuntime,
+        runtime: type[LocalRuntime | TwoWorkers] = LocalRuntime,
         balance_tokens: bool = True,
         **settings: Any,
     ) -> None:
@@ -427,7 +421,7 @@ def test_values_of_a_track_are_attached_where_its_samples_lie():
     root = RolloutTrack(sample_ids=["a", "b", "c", "d"])
     grown = ["a/i0", "a/i1", "b/i0", "d/i0"]  # the first worker holds three of them
     child = RolloutTrack(sample_ids=grown, parent_ids=[name[0] for name in grown], parent_track="text")
-    with InProcess(lambda context: {}) as runtime:
+    with TwoWorkers(lambda context: {}) as runtime:
         held = runtime.hold(RolloutResp(tracks={"text": root, "image": child}))
         held.attach("image", rewards=torch.arange(4.0), advantages=-torch.arange(4.0))
         held.attach("text", advantages=torch.arange(4.0))
@@ -451,13 +445,13 @@ def test_samples_are_dealt_to_devices_by_their_tokens_with_their_advantages(tmp_
     for balance_tokens in (False, True):
         run = Run(
             tmp_path / str(balance_tokens),
-            runtime=InProcess,
+            runtime=TwoWorkers,
             balance_tokens=balance_tokens,
             selection=selection,
             num_updates=2,
         )
         run.trainer.step(0)
-        assert isinstance(run.runtime, InProcess) and run.runtime.num_held() == 0
+        assert isinstance(run.runtime, TwoWorkers) and run.runtime.num_held() == 0
         given[balance_tokens] = [vars(worker.component("stack"))["given"][0] for worker in run.runtime.workers]
 
     def by_sample(shards: list[RolloutResp]) -> dict[str, tuple[float, list[int], int]]:

@@ -1,15 +1,16 @@
-"""How arguments are cut for the ranks of a role and how results come back. Pure functions, no transport."""
+"""How arguments are cut for the shards of a role and how results come back. Pure functions, no transport."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from unirl.types.batch import Batch
-from unirl.types.errors import ContractError
-from unirl.types.roles import Collect, Dispatch
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.roles import Collect, Dispatch, MeshPlace
 from unirl.types.rollout import RolloutResp
 
 
@@ -18,6 +19,25 @@ class HeldKey:
     """Names a held value in each worker's own table. Stands in for the value wherever arguments are cut."""
 
     number: int
+
+
+def shard_ranks(places: Sequence[MeshPlace]) -> list[list[int]]:
+    """The ranks of each data-parallel place, given the places of all ranks in order; the first of each answers for it.
+
+    Raises ConfigError where ranks disagree on the number of shards or a shard has more ranks than another.
+    """
+    size = places[0].dp_size
+    ranks: list[list[int]] = [[] for _ in range(size)]
+    for rank, place in enumerate(places):
+        if place.dp_size != size:
+            raise ConfigError(f"rank {rank} counts {place.dp_size} data-parallel places, rank 0 counts {size}")
+        ranks[place.dp_rank].append(rank)
+    if len({len(own) for own in ranks}) > 1:
+        raise ConfigError(
+            f"{len(places)} ranks stand at {size} data-parallel places as {[len(own) for own in ranks]}; "
+            "every place needs as many. Change num_devices or the sizes of the mesh."
+        )
+    return ranks
 
 
 def shard_bounds(size: int, num_shards: int, what: str) -> list[tuple[int, int]]:
@@ -32,7 +52,7 @@ def shard_bounds(size: int, num_shards: int, what: str) -> list[tuple[int, int]]
 
 
 def num_samples(value: Any) -> int | None:  # Any: arguments of any role
-    """How many samples DP_SCATTER would cut; None for a value that it repeats on every rank.
+    """How many samples DP_SCATTER would cut; None for a value that it repeats for every shard.
 
     A response counts its root samples: what grew from them goes along.
     """
@@ -44,7 +64,7 @@ def num_samples(value: Any) -> int | None:  # Any: arguments of any role
 
 
 def scatter(value: Any, num_shards: int) -> list[Any]:  # Any: arguments of any role
-    """One item per rank: batches are cut, everything else is repeated."""
+    """One item per shard: batches are cut, everything else is repeated."""
     size = num_samples(value)
     if size is None:
         return [value] * num_shards
@@ -52,50 +72,50 @@ def scatter(value: Any, num_shards: int) -> list[Any]:  # Any: arguments of any 
     return [value] if num_shards == 1 else [value.slice(start, stop) for start, stop in bounds]
 
 
-def rank_arguments(
-    dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any], num_ranks: int
+def shard_arguments(
+    dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any], num_shards: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """(args, kwargs) of every rank that is called, rank 0 first.
+    """(args, kwargs) for every shard, the first first; for RANK_ZERO of the one rank that is called.
 
-    Raises ContractError where a scattered list has another length than the ranks, where the arguments that are cut
+    Raises ContractError where a scattered list has another length than the shards, where the arguments that are cut
     disagree on the number of samples, and where rank zero would see its own share of a held value as if it were all.
     """
     values = (*args, *kwargs.values())
     if dispatch is Dispatch.RANK_ZERO:
-        if num_ranks > 1 and any(isinstance(value, HeldKey) for value in values):
+        if num_shards > 1 and any(isinstance(value, HeldKey) for value in values):
             raise ContractError(
-                f"rank zero has only its own share of a held value that lies on {num_ranks} ranks. "
+                f"rank zero has only its own share of a held value that lies in {num_shards} shards. "
                 "Pass held.fetch(), or mark the method DP_SCATTER."
             )
         return [(args, kwargs)]
     if dispatch is Dispatch.BROADCAST:
-        return [(args, kwargs)] * num_ranks
+        return [(args, kwargs)] * num_shards
     if dispatch is Dispatch.SCATTER:
-        cut = _one_item_a_rank
+        cut = _one_item_per_shard
     else:
         sizes = sorted({size for size in map(num_samples, values) if size is not None})
         if len(sizes) > 1:
             raise ContractError(f"the arguments of one call have different numbers of samples: {sizes}")
         cut = scatter
-    columns = [cut(value, num_ranks) for value in args]
-    named = {name: cut(value, num_ranks) for name, value in kwargs.items()}
+    columns = [cut(value, num_shards) for value in args]
+    named = {name: cut(value, num_shards) for name, value in kwargs.items()}
     return [
-        (tuple(column[rank] for column in columns), {name: column[rank] for name, column in named.items()})
-        for rank in range(num_ranks)
+        (tuple(column[shard] for column in columns), {name: column[shard] for name, column in named.items()})
+        for shard in range(num_shards)
     ]
 
 
-def _one_item_a_rank(value: Any, num_ranks: int) -> list[Any]:
+def _one_item_per_shard(value: Any, num_shards: int) -> list[Any]:
     if isinstance(value, HeldKey):
-        return [value] * num_ranks
-    if not isinstance(value, (list, tuple)) or len(value) != num_ranks:
+        return [value] * num_shards
+    if not isinstance(value, (list, tuple)) or len(value) != num_shards:
         found = f"{len(value)} items" if isinstance(value, (list, tuple)) else type(value).__name__
-        raise ContractError(f"a scattered argument needs a list of {num_ranks} items, one a rank; got {found}")
+        raise ContractError(f"a scattered argument needs a list of {num_shards} items, one per shard; got {found}")
     return list(value)
 
 
 def collected(collect: Collect, results: list[Any]) -> Any:  # Any: results of any role
-    """What the driver sees of the ranks' results (HOLD is the runtime's own affair)."""
+    """What the driver sees of the shards' results (HOLD is the runtime's own affair)."""
     if collect is Collect.FIRST:
         return results[0]
     if collect is Collect.ALL:
@@ -109,4 +129,4 @@ def collected(collect: Collect, results: list[Any]) -> Any:  # Any: results of a
         return [item for result in results for item in result]
     if isinstance(first, Tensor):
         raise ContractError("return a Batch or a list from a method that is collected by CONCAT, not a bare tensor")
-    raise ContractError(f"cannot join {type(first).__name__} results of {len(results)} ranks")
+    raise ContractError(f"cannot join {type(first).__name__} results of {len(results)} shards")

@@ -17,11 +17,11 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from torch import Tensor
 
-from unirl.distributed.dispatch import HeldKey, collected, rank_arguments, scatter
+from unirl.distributed.dispatch import HeldKey, collected, scatter, shard_arguments, shard_ranks
 from unirl.distributed.exchange import Piece, plan_shards
 from unirl.distributed.worker import Builder, ComponentInfo, OwnRows, Usage, Worker, WorkerContext
 from unirl.types.errors import ConfigError, ContractError, UniRLError
-from unirl.types.roles import Collect, Dispatch
+from unirl.types.roles import Collect, Dispatch, MeshPlace
 from unirl.types.rollout import RolloutResp
 
 ResultT = TypeVar("ResultT")
@@ -38,7 +38,7 @@ class Held:
 
     @property
     def meta(self) -> RolloutResp:
-        """The metadata of all ranks' shares, in order."""
+        """The metadata of all shards, in order."""
         return collected(Collect.CONCAT, self._metas)
 
     @property
@@ -62,11 +62,14 @@ class Held:
         return self.key
 
     def map(self, function: Callable[..., ResultT], *args: Any) -> list[ResultT]:
-        """function(value, *args) where the value lies; one result a rank. `function` must pickle."""
+        """function(value, *args) where the value lies; one result per shard. `function` must pickle.
+
+        Ranks that hold the same shard all run it, so that it may change the value.
+        """
         return self._runtime.map_held(self.key_for(self._runtime), function, [args] * len(self._metas))
 
     def attach(self, track: str, **fields: Tensor) -> None:
-        """Write values of all samples of a track, [B, ...] each, into it where it lies; every rank gets its own rows.
+        """Write values of all samples of a track, [B, ...] each, into it where it lies; every shard gets its own rows.
 
         Raises ContractError where the sizes disagree.
         """
@@ -75,12 +78,12 @@ class Held:
         if wrong:
             raise ContractError(f"track {track} holds {sum(sizes)} samples, the values to attach have {wrong}")
         cut = {name: values.split(sizes) for name, values in fields.items()}
-        shares = [{name: parts[rank] for name, parts in cut.items()} for rank in range(len(sizes))]
+        shares = [{name: parts[shard] for name, parts in cut.items()} for shard in range(len(sizes))]
         self._runtime.map_held(self.key_for(self._runtime), _attach, [(track, share) for share in shares])
         self._metas = [meta.with_values(track, **own) for meta, own in zip(self._metas, shares, strict=True)]
 
     def fetch(self) -> Any:  # Any: what the method that was collected by HOLD returns
-        """The whole value in this process: the ranks' shares in order, joined. Heavy; the workers keep theirs."""
+        """The whole value in this process: the shards in order, joined. Heavy; the workers keep theirs."""
         return collected(Collect.CONCAT, self.map(_itself))
 
     def release(self) -> None:
@@ -191,9 +194,12 @@ class Role:
 
 
 class Runtime(ABC):
-    """Calls components on `num_ranks` workers. Use as a context manager: leaving it stops every worker."""
+    """Calls components on workers. Use as a context manager: leaving it stops every worker.
 
-    num_ranks: int
+    Work is cut into `num_shards` shards, one per data-parallel place. Workers that share a place (sequence, tensor or
+    expert parallel) get the same shard, and the first of them answers.
+    """
+
     is_closed: bool = False
 
     def __init__(self) -> None:
@@ -202,6 +208,10 @@ class Runtime(ABC):
     @abstractmethod
     def _infos(self) -> Mapping[str, ComponentInfo]:
         """Role name -> what is known of its component."""
+
+    @abstractmethod
+    def _places(self) -> Sequence[MeshPlace]:
+        """Where each worker stands, in the order of their ranks."""
 
     @abstractmethod
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
@@ -222,6 +232,16 @@ class Runtime(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop every worker. Safe to call twice."""
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many equal shards a batch is cut: the data-parallel places."""
+        return self._places()[0].dp_size
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return len(self._places())
 
     def role(self, name: str) -> Role:
         """The component `name` on all workers. Raises ConfigError for an unknown name."""
@@ -257,17 +277,19 @@ class Runtime(ABC):
     ) -> Future[Any]:
         """Dispatch one marked method; the future collects its results."""
         if dispatch is Dispatch.RANK_ZERO and collect is Collect.HOLD:
-            raise ContractError(f"{role}.{method}: a held value lies on every rank, RANK_ZERO makes it on one")
+            raise ContractError(f"{role}.{method}: a held value lies with every worker, RANK_ZERO makes it on one")
         ready = tuple(self._key_of(value) for value in args)
         named = {name: self._key_of(value) for name, value in kwargs.items()}
         hold_as = HeldKey(next(self._numbers)) if collect is Collect.HOLD else None
-        per_rank = rank_arguments(dispatch, ready, named, self.num_ranks)
-        wait = self._start(
-            [
-                (rank, "invoke", (role, method, own, own_named, hold_as, collect is not Collect.FIRST or rank == 0))
-                for rank, (own, own_named) in enumerate(per_rank)
-            ]
-        )
+        per_shard = shard_arguments(dispatch, ready, named, self.num_shards)
+        if dispatch is Dispatch.RANK_ZERO:
+            ((own, own_named),) = per_shard
+            wait = self._start([(0, "invoke", (role, method, own, own_named, hold_as, True))])
+        else:
+            wanted = [shard == 0 or collect is not Collect.FIRST for shard in range(self.num_shards)]
+            wait = self._start_shards(
+                "invoke", [(role, method, own, own_named, hold_as) for own, own_named in per_shard], wanted
+            )
 
         def finish() -> Any:
             if hold_as is None:
@@ -279,7 +301,7 @@ class Runtime(ABC):
 
     @contextlib.contextmanager
     def _unless_it_fails(self, key: HeldKey) -> Generator[None]:
-        """What some ranks hold under the key is released where others failed."""
+        """What some workers hold under the key is released where others failed."""
         try:
             yield
         except UniRLError:
@@ -287,18 +309,33 @@ class Runtime(ABC):
                 self.release(key)
             raise
 
+    def _start_shards(
+        self, method: str, shard_args: Sequence[tuple[Any, ...]], wanted: Sequence[bool] | None = None
+    ) -> Callable[[], list[Any]]:
+        """Start a worker method on every rank with the arguments of its shard, and whether its result is wanted as the
+        last one; what is returned waits for the results of each shard's first rank (None where not `wanted`)."""
+        ranks = shard_ranks(self._places())
+        wait = self._start(
+            [
+                (rank, method, (*args, rank == own[0] and (wanted is None or wanted[shard])))
+                for shard, (own, args) in enumerate(zip(ranks, shard_args, strict=True))
+                for rank in own
+            ]
+        )
+        per_shard = len(ranks[0])
+        return lambda: wait()[::per_shard]
+
     def map_held(
-        self, key: HeldKey, function: Callable[..., ResultT], rank_args: Sequence[tuple[Any, ...]]
+        self, key: HeldKey, function: Callable[..., ResultT], shard_args: Sequence[tuple[Any, ...]]
     ) -> list[ResultT]:
-        """function(value, *args) on every rank's own held value, with that rank's own args."""
-        return self._invoke_all([(rank, "map_held", (key, function, args)) for rank, args in enumerate(rank_args)])
+        """function(value, *args) on every worker's own held value, with the args of its shard; one result per shard."""
+        return self._start_shards("map_held", [(key, function, args) for args in shard_args])()
 
     def hold(self, value: RolloutResp) -> Held:
         """Cut a response over the workers and hold it there. The rare way in; results usually stay where they arise."""
         key = HeldKey(next(self._numbers))
-        shards = scatter(value, self.num_ranks)
-        metas = self._invoke_all([(rank, "hold", (key, shard)) for rank, shard in enumerate(shards)])
-        return Held(self, key, metas)
+        shards = scatter(value, self.num_shards)
+        return Held(self, key, self._start_shards("hold", [(key, shard) for shard in shards])())
 
     def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
         """A new held value of some samples of others, cut evenly over these workers: (value, rows) in order.
@@ -310,7 +347,7 @@ class Runtime(ABC):
         """
         keys = [held.key_for(held.runtime) for held, _ in sources]
         plans = plan_shards(
-            [([meta.batch_size for meta in held.metas], rows) for held, rows in sources], self.num_ranks
+            [([meta.batch_size for meta in held.metas], rows) for held, rows in sources], self.num_shards
         )
         _check_chosen_once(sources)
         hold_as = HeldKey(next(self._numbers))
@@ -332,10 +369,16 @@ class Runtime(ABC):
         arrived: list[list[Any]] = [[] for _ in plans]
         for (shard, _), rows in zip(moving, self._picked([piece for _, piece in moving], sources), strict=True):
             arrived[shard].append(rows)
+        ranks = shard_ranks(self._places())
         with self._unless_it_fails(hold_as):
-            metas = self._assemble(
-                [(shard, (hold_as, own[shard], plan.order), arrived[shard]) for shard, plan in enumerate(plans)]
+            answers = self._assemble(
+                [
+                    (rank, (hold_as, own[shard], plan.order), arrived[shard])
+                    for shard, plan in enumerate(plans)
+                    for rank in ranks[shard]
+                ]
             )
+            metas = answers[:: len(ranks[0])]
             collected(Collect.CONCAT, metas)  # raises where the shards do not fit together
         return Held(self, hold_as, metas)
 
@@ -344,23 +387,24 @@ class Runtime(ABC):
         found: dict[int, Any] = {}
         for runtime in dict.fromkeys(held.runtime for held, _ in sources):
             places = [place for place, piece in enumerate(pieces) if sources[piece.source][0].runtime is runtime]
-            calls = [(pieces[i].shard, sources[pieces[i].source][0].key, pieces[i].rows) for i in places]
+            first = [own[0] for own in shard_ranks(runtime._places())]
+            calls = [(first[pieces[i].shard], sources[pieces[i].source][0].key, pieces[i].rows) for i in places]
             if calls:
                 found.update(zip(places, runtime._pick(calls), strict=True))
         return [found[place] for place in range(len(pieces))]
 
     def usage(self) -> Usage:
         """What the workers used so far, and the driver where it is a process of its own."""
-        parts = self._invoke_all([(rank, "usage", ()) for rank in range(self.num_ranks)])
+        parts = self._invoke_all([(rank, "usage", ()) for rank in range(self.num_workers)])
         return Usage(sum(part.cpu_s for part in parts), sum(part.peak_rss_bytes for part in parts))
 
     def release(self, key: HeldKey) -> None:
-        """Forget a held value on every rank."""
-        self._invoke_all([(rank, "release", (key,)) for rank in range(self.num_ranks)])
+        """Forget a held value on every worker."""
+        self._invoke_all([(rank, "release", (key,)) for rank in range(self.num_workers)])
 
     def num_held(self) -> int:
-        """How many held values the busiest rank keeps; grows when releases are forgotten."""
-        return max(self._invoke_all([(rank, "num_held", ()) for rank in range(self.num_ranks)]))
+        """How many held values the busiest worker keeps; grows when releases are forgotten."""
+        return max(self._invoke_all([(rank, "num_held", ()) for rank in range(self.num_workers)]))
 
     def _key_of(self, value: Any) -> Any:
         return value.key_for(self) if isinstance(value, Held) else value
@@ -375,14 +419,15 @@ class Runtime(ABC):
 class LocalRuntime(Runtime):
     """One worker in this process: no Ray, no copies."""
 
-    num_ranks = 1
-
     def __init__(self, builder: Builder, *, device: str = "cpu") -> None:
         super().__init__()
         self._worker = Worker(builder, WorkerContext(rank=0, world_size=1, device=device))
 
     def _infos(self) -> Mapping[str, ComponentInfo]:
         return self._worker.component_infos()
+
+    def _places(self) -> Sequence[MeshPlace]:
+        return (self._worker.mesh_place,)
 
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
         if self.is_closed:

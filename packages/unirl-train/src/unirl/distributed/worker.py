@@ -9,9 +9,9 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.tensor.transport import outgoing
-from unirl.types.errors import ContractError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import Closeable
-from unirl.types.roles import RemoteMethod, remote_method
+from unirl.types.roles import MeshPlace, Placed, RemoteMethod, remote_method
 from unirl.types.rollout import RolloutResp
 
 ResultT = TypeVar("ResultT")
@@ -86,6 +86,18 @@ class Worker:
         """Role name -> what the driver needs to know of it."""
         return {name: ComponentInfo.of(type(component)) for name, component in self._components.items()}
 
+    @property
+    def mesh_place(self) -> MeshPlace:
+        """Where this worker stands, as its components say; a data-parallel rank where none says anything.
+
+        Raises ConfigError where two components say different things.
+        """
+        told = {name: item.mesh_place for name, item in self._components.items() if isinstance(item, Placed)}
+        if len(set(told.values())) > 1:
+            raise ConfigError(f"components of rank {self.context.rank} disagree on where it stands: {told}")
+        own = MeshPlace(dp_rank=self.context.rank, dp_size=self.context.world_size)
+        return next(iter(told.values()), own)
+
     def component(self, name: str) -> object:
         """The component itself (this process only)."""
         return self._components[name]
@@ -100,7 +112,7 @@ class Worker:
         is_wanted: bool = True,
     ) -> Any:
         """Call a component. Held keys among the arguments become this worker's values; a held result returns
-        its metadata only, and one that the driver would drop (`is_wanted` false) returns None."""
+        its metadata only, and a result that the driver would drop (`is_wanted` false) None."""
         ready = [self._resolve(value) for value in args]
         named = {name: self._resolve(value) for name, value in kwargs.items()}
         result = getattr(self._components[role], method)(*ready, **named)
@@ -112,14 +124,17 @@ class Worker:
         self._held[hold_as] = result
         return meta
 
-    def map_held(self, key: HeldKey, function: Callable[..., ResultT], args: tuple[Any, ...]) -> ResultT:
-        """function(value, *args) on this worker's own held value."""
-        return function(self._resolve(key), *args)
+    def map_held(
+        self, key: HeldKey, function: Callable[..., ResultT], args: tuple[Any, ...], is_wanted: bool
+    ) -> ResultT | None:
+        """function(value, *args) on this worker's own held value; None where the driver would drop the result."""
+        result = function(self._resolve(key), *args)
+        return result if is_wanted else None
 
-    def hold(self, key: HeldKey, value: Any) -> Any:
-        """Keep a value that came from elsewhere; returns its metadata."""
+    def hold(self, key: HeldKey, value: Any, is_wanted: bool = True) -> Any:
+        """Keep a value that came from elsewhere; returns its metadata where the driver wants it."""
         self._held[key] = value
-        return value.metadata_only()
+        return value.metadata_only() if is_wanted else None
 
     def pick(self, key: HeldKey, rows: Sequence[int]) -> Any:  # Any: held values are of any type
         """Some samples of a held value, for a worker that assembles a new one."""

@@ -89,8 +89,10 @@ class Checkpointer:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._is_async = is_async
+        # Of the process, not of its data-parallel place, at which several may stand.
+        self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         # Of its own, so that a writing thread's messages never mix with those of training.
-        self._group = _own_group() if backend.dp_size > 1 else None
+        self._group = _own_group() if self._num_ranks > 1 else None
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._is_written = True
@@ -154,7 +156,7 @@ class Checkpointer:
             facts={
                 "step": step,
                 "score": score,
-                "num_ranks": backend.dp_size,
+                "num_ranks": self._num_ranks,
                 "policies": list(backend.policy_names),
                 "lora_scale": backend.lora_scale,
                 "torch": torch.__version__,
@@ -175,12 +177,12 @@ class Checkpointer:
         temp = self._folder / self._same_on_all_ranks(f"{name}.tmp-{secrets.token_hex(4)}")
         try:
             self._stage(temp, lambda: self._on_rank_zero(lambda: self._begin(temp)))
-            rng_path = temp / _rng_file(self._backend.dp_rank)
+            rng_path = temp / _rng_file(self._rank)
             self._stage(temp, lambda: write_rng_state(rng_path, snapshot.rng))
             self._stage(temp, lambda: self._write_state(temp / STATE_FOLDER, snapshot.state))
             self._stage(temp, lambda: self._on_rank_zero(lambda: self._finish(temp, name, snapshot)))
         except CheckpointError:
-            if self._backend.dp_rank == 0:
+            if self._rank == 0:
                 shutil.rmtree(temp, ignore_errors=True)
             raise
 
@@ -277,7 +279,7 @@ class Checkpointer:
         model is another one, with the first parameters that differ.
         """
         self.wait()
-        choice: list[Any] = self._same_on_all_ranks(self._chosen(step) if self._backend.dp_rank == 0 else None)
+        choice: list[Any] = self._same_on_all_ranks(self._chosen(step) if self._rank == 0 else None)
         name, problem = choice
         if problem is not None:
             raise CheckpointError(problem)
@@ -351,9 +353,9 @@ class Checkpointer:
             )
 
     def _restore_rng(self, folder: Path, num_ranks: int) -> None:
-        rank = self._backend.dp_rank
-        if num_ranks != self._backend.dp_size:
-            logger.warning("%s was saved by %d ranks and resumes on %d", folder, num_ranks, self._backend.dp_size)
+        rank = self._rank
+        if num_ranks != self._num_ranks:
+            logger.warning("%s was saved by %d ranks and resumes on %d", folder, num_ranks, self._num_ranks)
         if rank < num_ranks:
             try:
                 tensors, values = read_rng_state(folder / _rng_file(rank))
@@ -364,7 +366,7 @@ class Checkpointer:
     # All ranks together -----------------------------------------------------------------------------------------
 
     def _on_rank_zero(self, action: Callable[[], None]) -> None:
-        if self._backend.dp_rank == 0:
+        if self._rank == 0:
             action()
 
     def _same_on_all_ranks(self, value: Any) -> Any:  # Any: small picklable values
@@ -390,7 +392,7 @@ class Checkpointer:
             problem, of_disk = ", ".join(sorted(causes)), True
         outcomes: list[Any] = [(problem, of_disk)]  # Any: what a collective fills in
         if self._group is not None:
-            outcomes = [None] * self._backend.dp_size
+            outcomes = [None] * self._num_ranks
             dist.all_gather_object(outcomes, (problem, of_disk), group=self._group)
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]
         if not failed:

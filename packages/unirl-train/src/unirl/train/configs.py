@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from unirl.types.bounds import Bounds, NonNegativeInt, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
+from unirl.types.roles import MeshPlace
 from unirl.types.training import OptimizerConfig as OptimizerConfig
 
 ScheduleType = Literal["constant", "linear", "cosine"]
@@ -150,3 +151,8 @@ class TrainTopology:
                 f"{world_size} devices. Set dp_shard: {world_size // replicate}, or -1."
             )
         return replicate, shard
+
+    def place(self, rank: int, world_size: int) -> MeshPlace:
+        """Where a rank stands: every device trains on a shard of its own. Raises ConfigError as `resolved` does."""
+        replicate, shard = self.resolved(world_size)
+        return MeshPlace(dp_rank=rank, dp_size=replicate * shard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from unirl.train.backend.policies import CURRENT_POLICY
 from unirl.types.errors import CheckpointError, ConfigError
@@ -45,7 +46,7 @@ class Exporter:
         """Rank 0 writes, the others wait for it and fail with it."""
         num_written = torch.zeros(1, device=self._backend.device)
         try:
-            if self._backend.dp_rank == 0:
+            if not dist.is_initialized() or dist.get_rank() == 0:
                 write()
                 num_written.fill_(1)
         finally:

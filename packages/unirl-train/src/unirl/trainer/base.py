@@ -313,11 +313,11 @@ class Trainer(ABC, Generic[ParamsT]):
 
     def _selected(self, resp: Held, advantages: torch.Tensor, group_ids: list[str]) -> Held:
         """The samples to train on; the response passes through the driver where some go, or move to another device."""
-        divisor = self._runtime.num_ranks * self._settings.num_updates
+        divisor = self._runtime.num_shards * self._settings.num_updates
         rows = self._selection.rows(advantages, group_ids, divisor)
         if rows is not None and len(rows) % divisor:
             raise ConfigError(
-                f"selection keeps {len(rows)} samples, which do not divide over {self._runtime.num_ranks} devices x "
+                f"selection keeps {len(rows)} samples, which do not divide over {self._runtime.num_shards} devices x "
                 f"{self._settings.num_updates} updates. Change batch_size, selection.best_of or "
                 "stack.num_updates_per_batch."
             )
@@ -330,14 +330,14 @@ class Trainer(ABC, Generic[ParamsT]):
 
     def _balanced(self, resp: Held, rows: list[int] | None) -> list[int] | None:
         """The rows to train on (None: all, as they lie), dealt so that every device has as much to do."""
-        costs = self.training_costs(resp) if self._runtime.num_ranks > 1 else None
+        costs = self.training_costs(resp) if self._runtime.num_shards > 1 else None
         if costs is None:
             return rows
         in_order = list(range(len(costs)))
         own = in_order if rows is None else rows
         order = balanced_order(
             [costs[row] for row in own],
-            self._runtime.num_ranks,
+            self._runtime.num_shards,
             self._settings.num_updates,
             self._stack.samples_per_unit(),
         )
@@ -346,7 +346,7 @@ class Trainer(ABC, Generic[ParamsT]):
 
     def _fresh_groups(self, req: RolloutReq, rollout_id: int, num_groups: int) -> RolloutReq:
         """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""
-        while (num_groups * self._sampling.samples_per_prompt) % self._runtime.num_ranks:
+        while (num_groups * self._sampling.samples_per_prompt) % self._runtime.num_shards:
             num_groups += 1
         fresh = self.request(rollout_id, num_groups)
         return fresh.replace(
@@ -390,7 +390,7 @@ class Trainer(ABC, Generic[ParamsT]):
             return {}
         pushed = self._push_weights(done)
         with self._clock.phase("eval"):
-            result = self._evaluator.run(self._engine, self._reward, self._runtime.num_ranks)
+            result = self._evaluator.run(self._engine, self._reward, self._runtime.num_shards)
         if self._settings.best_metric not in result.overall:
             raise ConfigError(
                 f"save.best_metric = {self._settings.best_metric} is not among the held-out means "

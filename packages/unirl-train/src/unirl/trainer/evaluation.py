@@ -228,14 +228,14 @@ def scored_batches(
     *,
     config: HeldOut,
     samples_per_prompt: int,
-    num_ranks: int,
+    num_shards: int,
 ) -> Iterator[ScoredBatch]:
     """Generate and score all rows, `config.batch_size` samples at a time. A batch is released where the next begins."""
     step = max(1, config.batch_size // samples_per_prompt)
     for start in range(0, len(rows), step):
         part = list(rows[start : start + step])
         padded = list(part)
-        while (len(padded) * samples_per_prompt) % num_ranks:
+        while (len(padded) * samples_per_prompt) % num_shards:
             padded.append(part[0])
         req = build(padded)
         with engine.generate(req, policy=config.policy) as resp:
@@ -311,7 +311,7 @@ class BaseEvaluator(ABC):
         """Every way in which it samples."""
 
     @abstractmethod
-    def run(self, engine: Role, reward: Role, num_ranks: int) -> EvaluationResult:
+    def run(self, engine: Role, reward: Role, num_shards: int) -> EvaluationResult:
         """Generate and score every evaluation sample. Raises what the engine or a scorer raises, and RewardError where
         no sample could be scored."""
 
@@ -348,7 +348,7 @@ class Evaluator(BaseEvaluator):
         """The one way."""
         return [self._params]
 
-    def run(self, engine: Role, reward: Role, num_ranks: int) -> EvaluationResult:
+    def run(self, engine: Role, reward: Role, num_shards: int) -> EvaluationResult:
         """See `BaseEvaluator.run`."""
         plan = engine.plan(self._params)
         scores = Scores()
@@ -362,7 +362,7 @@ class Evaluator(BaseEvaluator):
             )
 
         for batch in scored_batches(
-            self._rows, build, engine, reward, config=self.config, samples_per_prompt=1, num_ranks=num_ranks
+            self._rows, build, engine, reward, config=self.config, samples_per_prompt=1, num_shards=num_shards
         ):
             scores.add_samples(batch)
             wanted = self._num_images - sum(len(part) for part in images)

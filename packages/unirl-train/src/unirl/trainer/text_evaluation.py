@@ -133,7 +133,7 @@ class TextEvaluator(BaseEvaluator):
         """Greedy, and where pass@k is asked for, sampled."""
         return [self._greedy, self._sampled] if self._pass_rows else [self._greedy]
 
-    def run(self, engine: Role, reward: Role, num_ranks: int) -> EvaluationResult:
+    def run(self, engine: Role, reward: Role, num_shards: int) -> EvaluationResult:
         """See `BaseEvaluator.run`. Means are of the greedy completions, `pass@k` of the sampled ones."""
         scores, completions, pictures = Scores(), [], []
 
@@ -144,7 +144,7 @@ class TextEvaluator(BaseEvaluator):
             return build_text_request(rows, self._sampled, rollout_id=PASS_ROLLOUT_ID)
 
         for batch in scored_batches(
-            self._rows, greedy, engine, reward, config=self.config, samples_per_prompt=1, num_ranks=num_ranks
+            self._rows, greedy, engine, reward, config=self.config, samples_per_prompt=1, num_shards=num_shards
         ):
             scores.add_samples(batch)
             wanted = min(self._options.num_completions - len(completions), len(batch.rows))
@@ -161,7 +161,7 @@ class TextEvaluator(BaseEvaluator):
             reward,
             config=self.config,
             samples_per_prompt=self._options.pass_samples,
-            num_ranks=num_ranks,
+            num_shards=num_shards,
         ):
             self._add_passes(scores, batch)
         return EvaluationResult(

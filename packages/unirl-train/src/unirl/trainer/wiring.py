@@ -225,7 +225,7 @@ def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) ->
             load_checkpoint(runtime, checkpoint)
         if recipe.get("sync"):
             runtime.role("sync").push()
-        return evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_ranks)
+        return evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_shards)
 
 
 def export_recipe(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
+from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
@@ -277,8 +278,13 @@ class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
         ...
 
     @property
+    def mesh_place(self) -> MeshPlace:
+        """Where this rank stands; calls are cut for it accordingly."""
+        ...
+
+    @property
     def dp_rank(self) -> int:
-        """Which of `dp_size` shards of a batch this rank trains on."""
+        """Which of `dp_size` shards of a batch this rank trains on, as `mesh_place` says."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Markers that say how a method of a role is called on many workers. Data, not behaviour: the runtime reads them."""
+"""How a method of a role is called on many workers: markers, and where a worker stands. The runtime reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
+
+from unirl.types.errors import ContractError
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
@@ -17,24 +19,59 @@ class Dispatch(Enum):
     BROADCAST = "broadcast"
     """Every rank gets the same arguments."""
     SCATTER = "scatter"
-    """Arguments are lists with one item a rank."""
+    """Arguments are lists with one item per shard."""
     DP_SCATTER = "dp_scatter"
-    """Batches are cut into equal contiguous shards, one per rank; the rest is broadcast."""
+    """Batches are cut into equal contiguous shards, one per data-parallel place, whose ranks all get it; the rest is
+    broadcast."""
     RANK_ZERO = "rank_zero"
     """Only rank 0 is called. Never a method with collectives inside."""
 
 
 class Collect(Enum):
-    """How results come back."""
+    """How results come back: of each data-parallel place its first rank answers."""
 
     FIRST = "first"
-    """The value of rank 0."""
+    """The value of the first shard."""
     ALL = "all"
-    """A list, one item a rank."""
+    """A list, one item per shard."""
     CONCAT = "concat"
-    """Batches joined in rank order."""
+    """Batches joined in the order of the shards."""
     HOLD = "hold"
-    """The value stays with the worker that made it; the driver gets a handle and the metadata."""
+    """The value stays with the workers that made it; the driver gets a handle and the metadata."""
+
+
+@dataclass(frozen=True)
+class MeshPlace:
+    """Where a worker stands among those of its group, in each way of dividing work.
+
+    Data parallel (dp): shards of a batch. Sequence (sp), tensor (tp) and expert parallel (ep): ranks that work on the
+    same samples together. Raises ContractError for a rank outside its size.
+    """
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    sp_rank: int = 0
+    sp_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("dp", "sp", "tp", "ep"):
+            rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
+            if not 0 <= rank < size:
+                raise ContractError(f"MeshPlace has {axis}_rank = {rank} of {axis}_size = {size}")
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """A component that knows how the workers of its group divide their work: a training backend, a sharded engine."""
+
+    @property
+    def mesh_place(self) -> MeshPlace:
+        """Where this worker stands."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ class Block:
 class DevicePool:
     """Reserves `num_devices` devices of the cluster and hands out blocks of them.
 
-    num_devices: GPUs with device="cuda", CPU cores with device="cpu" (`cpus_per_device` cores each).
+    num_devices: GPUs with device="cuda", CPU cores with device="cpu" (`cpus_per_device` cores each, which may be
+      less than one).
     devices_per_node: more devices than this span several nodes, which must be full.
     address: None joins the Ray that this process already uses, or starts one on this machine, which `close` stops;
       "auto" or host:port joins a running cluster.
@@ -58,7 +59,7 @@ class DevicePool:
         device: Device = "cpu",
         *,
         devices_per_node: int = 8,
-        cpus_per_device: int = 1,
+        cpus_per_device: float = 1.0,
         address: str | None = None,
         start_timeout_s: float = 120.0,
         log_to_driver: bool = True,
@@ -81,7 +82,7 @@ class DevicePool:
         self._ray = ray_module()
         self._blocks: dict[str, tuple[int, int]] = {}
         self._groups: list[Any] = []  # Any: placement groups
-        self._cpus_per_device = cpus_per_device
+        self.cpus_per_device = cpus_per_device
         self._is_ray_ours = False
         self._join(address, log_to_driver)
         try:
@@ -112,7 +113,7 @@ class DevicePool:
         logger.info("joined Ray at %s in %.1f s", address or "this machine", time.monotonic() - begin)
 
     def _check(self, resources: dict[str, float], where: str) -> None:
-        cores = self.num_devices * self._cpus_per_device
+        cores = self.num_devices * self.cpus_per_device
         if self.device == "cuda" and resources.get("GPU", 0) < self.num_devices:
             raise ConfigError(
                 f"cluster.num_devices asks for {self.num_devices} GPUs; {where} has {resources.get('GPU', 0):.0f}. "
@@ -120,13 +121,13 @@ class DevicePool:
             )
         if resources.get("CPU", 0) < cores:
             raise ConfigError(
-                f"cluster.num_devices = {self.num_devices} ({self.device}) needs {cores} CPU cores; "
+                f"cluster.num_devices = {self.num_devices} ({self.device}) needs {cores:g} CPU cores; "
                 f"{where} has {resources.get('CPU', 0):.0f}. Lower cluster.num_devices."
             )
 
     def _reserve(self, timeout_s: float) -> None:
         per_node = self.num_devices // self.num_nodes
-        bundle: dict[str, float] = {"CPU": self._cpus_per_device}
+        bundle: dict[str, float] = {"CPU": self.cpus_per_device}
         if self.device == "cuda":
             bundle["GPU"] = 1
         create = self._ray.util.placement_group

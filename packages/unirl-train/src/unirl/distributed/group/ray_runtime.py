@@ -13,10 +13,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unirl.distributed.dispatch import HeldKey
+from unirl.distributed.dispatch import HeldKey, shard_ranks
 from unirl.distributed.group.device_pool import Block, Device, DevicePool
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_worker import ProcessInfo, RayWorker
@@ -26,6 +26,7 @@ from unirl.distributed.runtime import Runtime
 from unirl.distributed.tensor.transport import outgoing
 from unirl.distributed.worker import Builder, ComponentInfo
 from unirl.types.errors import ConfigError, ContractError, WorkerError
+from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
 
 logger = logging.getLogger(__name__)
@@ -89,18 +90,22 @@ class RayRuntime(Runtime):
                 f"block {block.name} has {len(block.places)} {block.pool.device} devices; "
                 f"the runtime asks for {num_devices} {device} devices"
             )
-        self.num_ranks = num_devices
+        self._world_size = num_devices
         self._block = block
         self._actors: list[Any] = []  # Any: ray actor handles
         self._processes: list[ProcessInfo] = []
         self._failure: str | None = None
         self._components: Mapping[str, ComponentInfo] = {}
+        self._mesh: Sequence[MeshPlace] = ()
         atexit.register(self.close)
         with contextlib.ExitStack() as unfinished:
             unfinished.callback(self.close)
             self._start_processes(dict(env or {}), start_timeout_s)
             self._form_group(threads_per_worker, start_timeout_s)
-            self._components = self._on_all("build", (builder,), "building the components", timeout_s)[0]
+            built = self._on_all("build", (builder,), "building the components", timeout_s)
+            self._components = built[0][0]
+            self._mesh = [place for _, place in built]
+            shard_ranks(self._mesh)  # raises where the workers do not fit together
             unfinished.pop_all()
         logger.info("started %s in %.1f s", ", ".join(self._names()), time.monotonic() - begin)
 
@@ -112,14 +117,14 @@ class RayRuntime(Runtime):
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for rank, place in enumerate(self._block.places):
             options = actor_class.options(
-                num_cpus=1,
+                num_cpus=self._block.pool.cpus_per_device,
                 num_gpus=1 if is_cuda else 0,
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=strategy(place.group, placement_group_bundle_index=place.bundle),
                 runtime_env={"env_vars": threads | loopback | env},
             )
-            self._actors.append(options.remote(rank, self.num_ranks, "cuda:0" if is_cuda else "cpu", sys.path))
+            self._actors.append(options.remote(rank, self._world_size, "cuda:0" if is_cuda else "cpu", sys.path))
         self._processes = self._on_all("process_info", (), "starting the processes", timeout_s)
 
     def _form_group(self, num_threads: int, start_timeout_s: float) -> None:
@@ -136,6 +141,9 @@ class RayRuntime(Runtime):
 
     def _infos(self) -> Mapping[str, ComponentInfo]:
         return self._components
+
+    def _places(self) -> Sequence[MeshPlace]:
+        return self._mesh
 
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
         return self._start(calls)()
@@ -183,8 +191,8 @@ class RayRuntime(Runtime):
 
     def _names(self) -> list[str]:
         names = []
-        for rank in range(self.num_ranks):
-            where = f"rank {rank} of {self.num_ranks}"
+        for rank in range(self._world_size):
+            where = f"rank {rank} of {self._world_size}"
             if self._processes:
                 where += f", pid {self._processes[rank].pid}"
                 if self._block.pool.num_nodes > 1:

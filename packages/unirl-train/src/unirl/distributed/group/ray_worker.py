@@ -16,6 +16,7 @@ from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.tensor.transport import outgoing
 from unirl.distributed.worker import Builder, ComponentInfo, Worker, WorkerContext
+from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
 
 
@@ -76,10 +77,10 @@ class RayWorker:
             device_id=torch.device(self._context.device) if is_cuda else None,
         )
 
-    def build(self, builder: Builder) -> dict[str, ComponentInfo]:
-        """On all ranks: build the components."""
+    def build(self, builder: Builder) -> tuple[dict[str, ComponentInfo], MeshPlace]:
+        """On all ranks: build the components; says what they are and where this worker stands."""
         self._worker = Worker(builder, self._context)
-        return self._worker.component_infos()
+        return self._worker.component_infos(), self._worker.mesh_place
 
     def close(self) -> None:
         """Close the components, so that what they started ends in order."""

@@ -71,10 +71,10 @@ class FSDPBackend:
             )
         if self._config.cpu_offload and self.device.type != "cuda":
             raise ConfigError(f"fsdp.cpu_offload does nothing on device {self.device}. Set it to false.")
-        self.dp_rank = dist.get_rank() if dist.is_initialized() else 0
-        self.dp_size = dist.get_world_size() if dist.is_initialized() else 1
         topology = topology if topology is not None else TrainTopology()
-        topology.resolved(self.dp_size)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.mesh_place = topology.place(rank, world_size)
+        """Where this rank stands."""
 
         self._modules = bundle.trainable_modules()
         adapter = prepare_parameters(bundle, self._modules, self._config, lora, self.device)
@@ -101,6 +101,16 @@ class FSDPBackend:
         self._owns_process_group = False
 
     # What trains ------------------------------------------------------------------------------------------------
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of `dp_size` shards of a batch this rank trains on."""
+        return self.mesh_place.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of shards that a batch is cut into."""
+        return self.mesh_place.dp_size
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
