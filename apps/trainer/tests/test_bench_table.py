@@ -8,15 +8,16 @@ from unirl.app.bench import CPU_ATTENTION, relative_to_first
 from unirl.app.command_line import parse
 
 
-def report(name: str, cpu_s: float, flops: float, samples: int) -> dict[str, object]:
-    return {"recipe": name, "geometry": {"samples": samples}, "phases": {"train": {"cpu_s": cpu_s, "flops": flops}}}
+def report(name: str, device_s: float, flops: float, samples: int) -> dict[str, object]:
+    phases = {"train": {"device_s": device_s, "flops": flops}}
+    return {"recipe": name, "geometry": {"samples": samples}, "phases": phases}
 
 
 def test_training_is_put_beside_its_flops():
     first, second = relative_to_first([report("a", 2.0, 8e9, 4), report("b", 3.0, 6e9, 2)])
     assert (first["ratio"], first["expected_ratio"], first["off_by"]) == (1, 1, 1)
     # 1.5 against 0.5 seconds per sample, 3 against 2 GFLOP.
-    assert (second["train_cpu_s_per_sample"], second["train_gflop_per_sample"]) == (1.5, 3.0)
+    assert (second["train_device_s_per_sample"], second["train_gflop_per_sample"]) == (1.5, 3.0)
     assert (second["ratio"], second["expected_ratio"], second["off_by"]) == (3, 1.5, 2)
 
 

@@ -1,4 +1,4 @@
-"""`trainer bench`: where the time of a recipe goes, against the machine's own matrix-multiplication rate.
+"""`trainer bench`: where the time of a recipe goes, against the device's own matrix-multiplication rate.
 
 The report is a JSON object, documented field by field in docs/performance.md. Ratios within one report are taken in one
 process; compare reports of different machines only through them.
@@ -13,15 +13,16 @@ import statistics
 import subprocess
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from unirl.app.meters import Meter, Spent, gemm_rate, meter_of
 from unirl.distributed.runtime import LocalRuntime
 from unirl.models.ar import ARStage
 from unirl.models.text_pipeline import AutoregressivePipeline
@@ -30,13 +31,12 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.versions import versions
 from unirl.trainer.wiring import make_runtime, make_trainer
 from unirl.types.errors import ConfigError
+from unirl.types.precision import dtype_named
 from unirl.types.protocols import Conditions, DiffusionPipeline
 from unirl.types.rollout import RolloutResp
 from unirl.types.segments import LatentSegment, TextSegment
 
-SCHEMA = 2
-GEMM_SHAPES = ((2048, 2048, 2048), (1024, 1024, 1024), (4608, 384, 96), (3648, 512, 128), (8192, 512, 512))
-"""(m, k, n) tried for the machine's rate; the best one counts, so that the fraction is never flattered."""
+SCHEMA = 3
 COMPUTE_PHASES = ("rollout", "reward", "train")
 
 
@@ -61,23 +61,6 @@ CPU_ATTENTION = {
 """Operators that PyTorch's counter leaves out; scores that the backward pass computes again do not count."""
 
 
-def gemm_rate(repeats: int = 5) -> float:
-    """Best float32 matrix-multiplication rate of this process, in FLOP per CPU second over all its threads."""
-    best = 0.0
-    generator = torch.Generator().manual_seed(0)
-    for m, k, n in GEMM_SHAPES:
-        left, right = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
-        inner = max(1, int(2e9 / (2 * m * k * n)))
-        for _ in range(repeats):
-            started = time.process_time()
-            for _ in range(inner):
-                left @ right
-            seconds = time.process_time() - started
-            if seconds > 0:
-                best = max(best, 2 * m * k * n * inner / seconds)
-    return best
-
-
 def commit() -> str | None:
     """The commit of the working tree, None outside one."""
     try:
@@ -98,19 +81,23 @@ def bench_recipe(recipe: Mapping[str, Any], *, warmup: int = 1, repeats: int = 3
         raise ConfigError("bench measures one process; set runtime=local num_devices=1")
     if repeats < 1 or warmup < 0:
         raise ConfigError(f"bench needs repeats >= 1 and warmup >= 0, got {repeats} and {warmup}")
+    meter, dtype = meter_of(recipe["device"]), _compute_dtype(recipe)
     clock = PhaseClock()
-    rates = [gemm_rate()]
+    rates = [gemm_rate(meter, dtype)]
     with tempfile.TemporaryDirectory() as folder, make_runtime(recipe, Path(folder)) as runtime:
         trainer = make_trainer({**recipe, "eval": None}, runtime, Path(folder), [], threading.Event(), clock)
         runtime.role("stack").prepare()
         for i in range(warmup):
             trainer.step(i)
-        steps = []
+        steps: list[Step] = []
         for i in range(repeats):
             before = clock.state_dict()
+            spent: dict[str, Spent] = {}
+            clock.observer = _device_observer(meter, spent)
             trainer.step(warmup + i)
-            steps.append(_difference(clock.state_dict(), before))
-        rates.append(gemm_rate())
+            passed = _difference(clock.state_dict(), before)
+            steps.append(Step(wall_s=passed["wall_s"], cpu_s=passed["cpu_s"], spent=spent))
+        rates.append(gemm_rate(meter, dtype))
         flops: dict[str, int] = {}
         clock.observer = _flop_observer(flops)
         trainer.step(warmup + repeats)
@@ -118,27 +105,27 @@ def bench_recipe(recipe: Mapping[str, Any], *, warmup: int = 1, repeats: int = 3
         variants: dict[str, float] = {}
         if isinstance(runtime, LocalRuntime):
             with runtime.role("engine").generate(trainer.request(warmup + repeats + 1, 1)) as resp:
-                variants = resp.map(replay_variants, runtime.component("pipeline"))[0]
+                variants = resp.map(replay_variants, runtime.component("pipeline"), meter)[0]
     num_samples = recipe["batch_size"] * recipe["sampling"]["samples_per_prompt"]
-    return _report(recipe, steps, flops, max(rates), num_samples, variants)
+    return _report(recipe, steps, flops, max(rates), dtype, num_samples, variants)
 
 
 def relative_to_first(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Training seconds per sample of every report relative to the first, beside what its FLOPs would make it."""
 
-    def a_sample(report: Mapping[str, Any], quantity: str) -> float:
+    def per_sample(report: Mapping[str, Any], quantity: str) -> float:
         return report["phases"]["train"][quantity] / report["geometry"]["samples"]
 
     first = reports[0]
     rows = []
     for report in reports:
-        ratio = a_sample(report, "cpu_s") / a_sample(first, "cpu_s")
-        expected = a_sample(report, "flops") / a_sample(first, "flops")
+        ratio = per_sample(report, "device_s") / per_sample(first, "device_s")
+        expected = per_sample(report, "flops") / per_sample(first, "flops")
         rows.append(
             {
                 "recipe": report["recipe"],
-                "train_cpu_s_per_sample": a_sample(report, "cpu_s"),
-                "train_gflop_per_sample": a_sample(report, "flops") / 1e9,
+                "train_device_s_per_sample": per_sample(report, "device_s"),
+                "train_gflop_per_sample": per_sample(report, "flops") / 1e9,
                 "ratio": ratio,
                 "expected_ratio": expected,
                 "off_by": ratio / expected,
@@ -148,22 +135,24 @@ def relative_to_first(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def replay_variants(
-    resp: RolloutResp, pipeline: Any, samples: int = 8, repeats: int = 5
+    resp: RolloutResp, pipeline: Any, meter: Meter, samples: int = 8, repeats: int = 5
 ) -> dict[str, float]:  # Any: the pipeline that generated the response
-    """CPU seconds of replaying a micro-batch with gradients, in the way of training and in the plain one."""
+    """Device seconds of replaying a micro-batch with gradients, in the way of training and in the plain one."""
     part = resp.root_track().slice(0, samples)
-    return _variants_of(part.segment, part.conditions, pipeline, repeats)
+    return _variants_of(part.segment, part.conditions, pipeline, meter, repeats)
 
 
 @functools.singledispatch
-def _variants_of(segment: object, conditions: Conditions, pipeline: Any, repeats: int) -> dict[str, float]:
+def _variants_of(
+    segment: object, conditions: Conditions, pipeline: Any, meter: Meter, repeats: int
+) -> dict[str, float]:
     """Nothing to compare; Any: a pipeline of the segment's kind."""
     return {}
 
 
 @_variants_of.register
 def _latent_variants(
-    segment: LatentSegment, conditions: Conditions, pipeline: DiffusionPipeline, repeats: int
+    segment: LatentSegment, conditions: Conditions, pipeline: DiffusionPipeline, meter: Meter, repeats: int
 ) -> dict[str, float]:
     """All steps in one forward, and one forward a step."""
     if not segment.sde_indices or segment.params is None:
@@ -182,13 +171,13 @@ def _latent_variants(
     return {
         "replay_samples": float(segment.batch_size),
         "replay_steps": float(len(segment.sde_indices)),
-        **_side_by_side("batched", batched, "per_step", per_step, repeats),
+        **_side_by_side("batched", batched, "per_step", per_step, meter, repeats),
     }
 
 
 @_variants_of.register
 def _text_variants(
-    segment: TextSegment, conditions: Conditions, pipeline: AutoregressivePipeline, repeats: int
+    segment: TextSegment, conditions: Conditions, pipeline: AutoregressivePipeline, meter: Meter, repeats: int
 ) -> dict[str, float]:
     """Samples end to end, and each padded to the longest."""
     params = segment.params
@@ -201,26 +190,42 @@ def _text_variants(
     return {
         "replay_samples": float(segment.batch_size),
         "replay_tokens": float(segment.tokens.numel()),
-        **_side_by_side("packed", packed, "padded", padded, repeats),
+        **_side_by_side("packed", packed, "padded", padded, meter, repeats),
     }
 
 
 def _side_by_side(
-    ours: str, run: Callable[[], None], plain: str, run_plain: Callable[[], None], repeats: int
+    ours: str, run: Callable[[], None], plain: str, run_plain: Callable[[], None], meter: Meter, repeats: int
 ) -> dict[str, float]:
-    """Median CPU seconds of both, taken in turn after one of each to warm up, and the median ratio."""
-    pairs = [(_cpu_seconds(run), _cpu_seconds(run_plain)) for _ in range(repeats + 1)][1:]
+    """Median device seconds of both, taken in turn after one of each to warm up, and the median ratio."""
+    pairs = [(_seconds(run, meter), _seconds(run_plain, meter)) for _ in range(repeats + 1)][1:]
     return {
-        f"replay_{ours}_cpu_s": statistics.median(pair[0] for pair in pairs),
-        f"replay_{plain}_cpu_s": statistics.median(pair[1] for pair in pairs),
+        f"replay_{ours}_device_s": statistics.median(pair[0] for pair in pairs),
+        f"replay_{plain}_device_s": statistics.median(pair[1] for pair in pairs),
         "replay_speedup": statistics.median(pair[1] / pair[0] for pair in pairs),
     }
 
 
-def _cpu_seconds(function: Callable[[], None]) -> float:
-    started = time.process_time()
-    function()
-    return time.process_time() - started
+def _seconds(work: Callable[[], None], meter: Meter) -> float:
+    with meter.measuring() as spent:
+        work()
+    return spent.seconds
+
+
+def _compute_dtype(recipe: Mapping[str, Any]) -> torch.dtype:
+    """What the model's products are computed in, as far as the recipe says; float32 on a CPU, which emulates others."""
+    if recipe["device"] == "cpu":
+        return torch.float32
+    return dtype_named(recipe["sampling"].get("autocast_precision") or recipe["bundle"].get("dtype", "fp32"), "dtype")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured step by phase."""
+
+    wall_s: dict[str, float]
+    cpu_s: dict[str, float]
+    spent: dict[str, Spent]
 
 
 def _difference(after: dict[str, dict[str, float]], before: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -228,6 +233,22 @@ def _difference(after: dict[str, dict[str, float]], before: dict[str, dict[str, 
         kind: {name: seconds - before[kind].get(name, 0.0) for name, seconds in phases.items()}
         for kind, phases in after.items()
     }
+
+
+def _device_observer(meter: Meter, found: dict[str, Spent]) -> Callable[[str], Any]:
+    @contextmanager
+    def observe(name: str) -> Generator[None]:
+        with meter.measuring() as spent:
+            yield
+        before = found.get(name, Spent())
+        peak_bytes = _largest((before.peak_bytes, spent.peak_bytes))
+        found[name] = Spent(before.seconds + spent.seconds, peak_bytes)
+
+    return observe
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _flop_observer(flops: dict[str, int]) -> Callable[[str], Any]:
@@ -242,26 +263,28 @@ def _flop_observer(flops: dict[str, int]) -> Callable[[str], Any]:
 
 def _report(
     recipe: Mapping[str, Any],
-    steps: list[dict[str, dict[str, float]]],
+    steps: list[Step],
     flops: dict[str, int],
     rate: float,
+    dtype: torch.dtype,
     num_samples: int,
     variants: dict[str, float],
 ) -> dict[str, Any]:
-    names = sorted(steps[0]["wall_s"])
     phases = {}
-    for name in names:
-        wall = statistics.median(step["wall_s"][name] for step in steps)
-        cpu = statistics.median(step["cpu_s"][name] for step in steps)
+    for name in sorted(steps[0].wall_s):
+        spent = [step.spent.get(name, Spent()) for step in steps]
+        device_s = statistics.median(each.seconds for each in spent)
         phases[name] = {
-            "wall_s": wall,
-            "cpu_s": cpu,
+            "wall_s": statistics.median(step.wall_s[name] for step in steps),
+            "cpu_s": statistics.median(step.cpu_s[name] for step in steps),
+            "device_s": device_s,
+            "peak_device_bytes": _largest(each.peak_bytes for each in spent),
             "flops": flops.get(name, 0),
-            "gemm_fraction": flops.get(name, 0) / cpu / rate if cpu > 0 else 0.0,
+            "gemm_fraction": flops.get(name, 0) / device_s / rate if device_s > 0 else 0.0,
         }
-    totals = [sum(step["wall_s"].values()) for step in steps]
-    total_cpu = sum(phase["cpu_s"] for phase in phases.values())
-    driver_cpu = sum(phase["cpu_s"] for name, phase in phases.items() if name not in COMPUTE_PHASES)
+    totals = [sum(step.wall_s.values()) for step in steps]
+    total_device = sum(phase["device_s"] for phase in phases.values())
+    driver_device = sum(phase["device_s"] for name, phase in phases.items() if name not in COMPUTE_PHASES)
     return {
         "schema": SCHEMA,
         "recipe": recipe["recipe"],
@@ -272,6 +295,7 @@ def _report(
             "processor": _processor(),
             "threads": torch.get_num_threads(),
             "device": recipe["device"],
+            "gpu": torch.cuda.get_device_name() if torch.device(recipe["device"]).type == "cuda" else None,
         },
         "geometry": {
             "prompts": recipe["batch_size"],
@@ -283,10 +307,11 @@ def _report(
         "repeats": len(steps),
         "step_wall_s": {"min": min(totals), "median": statistics.median(totals), "max": max(totals)},
         "samples_per_s": num_samples / statistics.median(totals),
-        "samples_per_cpu_s": num_samples / total_cpu,
+        "samples_per_device_s": num_samples / total_device,
         "phases": phases,
-        "driver_share": driver_cpu / total_cpu,
-        "gemm_flops_per_cpu_s": rate,
+        "driver_share": driver_device / total_device,
+        "gemm_flops_per_device_s": rate,
+        "gemm_dtype": str(dtype).removeprefix("torch."),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "variants": variants,
     }

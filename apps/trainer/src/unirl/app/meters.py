@@ -1,0 +1,106 @@
+"""Seconds, memory and matrix products of the device that computes, as `trainer bench` reports them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Shape = tuple[int, int, int]
+
+
+@dataclass
+class Spent:
+    """What some work took on the device; complete after the work."""
+
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+    """Most memory that was allocated on the device at once; None where the device is the CPU."""
+
+
+class Meter(Protocol):
+    """Measures work on one kind of device."""
+
+    device: torch.device
+    gemm_shapes: tuple[Shape, ...]
+    """(m, k, n) tried for the device's rate; the best one counts, so that a fraction of it is never flattered."""
+
+    gemm_flops: float
+    """FLOP that a measurement of the rate takes about, many times the cost of starting it."""
+
+    def measuring(self) -> AbstractContextManager[Spent]:
+        """Around some work; waits at the end until the device has done it."""
+        ...
+
+
+class CPUMeter:
+    """CPU seconds of this process over all its threads: other work on the machine hardly changes them."""
+
+    device = torch.device("cpu")
+    gemm_shapes: tuple[Shape, ...] = (
+        (2048, 2048, 2048),
+        (1024, 1024, 1024),
+        (4608, 384, 96),
+        (3648, 512, 128),
+        (8192, 512, 512),
+    )
+    gemm_flops = 2e9
+
+    @contextmanager
+    def measuring(self) -> Generator[Spent]:
+        """See `Meter`."""
+        spent = Spent()
+        started = time.process_time()
+        yield spent
+        spent.seconds = time.process_time() - started
+
+
+class CUDAMeter:
+    """Seconds between two events on the current stream, so gaps in which the GPU waits for the host count."""
+
+    gemm_shapes: tuple[Shape, ...] = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 4096))
+    gemm_flops = 1e13
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @contextmanager
+    def measuring(self) -> Generator[Spent]:
+        """See `Meter`. The peak is of PyTorch's allocator and counts what was allocated before."""
+        spent = Spent()
+        with torch.cuda.device(self.device):
+            torch.cuda.reset_peak_memory_stats()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield spent
+            end.record()
+            end.synchronize()
+            spent.seconds = begin.elapsed_time(end) / 1e3
+            spent.peak_bytes = torch.cuda.max_memory_allocated()
+
+
+def meter_of(device: str) -> Meter:
+    """The meter of a device as recipes name it: "cpu", "cuda" or "cuda:0"."""
+    place = torch.device(device)
+    return CUDAMeter(place) if place.type == "cuda" else CPUMeter()
+
+
+def gemm_rate(meter: Meter, dtype: torch.dtype, repeats: int = 5) -> float:
+    """Best matrix-multiplication rate of the device in FLOP per second of its meter."""
+    best = 0.0
+    generator = torch.Generator().manual_seed(0)
+    for m, k, n in meter.gemm_shapes:
+        left, right = (torch.randn(size, generator=generator).to(meter.device, dtype) for size in ((m, k), (k, n)))
+        flops = 2 * m * k * n
+        inner = max(1, int(meter.gemm_flops / flops))
+        for _ in range(repeats):
+            with meter.measuring() as spent:
+                for _ in range(inner):
+                    left @ right
+            if spent.seconds > 0:
+                best = max(best, flops * inner / spent.seconds)
+    return best
