@@ -270,7 +270,7 @@ def _report(
     num_samples: int,
     variants: dict[str, float],
 ) -> dict[str, Any]:
-    phases = {}
+    phases: dict[str, dict[str, Any]] = {}
     for name in sorted(steps[0].wall_s):
         spent = [step.spent.get(name, Spent()) for step in steps]
         device_s = statistics.median(each.seconds for each in spent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,12 +25,20 @@ class Spent:
 class Meter(Protocol):
     """Measures work on one kind of device."""
 
-    device: torch.device
-    gemm_shapes: tuple[Shape, ...]
-    """(m, k, n) tried for the device's rate; the best one counts, so that a fraction of it is never flattered."""
+    @property
+    def device(self) -> torch.device:
+        """Where the work is done."""
+        ...
 
-    gemm_flops: float
-    """FLOP that a measurement of the rate takes about, many times the cost of starting it."""
+    @property
+    def gemm_shapes(self) -> Sequence[Shape]:
+        """(m, k, n) tried for the device's rate; the best one counts, so that a fraction of it is never flattered."""
+        ...
+
+    @property
+    def gemm_flops(self) -> float:
+        """FLOP that one measurement of the rate takes, many times the cost of starting it."""
+        ...
 
     def measuring(self) -> AbstractContextManager[Spent]:
         """Around some work; waits at the end until the device has done it."""
@@ -41,7 +49,7 @@ class CPUMeter:
     """CPU seconds of this process over all its threads: other work on the machine hardly changes them."""
 
     device = torch.device("cpu")
-    gemm_shapes: tuple[Shape, ...] = (
+    gemm_shapes = (
         (2048, 2048, 2048),
         (1024, 1024, 1024),
         (4608, 384, 96),
@@ -62,7 +70,7 @@ class CPUMeter:
 class CUDAMeter:
     """Seconds between two events on the current stream, so gaps in which the GPU waits for the host count."""
 
-    gemm_shapes: tuple[Shape, ...] = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 4096))
+    gemm_shapes = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 4096))
     gemm_flops = 1e13
 
     def __init__(self, device: torch.device) -> None:
