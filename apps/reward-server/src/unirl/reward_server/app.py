@@ -279,7 +279,7 @@ class RewardServer:
             content = memoryview(body).toreadonly()
             if content_type == BINARY_TYPE:
                 return decode_binary(content, self._limits)
-            # Pictures are decompressed here, which would hold up every other request.
+            # Images are decompressed here, which would hold up every other request.
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._decoders, decode_json, content, self._limits, self._read_video)
         except SchemaError as error:

@@ -12,7 +12,7 @@ _KEPT_BYTES = 2**30
 def keep_freed_memory() -> None:
     """Let this process keep up to 1 GiB for the next request, where the C library is glibc.
 
-    Else every batch of pictures gets fresh pages from the system, which have to be cleared. Measured with one picture
+    Else every batch of images gets fresh pages from the system, which have to be cleared. Measured with one image
     of 512 x 512 a request, CPU of server and replica together, without it and with it: binary 3.47 and 2.45 ms at 64
     clients, 2.67 and 2.45 at 8; JSON 7.37 and 6.15, 6.72 and 6.51. 256 MiB kept too little for a batch of 64: 5.0 ms.
     """

@@ -52,7 +52,7 @@ class ServerSettings:
     """Bodies and decoded media of all requests in work; more get 429."""
     max_samples: int = 1024
     max_image_pixels: int = 4096 * 4096
-    """Of one picture or frame."""
+    """Of one image or frame."""
     max_video_frames: int = 1024
     max_media_bytes: int = 1024**3
     """Media when decoded."""
@@ -120,7 +120,7 @@ class RewardSettings:
     idle_stop_s: float | None = None
     """Stop the replicas after this time without requests, which frees their memory. They come back on demand."""
     warm_up: bool = True
-    """Score one grey picture before the replica counts as ready."""
+    """Score one grey image before the replica counts as ready."""
 
     def __post_init__(self) -> None:
         where = f"reward {self.name}"

@@ -2,7 +2,7 @@
 
 Legend: B samples, T steps.
 Source: ImageReward (arXiv 2304.05977), algorithm 1. The published code has 40 steps, trains on one of the last ten and
-scales relu(2 - reward) by 1e-3; the paper adds a pre-training loss on given pictures, the code does not.
+scales relu(2 - reward) by 1e-3; the paper adds a pre-training loss on given images, the code does not.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Where a run's metrics, pictures and summary go. Every tracker implements `unirl.tracking.base.Tracker`."""
+"""Where a run's metrics, images and summary go. Every tracker implements `unirl.tracking.base.Tracker`."""

@@ -27,7 +27,7 @@ class Tracker(Protocol):
         ...
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """A finished picture, such as a labelled grid of samples. captions: what each sample in it is, as text."""
+        """A finished image, such as a labelled grid of samples. captions: what each sample in it is, as text."""
         ...
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:

@@ -125,7 +125,7 @@ class ConsoleTracker:
             self._console.print(self._line(step, metrics), soft_wrap=True)
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """Pictures are written to the run directory; a terminal shows none."""
+        """Images are written to the run directory; a terminal shows none."""
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """The first rows, above the live display."""

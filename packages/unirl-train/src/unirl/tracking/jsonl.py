@@ -37,7 +37,7 @@ class JsonlTracker:
         self._file.flush()
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """Pictures lie beside the metrics; nothing to write here."""
+        """Images lie beside the metrics; nothing to write here."""
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Tables lie beside the metrics; nothing to write here."""

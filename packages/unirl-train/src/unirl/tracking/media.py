@@ -22,7 +22,7 @@ INK, GREEN, RED = (30, 30, 30), (0, 120, 40), (190, 20, 20)
 SHEET_WIDTH = 1400
 """Pixels that a grid of answers aims at."""
 FRAME = 3
-"""Pixels of the line around a picture that is right or wrong."""
+"""Pixels of the line around an image that is right or wrong."""
 
 Mark = tuple[str, bool | None]
 """What to say of a sample, and whether it is right; None where nothing says so."""
@@ -110,9 +110,9 @@ def answered(
     verdicts: Sequence[Mark],
     columns: int | None = None,
 ) -> Image.Image:
-    """A grid of samples: the pictures of each side by side, its question, and what was answered below.
+    """A grid of samples: the images of each side by side, its question, and what was answered below.
 
-    pictures: any number a sample, [3, H, W] in [0, 1] of any size. verdicts: the answer, and whether it is right, which
+    images: any number a sample, [3, H, W] in [0, 1] of any size. verdicts: the answer, and whether it is right, which
     colours it; None leaves it black. Raises ContractError where the numbers of samples differ.
     """
     if not len(pictures) == len(questions) == len(verdicts) or not pictures:

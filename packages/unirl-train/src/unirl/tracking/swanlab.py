@@ -1,4 +1,4 @@
-"""Metrics and pictures in SwanLab."""
+"""Metrics and images in SwanLab."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SwanLabTracker:
         self._run.log(dict(metrics), step=step)
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """One picture."""
+        """One image."""
         self._run.log({f"samples/{name}": self._swanlab.Image(picture, caption=numbered(captions))}, step=step)
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:

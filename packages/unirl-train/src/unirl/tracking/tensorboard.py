@@ -1,4 +1,4 @@
-"""Metrics, pictures and hyper-parameters as TensorBoard events under `<run_dir>/tensorboard/<recipe>`."""
+"""Metrics, images and hyper-parameters as TensorBoard events under `<run_dir>/tensorboard/<recipe>`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorBoardTracker:
     """Writes event files. A resumed run hides the events past its checkpoint (TensorBoard's purge step).
 
     TensorBoard names a run after its folder, which is that of the recipe below `<run_dir>/tensorboard`. The
-    hyper-parameters tab has every number and text of the recipe; captions of pictures are texts beside them.
+    hyper-parameters tab has every number and text of the recipe; captions of images are texts beside them.
     """
 
     def __init__(self, flush_s: PositiveInt = 10) -> None:
@@ -61,7 +61,7 @@ class TensorBoardTracker:
             self._open().add_scalar(name, value, step)
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """One picture, and its captions as a text of the same name."""
+        """One image, and its captions as a text of the same name."""
         self._open().add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
         if captions:
             self._open().add_text(f"{name}/captions", numbered(captions), step)

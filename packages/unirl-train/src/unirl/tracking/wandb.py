@@ -1,4 +1,4 @@
-"""Metrics and pictures in Weights & Biases."""
+"""Metrics and images in Weights & Biases."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step)
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """One picture, on the axis of its step."""
+        """One image, on the axis of its step."""
         self._run.log({f"samples/{name}": self._wandb.Image(picture, caption=numbered(captions))}, step=step)
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:

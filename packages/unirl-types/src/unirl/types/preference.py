@@ -1,7 +1,7 @@
 """Data rows that bring their own images: what preference data is made of, instead of samples of the policy.
 
 The metadata of such a row has `images`, two or more references, and `scores`, a number each (higher is better).
-Sample j of the row's group takes image j. A reference is the path of a picture file, or `path#k`: tile k, counted row
+Sample j of the row's group takes image j. A reference is the path of an image file, or `path#k`: tile k, counted row
 by row, of a sheet whose tiles have the size of one image.
 """
 
@@ -42,7 +42,7 @@ def given_score(metadata: Metadata, sample_id: str) -> float | None:
 
 
 def split_reference(reference: str) -> tuple[str, int | None]:
-    """Path of the picture file, and the tile of a sheet or None for the whole picture."""
+    """Path of the image file, and the tile of a sheet or None for the whole image."""
     path, mark, tile = reference.rpartition("#")
     return (path, int(tile)) if mark and path and tile.isdecimal() else (reference, None)
 

@@ -74,7 +74,7 @@ def sample_latents(
 
 @torch.no_grad()
 def decode_latents(vae: AutoencoderKL, latents_BCHW: Tensor) -> Tensor:
-    """Pictures in [0, 1]."""
+    """Images in [0, 1]."""
     config = vae.config
     pictures = vae.decode(latents_BCHW / config["scaling_factor"] + config["shift_factor"]).sample
     return (pictures / 2 + 0.5).clamp(0, 1)

@@ -1,8 +1,8 @@
 """Preference pairs of the shapes world: `python -m unirl.worlds.shapes.pairs --out DIR [--seed 0] [--num-pairs 512]`.
 
-Of every pair the chosen picture is a drawing that shows what the prompt asks for, the rejected one a drawing that is
+Of every pair the chosen image is a drawing that shows what the prompt asks for, the rejected one a drawing that is
 wrong in one respect. Both are what the base draws, so their difference is what it has to learn. The verifier confirms
-every picture. Prompts are those of RL training; none is held out.
+every image. Prompts are those of RL training; none is held out.
 The folder gets `pairs.jsonl` and `pairs.png`, a sheet of tiles, see `unirl.types.preference`.
 """
 
@@ -27,7 +27,7 @@ COLUMNS = 32
 
 
 def draw_pairs(num_pairs: int, seed: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """(prompt, chosen, rejected), pictures uint8 [3, 32, 32]; prompts take turns in a shuffled order."""
+    """(prompt, chosen, rejected), images uint8 [3, 32, 32]; prompts take turns in a shuffled order."""
     rng = np.random.default_rng(seed)
     prompts, _ = world.split_prompts()
     pairs: list[tuple[str, np.ndarray, np.ndarray]] = []

@@ -1,6 +1,6 @@
 """Make the base checkpoint of the shapes world: `python -m unirl.worlds.shapes.pretrain --out DIR [--seed 0]`.
 
-Four stages, each with a fixed number of steps: text encoders, autoencoder, a bank of encoded pictures, transformer. The
+Four stages, each with a fixed number of steps: text encoders, autoencoder, a bank of encoded images, transformer. The
 result is a folder for `StableDiffusion3Pipeline.from_pretrained`. docs/shapes_world.md has the time and the figures.
 
 Shape letters: B samples, C H W latent, J drawings of one layout, L layouts, P prompts.
@@ -118,7 +118,7 @@ def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -
 
 
 def make_autoencoder() -> AutoencoderKL:
-    """Pictures [3, 32, 32] to latents [4, 8, 8]; 0.18 M parameters."""
+    """Images [3, 32, 32] to latents [4, 8, 8]; 0.18 M parameters."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,

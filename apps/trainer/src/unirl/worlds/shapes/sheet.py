@@ -1,4 +1,4 @@
-"""Sheets: one picture file of many drawings of the shapes world."""
+"""Sheets: one image file of many drawings of the shapes world."""
 
 from __future__ import annotations
 

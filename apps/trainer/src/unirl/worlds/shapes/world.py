@@ -1,6 +1,6 @@
 """The shapes world: every prompt, the scenes that fit it, scenes that nearly fit it, and how a scene is drawn.
 
-A scene is a layout: what stands in each of the four quadrants of a 32 x 32 picture. Position and size jitter come on
+A scene is a layout: what stands in each of the four quadrants of a 32 x 32 image. Position and size jitter come on
 top when a layout is drawn. The grammar of prompts and the palette are those of the verifier.
 `python -m unirl.worlds.shapes.world --out DIR` writes the prompt files.
 """
@@ -44,7 +44,7 @@ Layout = tuple[ShapeObject | None, ShapeObject | None, ShapeObject | None, Shape
 NEAR_MISS_FRACTION: Mapping[str, float] = MappingProxyType(
     {"single": 0.50, "color": 0.45, "two": 0.42, "count": 0.45, "position": 0.42}
 )
-"""Share of the pretraining pictures of each category that are wrong for their caption in one respect."""
+"""Share of the pretraining images of each category that are wrong for their caption in one respect."""
 
 _CENTER_JITTER = 1.5
 _RADIUS_RANGE = (4.8, 6.2)
@@ -67,7 +67,7 @@ def all_prompts() -> list[str]:
 
 
 def scene_key(spec: PromptSpec) -> str:
-    """Names what the picture must show, so that two wordings of one request share a key.
+    """Names what the image must show, so that two wordings of one request share a key.
 
     "a red circle left of a blue square" and "a blue square right of a red circle" are one request, and so are
     "a red circle" and "one red circle".

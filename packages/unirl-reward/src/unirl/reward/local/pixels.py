@@ -26,7 +26,7 @@ def check_pixels(pixels_bCHW: Tensor) -> None:
 
 
 def to_bytes(pixels_bCHW: Tensor) -> np.ndarray:
-    """uint8 [b, H, W, 3], round(255 * pixel): what saving the picture as PNG would keep.
+    """uint8 [b, H, W, 3], round(255 * pixel): what saving the image as PNG would keep.
 
     Raises ContractError as `check_pixels` does.
     """
@@ -36,5 +36,5 @@ def to_bytes(pixels_bCHW: Tensor) -> np.ndarray:
 
 
 def to_pictures(pixels_bCHW: Tensor) -> list[Image.Image]:
-    """RGB pictures of `to_bytes`."""
+    """RGB images of `to_bytes`."""
     return [Image.fromarray(picture) for picture in to_bytes(pixels_bCHW)]

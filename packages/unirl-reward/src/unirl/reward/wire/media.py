@@ -1,4 +1,4 @@
-"""Pictures and videos inside JSON: base64 of files, decoded within limits.
+"""Images and videos inside JSON: base64 of files, decoded within limits.
 
 Legend: T frames, H W pixels.
 """
@@ -26,7 +26,7 @@ from unirl.types.errors import DataError
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 ANIMATED_FORMATS = ("PNG", "GIF", "WEBP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-"""8 bits a channel or less. Deeper pictures would be clipped by the conversion to RGB."""
+"""8 bits a channel or less. Deeper images would be clipped by the conversion to RGB."""
 
 # What Pillow raises for malformed files, by its own test-suite and by fuzzing.
 _DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, struct.error, zlib.error)
@@ -50,7 +50,7 @@ class Budget:
 
 
 def check_size(width: int, height: int, where: str, limits: Limits) -> None:
-    """Raises DataError for a picture without pixels or with too many."""
+    """Raises DataError for an image without pixels or with too many."""
     if width < 1 or height < 1 or width * height > limits.max_pixels:
         raise DataError(f"{where} is {width} x {height}; it must have 1 to {limits.max_pixels} pixels")
 
@@ -101,7 +101,7 @@ def _saved(picture: Image.Image, **options: Any) -> str:  # Any: keywords of Pil
 
 
 def _opened(data: bytes, where: str, formats: tuple[str, ...], budget: Budget) -> Image.Image:
-    """The header of a picture, its size checked and counted; no pixel is decoded yet."""
+    """The header of an image, its size checked and counted; no pixel is decoded yet."""
     try:
         picture = Image.open(BytesIO(data), formats=list(formats))
     except Image.DecompressionBombError as error:

@@ -37,7 +37,7 @@ class Limits:
     max_samples: int = 1024
     """Samples of one body."""
     max_pixels: int = 4096 * 4096
-    """Pixels of one picture or frame."""
+    """Pixels of one image or frame."""
     max_frames: int = 1024
     """Frames of one video."""
     max_media_bytes: int = 1024**3
@@ -58,7 +58,7 @@ class WireSample:
     """Image [H, W, 3] or video [T, H, W, 3], uint8, or float32 in [0, 1]; a text is a str."""
     prompt: str | None = None
     source: np.ndarray | None = None
-    """The input image [H, W, 3] of an edit or of a question about a picture."""
+    """The input image [H, W, 3] of an edit or of a question about an image."""
     group_id: str | None = None
     fps: float | None = None
     """Of a video."""

@@ -1,4 +1,4 @@
-"""The verifier of the shapes world: does a picture show exactly what its prompt asks for?
+"""The verifier of the shapes world: does an image show exactly what its prompt asks for?
 
 Pixels are named by colour, connected regions become objects, and the shape of an object is the template with the most
 overlap in its bounding box. Shape letters: B images, H W pixels, K objects found in the whole batch.
@@ -30,7 +30,7 @@ MIN_OVERLAP = 0.7
 MAX_ASPECT = 1.6
 """Largest ratio of the sides of an object's bounding box."""
 RELATION_MARGIN = 0.2
-"""Least distance of the centres along the axis of a relation, as a fraction of the side of the picture."""
+"""Least distance of the centres along the axis of a relation, as a fraction of the side of the image."""
 RELATION_WEIGHT = 0.25
 """Share of the relation in the soft score of a position prompt."""
 
@@ -42,7 +42,7 @@ _NUM_CLASSES = (len(COLORS) + 1) * (len(SHAPES) + 1)
 
 @dataclass(frozen=True)
 class FoundObject:
-    """A region of a picture."""
+    """A region of an image."""
 
     color: str | None
     """None: the region has no colour of the palette."""
@@ -56,10 +56,10 @@ class FoundObject:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verifier's answer for one picture."""
+    """The verifier's answer for one image."""
 
     strict: bool
-    """The picture shows what was asked for and nothing else."""
+    """The image shows what was asked for and nothing else."""
     soft: float
     """Partial credit in [0, 1]; 1 exactly when strict."""
     details: tuple[FoundObject, ...]
@@ -90,7 +90,7 @@ class _Request:
 
 
 def verify(image: Tensor | np.ndarray, spec: PromptSpec) -> Verdict:
-    """Judge one picture [3, H, W], float in [0, 1] or uint8, against `spec`."""
+    """Judge one image [3, H, W], float in [0, 1] or uint8, against `spec`."""
     pixels_BCHW = _as_unit_float(image)[None]
     objects = _find_objects(_name_pixels(pixels_BCHW))
     strict_B, soft_B = _judge(objects, [_request(spec)], pixels_BCHW.shape[-1])

@@ -1,6 +1,6 @@
-"""A smooth verifier of the shapes world: the probability that a picture shows exactly what its prompt asks for.
+"""A smooth verifier of the shapes world: the probability that an image shows exactly what its prompt asks for.
 
-A picture is explained quadrant by quadrant: each holds nothing, one of the twelve objects, or something else. An object
+An image is explained quadrant by quadrant: each holds nothing, one of the twelve objects, or something else. An object
 is as likely as its best drawing, over places and sizes, under Gaussian noise on the pixels; the probability of a prompt
 is the sum over all layouts of the four quadrants that satisfy it. There is no detection of objects, so there is a
 gradient everywhere. The verifier of `unirl.reward.worlds.shapes` remains the judge.
@@ -31,7 +31,7 @@ Output = Literal["probability", "log_probability"]
 
 OTHER_DISTANCE = 6.0
 """Squared distance to the nearest drawing, over the 3 x 256 values of a quadrant, at which something else becomes as
-likely. Of the base model's pictures that pass the verifier 99 in 100 are nearer in every quadrant."""
+likely. Of the base model's images that pass the verifier 99 in 100 are nearer in every quadrant."""
 NEGLIGIBLE = 20.0
 """Nats below the largest term from which a term of a sum of exponentials, and a probability, have no gradient. It is
 less than the rounding of float32; left alone, products of such weights are denormal numbers, and a CPU takes many times
@@ -46,12 +46,12 @@ _QUADRANTS = ((0, 0), (0, 1), (1, 0), (1, 1))
 
 
 class ShapesGradientScorer(LocalScorer):
-    """Probability in [0, 1] that the picture shows what the prompt asks for and nothing else, or its logarithm.
+    """Probability in [0, 1] that the image shows what the prompt asks for and nothing else, or its logarithm.
 
-    output: "log_probability" (nats, at most 0, about -100 for a blank picture) has a gradient however wrong a picture
+    output: "log_probability" (nats, at most 0, about -100 for a blank image) has a gradient however wrong an image
     is, the largest for the worst; "probability" has next to none far from 0.5. The second trains better: DRTune reaches
     .76 strict with it where it reaches .61 with the logarithm. Needs no extra; runs on any device.
-    `score` and `score_with_gradient` agree exactly. Pictures are square; the world's are 32 x 32.
+    `score` and `score_with_gradient` agree exactly. Images are square; the world's are 32 x 32.
     """
 
     is_differentiable: ClassVar[bool] = True
@@ -82,9 +82,9 @@ class ShapesGradientScorer(LocalScorer):
 
 
 def log_probability(pixels_BCHW: Tensor, specs: Sequence[PromptSpec]) -> Tensor:
-    """log P(the picture satisfies its spec), [B] in the precision of the pixels, with gradients to them.
+    """log P(the image satisfies its spec), [B] in the precision of the pixels, with gradients to them.
 
-    Raises ContractError for pictures that are not square with an even side.
+    Raises ContractError for images that are not square with an even side.
     """
     likelihood_B4M = _contents(pixels_BCHW)
     logp_B4M = likelihood_B4M - _logsumexp(likelihood_B4M)[..., None]

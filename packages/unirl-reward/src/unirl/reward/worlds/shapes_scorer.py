@@ -11,7 +11,7 @@ from unirl.types.reward import RewardRequest
 
 
 class ShapesRewardScorer(LocalScorer):
-    """Whether pictures show what their prompts ask for: `strict_weight` * strict + `soft_weight` * soft.
+    """Whether images show what their prompts ask for: `strict_weight` * strict + `soft_weight` * soft.
 
     Components: strict (0 or 1) and soft (in [0, 1], 1 exactly when strict is). Needs the extra `shapes`.
     Runs on the CPU whatever the device of the pictures.

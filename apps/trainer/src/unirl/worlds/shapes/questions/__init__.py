@@ -1,1 +1,1 @@
-"""Questions about pictures of shapes: a world for vision-language models."""
+"""Questions about images of shapes: a world for vision-language models."""

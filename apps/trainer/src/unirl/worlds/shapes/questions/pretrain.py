@@ -4,7 +4,7 @@ Three stages, each with a fixed number of steps: the vision tower learns to name
 the frozen tower, the language model learns right answers, and last a pupil's, of which few are right where the pupil's
 habits go wrong. docs/questions_world.md has time and figures.
 
-Shape letters: I pictures, Q quadrants of all pictures, D width of the language model.
+Shape letters: I images, Q quadrants of all images, D width of the language model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Lessons:
     answers: list[list[Tensor]]
     """Tokens of the right answer, of the habit's, then of each slip."""
     contents: list[list[tuple[int, int]]]
-    """Colour and shape of each quadrant of all pictures of a question, by their number; the number behind the last is
+    """Colour and shape of each quadrant of all images of a question, by their number; the number behind the last is
     an empty quadrant."""
 
 

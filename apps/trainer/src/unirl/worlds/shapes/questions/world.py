@@ -1,4 +1,4 @@
-"""Questions about pictures of shapes, their answers, and the answers of a pupil with two bad habits.
+"""Questions about images of shapes, their answers, and the answers of a pupil with two bad habits.
 
 A scene is a layout of the shapes world with two to four objects; a question shows one scene or two. `python -m
 unirl.worlds.shapes.questions.world --out DIR` writes the question files and their pictures.
@@ -159,7 +159,7 @@ def draw_pictures(question: Question, rng: np.random.Generator) -> list[np.ndarr
 
 
 def write_questions(folder: Path) -> None:
-    """`train.jsonl`, `heldout.jsonl` and a sheet of pictures beside each, the same at every call."""
+    """`train.jsonl`, `heldout.jsonl` and a sheet of images beside each, the same at every call."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)
     for name, number in (("train", NUM_TRAIN), ("heldout", NUM_HELDOUT)):

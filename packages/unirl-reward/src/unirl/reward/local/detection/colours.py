@@ -1,4 +1,4 @@
-"""The colour of an object in a picture, by CLIP and words.
+"""The colour of an object in an image, by CLIP and words.
 
 Legend: b objects, c colours, D embedding.
 """
@@ -79,7 +79,7 @@ class ColourClassifier:
 
 
 def cut_out(picture: Image.Image, found: Detection) -> Image.Image:
-    """The object's box out of the picture, grey where its mask is not; at least one pixel."""
+    """The object's box out of the image, grey where its mask is not; at least one pixel."""
     if found.mask is not None:
         grey = Image.new("RGB", picture.size, BACKGROUND)
         picture = Image.composite(picture, grey, Image.fromarray(found.mask.numpy()))

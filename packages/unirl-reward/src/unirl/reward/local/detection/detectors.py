@@ -1,6 +1,6 @@
 """Object detectors of transformers behind one protocol.
 
-Legend: H W pixels of a picture.
+Legend: H W pixels of an image.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Detector(Protocol):
         """What offloading moves."""
 
     def detect(self, pictures: Sequence[Image.Image], threshold: float) -> list[list[Detection]]:
-        """Objects of each picture with a score above `threshold`."""
+        """Objects of each image with a score above `threshold`."""
 
 
 class _PretrainedDetector(ABC):
-    """Model and image processor from a folder or the hub, on PIL, one batch for pictures of one size."""
+    """Model and image processor from a folder or the hub, on PIL, one batch for images of one size."""
 
     _auto_class: str
 
@@ -62,7 +62,7 @@ class _PretrainedDetector(ABC):
 
     @torch.no_grad()
     def detect(self, pictures: Sequence[Image.Image], threshold: float) -> list[list[Detection]]:
-        """Objects of each picture with a score above `threshold`."""
+        """Objects of each image with a score above `threshold`."""
         ready = self._processor(images=list(pictures), return_tensors="pt").to(self._model.device, self._model.dtype)
         return self._read(ready, [(picture.height, picture.width) for picture in pictures], threshold)
 

@@ -31,7 +31,7 @@ GENEVAL_NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer key
 class GenEvalScorer(LocalScorer):
     """The component that `score_type` names; the other two report beside it. See `geneval_rules.Verdict`.
 
-    "reward": 1 where GenEval calls the picture right, else 0. "strict": 1 where also no object is too many, else 0.
+    "reward": 1 where GenEval calls the image right, else 0. "strict": 1 where also no object is too many, else 0.
     "score": partial credit, 1 at best; below 0 where far too many objects are there.
     detector: `MaskDetector` as published, `BoxDetector` or `OpenVocabularyDetector`. colours: needed by prompts with
     colours; None refuses these.

@@ -1,4 +1,4 @@
-"""LAION's aesthetic predictor: how people rate the looks of a picture, whatever it shows.
+"""LAION's aesthetic predictor: how people rate the looks of an image, whatever it shows.
 
 Legend: b samples, D embedding of CLIP.
 """
@@ -24,12 +24,12 @@ from unirl.types.reward import RewardRequest
 
 
 class AestheticScorer(LocalScorer):
-    """head(CLIP embedding of the picture / its norm), about 1 to 10, mostly 4 to 7; the prompt is not read.
+    """head(CLIP embedding of the image / its norm), about 1 to 10, mostly 4 to 7; the prompt is not read.
 
     model: folder or hub id of CLIP ViT-L/14 in transformers' format. head: folder or hub id with `file`, linear layers
     "layers.<i>" of widths 768, 1024, 128, 64, 16, 1 without activations between them, as published under
     "sac+logos+ava1-l14-linearMSE.pth". dtype: of the tower, "fp32", "bf16" or "fp16"; the head runs in fp32.
-    Pictures go through transformers' image processor; with gradients through `CropPreprocessing`, which differs by what
+    Images go through transformers' image processor; with gradients through `CropPreprocessing`, which differs by what
     rounding to bytes does. Needs the extra `clip`. The published weights themselves were not at hand.
     Raises ConfigError where weights cannot be loaded or do not fit, ImportError without transformers.
     Source: github.com/christophschuhmann/improved-aesthetic-predictor; LAION-5B (arXiv 2210.08402).

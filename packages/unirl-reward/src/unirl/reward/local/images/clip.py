@@ -1,4 +1,4 @@
-"""CLIP score: how well a picture fits its prompt, as a CLIP model sees it.
+"""CLIP score: how well an image fits its prompt, as a CLIP model sees it.
 
 Legend: b samples, u distinct prompts among them, D embedding.
 """
@@ -29,7 +29,7 @@ from unirl.types.reward import RewardRequest
 
 
 class CLIPModelScorer(LocalScorer):
-    """scale * cos(picture, prompt) of a CLIP model; subclasses say how a picture is prepared.
+    """scale * cos(image, prompt) of a CLIP model; subclasses say how an image is prepared.
 
     model: a transformers CLIPModel, whose two towers run in `dtype` and never train; normalisation and product run in
     fp32, because a logit of 25 in bf16 moves in steps of 0.125. tokenizer: of its prompts, which are cut to the model's
@@ -57,7 +57,7 @@ class CLIPModelScorer(LocalScorer):
 
     @abstractmethod
     def model_input(self, pixels_bCHW: Tensor) -> Tensor:
-        """The model's input [b, 3, side, side] as published: from the bytes of the pictures, without gradient."""
+        """The model's input [b, 3, side, side] as published: from the bytes of the images, without gradient."""
 
     @abstractmethod
     def model_input_with_gradient(self, pixels_bCHW: Tensor) -> Tensor:
@@ -98,13 +98,13 @@ class CLIPModelScorer(LocalScorer):
 
 
 class CLIPRewardScorer(CLIPModelScorer):
-    """exp(logit_scale) * cos(picture, prompt), / 30 where `normalise`.
+    """exp(logit_scale) * cos(image, prompt), / 30 where `normalise`.
 
     model: folder or hub id of a CLIP model. processor: folder or hub id of its tokenizer and image processor, the
     model's own where None. Needs the extra `clip`.
     normalise: the division by 30 brings the logits of CLIP ViT-L/14, about 15 to 35, near 1.
     dtype: of the two towers, "fp32", "bf16" or "fp16".
-    Pictures go through transformers' image processor; with gradients through `CropPreprocessing`, which differs by what
+    Images go through transformers' image processor; with gradients through `CropPreprocessing`, which differs by what
     rounding to bytes does.
     Raises ConfigError where a model cannot be loaded, ImportError without transformers.
     """

@@ -1,6 +1,6 @@
-"""How well a picture compresses as JPEG.
+"""How well an image compresses as JPEG.
 
-Source: DDPO (arXiv 2305.13301), section 4.1: the size of the picture as JPEG of quality 95, in kB.
+Source: DDPO (arXiv 2305.13301), section 4.1: the size of the image as JPEG of quality 95, in kB.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BYTES_PER_KB = 1000
 
 
 def jpeg_kilobytes(pixels_bCHW: Tensor, quality: int = 95) -> Tensor:
-    """Size of each picture as JPEG, kB of 1000 bytes; float32 [b]. Raises ContractError as `to_pictures` does."""
+    """Size of each image as JPEG, kB of 1000 bytes; float32 [b]. Raises ContractError as `to_pictures` does."""
     sizes = []
     for picture in to_pictures(pixels_bCHW):
         buffer = BytesIO()

@@ -1,4 +1,4 @@
-"""HPSv2: which picture people prefer for a prompt, by a CLIP ViT-H/14 tuned on their choices.
+"""HPSv2: which image people prefer for a prompt, by a CLIP ViT-H/14 tuned on their choices.
 
 Legend: b samples, D width of a tower.
 """
@@ -45,17 +45,17 @@ _IN_BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+?)(?:\.|_)
 
 @bounded("scorer")
 class HPSv2RewardScorer(CLIPModelScorer):
-    """cos(picture, prompt) * `scale` under the HPSv2 or HPSv2.1 weights.
+    """cos(image, prompt) * `scale` under the HPSv2 or HPSv2.1 weights.
 
     checkpoint: folder or hub id with `file`, the published weights in the names of open_clip. None: `model` itself
     holds the weights. file: HPS_v2.1_compressed.pt or HPS_v2_compressed.pt.
     model: folder or hub id of the CLIP ViT-H/14 in transformers' format, for its configuration and tokenizer.
     scale: 1 gives the published cosine, about 0.2 to 0.35; papers often print 100 times that.
     dtype: of the two towers, "fp32", "bf16" or "fp16". Needs the extra `clip`.
-    A picture becomes 224 x 224 with black bars, by antialiased bicubic resizing of float pixels, as the hpsv2 package
+    An image becomes 224 x 224 with black bars, by antialiased bicubic resizing of float pixels, as the hpsv2 package
     does with torchvision 0.17 and later; before, it did not antialias. So `score` and `score_with_gradient` differ only
     by the rounding of pixels to bytes that `score` starts with.
-    With random weights model and pictures agree with the code of the hpsv2 package 1.2.0 bit for bit; the published
+    With random weights model and images agree with the code of the hpsv2 package 1.2.0 bit for bit; the published
     weights themselves were not at hand.
     Raises ConfigError where weights cannot be loaded or do not fit, ImportError without transformers.
     Source: Human Preference Score v2 (arXiv 2306.09341).

@@ -1,4 +1,4 @@
-"""ImageReward: how much people like a picture for a prompt, by a BLIP that reads the prompt while looking.
+"""ImageReward: how much people like an image for a prompt, by a BLIP that reads the prompt while looking.
 
 Legend: b samples, T tokens, D width of the text tower.
 """
@@ -57,13 +57,13 @@ _VISION_BLOCK = {
 
 
 class ImageRewardScorer(LocalScorer):
-    """(head(text tower(prompt, picture)) - REWARD_MEAN) / REWARD_STD, about -2.3 to 2.
+    """(head(text tower(prompt, image)) - REWARD_MEAN) / REWARD_STD, about -2.3 to 2.
 
     normalise: (score + 2) / 4, about 0 to 1.
     model: folder or hub id with ImageReward.pt and med_config.json, as published. tokenizer: folder or hub id of the
     BERT tokenizer; the two words that BLIP adds to it never occur in a prompt.
     dtype: of the two towers, "fp32", "bf16" or "fp16"; the head runs in fp32. Needs the extra `clip`.
-    Pictures go through CLIP's processor on PIL (shortest edge and centre crop); with gradients through
+    Images go through CLIP's processor on PIL (shortest edge and centre crop); with gradients through
     `CropPreprocessing`, which differs by what rounding to bytes does.
     Names and layout of the checkpoint are those of the image-reward package 1.5: with random weights this class gives
     the values of that package's code bit for bit. The published weights themselves were not at hand.

@@ -1,4 +1,4 @@
-"""PickScore: which picture people would pick for a prompt."""
+"""PickScore: which image people would pick for a prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unirl.types.bounds import PositiveInt
 
 
 class PickScoreRewardScorer(CLIPRewardScorer):
-    """exp(logit_scale) * cos(picture, prompt) / 26 of a CLIP-H model tuned on people's choices.
+    """exp(logit_scale) * cos(image, prompt) / 26 of a CLIP-H model tuned on people's choices.
 
     normalise: the division by 26 brings the model's logits, about 18 to 24, near 0.8, as Flow-GRPO (arXiv 2505.05470)
     does; without it the score is that of the paper. Other arguments as in CLIPRewardScorer.

@@ -27,7 +27,7 @@ _PROBE = Question("Is this picture black? Answer in one word.", (Image.new("RGB"
 
 @bounded("judge")
 class APIJudge:
-    """Asks `model` at `base_url` with chat completions, greedily, pictures as PNG data URLs.
+    """Asks `model` at `base_url` with chat completions, greedily, images as PNG data URLs.
 
     base_url: up to and with the version, "http://host:8000/v1". model: as the endpoint calls it.
     api_key_file: file that holds the bearer token; None for an endpoint that needs none.

@@ -1,4 +1,4 @@
-"""EditReward's two questions about an edited picture, put to a judge."""
+"""EditReward's two questions about an edited image, put to a judge."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Visual Quality: <rating>"""
 class EditRewardScorer(RatedScorer):
     """Weighted sum of the ratings edit_following and edit_quality, each 1 to 4; by default their mean.
 
-    judge: `APIJudge` or `VLMJudge` that sees two pictures: the source (the request's input image), then the edit.
+    judge: `APIJudge` or `VLMJudge` that sees two images: the source (the request's input image), then the edit.
     component_weights: of the two ratings; None: a half each. ratings: see RatedScorer.
     The two dimensions and the scale of 1 to 4 are EditReward's; its published model is a Qwen2.5-VL with a reward head
     of its own, which this is not: any judge answers, in this project's own wording.

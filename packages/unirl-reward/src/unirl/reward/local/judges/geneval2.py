@@ -1,4 +1,4 @@
-"""GenEval 2: does a picture hold every atom of its prompt, by questions to a vision-language model."""
+"""GenEval 2: does an image hold every atom of its prompt, by questions to a vision-language model."""
 
 from __future__ import annotations
 

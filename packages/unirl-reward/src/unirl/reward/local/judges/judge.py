@@ -1,4 +1,4 @@
-"""What scorers ask a vision-language model: questions about pictures, and what comes back.
+"""What scorers ask a vision-language model: questions about images, and what comes back.
 
 A judge is an endpoint (`api_judge`) or a model in this process (`vlm_judge`); scorers see only this protocol. One
 question that fails does not fail the others: its place in the answer holds a JudgeError.
@@ -26,7 +26,7 @@ class JudgeError(RewardError):
 
 @dataclass(frozen=True)
 class Question:
-    """Pictures, then text, in one turn of the user."""
+    """Images, then text, in one turn of the user."""
 
     text: str
     pictures: tuple[Image.Image, ...]
@@ -66,7 +66,7 @@ class Judge(Protocol):
 
 
 def pictures_of(request: RewardRequest, num_frames: int) -> list[tuple[Image.Image, ...]]:
-    """The pictures that a judge sees of each sample: the image, or `num_frames` frames of a video in order.
+    """The images that a judge sees of each sample: the image, or `num_frames` frames of a video in order.
 
     Raises ContractError for pixels outside [0, 1], and for a request with neither images nor videos.
     """
@@ -84,7 +84,7 @@ def spread(num_frames: int, num_wanted: int) -> list[int]:
 
 
 def sources_of(request: RewardRequest, scorer: str) -> list[Image.Image]:
-    """The pictures that an edit started from. Raises ConfigError where the request has none."""
+    """The images that an edit started from. Raises ConfigError where the request has none."""
     images = request.primitives.get("image")
     if not isinstance(images, Images):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""UnifiedReward: alignment, coherence and style of a picture, rated by a vision-language model trained to."""
+"""UnifiedReward: alignment, coherence and style of an image, rated by a vision-language model trained to."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class UnifiedRewardScorer(RatedScorer):
         self.instruction = instruction
 
     def questions(self, request: RewardRequest) -> list[Question]:
-        """The question about each picture."""
+        """The question about each image."""
         pictures = pictures_of(request, num_frames=1)
         return [
             Question(self.instruction.replace("{prompt}", prompt), seen)

@@ -29,7 +29,7 @@ class VLMJudge:
     """Asks a model that lies in a folder or on the hub, greedily, `batch_size` questions at a time.
 
     model: folder or hub id. dtype: "fp32", "bf16" or "fp16"; probabilities are computed in fp32.
-    min_pixels, max_pixels: of a picture after resizing; the model's own where None. Lower max_pixels to save time.
+    min_pixels, max_pixels: of an image after resizing; the model's own where None. Lower max_pixels to save time.
     Probabilities are over the whole vocabulary, of the first token of each way to write an answer; tokens that two ways
     share count once. A repetition penalty or temperature of the model's generation settings is not applied.
     Raises ConfigError where the model cannot be loaded or is of another family, ImportError without transformers.

@@ -1,4 +1,4 @@
-"""WISE: is a picture right where the prompt asks for knowledge of the world, by ratings of a judge."""
+"""WISE: is an image right where the prompt asks for knowledge of the world, by ratings of a judge."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class WISEScorer(RatedScorer):
         )
 
     def questions(self, request: RewardRequest) -> list[Question]:
-        """The question about each picture."""
+        """The question about each image."""
         pictures = pictures_of(request, num_frames=1)
         metadata = request.metadata or [None] * len(pictures)
         return [

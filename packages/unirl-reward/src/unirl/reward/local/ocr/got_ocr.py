@@ -1,6 +1,6 @@
 """OCR reward by GOT-OCR 2.0, a vision-language model that reads, in transformers.
 
-Legend: b pictures, T tokens.
+Legend: b images, T tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GOTOCRScorer(OCRScorer):
     """The OCR reward as GOT-OCR 2.0 reads, greedily. Needs the extra `got-ocr`.
 
     model: folder or hub id in transformers' format. dtype: "fp32", "bf16" or "fp16".
-    max_new_tokens: of one picture's text, which is cut there.
+    max_new_tokens: of one image's text, which is cut there.
     Raises ConfigError where the model cannot be loaded, ImportError without transformers.
     Source: General OCR Theory (arXiv 2409.01704).
     """

@@ -1,4 +1,4 @@
-"""Whether the text that a prompt asks for stands in the picture, whatever engine reads it.
+"""Whether the text that a prompt asks for stands in the image, whatever engine reads it.
 
 Source: Flow-GRPO (arXiv 2505.05470), section 4.1, visual text rendering.
 """
@@ -24,13 +24,13 @@ class OCRScorer(LocalScorer):
     """1 - edit distance / length, between what the prompt quotes and what is read; subclasses read.
 
     The target is the text between the prompt's first pair of double quotes, straight or curly; a prompt without one
-    raises ContractError under every failure policy. A picture that cannot be read is a failed sample; one in which no
+    raises ContractError under every failure policy. An image that cannot be read is a failed sample; one in which no
     text is found has an empty text, and so 0.
     """
 
     @abstractmethod
     def read(self, pictures: list[Image.Image]) -> list[str]:
-        """All text of each RGB picture, its lines joined. Raises RuntimeError where reading fails."""
+        """All text of each RGB image, its lines joined. Raises RuntimeError where reading fails."""
 
     def score_batch(self, request: RewardRequest) -> Tensor:
         """float32 [b] in [0, 1]."""

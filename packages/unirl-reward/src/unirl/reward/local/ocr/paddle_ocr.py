@@ -19,7 +19,7 @@ class PaddleOCRScorer(OCRScorer):
 
     language: whose models PaddleOCR fetches. detection_dir, recognition_dir: instead, folders of models for machines
     without a network, both or neither; detection_model, recognition_model name what they hold ("PP-OCRv5_server_det").
-    device: PaddleOCR's name of it, "cpu" or "gpu:0". Pictures are neither rotated nor unwarped first.
+    device: PaddleOCR's name of it, "cpu" or "gpu:0". Images are neither rotated nor unwarped first.
     Raises ConfigError where PaddleOCR cannot load its models, ImportError without it.
     """
 

@@ -1,4 +1,4 @@
-"""Videos by their frames: any picture scorer on some of them, and how little they change from one to the next.
+"""Videos by their frames: any image scorer on some of them, and how little they change from one to the next.
 
 Legend: T frames of a video.
 """
@@ -27,7 +27,7 @@ FRAMES, CONSISTENCY = 0.7, 0.3
 class FrameScorer(LocalScorer):
     """frames_weight * mean score of `num_frames` frames + consistency_weight * temporal consistency.
 
-    scorer: of single pictures; asked with each frame and the video's own prompt and metadata. The frames lie evenly
+    scorer: of single images; asked with each frame and the video's own prompt and metadata. The frames lie evenly
     from the first to the last; all of a shorter video. consistency: see `temporal_consistency`.
     The consistency lies in [0, 1], so the scorer should too: PickScore and CLIP do with their normalisation.
     A frame that cannot be scored fails its video.
@@ -51,21 +51,21 @@ class FrameScorer(LocalScorer):
         self.num_frames = num_frames
 
     def modules(self) -> list[nn.Module]:
-        """Those of the picture scorer."""
+        """Those of the image scorer."""
         return self._scorer.modules()
 
     def move_to(self, device: str) -> None:
-        """Move the picture scorer."""
+        """Move the image scorer."""
         self._scorer.move_to(device)
         self.device = self._scorer.device
 
     def offload(self) -> None:
-        """Offload the picture scorer too."""
+        """Offload the image scorer too."""
         self._scorer.offload()
         self.is_offloaded = True
 
     def onload(self) -> None:
-        """Bring the picture scorer back too."""
+        """Bring the image scorer back too."""
         self._scorer.onload()
         self.is_offloaded = False
 

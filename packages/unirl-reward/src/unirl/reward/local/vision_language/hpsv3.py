@@ -1,4 +1,4 @@
-"""HPSv3: how much people like a picture for a prompt, as a Qwen2-VL-7B with a reward head sees it.
+"""HPSv3: how much people like an image for a prompt, as a Qwen2-VL-7B with a reward head sees it.
 
 Legend: b samples, C H W pixels.
 """
@@ -25,22 +25,22 @@ from unirl.types.reward import RewardRequest
 
 REWARD_TOKEN = "<|Reward|>"
 NUM_PIXELS = 256 * 28 * 28
-"""Every picture is resized to about this area, keeping its shape."""
+"""Every image is resized to about this area, keeping its shape."""
 
 
 class HPSv3Scorer(LocalScorer):
     """mu of the score that people would give, about -10 to 15; / 15 where `normalise`. Components mu and sigma.
 
-    instruction_file: the text that the model was trained to read after the picture: the published INSTRUCTION and
+    instruction_file: the text that the model was trained to read after the image: the published INSTRUCTION and
     prompt_with_special_token joined (hpsv3/dataset/data_collator_qwen.py of MizzenAI/HPSv3), with {text_prompt} for the
     prompt. Another wording gives other numbers, so there is no default.
     model: folder or hub id with `file`, the published weights. base: folder or hub id of Qwen2-VL-7B-Instruct, for
     configuration, tokenizer and image processor.
     dtype: of the backbone, "bf16" as published, "fp32" or "fp16"; the head runs in fp32.
-    min_pixels, max_pixels: of the resized picture, published equal.
+    min_pixels, max_pixels: of the resized image, published equal.
     The head reads the token <|Reward|> and gives mu and log sigma; only mu is rewarded. Layout of weights, head,
     positions and preprocessing follow the public code of HPSv3 and of its ports; the published weights were not at
-    hand, so the layout is checked on random weights only. With gradients the picture is resized in torch, within 1.5
+    hand, so the layout is checked on random weights only. With gradients the image is resized in torch, within 1.5
     bytes a pixel of PIL.
     Raises ConfigError where weights cannot be loaded or do not fit, ImportError without transformers. Extra `clip`.
     Source: HPSv3 (arXiv 2508.03789).

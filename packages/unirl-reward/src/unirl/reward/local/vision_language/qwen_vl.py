@@ -1,4 +1,4 @@
-"""Inputs of Qwen2-VL, Qwen2.5-VL and Qwen3-VL from pictures and text.
+"""Inputs of Qwen2-VL, Qwen2.5-VL and Qwen3-VL from images and text.
 
 Built on the tokenizer and the PIL image processor, because transformers' own processor of these models wants
 torchvision for videos; texts and pixels come out as from it.
@@ -20,13 +20,13 @@ from unirl.reward.local.pretrained import check_source, load_transformers
 from unirl.types.errors import ConfigError
 
 PICTURE_TYPE, VIDEO_TYPE = 1, 2
-"""How transformers marks the tokens of pictures and videos in mm_token_type_ids; text is 0."""
+"""How transformers marks the tokens of images and videos in mm_token_type_ids; text is 0."""
 
 
 class QwenVLReader:
-    """Turns a turn of the user, pictures and then text, into tensors.
+    """Turns a turn of the user, images and then text, into tensors.
 
-    source: folder or hub id of the model. min_pixels, max_pixels: of a picture after resizing; the image processor's
+    source: folder or hub id of the model. min_pixels, max_pixels: of an image after resizing; the image processor's
     own where None. tokens: special tokens to add to the tokenizer.
     Raises ConfigError where the tokenizer or image processor cannot be loaded or is not of this family.
     """
@@ -65,7 +65,7 @@ class QwenVLReader:
         self.image_processor.size = size
 
     def check_text(self, text: str) -> None:
-        """Raises ValueError for a text that holds a special token, which could end the turn or stand for a picture."""
+        """Raises ValueError for a text that holds a special token, which could end the turn or stand for an image."""
         found = [token for token in self.tokenizer.all_special_tokens if token in text]
         if found:
             raise ValueError(f"{self._owner}: the text {text[:60]!r} holds the special tokens {found}; remove them")
@@ -77,7 +77,7 @@ class QwenVLReader:
         return self.tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
 
     def pixels(self, pictures: Sequence[Image.Image]) -> tuple[Tensor, Tensor]:
-        """Patches [N, values of a patch], rescaled and normalised, and the grid (t, h, w) of each picture [., 3]."""
+        """Patches [N, values of a patch], rescaled and normalised, and the grid (t, h, w) of each image [., 3]."""
         found = self.image_processor(images=list(pictures), return_tensors="pt")
         return found["pixel_values"], found["image_grid_thw"]
 
@@ -113,7 +113,7 @@ class QwenVLReader:
         return self.tokenizer.convert_tokens_to_ids(token)
 
     def patches(self, frames_FCHW: Tensor) -> tuple[Tensor, Tensor]:
-        """Patches [N, values of a patch] and grid [1, 3] of a video, or of a picture as its only frame.
+        """Patches [N, values of a patch] and grid [1, 3] of a video, or of an image as its only frame.
 
         frames: [F, 3, H, W] in [0, 1], H and W multiples of a merged patch; with gradients. They are normalised, and
         the last is repeated to a multiple of the temporal patch.
@@ -132,7 +132,7 @@ class QwenVLReader:
         return found, torch.tensor([grid])
 
     def resized_hw(self, height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-        """The size nearest to a picture's shape whose sides are multiples of a merged patch and whose area fits."""
+        """The size nearest to an image's shape whose sides are multiples of a merged patch and whose area fits."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         factor = self.image_processor.patch_size * self.image_processor.merge_size

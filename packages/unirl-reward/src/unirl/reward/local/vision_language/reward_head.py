@@ -26,7 +26,7 @@ class RewardHeadModel(nn.Module):
     """backbone: transformers' Qwen2VLModel. head: D -> O. token_ids: the K special tokens, in the order of the result.
 
     The head runs in at least fp32. Positions are those of the sequence, equal on all three axes of the rotary
-    embedding, also for pictures: the published models were trained so, by a forward pass that leaves position ids to
+    embedding, also for images: the published models were trained so, by a forward pass that leaves position ids to
     the language model.
     """
 
