@@ -8,7 +8,7 @@ import torch
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 from unirl.distributed.runtime import LocalRuntime
-from unirl.trainer.wiring import build_components, make_trainer
+from unirl.trainer.wiring import build_components, make_trainer, run_recipe
 from unirl.types.errors import WeightSyncError
 
 SMALL_TEXT = [
@@ -18,6 +18,13 @@ SMALL_TEXT = [
     "engine.forward_batch_size=8",
 ]
 LORA = "sync._target_=unirl.distributed.weight_sync.lora.LoraWeightSync"
+REPLICA = [
+    "engine._target_=unirl.rollout.engine.replica.engine.ReplicaRolloutEngine",
+    "+engine.dtype=fp32",
+    "+sync._target_=unirl.distributed.weight_sync.full.FullWeightSync",
+    "+sync.dtype=fp32",
+    "+sync.canary_prompts=[a red circle]",
+]
 OURS = ("timing_s/", "perf/", "sync/", "reward/shapes/utilisation")
 """Metrics of the machine and of the push."""
 
@@ -52,6 +59,18 @@ def test_images_of_a_replica_train_the_policy_to_the_same_bits(recipe, tmp_path,
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_the_old_policy_of_nft_is_pushed_to_an_engine_of_its_own(recipe, tmp_path):
+    """Rollouts are drawn from the average of earlier policies, evaluations from the policy that trains."""
+    evaluated = ["eval.interval=1", "stack.num_updates_per_batch=2"]
+    summaries = []
+    for name, words in (("trainside", []), ("replica", REPLICA)):
+        small = recipe("sd3_shapes", *evaluated, *words)
+        summaries.append(run_recipe(small, tmp_path / name, []))
+    expected, found = ([summary["evaluations"][step]["overall"] for step in ("0", "1", "2")] for summary in summaries)
+    assert found == expected
+    assert found[2] != found[1]
+
+
 def test_texts_of_a_replica_train_the_policy_to_the_same_bits(tmp_path):
     register_resolvers()
     words = [*SMALL_TEXT, "stack.num_updates_per_batch=2", "algorithm.old_logp_source=replay", "guardrails.action=off"]
@@ -66,8 +85,8 @@ def test_the_canary_of_transitions_finds_a_weight_that_is_not_the_trainers(recip
     engine, sync = components["engine"], components["sync"]
     finish = engine.finish_weights
 
-    def finish_wrongly(version):
-        receipt = finish(version)
+    def finish_wrongly(version, policy):
+        receipt = finish(version, policy)
         weights = engine._weights._tensors()
         with torch.no_grad():
             weights["proj_out.weight"].mul_(1.05)

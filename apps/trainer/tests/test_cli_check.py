@@ -721,13 +721,6 @@ def test_a_class_of_your_own_that_forgets_an_ability_gets_the_default_and_its_ru
     assert any(message in line for rule in rules.RULES for line in rule(recipe))
 
 
-def test_an_old_policy_that_no_push_brings_is_refused(recipes):
-    engine = {"engine": recipes["llm/qwen3_arithmetic_vllm"]["engine"]}
-    recipe = changed(recipes["diffusion/sd3_nft"], engine)
-    (message,) = [line for line in rules.engine_gets_its_weights(recipe) if "samples from" in line and "'old'" in line]
-    assert "DiffusionNFT samples from its policy 'old', but VLLMRolloutEngine has the pushed policy alone" in message
-
-
 def test_an_engine_without_its_environment_names_the_command_that_makes_it(recipes, tmp_path):
     recipe = recipes["llm/qwen3_arithmetic_vllm"]
     nowhere = {"engine.python": str(tmp_path / "python"), "run_dir": str(tmp_path / "run")}

@@ -51,12 +51,12 @@ def trainside(pipeline) -> TrainsideRolloutEngine:
     return TrainsideRolloutEngine(pipeline, forward_batch_size=2)
 
 
-def push(engine, weight, version=1, buckets=None):
+def push(engine, weight, version=1, policy=None):
     tensors = {"0.weight": weight}
     engine.begin_weights(version, [weight_spec(name, tensor) for name, tensor in tensors.items()])
     for bucket in weight_buckets(tensors.items(), policy_version=version, max_bytes=1 << 20):
         engine.receive_weights(bucket)
-    return engine.finish_weights(version)
+    return engine.finish_weights(version, policy)
 
 
 def latents(resp):
@@ -121,12 +121,22 @@ def test_an_engine_that_sleeps_takes_pushes_and_generates_after_it_woke():
     engine.generate(request())
 
 
-def test_named_policies_and_chunks_are_refused():
+def test_policies_that_were_not_pushed_and_chunks_are_refused():
     engine, _ = replica()
-    with pytest.raises(ConfigError, match="the policy that was pushed, not from 'old'"):
+    with pytest.raises(WeightSyncError, match="the policy that trains was pushed last, .* the policy 'old' are asked"):
         engine.generate(request(), "old")
     with pytest.raises(ConfigError, match="makes whole responses only"):
         engine.announce_to(print)
+
+
+def test_a_named_policy_is_had_once_it_was_pushed_and_until_another_is():
+    engine, _ = replica()
+    push(engine, torch.eye(3), policy="old")
+    engine.generate(request(), "old")
+    with pytest.raises(WeightSyncError, match=r"the policy 'old' was pushed last, .* the policy that trains are asked"):
+        engine.generate(request())
+    push(engine, torch.eye(3))
+    engine.generate(request())
 
 
 def test_a_model_of_two_components_is_pushed_under_the_components_names():

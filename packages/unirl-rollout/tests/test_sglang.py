@@ -118,7 +118,7 @@ def test_an_aborted_rollout_returns_what_it_has(server, engine):
 def test_what_sglang_cannot_do_is_refused(engine):
     with pytest.raises(ConfigError, match=r"top_p = 0.9 and top_k = 0 draw from a part"):
         engine.generate(request(["1"], ARSamplingParams(temperature=1, top_p=0.9, max_new_tokens=3)))
-    with pytest.raises(ConfigError, match="not from 'ema'"):
+    with pytest.raises(WeightSyncError, match="the policy 'ema' are asked for. Push it first"):
         engine.generate(request(["1"]), policy="ema")
     for look in (engine.generate, engine.check_prompts):
         with pytest.raises(ConfigError, match="prompt 0 has token 50"):

@@ -67,11 +67,13 @@ class RememberingEngine:
         self.sizes.append(bucket.num_bytes)
         self.pushed.update({name: tensor.clone() for name, tensor in bucket.tensors.items()})
 
-    def finish_weights(self, policy_version):
+    def finish_weights(self, policy_version, policy=None):
+        self.policy = policy
         self.policy_version = policy_version
         return WeightReceipt(policy_version, len(self.pushed) + self.num_tensors_off, sum(self.sizes), 1)
 
-    def load_adapter(self, bucket, config):
+    def load_adapter(self, bucket, config, policy=None):
+        self.policy = policy
         self.begin_weights(bucket.policy_version, bucket.specs)
         self.receive_weights(bucket)
         self.config, self.policy_version = config, bucket.policy_version

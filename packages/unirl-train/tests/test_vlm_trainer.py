@@ -75,8 +75,8 @@ class Pushes:
         self.is_prepared = True
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def push(self) -> dict[str, float]:
-        assert self.is_prepared
+    def push(self, policy: str | None) -> dict[str, float]:
+        assert self.is_prepared and policy is None
         self.seen.append((self.backend.policy_version, len(self.engine.requests)))
         return {"sync/tensors": 3.0}
 

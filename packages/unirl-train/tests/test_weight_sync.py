@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from sync_fakes import OneWeightPipeline, RememberingEngine, first_weight
-from train_fakes import make_backend
+from train_fakes import TinyBundle, make_backend
 
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.lora import LoraWeightSync
 from unirl.train.configs import LoraConfig
-from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 from unirl.types.sampling import ARSamplingParams
 
 TEXT = ARSamplingParams(temperature=1.0)
@@ -171,8 +171,43 @@ def test_a_tied_head_travels_once():
     assert list(engine.pushed) == ["embed.weight"]
 
 
-def test_a_model_of_several_components_is_refused():
-    from train_fakes import TinyBundle
+def test_two_experts_are_pushed_under_their_names_or_one_is_read_alone():
+    backend, engine = make_backend(TinyBundle(num_components=2)), RememberingEngine()
+    make_sync(FullWeightSync, backend, engine).push()
+    source = backend.weight_source
+    assert source.components == ("transformer", "transformer_2")
+    for component in source.components:
+        alone = dict(source.weights(component=component))
+        assert source.weight_shapes(component) == {name: tuple(tensor.shape) for name, tensor in alone.items()}
+        assert all(torch.equal(engine.pushed[f"{component}/{name}"], tensor) for name, tensor in alone.items())
+    assert len(engine.pushed) == 2 * len(source.weight_shapes("transformer"))
+    with pytest.raises(ContractError, match="no component 'vae' that trains"):
+        source.weight_shapes("vae")
 
-    with pytest.raises(ConfigError, match=r"\['transformer', 'transformer_2'\] cannot be pushed"):
-        make_sync(FullWeightSync, make_backend(TinyBundle(num_components=2)), RememberingEngine()).push()
+
+@pytest.mark.parametrize(("kind", "lora"), [(FullWeightSync, None), (LoraWeightSync, LoraConfig(rank=2, alpha=4))])
+def test_a_kept_copy_of_the_policy_is_pushed_by_its_name(kind, lora):
+    backend, engine = make_backend(lora=lora), RememberingEngine()
+    read = backend.weight_source.adapter_weights if lora else backend.weight_source.weights
+    expected = {name: tensor.clone() for name, tensor in dict(read()).items()}
+    backend.keep_policy("old")
+    step(backend)
+    sync = make_sync(kind, backend, engine)
+    sync.push("old")
+    assert engine.policy == "old" and engine.policy_version == 1
+    assert all(torch.equal(engine.pushed[name], tensor) for name, tensor in expected.items())
+    sync.push()
+    assert engine.policy is None
+    assert not all(torch.equal(engine.pushed[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_canary_of_a_named_policy_replays_under_it():
+    name = "proj_in.bias"
+    backend, engine = make_backend(), RememberingEngine(read=lambda tensors: float(tensors[name][0]))
+    pipeline = OneWeightPipeline(lambda: float(backend.parameters[f"transformer.{name}"].detach()[0]))
+    backend.keep_policy("old")
+    step(backend)
+    sync = make_sync(FullWeightSync, backend, engine, pipeline)
+    assert sync.push("old")["sync/logprob_gap_max"] == 0
+    with pytest.raises(ContractError, match="there is no policy 'older'"):
+        sync.push("older")

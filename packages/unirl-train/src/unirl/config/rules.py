@@ -519,12 +519,6 @@ def engine_gets_its_weights(recipe: Recipe) -> Messages:
             f"sync does nothing with {name}, which samples with the model that trains. Remove it, or set "
             "has_own_weights = True in an engine that does have weights of its own."
         )
-    sampled_from = _constant(str(recipe["algorithm"].get(TARGET)), "rollout_policy")
-    if has_own and sampled_from is not None:
-        yield (
-            f"{str(recipe['algorithm'][TARGET]).rsplit('.', 1)[-1]} samples from its policy {sampled_from!r}, but "
-            f"{name} has the pushed policy alone. Take an engine that samples with the model that trains (trainside)."
-        )
     wanted, kept = (recipe.get("sync") or {}).get("dtype", "bf16"), recipe["engine"].get("dtype", "bf16")
     if has_own and sync and wanted != kept:
         yield f"sync.dtype = {wanted}, but engine.dtype = {kept}. Set both to one value."

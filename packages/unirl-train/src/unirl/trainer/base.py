@@ -91,7 +91,7 @@ class Trainer(ABC, Generic[ParamsT]):
     ) -> None:
         self._runtime = runtime
         self._sync = sync
-        self._synced_at = -1
+        self._synced: tuple[int, str | None] | None = None
         self._settings = settings
         self._data = data
         self._sampling = sampling
@@ -202,7 +202,7 @@ class Trainer(ABC, Generic[ParamsT]):
         self._before_rollout = self._drawn()
         with self._clock.phase("other"):
             req = self.request(rollout_id, self._settings.batch_size)
-        pushed = self._push_weights(rollout_id)
+        pushed = self._push_weights(rollout_id, self._rollout_policy)
         with self._clock.phase("rollout"):
             resp = self._engine.generate(req, policy=self._rollout_policy)
         with self._clock.phase("reward"):
@@ -231,17 +231,17 @@ class Trainer(ABC, Generic[ParamsT]):
         metrics["perf/samples_per_s"] = req.batch_size / busy_s if busy_s > 0 else 0.0
         return metrics
 
-    def _push_weights(self, done: int) -> dict[str, float]:
-        """Let an engine with weights of its own sample from the policy after `done` rollouts; returns what was pushed.
+    def _push_weights(self, done: int, policy: str | None) -> dict[str, float]:
+        """Let an engine with weights of its own sample from a policy after `done` rollouts; returns what was pushed.
 
         Once for each policy: evaluation and rollout of one policy share the push. Raises WeightSyncError where the
         engine has not taken exactly what was sent.
         """
-        if self._sync is None or self._synced_at == done:
+        if self._sync is None or self._synced == (done, policy):
             return {}
         with self._clock.phase("sync"):
-            pushed = self._sync.push()
-        self._synced_at = done
+            pushed = self._sync.push(policy)
+        self._synced = (done, policy)
         return pushed
 
     # What a modality says ---------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ class Trainer(ABC, Generic[ParamsT]):
     def _evaluate(self, done: int) -> dict[str, float]:
         if self._evaluator is None:
             return {}
-        pushed = self._push_weights(done)
+        pushed = self._push_weights(done, self._evaluator.config.policy)
         with self._clock.phase("eval"):
             result = self._evaluator.run(self._engine, self._reward, self._runtime.num_shards)
         if self._settings.best_metric not in result.overall:
@@ -434,7 +434,7 @@ class Trainer(ABC, Generic[ParamsT]):
                 "Set save.interval, or guardrails.action: warn."
             ) from error
         self._stack.load_state_dict(state["stack"])
-        self._synced_at = -1
+        self._synced = None
         logger.warning("rolled the weights back to rollout %d and go on", state["next_rollout"])
         self._guardrails.reset()
 

@@ -224,7 +224,7 @@ def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) ->
         if checkpoint is not None:
             load_checkpoint(runtime, checkpoint)
         if recipe.get("sync"):
-            runtime.role("sync").push()
+            runtime.role("sync").push(evaluator.config.policy)
         return evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_shards)
 
 

@@ -436,42 +436,57 @@ class WeightReceiver(Protocol):
         """Take some of the announced tensors and compare them with their checksums."""
         ...
 
-    def finish_weights(self, policy_version: int) -> WeightReceipt:
-        """Load what has arrived, forget what was cached for the old weights, and generate with the new version."""
+    def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
+        """Load what has arrived, forget what was cached for the old weights, and generate with the new version.
+
+        policy: name of the policy that was sent, as `generate` will be asked for it; None is the one that trains.
+        """
         ...
 
-    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig) -> WeightReceipt:
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
         """Put a LoRA adapter in the place of the last one, all at once. Names as peft saves them, without its prefix
-        "base_model.model."."""
+        "base_model.model.". policy: see `finish_weights`."""
         ...
 
 
 class PushTarget(WeightReceiver, Protocol):
     """An engine with weights of its own, or several that are pushed to as one."""
 
-    def generate(self, req: RolloutReq) -> RolloutResp:
-        """One sample for every row of the request, in its order; of several engines, once each."""
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """One sample for every row of the request, in its order; of several engines, once each.
+
+        policy: the one that was pushed last. Raises WeightSyncError for any other.
+        """
         ...
 
 
 class WeightSource(Protocol):
-    """Weights of the policy that trains, under the names of the model's checkpoint, whole and in host memory. Every
-    rank calls every method, and in the same order: sharded weights are gathered tensor by tensor."""
+    """Weights of the policies, under the names of the model's checkpoint, whole and in host memory. Every rank calls
+    every method, and in the same order: sharded weights are gathered tensor by tensor.
+
+    policy: name of a kept copy, "ema", or None for the policy that trains. component: of a model that trains several;
+    None takes all, whose names then are "component/name".
+    """
 
     @property
     def policy_version(self) -> int:
         """Grows with every change of the trained weights."""
         ...
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    @property
+    def components(self) -> tuple[str, ...]:
+        """What trains, by the names of `ModelBundle.trainable_modules`."""
+        ...
+
+    def weight_shapes(self, component: str | None = None) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of `weights`, without moving one."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model, adapters merged; tied ones once."""
+    def weights(self, policy: str | None = None, component: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model, adapters merged; tied ones once. Raises ContractError for an unknown policy."""
         ...
 
-    def adapter_weights(self) -> dict[str, Tensor]:
+    def adapter_weights(self, policy: str | None = None, component: str | None = None) -> dict[str, Tensor]:
         """The adapter's factors as peft names them. Raises ConfigError without an adapter."""
         ...
 

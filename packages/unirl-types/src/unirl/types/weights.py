@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -98,12 +98,16 @@ def qualified(components: Mapping[str, Mapping[str, ValueT]]) -> dict[str, Value
 
     components: component -> name -> value.
     """
-    is_alone = len(components) == 1
     return {
-        name if is_alone else f"{component}/{name}": value
+        qualified_name(component, name, components): value
         for component, values in components.items()
         for name, value in values.items()
     }
+
+
+def qualified_name(component: str, name: str, components: Collection[str]) -> str:
+    """The name of a tensor in a push of these components, see `qualified`."""
+    return name if len(components) == 1 else f"{component}/{name}"
 
 
 def diff_specs(sent: Iterable[WeightSpec], expected: Iterable[WeightSpec]) -> list[str]:

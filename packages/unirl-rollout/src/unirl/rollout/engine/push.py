@@ -48,6 +48,7 @@ class PushReceiver:
         self._shapes = shapes
         self._dtype = dtype
         self._policy_version = policy_version
+        self._policy: str | None = None
         self._push: _OpenPush | None = None
         self._defect: str | None = None
 
@@ -108,16 +109,23 @@ class PushReceiver:
         bucket.verify()
 
     @contextmanager
-    def loading(self, policy_version: int) -> Generator[None]:
-        """Inside, the caller changes the engine's weights; the engine has the new version where that raises nothing."""
+    def loading(self, policy_version: int, policy: str | None = None) -> Generator[None]:
+        """Inside, the caller changes the engine's weights; the engine has the new version of the named policy where
+        that raises nothing."""
         self.invalidate(f"loading the weights of version {policy_version} did not end well")
         yield
         self._defect = None
         self._policy_version = policy_version
+        self._policy = policy
 
     def invalidate(self, reason: str) -> None:
         """Refuse to generate, for this reason, until a push succeeds."""
         self._defect = reason
+
+    def require(self, policy: str | None) -> None:
+        """Raise WeightSyncError unless the engine's weights are a whole policy, and the one that is asked for."""
+        self.require_usable()
+        refuse_other(policy, self._policy)
 
     def require_usable(self) -> None:
         """Raise WeightSyncError where the engine's weights are no whole policy."""
@@ -136,6 +144,14 @@ class PushReceiver:
         if self._push is None:
             raise WeightSyncError("no push is under way: begin_weights comes first, and again after a failure")
         return self._push
+
+
+def refuse_other(asked: str | None, pushed: str | None) -> None:
+    """Raise WeightSyncError where samples of another policy are asked for than was pushed last; None is the one that
+    trains."""
+    if asked != pushed:
+        names = ["the policy that trains" if name is None else f"the policy {name!r}" for name in (pushed, asked)]
+        raise WeightSyncError(f"{names[0]} was pushed last, and samples of {names[1]} are asked for. Push it first.")
 
 
 def refuse(what: str, lines: Sequence[str]) -> None:

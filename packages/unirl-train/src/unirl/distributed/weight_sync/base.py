@@ -6,6 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from unirl.distributed.weight_sync.canary import Canary, TokenCanary, Transition
 from unirl.types.bounds import Positive, bounded
 from unirl.types.errors import ConfigError, WeightSyncError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PushTarget, TrainBackend
+from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PolicyStore, PushTarget, TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, DiffusionSamplingParams, Precision
 from unirl.types.weights import WeightReceipt
@@ -51,6 +52,7 @@ class WeightSync(ABC):
         rank: int = 0,
     ) -> None:
         self._source = backend.weight_source
+        self._policies: PolicyStore = backend
         self._engine = engine
         self._dtype = dtype_named(dtype, "sync.dtype")
         self._rank = rank
@@ -68,8 +70,8 @@ class WeightSync(ABC):
             self._engine.wait_until_ready()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def push(self) -> Metrics:
-        """Make the engine sample from the present policy; every rank calls it.
+    def push(self, policy: str | None = None) -> Metrics:
+        """Make the engine sample from the present policy, or from a named copy of it; every rank calls it.
 
         Returns sync/seconds, sync/megabytes, sync/tensors, sync/bound and the canary's sync/logprob_gap_{max,mean}.
         """
@@ -77,17 +79,20 @@ class WeightSync(ABC):
         version = self._source.policy_version
         engine = self._engine
         if engine is None:  # its shards are gathered for the rank that sends, in the push and in the canary's replay
-            self._gather()
-            self._canary.replay_only()
+            self._gather(policy)
+            with self._under(policy):
+                self._canary.replay_only()
             return {}
-        receipt = self._send(engine, version)
+        receipt = self._send(engine, version, policy)
         if receipt.policy_version != version:
             raise WeightSyncError(f"version {version} was pushed, the engine says it has {receipt.policy_version}")
         seconds = time.perf_counter() - begin
-        largest, mean = self._canary.check(engine, version)
+        with self._under(policy):
+            largest, mean = self._canary.check(engine, version, policy)
         logger.info(
-            "pushed policy version %d: %d tensors, %.1f MB in %.2f s; log-prob gap %.1e",
+            "pushed policy version %d%s: %d tensors, %.1f MB in %.2f s; log-prob gap %.1e",
             version,
+            "" if policy is None else f" ({policy})",
             receipt.num_tensors,
             receipt.num_bytes / 1e6,
             seconds,
@@ -105,16 +110,20 @@ class WeightSync(ABC):
 
     @property
     def is_due(self) -> bool:
-        """Whether the engine's policy is not the present one."""
+        """Whether the engine's version is not the present one."""
         return self._engine is not None and self._engine.policy_version != self._source.policy_version
 
     @abstractmethod
-    def _send(self, engine: PushTarget, version: int) -> WeightReceipt:
-        """Send the policy, and return the engine's receipt."""
+    def _send(self, engine: PushTarget, version: int, policy: str | None) -> WeightReceipt:
+        """Send a policy, and return the engine's receipt."""
 
     @abstractmethod
-    def _gather(self) -> None:
+    def _gather(self, policy: str | None) -> None:
         """The collectives of `_send`, on a rank that has no engine."""
+
+    def _under(self, policy: str | None) -> AbstractContextManager[None]:
+        """Inside, the trainer's model has the values of the policy."""
+        return nullcontext() if policy is None else self._policies.using_policy(policy)
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor

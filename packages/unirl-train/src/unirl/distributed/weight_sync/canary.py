@@ -51,12 +51,12 @@ class Canary(ABC):
     def replay_only(self) -> None:
         """The forwards of `check` on a rank without an engine: where weights are sharded, ranks run equally many."""
 
-    def check(self, engine: PushTarget, version: int) -> tuple[float, float]:
+    def check(self, engine: PushTarget, version: int, policy: str | None = None) -> tuple[float, float]:
         """Largest and mean |log-prob of the engine - of the trainer|.
 
         Raises WeightSyncError above the tolerance, and where the samples are of another version.
         """
-        resp = engine.generate(self._request(version))
+        resp = engine.generate(self._request(version), policy)
         (track,) = resp.tracks.values()
         if track.policy_versions is None:
             raise ContractError("the engine answered the canary without policy versions")

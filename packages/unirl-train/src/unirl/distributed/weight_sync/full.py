@@ -44,17 +44,17 @@ class FullWeightSync(WeightSync):
         )
         self._bucket_bytes = bucket_bytes
 
-    def _gather(self) -> None:
-        for _ in self._source.weights():
+    def _gather(self, policy: str | None) -> None:
+        for _ in self._source.weights(policy):
             pass
 
-    def _send(self, engine: PushTarget, version: int) -> WeightReceipt:
+    def _send(self, engine: PushTarget, version: int, policy: str | None) -> WeightReceipt:
         shapes = self._source.weight_shapes()
         engine.begin_weights(version, [WeightSpec(name, shape, str(self._dtype), "") for name, shape in shapes.items()])
-        rounded = ((name, self._rounded(tensor)) for name, tensor in self._source.weights())
+        rounded = ((name, self._rounded(tensor)) for name, tensor in self._source.weights(policy))
         for bucket in weight_buckets(rounded, policy_version=version, max_bytes=self._bucket_bytes):
             engine.receive_weights(bucket)
-        receipt = engine.finish_weights(version)
+        receipt = engine.finish_weights(version, policy)
         if receipt.num_tensors != len(shapes):
             raise WeightSyncError(f"{len(shapes)} tensors were sent, the engine counts {receipt.num_tensors}")
         return receipt

@@ -11,14 +11,14 @@ from unirl.types.weights import WeightBucket, WeightReceipt, weight_spec
 class LoraWeightSync(WeightSync):
     """Swaps the engine's adapter for the present one; base weights stay where they are. Options: see `WeightSync`."""
 
-    def _gather(self) -> None:
-        self._source.adapter_weights()
+    def _gather(self, policy: str | None) -> None:
+        self._source.adapter_weights(policy)
 
-    def _send(self, engine: PushTarget, version: int) -> WeightReceipt:
-        tensors = {name: self._rounded(tensor) for name, tensor in self._source.adapter_weights().items()}
+    def _send(self, engine: PushTarget, version: int, policy: str | None) -> WeightReceipt:
+        tensors = {name: self._rounded(tensor) for name, tensor in self._source.adapter_weights(policy).items()}
         config = self._source.adapter_config()
         specs = tuple(weight_spec(name, tensor) for name, tensor in tensors.items())
-        receipt = engine.load_adapter(WeightBucket(version, tensors, specs), config)
+        receipt = engine.load_adapter(WeightBucket(version, tensors, specs), config, policy)
         # Each adapted layer has an A and a B.
         num_acting = len(tensors) // 2 if receipt.num_bound is None else receipt.num_bound
         if (receipt.num_tensors, 2 * num_acting) != (len(tensors), len(tensors)):

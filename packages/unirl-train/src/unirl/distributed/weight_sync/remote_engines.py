@@ -41,17 +41,17 @@ class RemoteEngines:
         """See PushTarget; to all engines."""
         self._role.call("receive_weights", _packed(bucket))
 
-    def finish_weights(self, policy_version: int) -> WeightReceipt:
+    def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
         """See PushTarget; of all engines."""
-        return self._agreed(self._role.call("finish_weights", policy_version))
+        return self._agreed(self._role.call("finish_weights", policy_version, policy))
 
-    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig) -> WeightReceipt:
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
         """See PushTarget; to all engines."""
-        return self._agreed(self._role.call("load_adapter", _packed(bucket), config))
+        return self._agreed(self._role.call("load_adapter", _packed(bucket), config, policy))
 
-    def generate(self, req: RolloutReq) -> RolloutResp:
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """Every engine's samples of the whole request, one engine behind the other: a canary sees each of them."""
-        answers = self._role.call("generate", req)
+        answers = self._role.call("generate", req, policy)
         return RolloutResp.concat(
             [_of_engine(name, resp) for name, resp in zip(self._role.workers, answers, strict=True)]
         )

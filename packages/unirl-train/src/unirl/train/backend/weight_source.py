@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from unirl.train.backend.policies import CURRENT_POLICY, NamedPolicies
 from unirl.train.backend.state import Progress
 from unirl.train.lora import is_adapted, lora_factor_names, merged_weight, plain_base_name, plain_lora_name
-from unirl.types.errors import ConfigError
-from unirl.types.weights import AdapterConfig
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.weights import AdapterConfig, qualified, qualified_name
 
 
 class PolicyWeights:
@@ -36,34 +36,43 @@ class PolicyWeights:
         self._adapter = adapter
         self._before_reading = before_reading
 
-    # For an engine, which takes one component -------------------------------------------------------------------
+    # For an engine ----------------------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
         """Grows with every change of the trained weights."""
         return self._progress.policy_version
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    @property
+    def components(self) -> tuple[str, ...]:
+        """What trains, by the names of the bundle."""
+        return tuple(self._modules)
+
+    def weight_shapes(self, component: str | None = None) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of `weights`, by its name in the model's checkpoint, without moving one."""
-        _, module = self._only_component()
-        names = ((plain_base_name(name), tensor) for name, tensor in _without_ties(module).items())
-        return {name: tuple(tensor.shape) for name, tensor in names if name is not None}
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, module in self._chosen(component).items():
+            names = ((plain_base_name(key), tensor) for key, tensor in _without_ties(module).items())
+            shapes[name] = {plain: tuple(tensor.shape) for plain, tensor in names if plain is not None}
+        return qualified(shapes)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The trained policy tensor by tensor, adapters merged. Every rank goes through all.
+    def weights(self, policy: str | None = None, component: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """A policy tensor by tensor, adapters merged. Every rank goes through all.
 
-        Raises ConfigError for a model of several trainable components, whose names would not say which.
+        Raises ContractError for an unknown policy or component.
         """
-        component, module = self._only_component()
-        values = self._policies.values(CURRENT_POLICY)
+        chosen = self._chosen(component)
+        values = self._policies.values(CURRENT_POLICY if policy is None else policy)
         self._before_reading()
-        yield from self._merged(component, _without_ties(module), values)
+        for name, module in chosen.items():
+            for plain, tensor in self._merged(name, _without_ties(module), values):
+                yield qualified_name(name, plain, chosen), tensor
 
-    def adapter_weights(self) -> dict[str, Tensor]:
-        """The trained policy's LoRA factors as peft names them. Raises ConfigError for full fine-tuning."""
-        component, _ = self._only_component()
+    def adapter_weights(self, policy: str | None = None, component: str | None = None) -> dict[str, Tensor]:
+        """A policy's LoRA factors as peft names them. Raises ConfigError for full fine-tuning."""
         self.adapter_config()
-        return self.adapter_state(CURRENT_POLICY)[component]
+        state = self.adapter_state(CURRENT_POLICY if policy is None else policy)
+        return qualified({name: state[name] for name in self._chosen(component)})
 
     def adapter_config(self) -> AdapterConfig:
         """Rank, alpha and targets of the adapters. Raises ConfigError for full fine-tuning."""
@@ -71,10 +80,12 @@ class PolicyWeights:
             raise ConfigError("there is no adapter to push: set backend.lora, or push full weights")
         return self._adapter
 
-    def _only_component(self) -> tuple[str, nn.Module]:
-        if len(self._modules) != 1:
-            raise ConfigError(f"weights of {sorted(self._modules)} cannot be pushed: an engine takes one component")
-        return next(iter(self._modules.items()))
+    def _chosen(self, component: str | None) -> Mapping[str, nn.Module]:
+        if component is None:
+            return self._modules
+        if component not in self._modules:
+            raise ContractError(f"there is no component {component!r} that trains; there are {sorted(self._modules)}")
+        return {component: self._modules[component]}
 
     # For a file, which takes all --------------------------------------------------------------------------------
 

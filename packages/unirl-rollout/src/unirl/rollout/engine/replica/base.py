@@ -11,7 +11,6 @@ import torch
 from unirl.rollout.engine.base import BaseRolloutEngine, ChunkListener
 from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.rollout.engine.trainside.base import DirectSampling
-from unirl.types.errors import ConfigError
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
@@ -31,9 +30,7 @@ class PushedSampling(DirectSampling):
     _weights: ReplicaWeights
 
     def _policy(self, name: str | None) -> AbstractContextManager[None]:
-        if name is not None:
-            raise ConfigError(f"this engine samples from the policy that was pushed, not from {name!r}")
-        self._weights.pushes.require_usable()
+        self._weights.pushes.require(name)
         self._weights.require_awake()
         return nullcontext()
 
@@ -64,14 +61,14 @@ class PushedSampling(DirectSampling):
         self._weights.receive(bucket)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def finish_weights(self, policy_version: int) -> WeightReceipt:
+    def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
         """Load what was received, see WeightReceiver."""
-        return self._weights.finish(policy_version)
+        return self._weights.finish(policy_version, policy)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig) -> WeightReceipt:
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
         """Swap the LoRA adapter, see WeightReceiver."""
-        return self._weights.load_adapter(bucket, config)
+        return self._weights.load_adapter(bucket, config, policy)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def sleep(self) -> None:

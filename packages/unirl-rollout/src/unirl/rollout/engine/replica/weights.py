@@ -62,25 +62,25 @@ class ReplicaWeights:
             self._received.update({name: tensor.clone() for name, tensor in bucket.tensors.items()})
 
     @torch.no_grad()
-    def finish(self, policy_version: int) -> WeightReceipt:
+    def finish(self, policy_version: int, policy: str | None) -> WeightReceipt:
         """Put what was received in the place of the weights, and take an adapter off."""
         received, self._received = self._received, {}
         push = self.pushes.finish(policy_version)
         own = self._tensors()
-        with self.pushes.loading(policy_version):
+        with self.pushes.loading(policy_version, policy):
             self._remove_adapter()
             for name, tensor in received.items():
                 own[name].copy_(tensor)
         return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, len(received))
 
-    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig) -> WeightReceipt:
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None) -> WeightReceipt:
         """Put a LoRA adapter in the place of the last one: a term beside each layer's output, as it is in training."""
         self.pushes.check_adapter(bucket, config.rank)
         modules = qualified({name: dict(module.named_modules()) for name, module in self._modules.items()})
         layers = sorted({name.removesuffix(_A) for name in bucket.tensors if name.endswith(_A)})
         wrong = [f"{layer}: no linear layer" for layer in layers if not isinstance(modules[layer], nn.Linear)]
         refuse("the adapter does not fit the engine's model", wrong)
-        with self.pushes.loading(bucket.policy_version):
+        with self.pushes.loading(bucket.policy_version, policy):
             self._remove_adapter()
             for layer in layers:
                 place = modules[layer]

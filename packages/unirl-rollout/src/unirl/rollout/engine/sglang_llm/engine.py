@@ -136,13 +136,10 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """One completion for every row of this rank's request.
 
-        Raises ConfigError for a prompt that does not fit and for a named `policy` (SGLang has the pushed one alone),
-        WeightSyncError where the samples are not of the policy that was pushed last, WorkerError where the server
-        fails.
+        Raises ConfigError for a prompt that does not fit, WeightSyncError where `policy` is not the one that was pushed
+        last or the samples are not of it, WorkerError where the server fails.
         """
-        if policy is not None:
-            raise ConfigError(f"SGLang samples from the policy that was pushed, not from {policy!r}")
-        self._pushes.require_usable()
+        self._pushes.require(policy)
         params = text_params(req)
         self._wait()
         conditions = self._pipeline.encode(req.primitives, params)
@@ -230,11 +227,11 @@ class SGLangRolloutEngine(BaseRolloutEngine):
             save_file({name: tensor.contiguous() for name, tensor in bucket.tensors.items()}, path, {"format": "pt"})
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def finish_weights(self, policy_version: int) -> WeightReceipt:
+    def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
         """Let the server read what was received, see WeightReceiver."""
         push = self._pushes.finish(policy_version)
         self._wait()
-        with self._pushes.loading(policy_version):
+        with self._pushes.loading(policy_version, policy):
             self._must(
                 "/update_weights_from_disk",
                 {
@@ -249,7 +246,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, None)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig) -> WeightReceipt:
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
         """Swap the LoRA adapter, see WeightReceiver. Each version has a name of its own, so caches never mix them."""
         if not self._has_lora:
             raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
@@ -261,7 +258,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         save_file(prefixed, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(config.peft()), encoding="utf-8")
         self._wait()
-        with self._pushes.loading(bucket.policy_version):
+        with self._pushes.loading(bucket.policy_version, policy):
             if self._adapter is not None:
                 self._must("/unload_lora_adapter", {"lora_name": self._adapter})
                 shutil.rmtree(self._folder / self._adapter)

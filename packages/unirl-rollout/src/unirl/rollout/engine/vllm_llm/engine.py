@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from safetensors.torch import save_file
 
 from unirl.rollout.engine.base import BaseRolloutEngine
+from unirl.rollout.engine.push import refuse_other
 from unirl.rollout.engine.served_text import (
     Generate,
     Generations,
@@ -125,6 +126,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         self._calls = itertools.count()
         self._running: int | None = None
         self._policy_version = 0 if policies is None else policies.policy_version
+        self._policy: str | None = None
         self._ready: Ready | None = None
         executable = interpreter(python)
         self._folder = Path(tempfile.mkdtemp(prefix="unirl-vllm-", dir=transfer_dir))
@@ -152,13 +154,10 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """One completion for every row of this rank's request.
 
-        Raises ConfigError for a prompt that does not fit and for a named `policy` (vLLM has the pushed one alone),
-        WeightSyncError where the samples are not of the policy that was pushed last, WorkerError where vLLM dies.
+        Raises ConfigError for a prompt that does not fit, WeightSyncError where `policy` is not the one that was pushed
+        last or the samples are not of it, WorkerError where vLLM dies.
         """
-        if policy is not None:
-            raise ConfigError(
-                f"vLLM samples from the policy that was pushed, not from {policy!r}; use trainside for it"
-            )
+        refuse_other(policy, self._policy)
         params = text_params(req)
         conditions, call = self._prepared(req)
         self._running = call.number
@@ -261,30 +260,30 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         self._call(ReceiveWeights(bucket.policy_version, str(path), list(bucket.specs)))
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def finish_weights(self, policy_version: int) -> WeightReceipt:
+    def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
         """Load what was received, see WeightReceiver."""
         try:
-            return self._loaded(FinishWeights(policy_version))
+            return self._loaded(FinishWeights(policy_version), policy)
         finally:
             self._drop_received()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig) -> WeightReceipt:
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
         """Swap the LoRA adapter, see WeightReceiver."""
         folder = self._folder / f"adapter-{next(self._num_files)}"
         folder.mkdir()
         prefixed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in bucket.tensors.items()}
         save_file(prefixed, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(config.peft()), encoding="utf-8")
-        receipt = self._loaded(LoadAdapter(bucket.policy_version, str(folder), list(bucket.specs)))
+        receipt = self._loaded(LoadAdapter(bucket.policy_version, str(folder), list(bucket.specs)), policy)
         for old in self._folder.glob("adapter-*"):
             if old != folder:  # vLLM reads the present one again if it ever drops it
                 shutil.rmtree(old)
         return receipt
 
-    def _loaded(self, message: Message) -> WeightReceipt:
+    def _loaded(self, message: Message, policy: str | None) -> WeightReceipt:
         answer = self._call(message, Loaded)
-        self._policy_version = answer.policy_version
+        self._policy_version, self._policy = answer.policy_version, policy
         return WeightReceipt(answer.policy_version, answer.num_tensors, answer.num_bytes, answer.num_bound)
 
     def _drop_received(self) -> None:
