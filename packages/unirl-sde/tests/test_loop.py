@@ -327,5 +327,5 @@ def test_a_trajectory_goes_on_from_any_position_before_the_stochastic_steps(velo
     for start, steps, message in ((6, [], "start = 6 must lie in 0 .. 5"), (4, [3], "before the stochastic steps")):
         with pytest.raises(ValueError, match=message):
             run(velocity, sde_indices=steps, start=start)
-    with pytest.raises(ValueError, match="a solver needs every step behind the last stochastic one"):
+    with pytest.raises(ValueError, match="a solver needs every step after the last stochastic one"):
         run(velocity, sde_indices=[], solver=DPMSolverPP2M(), start=1)

@@ -144,7 +144,7 @@ def compare_recipes(command: Command) -> int:
                 write_results(plan, contenders, runs, errors)
         sys.stdout.write(write_results(plan, contenders, runs, errors))
         if stop.is_set():
-            sys.stderr.write("interrupted; the same command goes on from here\n")
+            sys.stderr.write("interrupted; the same command continues from here\n")
             raise KeyboardInterrupt
     if errors:
         sys.stderr.write("failed: " + ", ".join(run.label for run in errors) + "\n")

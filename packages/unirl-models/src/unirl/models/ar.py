@@ -169,7 +169,7 @@ class _Decoder:
         """Samples that the cache holds, in its order."""
 
     def start(self) -> Tensor:
-        """Logits [B, V] behind each prompt. Equal prompts are computed once."""
+        """Logits [B, V] after each prompt. Equal prompts are computed once."""
         keys = self._adapter.prompt_keys(self._conditions)
         rows_of: dict[Hashable, int] = {}
         for row, key in enumerate(keys):
@@ -191,7 +191,7 @@ class _Decoder:
         return logits[copies]
 
     def step(self, tokens: Tensor, is_alive: Tensor) -> Tensor:
-        """Logits of the samples in `rows` behind the tokens just drawn, one per row before this call.
+        """Logits of the samples in `rows` after the tokens just drawn, one per row before this call.
 
         Rows that are done leave the cache once they are half of it, so that long completions do not carry them along.
         One row always stays: every rank must run a sharded model.

@@ -120,7 +120,7 @@ def sample(
         raise ValueError("keep_means needs stochastic steps: sde_indices is empty.")
     if solver is not None:
         if start > last_sde + 1:
-            raise ValueError(f"start = {start}: a solver needs every step behind the last stochastic one ({last_sde}).")
+            raise ValueError(f"start = {start}: a solver needs every step after the last stochastic one ({last_sde}).")
         if last_sde == num_steps - 1:
             raise ValueError(
                 f"a solver runs after the last stochastic step, but that is the last step of all (sde_indices = "

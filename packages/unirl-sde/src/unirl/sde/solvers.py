@@ -113,7 +113,7 @@ class DPMSolverPP2M:
         return (sigma_next / sigma) * x + (1 - sigma_next / sigma) * extrapolated
 
     def observe(self, x: Tensor, velocity: Tensor, index: int) -> None:
-        """Keeps the predicted clean latent for the next step. MixGRPO-Flash starts behind its window this way."""
+        """Keeps the predicted clean latent for the next step. MixGRPO-Flash starts after its window this way."""
         x0 = at_least_float32(x) - self._sigmas[index] * at_least_float32(velocity)
         self._previous = (index, x0)
 

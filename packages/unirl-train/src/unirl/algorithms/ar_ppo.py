@@ -129,5 +129,5 @@ class ARPPO(ARGRPO):
 
 
 def _padded(values_M: Tensor, lengths: list[int]) -> Tensor:
-    """[B, T], zeros behind each sample's tokens."""
+    """[B, T], zeros after each sample's tokens."""
     return pad_sequence(list(values_M.split(lengths)), batch_first=True)

@@ -95,7 +95,7 @@ class TextTokenCondition(Condition):
 
 @dataclass(kw_only=True, eq=False)
 class PromptCondition(Condition):
-    """The tokens that an autoregressive model goes on from, samples end to end and without padding.
+    """The tokens that an autoregressive model continues, samples end to end and without padding.
 
     Build with `PromptCondition.pack(tokens=[...])`. The placeholders of images are already expanded to as many tokens
     as the images take, so that engine and replay count the same positions.

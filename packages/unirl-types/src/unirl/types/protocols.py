@@ -207,7 +207,7 @@ class AutoregressivePipeline(TextCodec, Protocol):
         """Every token of B samples under the current weights, with gradients unless they are switched off.
 
         One forward of the model a call, whatever the lengths, so ranks with equally many micro-batches gather sharded
-        weights equally often. Samples lie packed behind each other without padding and attend to themselves alone.
+        weights equally often. Samples lie packed end to end without padding and attend to themselves alone.
         Log-probs are of the temperature of `params`, the one that was sampled with.
         Raises ConfigError for parameters whose rollout was not drawn from the whole softmax: temperature 0, top_p below
         1 or top_k above 0.

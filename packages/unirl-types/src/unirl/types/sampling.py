@@ -88,7 +88,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
     post_solver: PostSolver = "euler"
     """Solver of the deterministic steps; dpmpp_2m only where no stochastic step follows."""
     post_step_ratio: float = 1.0
-    """Share of the noise levels behind the last stochastic step that is kept, two at least (one step); 1 keeps all."""
+    """Share of the noise levels after the last stochastic step that is kept, two at least (one step); 1 keeps all."""
     keep_latents: KeptLatents = "transitions"
     """Stored positions: both ends of every stochastic step and the final latent, every position, or the final alone."""
     max_sequence_length: int | None = None

@@ -37,7 +37,7 @@ class Segment(Batch):
 
 @dataclass(kw_only=True, eq=False)
 class TextSegment(Segment):
-    """The tokens behind each prompt, samples end to end. Build with `TextSegment.pack(tokens=[...], log_probs=[...])`.
+    """The tokens after each prompt, samples end to end. Build with `TextSegment.pack(tokens=[...], log_probs=[...])`.
 
     Usually every token was sampled, the one that ended the sample included. Of several turns the segment holds all that
     follows the first prompt: what the model said, and what a tool or user answered, which `loss_mask` leaves out.

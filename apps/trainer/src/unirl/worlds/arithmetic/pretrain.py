@@ -46,7 +46,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Lessons:
-    """Problems with the answers that may be shown, as tokens; labels are -100 on prompts and behind the end."""
+    """Problems with the answers that may be shown, as tokens; labels are -100 on prompts and after the end."""
 
     ids_NVL: Tensor
     """V answers of each problem: the right one, the columnwise one, then slips."""

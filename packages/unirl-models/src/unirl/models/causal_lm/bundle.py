@@ -213,7 +213,7 @@ class CausalLMBundle:
         if type(projection) is not nn.Linear:
             raise ConfigError(
                 f"{type(self.model).__name__} projects onto its vocabulary by a {type(projection).__name__}; tokens "
-                "can be scored behind a plain linear layer only."
+                "can be scored after a plain linear layer only."
             )
         head = ScoringHead(projection, chunk_logits=chunk_logits)
         self.model.set_output_embeddings(head)
@@ -247,7 +247,7 @@ class CausalLMBundle:
             handle.remove()
         if not torch.equal(logits, ramp.expand_as(logits)):
             raise ConfigError(
-                f"{type(self.model).__name__} scales or caps its logits behind the projection; its tokens cannot be "
+                f"{type(self.model).__name__} scales or caps its logits after the projection; its tokens cannot be "
                 "scored. Switch that off in the configuration where it is allowed (final_logit_softcapping: null)."
             )
 

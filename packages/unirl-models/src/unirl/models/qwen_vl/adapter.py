@@ -108,7 +108,7 @@ class QwenVLAdapter(TextAdapter):
         return list(zip(keys, images.grids, patches, strict=True))
 
     def positions(self, conditions: Conditions, lengths: Sequence[int]) -> list[Tensor]:
-        """[3, n] positions of each sample: time, row and column of image tokens; text goes on behind the largest."""
+        """[3, n] positions of each sample: time, row and column of image tokens; text continues after the largest."""
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
         images = conditions.get("images")
         grids = images.grids if isinstance(images, ImagePatchCondition) else [()] * len(prompts)

@@ -1,7 +1,7 @@
 """Waiting for an answer of every worker, and finding the cause where one fails.
 
 A failure rarely comes alone. A rank that dies breaks the collective that the others are in, so they fail too, often
-before the death is known; a rank that raises leaves the others waiting in the collective for ever. So after the first
+before the death is known; a rank that raises leaves the others waiting in the collective forever. So after the first
 failure the others get a few seconds to answer, the cause is picked among the failures, and who still hangs is reported.
 """
 

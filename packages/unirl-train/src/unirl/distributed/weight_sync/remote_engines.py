@@ -50,7 +50,7 @@ class RemoteEngines:
         return self._agreed(self._role.call("load_adapter", _packed(bucket), config, policy))
 
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
-        """Every engine's samples of the whole request, one engine behind the other: a canary sees each of them."""
+        """Every engine's samples of the whole request, one engine after the other: a canary sees each of them."""
         answers = self._role.call("generate", req, policy)
         return RolloutResp.concat(
             [_of_engine(name, resp) for name, resp in zip(self._role.workers, answers, strict=True)]

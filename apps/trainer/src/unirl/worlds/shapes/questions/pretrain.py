@@ -66,7 +66,7 @@ class Lessons:
     answers: list[list[Tensor]]
     """Tokens of the right answer, of the habit's, then of each slip."""
     contents: list[list[tuple[int, int]]]
-    """Colour and shape of each quadrant of all images of a question, by their number; the number behind the last is
+    """Colour and shape of each quadrant of all images of a question, by their number; the number after the last is
     an empty quadrant."""
 
 

@@ -1,4 +1,4 @@
-"""The process that vLLM lives in: start it, ask it, stop it. Nobody waits for ever and nobody is left behind."""
+"""The process that vLLM lives in: start, call, stop. Every wait has a limit, and no process outlives its owner."""
 
 from __future__ import annotations
 
