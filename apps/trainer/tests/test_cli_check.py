@@ -488,8 +488,8 @@ ROLLOUT = {"algorithm.old_logp_source": "rollout"}
         ("diffusion/sd3_shapes_guard", {}, "GRPOGuard compares transition means, which a rollout does not keep. Set"),
         (
             GRPO,
-            {"engine._target_": "unirl.rollout.engine.base.DiffusionRolloutEngine"},
-            "takes the log-probs of DiffusionRolloutEngine, whose weights or precision are not the trainer's",
+            {"engine._target_": "unirl.rollout.engine.base.BaseDiffusionEngine"},
+            "takes the log-probs of BaseDiffusionEngine, whose weights or precision are not the trainer's",
         ),
     ],
 )

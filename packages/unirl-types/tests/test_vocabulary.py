@@ -186,7 +186,9 @@ def test_an_unmarked_method_is_not_remote(name):
 def test_protocols_can_be_asked_for():
     class Made:
         name = "made"
-        score = generate = sleep = wake_up = shutdown = staticmethod(lambda *_: None)
+        score = generate = check_prompts = announce_to = abort = sleep = wake_up = shutdown = staticmethod(
+            lambda *_: None
+        )
 
     assert isinstance(Made(), RolloutEngine)
     assert isinstance(Made(), Scorer)

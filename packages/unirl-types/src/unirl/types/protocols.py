@@ -17,7 +17,7 @@ from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.roles import MeshPlace
-from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.training import OptimizerConfig, StepStats
@@ -392,12 +392,37 @@ class ModelBundle(Protocol):
         ...
 
 
+ChunkListener = Callable[[RolloutResp, RolloutReq], None]
+"""Called with samples that are ready and the part of the request that they answer."""
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Generates responses. Sleep and wake free and restore device memory; trainside engines do nothing there."""
+    """Generates responses. `unirl.rollout.engine.base.BaseRolloutEngine` has defaults, and says what an engine can."""
 
-    def generate(self, req: RolloutReq) -> RolloutResp:
-        """One sample for every row of the request, in its order."""
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """One sample for every row of the request, in its order.
+
+        policy: name of a kept copy of the weights to sample from; None is the policy that trains.
+        """
+        ...
+
+    def check_prompts(self, req: RolloutReq) -> None:
+        """Raise ConfigError where a prompt cannot be sampled from. Generates nothing."""
+        ...
+
+    def announce_to(self, listener: ChunkListener) -> None:
+        """From now on call `listener` with each chunk of a response as soon as it is made, in the order of the request.
+
+        Raises ConfigError in an engine that makes whole responses only.
+        """
+        ...
+
+    def abort(self) -> None:
+        """End the `generate` that runs in another thread: it returns what it has, unfinished samples ABORTED.
+
+        Raises ConfigError in an engine that always finishes.
+        """
         ...
 
     def sleep(self) -> None:
@@ -405,11 +430,29 @@ class RolloutEngine(Protocol):
         ...
 
     def wake_up(self) -> None:
-        """Be ready to generate again."""
+        """Be ready to generate again, or to be pushed the weights that `sleep` dropped."""
         ...
 
     def shutdown(self) -> None:
         """Stop for good and release everything. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class TextRolloutEngine(RolloutEngine, Protocol):
+    """Generates completions: a track with a TextSegment, the conditions that replay takes, and texts."""
+
+
+@runtime_checkable
+class DiffusionRolloutEngine(RolloutEngine, Protocol):
+    """Generates images or videos: a track with a LatentSegment, the conditions that replay takes, and media."""
+
+    def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
+        """Sigmas, latent shape and kernel for these parameters, which the driver pins on requests."""
+        ...
+
+    def prepare_prompts(self, prompts: list[str], params: list[DiffusionSamplingParams]) -> None:
+        """Called once with every prompt of the run and every parameters that they are sampled with."""
         ...
 
 

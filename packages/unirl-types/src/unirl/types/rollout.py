@@ -36,6 +36,18 @@ def _group_rows(group_ids: list[str]) -> list[list[int]]:
     return list(rows.values())
 
 
+@dataclass(frozen=True)
+class DiffusionPlan:
+    """What the driver pins on every request of one geometry."""
+
+    sigmas: Tensor
+    """[T+1] float32."""
+    latent_shape: tuple[int, ...]
+    """Shape of ONE latent."""
+    kernel: str
+    """Name of the kernel of the stochastic steps."""
+
+
 @dataclass(kw_only=True, eq=False)
 class RolloutReq(Batch):
     """What an engine is asked to generate. One row a sample: the driver has already repeated each prompt."""

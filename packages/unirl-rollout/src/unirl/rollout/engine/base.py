@@ -1,38 +1,19 @@
-"""What engines share: the plan of a geometry, and sleep and wake that default to nothing."""
+"""What engines share: abilities with their defaults, and methods that default to nothing or to a refusal."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from unirl.types.errors import ConfigError
+from unirl.types.protocols import ChunkListener
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 
 
-@dataclass(frozen=True)
-class DiffusionPlan:
-    """What the driver pins on every request of one geometry."""
-
-    sigmas: Tensor
-    """[T+1] float32."""
-    latent_shape: tuple[int, ...]
-    """Shape of ONE latent."""
-    kernel: str
-    """Name of the kernel of the stochastic steps."""
-
-
-ChunkListener = Callable[[RolloutResp, RolloutReq], None]
-"""Called with samples that are ready and the part of the request that they answer."""
-
-
 class BaseRolloutEngine(ABC):
-    """Base of the engines: generates responses; frees and restores device memory between phases.
+    """Base of the engines. Implements unirl.types.protocols.RolloutEngine, all but `generate`.
 
     The class attributes say what an engine can do and needs. `trainer check` reads them without importing the engine,
     so a class that differs from a default sets the attribute to a literal.
@@ -40,14 +21,27 @@ class BaseRolloutEngine(ABC):
 
     has_trainer_logp: ClassVar[bool] = False
     """Whether its log-probs are computed by the very modules that train, so that in float32 a replay gives the same."""
+    gives_logp: ClassVar[bool] = True
+    """Whether its samples come with log-probs of the distribution that they were drawn from."""
     announces_chunks: ClassVar[bool] = False
     """Whether samples can be had before the whole response is there (`announce_to`)."""
+    can_abort: ClassVar[bool] = False
+    """Whether a `generate` can be ended early (`abort`)."""
+    can_sleep: ClassVar[bool] = False
+    """Whether `sleep` gives device memory back."""
+    sleep_option: ClassVar[str | None] = None
+    """Keyword of its constructor without which `sleep` frees nothing; None where there is none."""
     has_own_weights: ClassVar[bool] = False
     """Whether it samples with a copy of the weights that the policy must be pushed to (a WeightReceiver of
     unirl.types.protocols), so that the recipe needs a `sync` section."""
+    adapter_option: ClassVar[str | None] = None
+    """Keyword of its constructor that says whether adapters are pushed instead of whole weights; None where either
+    may come at any time."""
     has_own_model: ClassVar[bool] = False
     """Whether its `pipeline` must be built over a bundle for this engine alone, which it takes as `bundle`; the modules
     that train are not touched."""
+    takes_media: ClassVar[bool] = False
+    """Whether images and videos of a request reach the model."""
     needs_images: ClassVar[bool] = False
     """Whether it takes images that the data brings (`unirl.types.preference`) in the place of samples."""
 
@@ -65,17 +59,24 @@ class BaseRolloutEngine(ABC):
             "Set reward.is_async: false."
         )
 
+    def abort(self) -> None:
+        """End the `generate` that runs in another thread. Raises ConfigError in an engine that always finishes."""
+        raise ConfigError(f"{type(self).__name__} cannot end a rollout early; it finishes what it began.")
+
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)  # noqa: B027 (engines that take any prompt check nothing)
     def check_prompts(self, req: RolloutReq) -> None:
         """Raise ConfigError where a prompt cannot be sampled from. Generates nothing."""
 
-    def sleep(self) -> None:  # noqa: B027 (engines that hold no memory of their own do nothing)
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)  # noqa: B027 (engines that hold no memory of their own do nothing)
+    def sleep(self) -> None:
         """Free device memory."""
 
-    def wake_up(self) -> None:  # noqa: B027
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)  # noqa: B027
+    def wake_up(self) -> None:
         """Restore device memory."""
 
-    def shutdown(self) -> None:  # noqa: B027
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)  # noqa: B027
+    def shutdown(self) -> None:
         """Stop what the engine started."""
 
     def close(self) -> None:
@@ -83,9 +84,20 @@ class BaseRolloutEngine(ABC):
         self.shutdown()
 
 
-class DiffusionRolloutEngine(BaseRolloutEngine):
-    """Base of the engines of diffusion models, which tell the driver what to pin on a request."""
+class BaseDiffusionEngine(BaseRolloutEngine):
+    """Base of the engines of diffusion models. Implements unirl.types.protocols.DiffusionRolloutEngine."""
+
+    gives_latents: ClassVar[bool] = True
+    """Whether it returns the latents around stochastic steps, which replay needs."""
+    takes_initial_latents: ClassVar[bool] = True
+    """Whether it starts from the noise that a request describes, so that samples can share it."""
+    takes_step_subsets: ClassVar[bool] = True
+    """Whether some steps can be stochastic and the others not."""
 
     @abstractmethod
     def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
         """Sigmas, latent shape and kernel for these parameters."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)  # noqa: B027 (most engines keep nothing of prompts)
+    def prepare_prompts(self, prompts: list[str], params: list[DiffusionSamplingParams]) -> None:
+        """Called once with every prompt of the run, under each of `params`."""

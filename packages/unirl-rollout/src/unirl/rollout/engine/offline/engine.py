@@ -26,6 +26,7 @@ class OfflineRolloutEngine(TrainsideRolloutEngine):
     """
 
     needs_images: ClassVar[bool] = True
+    gives_logp: ClassVar[bool] = False
 
     def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
         params = diffusion_params(req)

@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from unirl.rollout.engine.base import BaseRolloutEngine, ChunkListener
+from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.rollout.engine.trainside.base import DirectSampling
+from unirl.types.protocols import ChunkListener
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
@@ -25,6 +26,7 @@ class PushedSampling(DirectSampling):
     has_own_weights: ClassVar[bool] = True
     has_own_model: ClassVar[bool] = True
     has_trainer_logp: ClassVar[bool] = False
+    can_sleep: ClassVar[bool] = True
     announces_chunks: ClassVar[bool] = False  # the canary of a push would be announced too
 
     _weights: ReplicaWeights

@@ -71,6 +71,11 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     """
 
     has_own_weights: ClassVar[bool] = True
+    adapter_option: ClassVar[str | None] = "max_lora_rank"
+    takes_media: ClassVar[bool] = True
+    can_abort: ClassVar[bool] = True
+    can_sleep: ClassVar[bool] = True
+    sleep_option: ClassVar[str | None] = "uses_memory_saver"
 
     def __init__(
         self,

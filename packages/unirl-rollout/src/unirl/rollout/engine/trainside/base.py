@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import torch
 
-from unirl.rollout.engine.base import BaseRolloutEngine, ChunkListener
+from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import PolicyStore
+from unirl.types.protocols import ChunkListener, PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.storage import save_rollout
@@ -26,6 +26,7 @@ class DirectSampling(BaseRolloutEngine):
 
     has_trainer_logp: ClassVar[bool] = True
     announces_chunks: ClassVar[bool] = True
+    takes_media: ClassVar[bool] = True
 
     def __init__(
         self, policies: PolicyStore | None, *, forward_batch_size: int, rank: int, dump_dir: str | None

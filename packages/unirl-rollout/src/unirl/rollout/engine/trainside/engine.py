@@ -15,18 +15,18 @@ from unirl.rollout.checks import (
     step_noise_keys,
     verify_segment,
 )
-from unirl.rollout.engine.base import DiffusionPlan, DiffusionRolloutEngine
+from unirl.rollout.engine.base import BaseDiffusionEngine
 from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.media import Texts
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 
 
 @bounded("engine")
-class TrainsideRolloutEngine(DirectSampling, DiffusionRolloutEngine):
+class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
     """Samples with the pipeline that trains.
 
     forward_batch_size: samples denoised together; the memory knob of the rollout. Where it equals the training

@@ -86,6 +86,10 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     """
 
     has_own_weights: ClassVar[bool] = True
+    adapter_option: ClassVar[str | None] = "max_lora_rank"
+    can_abort: ClassVar[bool] = True
+    can_sleep: ClassVar[bool] = True
+    sleep_option: ClassVar[str | None] = "sleep_level"
 
     def __init__(
         self,
