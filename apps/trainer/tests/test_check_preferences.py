@@ -10,8 +10,8 @@ from PIL import Image
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
-from unirl.config.rules import Machine
 from unirl.types.errors import ConfigError
+from unirl.types.recipe import Machine
 
 ONLINE, OFFLINE, AWM = (f"diffusion/sd3_shapes_{name}" for name in ("online_dpo", "dpo", "awm"))
 PLENTY = Machine(num_cpus=1024, num_gpus=1024)

@@ -5,21 +5,23 @@ import inspect
 import json
 import math
 import re
+import sys
 from typing import cast
 
 import pytest
 
+from unirl.algorithms.transition_rules import rollout_log_probs_are_replayed_ones
 from unirl.app.environment import register_resolvers
-from unirl.config import rules
 from unirl.config.annotations import mismatch
 from unirl.config.catalog import available, packaged_name
-from unirl.config.check import build_values, check_recipe
+from unirl.config.check import build_values, check_recipe, run_findings
 from unirl.config.instantiation import import_target
 from unirl.config.recipes import compose, render, resolve
-from unirl.config.rules import Machine, async_reward_has_chunks, rollout_log_probs_are_replayed_ones
-from unirl.config.schema import components
-from unirl.config.signatures import read_target
+from unirl.config.runs import run_of
+from unirl.config.schema import PolicySections, components
+from unirl.config.signatures import read_module, read_target
 from unirl.types.errors import ConfigError
+from unirl.types.recipe import Machine
 
 RECIPES = list(available())
 PLENTY = Machine(num_cpus=1024, num_gpus=1024)
@@ -279,7 +281,7 @@ def test_async_rewards_need_an_engine_that_hands_samples_over(recipes):
     recipe = changed(recipes["diffusion/sd3_shapes"], {"reward.is_async": True})
     check_recipe(recipe)
     whole = changed(recipe, {"engine._target_": "unirl.rollout.engine.base.BaseRolloutEngine"})
-    (message,) = async_reward_has_chunks(whole)
+    (message,) = [line for line in run_findings(run_of(whole)) if "whole responses" in line]
     assert "BaseRolloutEngine makes whole responses only. Set reward.is_async: false" in message
     with pytest.raises(ConfigError, match="has no argument 'async'. Did you mean is_async"):
         check_recipe(changed(recipe, {"reward.async": True}))
@@ -467,6 +469,12 @@ HALF = {"sampling.autocast_precision": "bf16"}
 ROLLOUT = {"algorithm.old_logp_source": "rollout"}
 
 
+def on_rollout_log_probs(recipe):
+    """What the rule on the rollout's log-probs says."""
+    run = run_of(recipe)
+    return list(rollout_log_probs_are_replayed_ones(run.policy.algorithms["image"], run))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -495,8 +503,8 @@ ROLLOUT = {"algorithm.old_logp_source": "rollout"}
 )
 def test_a_clip_on_the_rollouts_log_probs_is_refused_where_replay_gives_others(recipes, name, changes, message):
     recipe = changed(recipes[name], {**ROLLOUT, **changes})
-    assert message in " ".join(rollout_log_probs_are_replayed_ones(recipe))
-    assert not list(rollout_log_probs_are_replayed_ones(changed(recipe, {"algorithm.old_logp_source": "auto"})))
+    assert message in " ".join(on_rollout_log_probs(recipe))
+    assert not on_rollout_log_probs(changed(recipe, {"algorithm.old_logp_source": "auto"}))
 
 
 @pytest.mark.parametrize(
@@ -509,7 +517,7 @@ def test_a_clip_on_the_rollouts_log_probs_is_refused_where_replay_gives_others(r
     ],
 )
 def test_the_rollouts_log_probs_are_taken_where_they_are_those_of_replay_or_not_clipped(recipes, name, changes):
-    assert not list(rollout_log_probs_are_replayed_ones(changed(recipes[name], {**ROLLOUT, **changes})))
+    assert not on_rollout_log_probs(changed(recipes[name], {**ROLLOUT, **changes}))
 
 
 def test_several_mistakes_are_reported_together(recipes):
@@ -657,31 +665,19 @@ def test_cpu_seconds_of_another_process_are_no_budget(recipes):
         check_recipe(changed(recipes["llm/qwen3_arithmetic_vllm"], {"max_cpu_s": 60}))
 
 
-def test_every_ability_that_rules_read_of_an_engine_or_a_data_source_has_a_default(recipes, monkeypatch):
-    bases = {
-        "engine": "unirl.rollout.engine.base.BaseRolloutEngine",
-        "data": "unirl.data.data_source.MultimodalRLDataSource",
-    }
-    read = {section: set() for section in bases}
-    for recipe in (changed(recipe, {"reward.is_async": True}) for recipe in recipes.values()):
-
-        def record(path, name, recipe=recipe):
-            for section, names in read.items():
-                if path == recipe[section]["_target_"]:
-                    names.add(name)
-            return read_target(path).constants.get(name)
-
-        monkeypatch.setattr(rules, "_constant", record)
-        for rule in rules.RULES:
-            list(rule(recipe))
-    assert {"has_own_weights", "needs_images", "announces_chunks"} <= read["engine"] and read["data"]
-    for section, base in bases.items():
-        assert read[section] <= set(read_target(base).constants)
+def test_every_base_that_gives_defaults_exists():
+    of_schema = [*components().values(), *components(PolicySections).values()]
+    kinds = {kind for item in of_schema for kind in (item.kind, *item.inner_kinds.values()) if kind is not None}
+    assert len(kinds) > 8
+    for kind in kinds:
+        assert read_target(kind).lineage[0] == kind
 
 
 OWN_CLASSES = """
+from unirl.algorithms.base import StageAlgorithm
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.rollout.engine.base import BaseRolloutEngine
+from unirl.types.sampling import DiffusionSamplingParams
 
 
 class Forgetful(BaseRolloutEngine):
@@ -697,28 +693,161 @@ class Given(Forgetful):
     needs_images = True
 
 
+class WithoutBase:
+    def __init__(self, pipeline, policies=None):
+        pass
+
+
+def made(pipeline, policies=None) -> Pushed:
+    return Pushed(pipeline, policies)
+
+
 class Plain(MultimodalRLDataSource):
     pass
+
+
+class ByLine:
+    def __init__(self, path, seed=0, shuffle=True):
+        pass
+
+
+class ForByLine(ByLine):
+    reads_prompt_rows = False
+
+
+class Simple(StageAlgorithm):
+    def __init__(self, pipeline, policies, beta=1.0):
+        pass
+
+
+class Compared(Simple):
+    requires_reference = True
+
+
+class Sized(DiffusionSamplingParams):
+    pass
+
+
+class Ruled(Simple):
+    recipe_rules = "own_rules"
+
+
+class Unruled(Simple):
+    recipe_rules = "nowhere.rules"
 """
+OWN_RULES = """
+def beta_is_small(own, run):
+    if own.get("beta") > 0.5:
+        yield f"{own.at}.beta = {own.get('beta')} of {own.name} must be small on {run.device}"
+
+
+RULES = (beta_is_small,)
+"""
+PUSH = {"_target_": "unirl.distributed.weight_sync.full.FullWeightSync", "dtype": "fp32"}
+
+
+@pytest.fixture
+def own_classes(tmp_path, monkeypatch):
+    """Classes outside the packages, beside a module of rules."""
+    (tmp_path / "own_classes.py").write_text(OWN_CLASSES)
+    (tmp_path / "own_rules.py").write_text(OWN_RULES)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    read_target.cache_clear()
+    read_module.cache_clear()
+    sys.modules.pop("own_rules", None)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine": "Forgetful", "sync": True}, "sync does nothing with Forgetful, which samples with the model"),
+        ({"engine": "Forgetful", "sync": PUSH}, "sync does nothing with Forgetful, which samples with the model"),
+        ({"engine": "WithoutBase", "sync": PUSH}, "sync does nothing with WithoutBase, which samples with the model"),
         ({"engine": "Pushed"}, "Pushed has weights of its own and would sample from the untrained policy"),
-        ({"engine": "Given", "data._target_": "own_classes.Plain"}, "takes the images of the data, but Plain brings"),
+        ({"engine": "made"}, "made has weights of its own and would sample from the untrained policy"),
+        ({"engine": "Given", "data": "Plain"}, "takes the images of the data, but Plain brings"),
+        ({"engine": "Given", "data": "ByLine"}, "takes the images of the data, but ByLine brings"),
+        ({"engine": "Forgetful", "reward.is_async": True}, "engine Forgetful makes whole responses only"),
+        (
+            {"engine": "Pushed", "sync": PUSH, "eval.policy": "old"},
+            "eval.policy = 'old', but Pushed has weights of its",
+        ),
+        (
+            {"algorithm": "Simple", "backend.keep_reference": True},
+            "keep_reference: true does nothing with algorithm.kl",
+        ),
+        ({"algorithm": "Compared"}, "Compared needs a reference policy: set backend.keep_reference: true"),
+        ({"sampling": "Sized", "sampling.eta": -1.0}, "sampling: eta = -1.0 must be finite and at least 0"),
+        ({"algorithm": "Ruled"}, "algorithm.beta = 1.0 of Ruled must be small on cpu"),
     ],
 )
 def test_a_class_of_your_own_that_forgets_an_ability_gets_the_default_and_its_rule(
-    recipes, tmp_path, monkeypatch, changes, message
+    recipes, own_classes, changes, message
 ):
-    (tmp_path / "own_classes.py").write_text(OWN_CLASSES)
+    own = {key: value for key, value in changes.items() if key in ("engine", "data", "algorithm", "sampling")}
+    recipe = changed(recipes["diffusion/sd3_shapes"], {key: value for key, value in changes.items() if key not in own})
+    for section, name in own.items():
+        kept = {"engine": {}, "algorithm": {}}.get(section, recipe[section])
+        recipe[section] = {**kept, "_target_": f"own_classes.{name}"}
+    assert any(message in line for line in run_findings(run_of(recipe)))
+
+
+def test_a_class_of_your_own_is_no_token_algorithm_by_default(recipes, own_classes):
+    recipe = changed(recipes["llm/qwen3_arithmetic"], {"algorithm": {"_target_": "own_classes.Simple"}})
+    with pytest.raises(ConfigError, match="Simple trains on images, but sampling._target_ = unirl.types.sampling.ARSa"):
+        check_recipe(recipe)
+
+
+def test_rules_of_your_own_that_are_not_there_are_named(recipes, own_classes):
+    recipe = changed(recipes["diffusion/sd3_shapes"], {"algorithm": {"_target_": "own_classes.Unruled"}})
+    with pytest.raises(ConfigError, match=r"recipe_rules = 'nowhere\.rules' of a class of this recipe: there is no"):
+        check_recipe(recipe)
+
+
+def test_a_data_source_of_your_own_format_says_so(runnable, own_classes):
+    (own_classes / "p.csv.txt").write_text('{"promt": "a red circle"}\n')
+    (own_classes / "p.jsonl").write_text('{"promt": "a red circle"}\n')
+    own = {"data._target_": "own_classes.ByLine", "data.path": str(own_classes / "p.jsonl")}
+    with pytest.raises(ConfigError, match="the row has neither `prompt` nor `caption`"):
+        on_machine(runnable, own)
+    on_machine(runnable, {**own, "data._target_": "own_classes.ForByLine"})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "llm/qwen3_arithmetic",
+            {"stack.track": "answers"},
+            "stack.track = answers, but the engine makes the track text. Set stack.track: text.",
+        ),
+        (
+            GRPO,
+            {"algorithm": None, "algorithms": {"image": ..., "sketch": ...}},
+            "algorithms.sketch: no engine makes the track sketch, there is image. Rename or remove it.",
+        ),
+        (
+            GRPO,
+            {"engine._target_": "own_engines.Twin", "stack.num_updates_per_batch": 1},
+            "the engine makes the track mask, which no algorithm trains. Add algorithms.mask.",
+        ),
+        (GRPO, {"algorithm": None}, "algorithm is missing from the recipe. Add it (or algorithms by track), or"),
+        (GRPO, {"algorithms": {"image": ...}}, "algorithm and algorithms are both set. Keep one of them."),
+    ],
+)
+def test_tracks_and_algorithms_that_do_not_meet_are_named(recipes, tmp_path, monkeypatch, name, changes, message):
+    (tmp_path / "own_engines.py").write_text(
+        "from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine\n\n\n"
+        "class Twin(TrainsideRolloutEngine):\n"
+        "    def __init__(self, pipeline, policies, tracks=('image', 'mask'), **options):\n"
+        "        super().__init__(pipeline, policies, **options)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    sync = recipes["llm/qwen3_arithmetic_vllm"]["sync"] if "sync" in changes else None
-    engine = {"_target_": f"own_classes.{changes['engine']}"}
-    recipe = changed(recipes["diffusion/sd3_shapes"], {**changes, "engine": engine, "sync": sync})
-    assert any(message in line for rule in rules.RULES for line in rule(recipe))
+    recipe = recipes[name]
+    if "algorithms" in changes:
+        changes = {**changes, "algorithms": dict.fromkeys(changes["algorithms"], recipe["algorithm"])}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(changed(recipe, changes))
 
 
 def test_an_engine_without_its_environment_names_the_command_that_makes_it(recipes, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from unirl.config import instantiate
 from unirl.config.annotations import mismatch
 from unirl.config.instantiation import instantiate_at
-from unirl.config.schema import components
+from unirl.config.schema import SEVERAL, PolicySections, components
 from unirl.config.signatures import read_target
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
@@ -276,5 +276,6 @@ def test_wiring_adds_exactly_the_arguments_that_the_checker_expects():
         else:
             continue
         own.update(keyword.arg for keyword in node.keywords if keyword.arg is not None)
-    injected = {section: set(component.injected) for section, component in components().items()}
+    of_policies = {key: item for key, item in components(PolicySections).items() if key not in SEVERAL.values()}
+    injected = {section: set(component.injected) for section, component in {**components(), **of_policies}.items()}
     assert found == {section: names for section, names in injected.items() if names or section in found}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from unirl.config.rules import Machine
+from unirl.types.recipe import Machine
 
 WORLDS = ("shapes", "arithmetic")
 """Packages with a small model and data of their own."""

@@ -22,6 +22,7 @@ from unirl.config.catalog import available
 from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings
 from unirl.config.instantiation import instantiate_at
 from unirl.config.recipes import render
+from unirl.config.runs import run_of
 from unirl.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def check(command: Command) -> None:
                 build_values(recipe)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
-        notes = machine_findings(recipe, machine)
+        notes = list(machine_findings(run_of(recipe), machine))
         if notes and "strict" in command.options:
             raise ConfigError("\n".join(notes))
         sys.stdout.write(

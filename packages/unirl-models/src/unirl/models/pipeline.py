@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -30,6 +31,9 @@ class DiffusionPipeline:
     schedule: the noise levels; `sigmas` evaluates it once per request, everyone else uses the result verbatim.
     forward_batch_size: most rows in one forward of the model, before guidance doubles them; None sets no limit.
     """
+
+    recipe_rules: ClassVar[str] = "unirl.models.pipeline_rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -52,6 +52,9 @@ class RewardService:
     are the same, bit for bit.
     Raises ConfigError for an impossible value.
     """
+
+    recipe_rules: ClassVar[str] = "unirl.reward.rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`."""
 
     def __init__(
         self,

@@ -58,6 +58,8 @@ class SDEStrategy(ABC):
     name: ClassVar[str]
     is_gaussian: ClassVar[bool] = True
     """False when `log_prob` is not the logarithm of the transition density."""
+    max_eta: ClassVar[float | None] = None
+    """Largest eta; None: any. `check_eta` enforces it."""
 
     def __init__(self, reduction: Reduction = "mean") -> None:
         check_reduction(reduction)
@@ -195,6 +197,7 @@ class CPSSDEStrategy(SDEStrategy):
 
     name = "cps"
     is_gaussian = False
+    max_eta = 1.0
 
     def check_eta(self, eta: float) -> None:
         """Raises ValueError unless 0 <= eta <= 1: eta is the share of a right angle by which the noise is turned."""

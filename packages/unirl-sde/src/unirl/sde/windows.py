@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Annotated, Literal, Protocol, get_args
+from typing import Annotated, ClassVar, Literal, Protocol, get_args
 
 from unirl.sde.bounds import Bounds, check_bounds
 from unirl.sde.noise import noise_seed
@@ -28,10 +28,18 @@ class IndexScheduler(Protocol):
         ...
 
 
+class StepWindow:
+    """Base of the schedulers, with what recipes are checked against."""
+
+    takes_every_step: ClassVar[bool] = False
+    """Whether every step is stochastic, but for the last where `exclude_last` says so."""
+
+
 @dataclass(frozen=True)
-class AllSteps:
+class AllSteps(StepWindow):
     """Every step; without the last if `exclude_last`, whose noise is never denoised."""
 
+    takes_every_step: ClassVar[bool] = True
     num_steps: Annotated[int, Bounds(ge=1)]
     exclude_last: bool = False
 
@@ -47,7 +55,7 @@ class AllSteps:
 
 
 @dataclass(frozen=True)
-class FirstFraction:
+class FirstFraction(StepWindow):
     """The first int(fraction * num_steps) steps. Flow-GRPO trains a fraction of 0.99: all but the last."""
 
     num_steps: Annotated[int, Bounds(ge=1)]
@@ -72,7 +80,7 @@ class FirstFraction:
 
 
 @dataclass(frozen=True)
-class RandomSubset:
+class RandomSubset(StepWindow):
     """`num_sde_steps` distinct steps, drawn anew for every rollout from a stretch of the schedule."""
 
     num_steps: Annotated[int, Bounds(ge=1)]
@@ -104,7 +112,7 @@ class RandomSubset:
 
 
 @dataclass(frozen=True, init=False)
-class ExplicitSteps:
+class ExplicitSteps(StepWindow):
     """The same given steps in every rollout. Empty means a deterministic rollout; only this class allows it."""
 
     steps: tuple[int, ...]
@@ -123,7 +131,7 @@ class ExplicitSteps:
 
 
 @dataclass(frozen=True)
-class MixGRPOWindow:
+class MixGRPOWindow(StepWindow):
     """A window of consecutive stochastic steps that moves through the schedule as training goes on.
 
     A window starts at init, init + stride, ... and ends at max_step at the latest: the last one is pulled back so that

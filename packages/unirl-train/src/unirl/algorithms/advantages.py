@@ -188,6 +188,8 @@ class Advantages(Protocol):
 class AdvantageConfig:
     """How a recipe turns rewards into advantages. Fields left None come from the preset."""
 
+    recipe_rules: ClassVar[str] = "unirl.algorithms.advantage_rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`."""
     needs_groups: ClassVar[bool] = True
 
     preset: str = "flow_grpo"

@@ -100,6 +100,8 @@ class MicroBatch:
 class StageAlgorithm(ABC):
     """Base of the algorithms. Class attributes say what the stack, the trainer and `check` must provide."""
 
+    recipe_rules: ClassVar[str] = "unirl.algorithms.rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`. A subclass that names its own adds to these."""
     requires_sde: ClassVar[bool] = False
     """Whether stochastic steps with log-probs are needed."""
     rollout_policy: ClassVar[str | None] = None
@@ -110,6 +112,8 @@ class StageAlgorithm(ABC):
     """Whether the scorers must be differentiable; they come through `use_reward`."""
     learns_value: ClassVar[bool] = False
     """Whether it learns what reward to expect, so that advantages must not be centred on their group."""
+    requires_reference: ClassVar[bool] = False
+    """Whether a reference policy is needed whatever the penalty's weight."""
     trains_tokens: ClassVar[bool] = False
     """Whether it trains on generated tokens instead of latents."""
     is_on_policy: ClassVar[bool] = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -64,6 +64,8 @@ class ForwardProcessAlgorithm(PenalisedAlgorithm):
     rows_per_forward: memory knob.
     Noise and levels are drawn from counters (rollout, sample id), so they depend on neither devices nor batching.
     """
+
+    recipe_rules: ClassVar[str] = "unirl.algorithms.forward_process_rules"
 
     def __init__(
         self,

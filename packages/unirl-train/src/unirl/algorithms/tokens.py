@@ -92,6 +92,7 @@ class TokenAlgorithm(RatioAlgorithm):
     entropy_coef: weight of the entropy that is rewarded beside the surrogate.
     """
 
+    recipe_rules: ClassVar[str] = "unirl.algorithms.token_rules"
     trains_tokens: ClassVar[bool] = True
     penalises_reward: bool = False
     """Whether the penalty towards the reference goes into a reward a token instead of the loss."""

@@ -75,7 +75,10 @@ class TransitionAlgorithm(RatioAlgorithm):
     rows_per_forward: memory knob; the rows of a micro-batch are replayed in chunks of this many.
     """
 
+    recipe_rules: ClassVar[str] = "unirl.algorithms.transition_rules"
     requires_sde: ClassVar[bool] = True
+    requires_gaussian_mean: ClassVar[bool] = False
+    """Whether the kernel's log-prob must be a density, averaged over the elements."""
     keeps_anchor_means: ClassVar[bool] = False
     """Whether the anchor holds the transition means too (one latent a row)."""
 

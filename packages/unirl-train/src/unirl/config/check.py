@@ -1,88 +1,145 @@
 """Finds the mistakes of a recipe before anything heavy is imported or a device is touched.
 
-Names and keywords first (top-level keys, import paths, arguments, simple types), then the rules between sections. All
-mistakes of one stage are reported together.
+Names and keywords first (keys, import paths, arguments, simple types), then the rules that classes bring. All mistakes
+of one stage are reported together.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from unirl.config import schema
 from unirl.config.annotations import mismatch
 from unirl.config.instantiation import RESERVED, TARGET, instantiate_at
-from unirl.config.rules import MACHINE_RULES, RULES, Machine, Recipe
-from unirl.config.schema import components, plain_sections
+from unirl.config.runs import ComposedRun, Resolved, injected_into, one_or_several, policy_sections, run_of
+from unirl.config.schema import Component, PolicySections, components, plain_sections
 from unirl.config.signatures import Target, read_target
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
+from unirl.types.recipe import RULES_OF, Machine
 
 Value = Any  # Any: a recipe's scalar, list or mapping
 
-TOP_LEVEL = tuple(field.name for field in dataclasses.fields(schema.Recipe))
+OF_POLICIES = tuple(field.name for field in dataclasses.fields(PolicySections))
+"""Every key that a policy may have."""
+TOP_LEVEL = (*(field.name for field in dataclasses.fields(schema.Recipe)), *OF_POLICIES)
 """Every key that a recipe may have."""
 KEYWORDS_OF, NUM_INPUTS = "keywords_of", "num_inputs"
 """Constants of a class with `**kwargs` for a function that the recipe names: which argument names it, and how many
 arguments the function gets from the class."""
+MACHINE_RULES = "MACHINE_RULES"
+"""Name in a module of rules that may be absent."""
 ENABLED = "enabled"
 """Key of a tracker that switches it on or off without removing it."""
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 
 
-def check_recipe(recipe: Recipe, machine: Machine | None = None) -> None:
+def check_recipe(recipe: Resolved, machine: Machine | None = None) -> None:
     """Raise ConfigError with every mistake of the first stage that finds one.
 
     recipe: resolved, plain containers. machine: also ask whether this machine can run it; None checks the recipe alone.
     """
-    for stage in (_keys, _signatures, _rules):
-        found = list(stage(recipe))
-        if found:
-            raise ConfigError("\n".join(found))
-    found = machine_findings(recipe, machine) if machine is not None else []
+    for stage in (_keys, _signatures):
+        _refuse(stage(recipe))
+    run = run_of(recipe)
+    _refuse(run_findings(run))
+    if machine is not None:
+        _refuse(machine_findings(run, machine))
+
+
+def run_findings(run: ComposedRun) -> Iterator[str]:
+    """Mistakes between the sections of a recipe, by the rules of the run and of its parts."""
+    for module in map(_rules_module, schema.RUN_RULES):
+        for of_run in module.RULES:
+            yield from of_run(run)
+    for part in run.parts():
+        for module in map(_rules_module, part.rules):
+            for rule in module.RULES:
+                yield from rule(part, run)
+
+
+def machine_findings(run: ComposedRun, machine: Machine) -> Iterator[str]:
+    """What keeps this machine from running a recipe that is right in itself."""
+    for module in map(_rules_module, schema.RUN_RULES):
+        for of_run in vars(module).get(MACHINE_RULES, ()):
+            yield from of_run(run, machine)
+    for part in run.parts():
+        for module in map(_rules_module, part.rules):
+            for rule in vars(module).get(MACHINE_RULES, ()):
+                yield from rule(part, run, machine)
+
+
+def _rules_module(name: str) -> ModuleType:
+    """The module that a class names by RULES_OF. Raises ConfigError where there is none, or none with rules."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"{RULES_OF} = {name!r} of a class of this recipe: there is no module {error.name}."
+        ) from error
+    if "RULES" not in vars(module):
+        raise ConfigError(f"{RULES_OF} = {name!r} of a class of this recipe: the module has no RULES.")
+    return module
+
+
+def _refuse(messages: Iterable[str]) -> None:
+    found = list(dict.fromkeys(messages))
     if found:
         raise ConfigError("\n".join(found))
 
 
-def machine_findings(recipe: Recipe, machine: Machine) -> list[str]:
-    """What keeps this machine from running a recipe that is right in itself."""
-    return [message for rule in MACHINE_RULES for message in rule(recipe, machine)]
-
-
-def build_values(recipe: Recipe) -> None:
+def build_values(recipe: Resolved) -> None:
     """Build the parts of a recipe that are values (schedules, kernels, optimizer options, ...), to let them refuse.
 
     Imports torch, loads no model. Raises ConfigError naming the place.
     """
+    run = run_of(recipe)
     for section in ("sampling", "advantages"):
         if recipe.get(section):
             instantiate_at(section, recipe[section])
-    for section in ("pipeline", "backend", "algorithm", "engine", "stack"):
-        for key, value in recipe[section].items():
+    of_policies = [part for policy in run.policies.values() for part in policy.parts()]
+    for part in (*of_policies, run.engine):
+        if part.at.endswith(("bundle", "sync")):
+            continue
+        for key, value in part.node.items():
             if isinstance(value, Mapping):
-                instantiate_at(f"{section}.{key}", value)
-    for section, component in components().items():
-        if component.default is not None and recipe.get(section):
-            instantiate_at(section, {TARGET: component.default, **recipe[section]})
+                instantiate_at(f"{part.at}.{key}", value)
+    for part in (run.evaluation, run.guardrails, run.selection):
+        if part is not None:
+            instantiate_at(part.at, part.node)
 
 
-def _rules(recipe: Recipe) -> Iterator[str]:
-    for rule in RULES:
-        yield from rule(recipe)
-
-
-def _keys(recipe: Recipe) -> Iterator[str]:
-    """Top-level keys and those of plain sections: unknown, missing, of the wrong type or outside their bounds."""
+def _keys(recipe: Resolved) -> Iterator[str]:
+    """Top-level keys and those of plain sections and policies: unknown, missing, of the wrong type or outside their
+    bounds."""
     for key in recipe:
         if key not in TOP_LEVEL:
             yield f"unknown key {key!r} in the recipe. {did_you_mean(str(key), (*TOP_LEVEL, 'defaults'))}"
-    for key in schema.required():
-        if recipe.get(key) is None:
-            yield f"{key} is missing from the recipe. Add it, or compose from a recipe of: trainer list."
+    of_policies = list(policy_sections(recipe).values()) if isinstance(recipe.get("policies", {}), Mapping) else []
+    required = {"": schema.required(schema.Recipe)}
+    for prefix, sections in of_policies:
+        required[prefix] = (*required.get(prefix, ()), *schema.required(PolicySections))
+        for key in sections:
+            if key not in OF_POLICIES:
+                yield f"{prefix}{key}: unknown key. {did_you_mean(str(key), OF_POLICIES)}"
+    for prefix, keys in required.items():
+        own = recipe if not prefix else dict(of_policies)[prefix]
+        for key in keys:
+            if own.get(key) is None:
+                yield f"{prefix}{key} is missing from the recipe. Add it, or compose from a recipe of: trainer list."
     yield from _plain_values(schema.Recipe, recipe, "")
+    for prefix, sections in of_policies:
+        yield from _plain_values(PolicySections, sections, prefix)
+        for key, several in schema.SEVERAL.items():
+            yield from _is_one_or_several(sections, prefix, key, several)
     name = recipe.get("recipe")
     if isinstance(name, str) and not _NAME.fullmatch(name):
         yield (
@@ -91,6 +148,20 @@ def _keys(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.get("resume_changes") == "allow" and recipe.get("resume") is None:
         yield "resume_changes = 'allow' does nothing without resume. Set resume=auto, or leave it out."
+
+
+def _is_one_or_several(sections: Resolved, prefix: str, key: str, several: str) -> Iterator[str]:
+    one, many = sections.get(key), sections.get(several)
+    if one is None and not many:
+        yield (
+            f"{prefix}{key} is missing from the recipe. Add it (or {prefix}{several} by track), or compose from a "
+            "recipe of: trainer list."
+        )
+    if one is not None and many:
+        yield f"{prefix}{key} and {prefix}{several} are both set. Keep one of them."
+    for name, node in many.items() if isinstance(many, Mapping) else ():
+        if not isinstance(node, Mapping):
+            yield f"{prefix}{several}.{name} = {node!r} must be a mapping."
 
 
 def _plain_values(section: type, values: Mapping[str, Value], prefix: str) -> Iterator[str]:
@@ -111,16 +182,13 @@ def _plain_values(section: type, values: Mapping[str, Value], prefix: str) -> It
             yield f"{prefix}{key} = {value!r} must be {wanted}."
 
 
-def _signatures(recipe: Recipe) -> Iterator[str]:
+def _signatures(recipe: Resolved) -> Iterator[str]:
     """Every `_target_` resolves and takes the keywords it is given."""
-    for section, component in components().items():
-        node = recipe.get(section)
-        if node is None or (not node and component.default is not None):
-            continue
+    for place, node, component in _component_nodes(recipe):
         if TARGET not in node and component.default is None:
-            yield f"{section}: has no _target_. Give the import path of what to build."
+            yield f"{place}: has no _target_. Give the import path of what to build."
             continue
-        yield from _bound({TARGET: component.default, **node}, section, component.injected, component.if_taken)
+        yield from _bound({TARGET: component.default, **node}, place, component)
     for name, node in (recipe.get("trackers") or {}).items():
         place = f"trackers.{name}"
         if node is None:
@@ -130,12 +198,25 @@ def _signatures(recipe: Recipe) -> Iterator[str]:
             continue
         if not isinstance(node.get(ENABLED, True), bool):
             yield f"{place}.{ENABLED} = {node[ENABLED]!r} must be true or false."
-        yield from _bound({key: value for key, value in node.items() if key != ENABLED}, place, frozenset())
+        yield from _bound({key: value for key, value in node.items() if key != ENABLED}, place)
 
 
-def _bound(
-    node: Mapping[str, Value], place: str, injected: frozenset[str], if_taken: frozenset[str] = frozenset()
-) -> Iterator[str]:
+def _component_nodes(recipe: Resolved) -> Iterator[tuple[str, Resolved, Component]]:
+    """(place, node, component) of every component outside the trackers that the recipe has."""
+    for key, component in components(schema.Recipe).items():
+        if recipe.get(key) or (key in schema.required(schema.Recipe)):
+            yield key, recipe[key], component
+    for prefix, sections in policy_sections(recipe).values():
+        found = components(PolicySections)
+        for key in ("bundle", "pipeline", "backend", "algorithm", "stack", "sync"):
+            if key in schema.SEVERAL:
+                for place, node in one_or_several(sections, prefix, key).values():
+                    yield place, node, found[key]
+            elif sections.get(key) is not None:
+                yield f"{prefix}{key}", sections[key], found[key]
+
+
+def _bound(node: Mapping[str, Value], place: str, component: Component = Component()) -> Iterator[str]:  # noqa: B008
     try:
         target = read_target(str(node[TARGET]))
     except ConfigError as error:
@@ -146,9 +227,9 @@ def _bound(
     except ConfigError as error:
         yield f"{place}.{target.constants[KEYWORDS_OF]} = {error}"
         return
-    injected |= if_taken & set(target.parameters)
+    injected = injected_into(target, component)
     for key, value in node.items():
-        if key in RESERVED:
+        if key in RESERVED or key in component.own_keys:
             continue
         inside = f"{place}.{key}"
         if key in injected:
@@ -203,7 +284,7 @@ def _value(value: Value, place: str, target: Target, key: str) -> Iterator[str]:
 
 def _nested(node: Mapping[str, Value], place: str) -> Iterator[str]:
     if TARGET in node:
-        yield from _bound(node, place, frozenset())
+        yield from _bound(node, place)
         return
     for key, value in node.items():
         if isinstance(value, Mapping):

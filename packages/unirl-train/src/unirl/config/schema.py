@@ -25,12 +25,20 @@ SectionT = TypeVar("SectionT")
 class Component:
     """How a section with `_target_` is built."""
 
+    kind: str | None = None
+    """Base class, whose literal class attributes are the defaults of what a class of one's own does not declare."""
+    inner_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Base classes of components inside, by keyword."""
     default: str | None = None
     """What is built where the section names no `_target_`; None: it must name one."""
     injected: frozenset[str] = frozenset()
     """Keywords that the trainer adds, so that a recipe may not set them."""
     if_taken: frozenset[str] = frozenset()
     """Keywords that the trainer adds where the constructor has them."""
+    of_all: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Injected keyword -> the one that a constructor may have in its place, which gets all policies' by name."""
+    own_keys: frozenset[str] = frozenset()
+    """Keys that the trainer reads itself; they are no keywords of the constructor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +57,44 @@ class Save:
     """Held-out mean that the best checkpoint is chosen by."""
 
 
+DEFAULT_POLICY = "default"
+"""Name of the policy that flat sections mean, and of its only pipeline."""
+DEFAULT_TRACK = "image"
+"""What a single algorithm trains where the stack does not say."""
+
+_PIPELINE = Component(
+    inner_kinds={"strategy": "unirl.sde.kernels.SDEStrategy"},
+    injected=frozenset({"bundle"}),
+)
+_ALGORITHM = Component(kind="unirl.algorithms.base.StageAlgorithm", injected=frozenset({"pipeline", "policies"}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySections:
+    """What trains together and is saved together. In a recipe without `policies` these keys stand at the top level and
+    mean the policy "default"."""
+
+    bundle: Annotated[Node, Component(kind="unirl.models.bundle.Bundle", injected=frozenset({"device"}))]
+    pipeline: Annotated[Node | None, _PIPELINE] = None
+    pipelines: Annotated[Mapping[str, Node] | None, _PIPELINE] = None
+    """In place of `pipeline`, several over one bundle, by the track that each is for."""
+    backend: Annotated[Node, Component(injected=frozenset({"bundle", "device"}))]
+    algorithm: Annotated[Node | None, _ALGORITHM] = None
+    algorithms: Annotated[Mapping[str, Node] | None, _ALGORITHM] = None
+    """In place of `algorithm`, by the track that each trains."""
+    stack: Annotated[Node, Component(injected=frozenset({"backend", "algorithms"}))]
+    sync: Annotated[
+        Node | None,
+        Component(
+            injected=frozenset({"backend", "engine", "pipeline", "rank"}),
+            if_taken=frozenset({"sampling"}),
+        ),
+    ] = None
+
+
+SEVERAL = {"pipeline": "pipelines", "algorithm": "algorithms"}
+"""Key of one component -> the key that holds several by name in its place."""
+
 _TRAINER = frozenset(
     {"runtime", "settings", "data", "sampling", "advantages", "evaluator", "guardrails", "trackers", "run_dir"}
     | {"config", "rollout_policy", "stop", "selection", "sync", "clock"}
@@ -57,7 +103,8 @@ _TRAINER = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The keys of a recipe. A field without a default is required; null means its default."""
+    """The keys of a recipe besides those of `PolicySections`. A field without a default is required; null means its
+    default."""
 
     recipe: str
     """Name: runs are written into runs/<recipe>."""
@@ -68,18 +115,35 @@ class Recipe:
     batch_size: PositiveInt
     """Prompts per rollout."""
     num_rollouts: PositiveInt
-    data: Annotated[Node, Component(injected=frozenset({"seed"}))]
-    sampling: Annotated[Node, Component()]
-    bundle: Annotated[Node, Component(injected=frozenset({"device"}))]
-    pipeline: Annotated[Node, Component(injected=frozenset({"bundle"}))]
-    backend: Annotated[Node, Component(injected=frozenset({"bundle", "device"}))]
-    engine: Annotated[
-        Node, Component(injected=frozenset({"pipeline", "policies"}), if_taken=frozenset({"device", "rank", "bundle"}))
+    data: Annotated[Node, Component(kind="unirl.data.data_source.MultimodalRLDataSource", injected=frozenset({"seed"}))]
+    sampling: Annotated[
+        Node,
+        Component(
+            kind="unirl.types.sampling.BaseSamplingParams", inner_kinds={"scheduler": "unirl.sde.windows.StepWindow"}
+        ),
     ]
-    reward: Annotated[Node, Component(injected=frozenset({"device"}))]
-    algorithm: Annotated[Node, Component(injected=frozenset({"pipeline", "policies"}))]
-    stack: Annotated[Node, Component(injected=frozenset({"backend", "algorithms"}))]
+    engine: Annotated[
+        Node,
+        Component(
+            kind="unirl.rollout.engine.base.BaseRolloutEngine",
+            injected=frozenset({"pipeline", "policies"}),
+            if_taken=frozenset({"device", "rank", "bundle"}),
+            of_all={"pipeline": "pipelines", "policies": "stores"},
+            own_keys=frozenset({"policy"}),
+        ),
+    ]
+    """`engine.policy` names the policy that it samples from, where there are several."""
+    reward: Annotated[
+        Node,
+        Component(
+            kind="unirl.reward.service.RewardService",
+            inner_kinds={"scorers": "unirl.reward.base.LocalScorer"},
+            injected=frozenset({"device"}),
+        ),
+    ]
 
+    policies: Mapping[str, PolicySections] = dataclasses.field(default_factory=dict)
+    """Several policies, by name; absent: the flat sections are the only one."""
     media_interval: NonNegativeInt = 0
     """Rollouts between pictures or tables of training samples; 0 shows none."""
     max_cpu_s: Positive | None = None
@@ -90,17 +154,36 @@ class Recipe:
     """"auto", or the path of a run."""
     resume_changes: Literal["refuse", "allow"] = "refuse"
     save: Save = Save()
-    eval: Annotated[Node | None, Component(default="unirl.trainer.evaluation.EvaluationConfig")] = None
-    guardrails: Annotated[Node | None, Component(default="unirl.trainer.guardrails.GuardrailConfig")] = None
-    selection: Annotated[Node | None, Component(default="unirl.algorithms.selection.SampleSelection")] = None
-    advantages: Annotated[Node | None, Component()] = None
-    trainer: Annotated[Node | None, Component(injected=_TRAINER)] = None
-    sync: Annotated[
+    eval: Annotated[
         Node | None,
-        Component(injected=frozenset({"backend", "engine", "pipeline", "rank"}), if_taken=frozenset({"sampling"})),
+        Component(kind="unirl.trainer.evaluation.HeldOut", default="unirl.trainer.evaluation.EvaluationConfig"),
+    ] = None
+    guardrails: Annotated[
+        Node | None,
+        Component(default="unirl.trainer.guardrails.GuardrailConfig"),
+    ] = None
+    selection: Annotated[
+        Node | None,
+        Component(default="unirl.algorithms.selection.SampleSelection"),
+    ] = None
+    advantages: Annotated[
+        Node | None,
+        Component(
+            kind="unirl.algorithms.advantages.AdvantageConfig", default="unirl.algorithms.advantages.AdvantageConfig"
+        ),
+    ] = None
+    trainer: Annotated[
+        Node | None,
+        Component(
+            kind="unirl.trainer.base.Trainer", default="unirl.trainer.diffusion.DiffusionTrainer", injected=_TRAINER
+        ),
     ] = None
     trackers: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: components by name, or None
     """Components by name, each with `enabled` beside its own keywords."""
+
+
+RUN_RULES = ("unirl.distributed.rules", "unirl.trainer.rules")
+"""Modules with the rules of a run as a whole, whose rules take the run alone; see `unirl.types.recipe`."""
 
 
 @functools.cache

@@ -7,6 +7,7 @@ constructors on any machine, also one without the libraries that the classes nee
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import pkgutil
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
+from unirl.types.recipe import RULES_OF
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MAX_DEPTH = 16
@@ -43,6 +45,8 @@ class Parameter:
     has_default: bool
     module: Module
     """Where the annotation's names are looked up."""
+    default: object = None
+    """Where it is a literal; None else."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,11 @@ class Target:
     accepts_any: bool = False
     """Whether further keywords cannot be checked: `**kwargs` that go to no base, or a base outside readable source."""
     constants: dict[str, object] = field(default_factory=dict)
-    """Literal class attributes, inherited ones included."""
+    """Literal class attributes, inherited ones included. Of a function, those of the class that it returns."""
+    lineage: tuple[str, ...] = ()
+    """Import paths of the class and of its bases, nearest first, as far as source tells."""
+    rules: tuple[str, ...] = ()
+    """Modules that the class and its bases name by RULES_OF, those of bases first."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +144,35 @@ def _target(found: _Found, path: str, num_inputs: int) -> Target:
         if found.node.decorator_list and num_inputs:
             return Target(path, accepts_any=True)  # the decorator may pass arguments of its own
         parameters, accepts_any = _function_parameters(found.node, found.module, skip=num_inputs)
-        return Target(path, parameters, accepts_any)
+        made = _returned_class(found.node, found.module)
+        return (
+            _declared(Target(path, parameters, accepts_any), *made) if made else Target(path, parameters, accepts_any)
+        )
     parameters, accepts_any = _constructor(found.node, found.module, 0)
+    return _declared(Target(path, parameters, accepts_any), found.node, found.module)
+
+
+def _declared(target: Target, owner: ast.ClassDef, module: Module) -> Target:
+    """The target with what a class and its bases declare."""
     constants: dict[str, object] = {}
-    for node, where in reversed(list(_lineage(found.node, found.module, 0))):
-        constants.update(_constants(node, where))
-    return Target(path, parameters, accepts_any, constants)
+    rules: list[str] = []
+    lineage = list(_lineage(owner, module, 0))
+    for node, where in reversed(lineage):
+        own = _constants(node, where)
+        constants.update(own)
+        named = own.get(RULES_OF)
+        if isinstance(named, str) and named not in rules:
+            rules.append(named)
+    names = tuple(f"{where.name}.{node.name}" for node, where in lineage)
+    return dataclasses.replace(target, constants=constants, lineage=names, rules=tuple(rules))
+
+
+def _returned_class(node: ast.FunctionDef | ast.AsyncFunctionDef, module: Module) -> tuple[ast.ClassDef, Module] | None:
+    """The class that a function says it returns, where source tells."""
+    if not isinstance(node.returns, ast.Name):
+        return None
+    found, where = resolve_annotation(node.returns.id, module)
+    return (found, where) if isinstance(found, ast.ClassDef) else None
 
 
 def _find(module: Module, name: str, path: str, depth: int = 0) -> _Found:
@@ -230,7 +261,7 @@ def _dataclass_parameters(node: ast.ClassDef, module: Module, depth: int) -> tup
             parameters.pop(name, None)
             continue
         has_default = item.value is not None if options is None else bool({"default", "default_factory"} & set(options))
-        parameters[name] = Parameter(name, item.annotation, has_default, module)
+        parameters[name] = Parameter(name, item.annotation, has_default, module, _literal(item.value))
     return parameters, accepts_any
 
 
@@ -243,7 +274,7 @@ def _function_parameters(
     pairs = list(zip(positional, defaults, strict=True))[skip:]
     pairs += list(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
     parameters = {
-        item.arg: Parameter(item.arg, item.annotation, default is not None, module)
+        item.arg: Parameter(item.arg, item.annotation, default is not None, module, _literal(default))
         for item, default in pairs
         if item not in arguments.posonlyargs
     }
@@ -287,14 +318,21 @@ def _constants(node: ast.ClassDef, module: Module) -> dict[str, object]:
         if isinstance(value, ast.Name):
             constant = module.definitions.get(value.id)
             value = constant.value if isinstance(constant, ast.Assign) else value
-        literal = _literal(value)
-        if literal is not None:
-            found.update(dict.fromkeys(names, literal))
+        if _is_literal(value):
+            found.update(dict.fromkeys(names, _literal(value)))
     return found
 
 
 def _literal(node: ast.expr | None) -> object:
-    return node.value if isinstance(node, ast.Constant) else None
+    """The value that an expression spells; None where it is none, or no literal."""
+    return None if node is None or not _is_literal(node) else ast.literal_eval(node)
+
+
+def _is_literal(node: ast.expr) -> bool:
+    return all(isinstance(part, _LITERAL) for part in ast.walk(node))
+
+
+_LITERAL = (ast.Constant, ast.Tuple, ast.List, ast.Dict, ast.UnaryOp, ast.USub, ast.Load)
 
 
 def _is_dataclass(node: ast.ClassDef) -> bool:

@@ -45,6 +45,11 @@ class MultimodalRLDataSource:
     Raises DataError where the file is missing, empty or malformed.
     """
 
+    recipe_rules: ClassVar[str] = "unirl.data.rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`."""
+    reads_prompt_rows: ClassVar[bool] = True
+    """Whether `path` holds rows in a format of `unirl.data.datasets`, so that `trainer check` can read them; a source
+    of another format sets it to the literal False."""
     brings_images: ClassVar[bool] = False
     """Whether its rows bring images of their own (`unirl.types.preference`), for engines that need them.
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -69,6 +69,9 @@ class TrainerSettings:
 
 class Trainer(ABC, Generic[ParamsT]):
     """One synchronous loop over roles; knows neither devices nor Ray."""
+
+    trains_tokens: ClassVar[bool] = False
+    """Whether requests are for tokens."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +74,8 @@ class HeldOut:
     evaluations. batch_size: samples a request. seed: of the sampling. policy: named copy of the weights to evaluate,
     None the policy being trained. before: whether there is an evaluation before training."""
 
+    recipe_rules: ClassVar[str] = "unirl.trainer.evaluation_rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`."""
     prompts: str
     num_samples: PositiveInt = 512
     interval: NonNegativeInt = 0

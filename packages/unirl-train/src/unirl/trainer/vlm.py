@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +34,7 @@ class VLMTrainer(Trainer[ARSamplingParams]):
     Everything else comes from `unirl.trainer.wiring`.
     """
 
+    trains_tokens: ClassVar[bool] = True
     track = "text"
 
     def __init__(

@@ -13,9 +13,9 @@ import torch
 
 from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.selection import SampleSelection
-from unirl.config import instantiate, schema
+from unirl.config import instantiate
 from unirl.config.instantiation import TARGET
-from unirl.config.schema import Save, built
+from unirl.config.schema import PolicySections, Save, built, components
 from unirl.config.signatures import read_target
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, Runtime
@@ -102,7 +102,8 @@ def _build_engine(
 
 def _taken(recipe: Recipe, section: str, offered: Mapping[str, object]) -> dict[str, object]:
     """Of what wiring can add to a section, what its target takes."""
-    taken = schema.components()[section].if_taken & set(read_target(recipe[section][TARGET]).parameters)
+    found = {**components(), **components(PolicySections)}[section]
+    taken = found.if_taken & set(read_target(recipe[section][TARGET]).parameters)
     return {name: offered[name] for name in taken}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from unirl.types.errors import ConfigError
 
@@ -48,6 +48,10 @@ def _require_number(name: str, value: object, hint: str = "") -> None:
 class BaseSamplingParams:
     """What every kind of sampling has."""
 
+    recipe_rules: ClassVar[str] = "unirl.types.sampling_rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`."""
+    samples_tokens: ClassVar[bool | None] = False
+    """Whether tokens are sampled; None where several stages sample different things."""
     samples_per_prompt: int = 1
 
     def __post_init__(self) -> None:
@@ -182,6 +186,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
 class ARSamplingParams(BaseSamplingParams):
     """Sampling of tokens. No default temperature: replay must use the one that rollout used."""
 
+    samples_tokens: ClassVar[bool | None] = True
     temperature: float
     """Logits are divided by it before the softmax, in rollout and replay alike; 0 is greedy and cannot be replayed."""
     max_new_tokens: int = 512
@@ -223,6 +228,7 @@ class ARSamplingParams(BaseSamplingParams):
 class ComposedSamplingParams(BaseSamplingParams):
     """Text first, then images of each text."""
 
+    samples_tokens: ClassVar[bool | None] = None
     samples_per_prompt: int = dataclasses.field(init=False, default=1)
     """The product of the two; it cannot be set."""
     diffusion: DiffusionSamplingParams

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from unirl.models.bundle import Bundle
 from unirl.models.causal_lm.attention import NAME as PACKED_ATTENTION
 from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
 from unirl.models.loading import ModelFolder, open_model_folder
@@ -37,7 +38,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.in
 
 
 @bounded("bundle")
-class CausalLMBundle:
+class CausalLMBundle(Bundle):
     """A causal language model with its tokenizer.
 
     pretrained_model: a folder that save_pretrained wrote, or a hub id. dtype: of the weights ("fp32", "bf16", "fp16"),
@@ -48,7 +49,6 @@ class CausalLMBundle:
     """
 
     index_file: ClassVar[str] = "config.json"
-    """What makes a folder one of this bundle's, for `trainer check`."""
     model_types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations that the bundle loads; empty loads any."""
     auto_class: ClassVar[Any] = transformers.AutoModelForCausalLM  # Any: transformers types its auto classes loosely

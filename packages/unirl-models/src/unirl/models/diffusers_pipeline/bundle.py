@@ -10,9 +10,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from unirl.models.bundle import Bundle
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
 from unirl.models.diffusers_pipeline.text import TextEncoders
-from unirl.models.loading import INDEX_FILE, open_pipeline_folder
+from unirl.models.loading import open_pipeline_folder
 from unirl.types.errors import CheckpointError, ContractError
 
 try:
@@ -24,7 +25,7 @@ except ImportError as error:
     ) from error
 
 
-class DiffusersBundle:
+class DiffusersBundle(Bundle):
     """Base of the bundles of diffusers families.
 
     A family sets the class attributes and loads its components in its constructor: `require` all of them, `load` each,
@@ -32,8 +33,7 @@ class DiffusersBundle:
     class, both before weights are read.
     """
 
-    index_file: ClassVar[str] = INDEX_FILE
-    """What makes a folder one of this bundle's, for `trainer check`."""
+    recipe_rules: ClassVar[str] = "unirl.models.diffusers_pipeline.rules"
     family: ClassVar[str]
     """Name for messages and cache keys."""
     pipeline_class: ClassVar[str]

@@ -19,6 +19,8 @@ class BaseRolloutEngine(ABC):
     so a class that differs from a default sets the attribute to a literal.
     """
 
+    recipe_rules: ClassVar[str] = "unirl.rollout.engine.rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`. A subclass that names its own adds to these."""
     has_trainer_logp: ClassVar[bool] = False
     """Whether its log-probs are computed by the very modules that train, so that in float32 a replay gives the same."""
     gives_logp: ClassVar[bool] = True

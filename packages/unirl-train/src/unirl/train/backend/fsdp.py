@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,9 @@ class FSDPBackend:
     The state holds what changes: a frozen base and buffers are not part of it.
     Raises ConfigError for options that do not fit the model or the number of devices.
     """
+
+    recipe_rules: ClassVar[str] = "unirl.train.backend.rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`."""
 
     def __init__(
         self,

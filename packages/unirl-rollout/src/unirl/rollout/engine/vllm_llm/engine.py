@@ -85,6 +85,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     start_timeout_s, timeout_s: for loading, and for any one call.
     """
 
+    recipe_rules: ClassVar[str] = "unirl.rollout.engine.vllm_llm.rules"
     has_own_weights: ClassVar[bool] = True
     adapter_option: ClassVar[str | None] = "max_lora_rank"
     can_abort: ClassVar[bool] = True

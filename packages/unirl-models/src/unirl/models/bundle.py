@@ -1,0 +1,14 @@
+"""What `trainer check` reads of every bundle. It imports no framework."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class Bundle:
+    """Base of the bundles. A class that differs from a default sets the attribute to a literal."""
+
+    recipe_rules: ClassVar[str] = "unirl.models.rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`."""
+    index_file: ClassVar[str] = "model_index.json"
+    """What makes a folder one of this bundle's."""

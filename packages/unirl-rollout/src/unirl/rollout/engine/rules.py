@@ -1,0 +1,52 @@
+"""What an engine needs of the rest of a recipe, by the abilities that its class declares. See `unirl.types.recipe`."""
+
+from __future__ import annotations
+
+from unirl.types.recipe import Messages, Part, Run
+
+
+def images_are_given(own: Part, run: Run) -> Messages:
+    """An engine that takes images from the data has data that brings them, and no noise to replay."""
+    if not own.ability("needs_images"):
+        return
+    if not run.data.ability("brings_images"):
+        yield (
+            f"the engine takes the images of the data, but {run.data.name} brings none. Set data._target_: "
+            "unirl.data.pairs.PreferenceDataSource, or brings_images = True in a class that does bring them."
+        )
+    eta = run.sampling.get("eta", 0.0)
+    if eta > 0:
+        yield f"sampling.eta = {eta}: given images have no stochastic steps. Set sampling.eta: 0."
+
+
+def engine_gets_its_weights(own: Part, run: Run) -> Messages:
+    """An engine with weights of its own is pushed the policy; one that samples with the trained model is not."""
+    has_own, policy = own.ability("has_own_weights"), run.policy
+    if has_own and policy.sync is None:
+        yield (
+            f"{own.name} has weights of its own and would sample from the untrained policy for ever. Set "
+            f"{policy.prefix}sync._target_: unirl.distributed.weight_sync.full.FullWeightSync (or .lora.LoraWeightSync "
+            "with max_lora_rank)."
+        )
+    for each in run.policies.values():
+        if each.sync is not None and not has_own:
+            yield (
+                f"{each.sync.at} does nothing with {own.name}, which samples with the model that trains. Remove it, or "
+                "set has_own_weights = True in an engine that does have weights of its own."
+            )
+    if has_own and policy.sync is not None:
+        wanted, kept = policy.sync.get("dtype", "bf16"), own.get("dtype", "bf16")
+        if wanted != kept:
+            yield f"{policy.sync.at}.dtype = {wanted}, but {own.at}.dtype = {kept}. Set both to one value."
+
+
+def async_reward_has_chunks(own: Part, run: Run) -> Messages:
+    """Scoring can overlap with generation where the engine hands samples over before all are made."""
+    if run.reward.get("is_async") and not own.ability("announces_chunks"):
+        yield (
+            f"reward.is_async: true scores samples while others are generated, but engine {own.name} "
+            "makes whole responses only. Set reward.is_async: false."
+        )
+
+
+RULES = (images_are_given, engine_gets_its_weights, async_reward_has_chunks)

@@ -1,0 +1,160 @@
+"""What every algorithm needs of the rest of a recipe, by what its class declares. See `unirl.types.recipe`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unirl.types.recipe import Messages, Part, Run
+from unirl.types.sampling_rules import no_stochastic_steps
+
+
+def algorithm_has_its_steps(own: Part, run: Run) -> Messages:
+    """A policy gradient on transitions needs stochastic ones."""
+    reason = no_stochastic_steps(run.sampling) if own.ability("requires_sde") else None
+    if reason is not None:
+        yield (
+            f"{own.name} needs stochastic steps, but {reason}. Set sampling.eta above 0 and give "
+            "sampling.scheduler some steps, or choose an algorithm without log-probs (DiffusionNFT)."
+        )
+
+
+def samples_are_on_policy(own: Part, run: Run) -> Messages:
+    """An estimator without importance weights uses the samples of the policy that is updated."""
+    stack = run.policy_of(own).stack
+    updates = stack.get("num_updates_per_batch", 1)
+    if updates > 1 and own.ability("is_on_policy"):
+        yield (
+            f"{own.name} serves one update a rollout, {stack.at}.num_updates_per_batch = {updates}. Set it to 1, and a "
+            "smaller batch_size."
+        )
+
+
+def tokens_meet_their_parts(own: Part, run: Run) -> Messages:
+    """An algorithm on tokens has completions to train on, and the other way round."""
+    trains, samples = own.ability("trains_tokens"), run.sampling.ability("samples_tokens")
+    if samples is None:  # stages of several kinds
+        return
+    if trains != samples:
+        yield (
+            f"{own.name} trains on {'tokens' if trains else 'images'}, but sampling._target_ = {run.sampling.path}. "
+            "Choose an algorithm and a model of one kind (parts/model/text has what goes with tokens)."
+        )
+    elif trains and not run.trainer.ability("trains_tokens"):
+        yield f"{own.name} trains on tokens. Set trainer._target_: unirl.trainer.vlm.VLMTrainer."
+
+
+def trajectory_is_kept(own: Part, run: Run) -> Messages:
+    """An algorithm that goes back to latents inside the trajectory finds them."""
+    kept = run.sampling.get("keep_latents", "transitions")
+    if own.ability("requires_trajectory") and kept != "all":
+        yield (
+            f"{own.name} needs every latent of the trajectory, but sampling.keep_latents = {kept!r}. "
+            "Set sampling.keep_latents: all."
+        )
+
+
+def trajectory_is_followed(own: Part, run: Run) -> Messages:
+    """Gradients go back along the trajectory of the policy that is updated, a deterministic one."""
+    if not own.ability("requires_trajectory"):
+        return
+    stack = run.policy_of(own).stack
+    updates = stack.get("num_updates_per_batch", 1)
+    if updates > 1:
+        yield (
+            f"{own.name} goes back along the trajectory of the policy that it updates; {stack.at}.num_updates_per_batch"
+            f" = {updates} would train the second update on stale latents. Set it to 1, and a smaller batch_size."
+        )
+    if no_stochastic_steps(run.sampling) is None:
+        yield f"{own.name} goes back along deterministic steps. Set sampling.eta: 0 (and scheduler: null)."
+    solver = run.sampling.get("post_solver", "euler")
+    if solver != "euler":
+        yield f"{own.name} goes back along Euler steps, not sampling.post_solver = {solver}. Set post_solver: euler."
+
+
+def reward_has_gradient(own: Part, run: Run) -> Messages:
+    """An algorithm that differentiates the reward finds a gradient in every scorer that counts."""
+    if not own.ability("requires_reward_gradient"):
+        return
+    weights = run.reward.get("weights") or {}
+    for name, scorer in run.reward.inside("scorers").items():
+        if weights.get(name) != 0 and not scorer.takes_any and not scorer.ability("is_differentiable"):
+            yield (
+                f"{own.name} trains through the reward, but reward.scorers.{name} ({scorer.name}) is not "
+                "differentiable. Use a scorer that is, or give it the weight 0 in reward.weights, so that it only "
+                "reports."
+            )
+
+
+def critic_sees_rewards(own: Part, run: Run) -> Messages:
+    """What a critic learns is not taken out of the rewards first, unless the recipe says so itself."""
+    if own.ability("learns_value") and "center" not in run.advantages.node:
+        yield (
+            f"{own.name} learns what reward to expect, but advantages are centred on their group, "
+            "where every prompt earns 0. Set advantages.center: batch (or none) and advantages.scale: batch; "
+            "center: group, written out, is taken as meant."
+        )
+
+
+def reference_exists(own: Part, run: Run) -> Messages:
+    """A penalty or a preference loss has its reference, and a penalty towards an average its average."""
+    backend, needed_by = run.policy_of(own).backend, needs_reference(own)
+    if needed_by is not None and backend.get("lora") is None and not backend.get("keep_reference"):
+        yield (
+            f"{needed_by} needs a reference policy: set "
+            f"{backend.at}.keep_reference: true (a second copy of the weights), or train with {backend.at}.lora."
+        )
+    if own.get("ema_kl_coef") and backend.get("ema") is None:
+        yield (
+            f"{own.at}.ema_kl_coef = {own.get('ema_kl_coef')} needs a moving average of the weights: "
+            f"set {backend.at}.ema, or ema_kl_coef: 0."
+        )
+
+
+def needs_reference(own: Part) -> str | None:
+    """What needs the reference policy, for a message; None where nothing does."""
+    if own.ability("requires_reference"):
+        return own.name
+    return f"{own.at}.kl_coef = {own.get('kl_coef')}" if own.get("kl_coef") else None
+
+
+def pairs_stay_together(own: Part, run: Run) -> Messages:
+    """An algorithm on pairs gets exactly one pair of every group, and no cut goes through it."""
+    unit, stack = own.ability("samples_per_unit"), run.policy_of(own).stack
+    if unit == 1:
+        return
+    selection: Mapping[str, object] = {} if run.selection is None else run.selection.node
+    repeats, best_of = run.sampling.get("samples_per_prompt", 1), selection.get("best_of")
+    if (repeats if best_of is None else best_of) != unit:
+        yield (
+            f"{own.name} trains on {unit} samples of a prompt, but sampling.samples_per_prompt = {repeats} and "
+            f"selection.best_of = {'null' if best_of is None else best_of}. Set selection.best_of: {unit} (the best "
+            f"and the worst of a group), or samples_per_prompt: {unit}."
+        )
+    if selection.get("drop_zero_variance"):
+        yield (
+            f"selection.drop_zero_variance may part the pairs of {own.name}, where ties teach nothing anyway. Remove "
+            "it."
+        )
+    divisor = run.num_devices * stack.get("num_updates_per_batch", 1)
+    if divisor > 0 and run.batch_size % divisor:
+        yield (
+            f"batch_size = {run.batch_size} pairs do not divide over num_devices * {stack.at}.num_updates_per_batch = "
+            f"{divisor}. Change one of them."
+        )
+    for part, key in ((stack, "micro_batch_size"), (own, "rows_per_forward")):
+        value = part.number(key)
+        if value is not None and value % unit:
+            yield f"{part.at}.{key} = {value} must be a multiple of {unit}, the samples of a pair of {own.name}."
+
+
+RULES = (
+    algorithm_has_its_steps,
+    samples_are_on_policy,
+    tokens_meet_their_parts,
+    trajectory_is_kept,
+    trajectory_is_followed,
+    reward_has_gradient,
+    critic_sees_rewards,
+    reference_exists,
+    pairs_stay_together,
+)

@@ -1,0 +1,211 @@
+"""From a resolved recipe to a typed run: flat sections become the policy "default", every component a part.
+
+Reads the classes from their source; imports none. `check`, the rules and the wiring use the run alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unirl.config.schema import (
+    DEFAULT_POLICY,
+    DEFAULT_TRACK,
+    SEVERAL,
+    Component,
+    PolicySections,
+    Recipe,
+    built,
+    components,
+)
+from unirl.config.signatures import Target, read_target
+from unirl.types.errors import ConfigError
+from unirl.types.recipe import TARGET, Part, Policy, Run
+
+Resolved = Mapping[str, Any]  # Any: a resolved recipe's values
+
+_POLICY_NAME = re.compile(r"\w[\w-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposedRun(Run):
+    """A run with the file that it comes from."""
+
+    file: Recipe
+    """Plain values and plain sections, defaults filled in."""
+    resolved: Resolved
+    """The recipe as it was composed."""
+
+
+def policy_sections(recipe: Resolved) -> dict[str, tuple[str, Resolved]]:
+    """Policy -> (prefix of its places in the recipe, its sections). Raises ConfigError for sections of both kinds and
+    for a name that is none."""
+    keys = built_keys(PolicySections)
+    if not recipe.get("policies"):
+        return {DEFAULT_POLICY: ("", {key: recipe[key] for key in keys if key in recipe})}
+    beside = [key for key in keys if recipe.get(key) is not None]
+    if beside:
+        raise ConfigError(
+            f"{', '.join(beside)}: a recipe with policies has no such section of its own. Move it to "
+            f"policies.{next(iter(recipe['policies']))}.{beside[0]}."
+        )
+    for name, sections in recipe["policies"].items():
+        if not _POLICY_NAME.fullmatch(str(name)):
+            raise ConfigError(f"policies: {name!r} must be a word of letters, digits, _ and -: folders are called so.")
+        if not isinstance(sections, Mapping):
+            raise ConfigError(f"policies.{name} = {sections!r} must be a mapping of {', '.join(keys)}.")
+    return {str(name): (f"policies.{name}.", sections) for name, sections in recipe["policies"].items()}
+
+
+def built_keys(section: type) -> tuple[str, ...]:
+    """Keys of a section, in order."""
+    return tuple(read_target(f"{section.__module__}.{section.__qualname__}").parameters)
+
+
+def run_of(recipe: Resolved) -> ComposedRun:
+    """The run of a recipe whose keys and signatures are right.
+
+    Raises ConfigError for a policy without a pipeline or an algorithm, or with one in two places, and for an engine
+    that does not say which of several policies it samples from.
+    """
+    policies = {name: _policy(name, prefix, sections) for name, (prefix, sections) in policy_sections(recipe).items()}
+    found = components(Recipe)
+    optional = {key: _section(recipe, key, found[key]) if recipe.get(key) else None for key in _OPTIONAL}
+    return ComposedRun(
+        seed=recipe["seed"],
+        runtime=recipe["runtime"],
+        device=recipe["device"],
+        num_devices=recipe["num_devices"],
+        batch_size=recipe["batch_size"],
+        policies=policies,
+        sampled=_sampled(recipe, policies),
+        evaluation=optional["eval"],
+        guardrails=optional["guardrails"],
+        selection=optional["selection"],
+        file=built(Recipe, {key: value for key, value in recipe.items() if key in built_keys(Recipe)}),
+        resolved=recipe,
+        **{key: _section(recipe, key, found[key]) for key in _ALWAYS},
+    )
+
+
+_ALWAYS = ("data", "sampling", "engine", "reward", "advantages", "trainer")
+_OPTIONAL = ("eval", "guardrails", "selection")
+
+
+def one_or_several(sections: Resolved, prefix: str, key: str) -> dict[str, tuple[str, Resolved]]:
+    """Name -> (place, node) of `pipeline` or `pipelines`, of `algorithm` or `algorithms`.
+
+    Raises ConfigError for neither and for both.
+    """
+    several = SEVERAL[key]
+    one, many = sections.get(key), sections.get(several)
+    if (one is None) == (not many):
+        what = "are both set" if one is not None else "are both missing"
+        raise ConfigError(
+            f"{prefix}{key} and {prefix}{several} {what}. Give {prefix}{key}, or {prefix}{several} by track."
+        )
+    if one is None:
+        return {str(name): (f"{prefix}{several}.{name}", node) for name, node in (many or {}).items()}
+    track = (sections.get("stack") or {}).get("track") or DEFAULT_TRACK
+    return {track if key == "algorithm" else DEFAULT_POLICY: (f"{prefix}{key}", one)}
+
+
+def injected_into(target: Target, component: Component) -> frozenset[str]:
+    """Keywords that the trainer adds when it builds a class as this component."""
+    has = set(target.parameters)
+    always = {component.of_all[key] if component.of_all.get(key) in has else key for key in component.injected}
+    return frozenset(always | (component.if_taken & has))
+
+
+def _policy(name: str, prefix: str, sections: Resolved) -> Policy:
+    found = components(PolicySections)
+
+    def part(key: str) -> Part:
+        return part_of(sections[key], f"{prefix}{key}", found[key])
+
+    def parts(key: str) -> dict[str, Part]:
+        nodes = one_or_several(sections, prefix, key)
+        return {own: part_of(node, place, found[key]) for own, (place, node) in nodes.items()}
+
+    policy = Policy(
+        name=name,
+        prefix=prefix,
+        bundle=part("bundle"),
+        pipelines=parts("pipeline"),
+        backend=part("backend"),
+        algorithms=parts("algorithm"),
+        stack=part("stack"),
+        sync=part("sync") if sections.get("sync") else None,
+    )
+    for track in policy.algorithms:
+        policy.pipeline_of(track)
+    return policy
+
+
+def _sampled(recipe: Resolved, policies: Mapping[str, Policy]) -> str:
+    named = recipe["engine"].get("policy")
+    if named is not None and named not in policies:
+        raise ConfigError(f"engine.policy = {named!r} is no policy of this recipe; there are {', '.join(policies)}.")
+    takes_all = "pipelines" in read_target(str(recipe["engine"].get(TARGET))).parameters
+    if named is None and len(policies) > 1 and not takes_all:
+        raise ConfigError(
+            f"the engine samples from one policy, the recipe has {', '.join(policies)}. Set engine.policy to one of "
+            "them, or take an engine with the arguments pipelines and stores, which get all policies'."
+        )
+    return next(iter(policies)) if named is None else named
+
+
+def _section(recipe: Resolved, key: str, component: Component) -> Part:
+    return part_of(recipe.get(key) or {}, key, component)
+
+
+def part_of(node: Resolved, at: str, component: Component | None = None) -> Part:
+    """A component of a recipe with what source tells of its class and of its kind."""
+    default = None if component is None else component.default
+    path = str(node.get(TARGET, default))
+    target = read_target(path)
+    of_kind = _kind(None if component is None else component.kind)
+    return Part(
+        at=at,
+        path=path,
+        node={TARGET: path, **node},
+        keywords={name: item.default for name, item in target.parameters.items()},
+        abilities={**of_kind.constants, **target.constants},
+        lineage=target.lineage,
+        takes_any=target.accepts_any,
+        rules=tuple(dict.fromkeys((*of_kind.rules, *target.rules))),
+        inner={
+            place: part_of(inside, f"{at}.{place}", _inner_component(component, place))
+            for place, inside in _inside(node)
+        },
+    )
+
+
+def _inner_component(component: Component | None, place: str) -> Component | None:
+    kind = None if component is None else component.inner_kinds.get(re.split(r"[.\[]", place)[0])
+    return None if kind is None else Component(kind=kind)
+
+
+def _inside(node: Resolved) -> Iterator[tuple[str, Resolved]]:
+    """The components directly inside one, with their places; those in mappings and lists of it too."""
+    for key, value in node.items():
+        if isinstance(value, Mapping) and TARGET in value:
+            yield str(key), value
+        elif isinstance(value, Mapping):
+            yield from ((f"{key}.{place}", inside) for place, inside in _inside(value))
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            for index, item in enumerate(value):
+                if isinstance(item, Mapping) and TARGET in item:
+                    yield f"{key}[{index}]", item
+
+
+def _kind(path: str | None) -> Target:
+    """What the base class of a kind declares; nothing where its package is not installed."""
+    if path is None:
+        return Target("")
+    try:
+        return read_target(path)
+    except ConfigError:
+        return Target(path)

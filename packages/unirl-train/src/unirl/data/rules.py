@@ -1,0 +1,69 @@
+"""What a data source needs: a file whose rows are right, with the answers that scorers compare with.
+
+See `unirl.types.recipe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from unirl.data.datasets import PromptRow, read_rows
+from unirl.data.pairs import read_pairs
+from unirl.types.errors import DataError
+from unirl.types.recipe import Machine, Messages, Part, Run
+
+ANSWER_KEY = "answer_key"
+"""Keyword of scorers that compare with an answer in the data: the key of a row that holds it; "answer" by default."""
+
+
+def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
+    """The prompt file is there, not empty, and every row is right."""
+    path = own.node.get("path")
+    if path is None:
+        return
+    place = Path(str(path)).expanduser()
+    problem = unreadable(f"{own.at}.path", str(path))
+    if problem is not None:
+        yield problem
+    elif place.is_file() and own.ability("reads_prompt_rows"):
+        try:
+            rows = _read_pairs(own, run, place) if own.ability("brings_images") else read_rows(place)
+        except DataError as error:
+            yield f"{own.at}.path: {error}"
+        else:
+            yield from rows_without_answers(f"{own.at}.path", str(path), rows, run)
+
+
+def unreadable(name: str, path: str) -> str | None:
+    """What is wrong with a file or folder of prompts before it is read; None where nothing is."""
+    place = Path(path).expanduser()
+    if not place.exists():
+        return f"{name} = {path}: no such prompt file or dataset folder. Set {name}."
+    if place.is_file() and place.stat().st_size == 0:
+        return f"{name} = {path} is empty. Write at least one prompt."
+    return None
+
+
+def rows_without_answers(name: str, path: str, rows: Sequence[PromptRow], run: Run) -> Messages:
+    """Every row has the answer that a scorer compares with; without it the run would stop when the row's turn comes."""
+    for scorer, part in run.reward.inside("scorers").items():
+        if ANSWER_KEY not in part.keywords:
+            continue
+        key = str(part.get(ANSWER_KEY, "answer"))
+        without = [row.prompt_id for row in rows if row.metadata.get(key) in (None, "")]
+        if without:
+            yield (
+                f"{name} = {path}: {len(without)} rows ({', '.join(without[:4])}) have no {key!r}, which scorer "
+                f"{scorer} compares with. Add it, or name the right key as reward.scorers.{scorer}.{ANSWER_KEY}."
+            )
+
+
+def _read_pairs(own: Part, run: Run, path: Path) -> list[PromptRow]:
+    """The rows of a file of preferences with their images, checked against the recipe's size."""
+    size = (run.sampling.get("height"), run.sampling.get("width"))
+    return read_pairs(path, size=size, num_images=max(2, run.sampling.get("samples_per_prompt", 2)))
+
+
+MACHINE_RULES = (prompts_exist,)
+RULES = ()

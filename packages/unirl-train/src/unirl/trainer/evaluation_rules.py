@@ -1,0 +1,53 @@
+"""What a held-out evaluation needs: prompts, and a policy that somebody keeps. See `unirl.types.recipe`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unirl.data.datasets import read_rows
+from unirl.data.rules import rows_without_answers, unreadable
+from unirl.types.errors import DataError
+from unirl.types.preference import IMAGES
+from unirl.types.recipe import Machine, Messages, Part, Run
+
+
+def evaluated_policy_exists(own: Part, run: Run) -> Messages:
+    """The evaluation's policy is one that somebody keeps."""
+    policy, backend = own.node.get("policy"), run.policy.backend
+    if policy is None:
+        return
+    kept = {"default"}
+    if backend.get("ema") is not None:
+        kept.add("ema")
+    if backend.get("lora") is not None or backend.get("keep_reference"):
+        kept.add("reference")
+    sampled = {algorithm.ability("rollout_policy") for algorithm in run.policy.algorithms.values()}
+    kept.update(name for name in sampled if isinstance(name, str))
+    if policy not in kept:
+        hint = f" Set {backend.at}.ema to keep an average." if policy == "ema" else ""
+        yield f"eval.policy = {policy!r} is not kept by this recipe; there are {', '.join(sorted(kept))}.{hint}"
+
+
+def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
+    """The prompt file is there, not empty, every row is right, and none brings what would be judged in the policy's
+    place."""
+    path = own.node.get("prompts")
+    if path is None:
+        return
+    place = Path(str(path)).expanduser()
+    problem = unreadable("eval.prompts", str(path))
+    if problem is not None:
+        yield problem
+    elif place.is_file():
+        try:
+            rows = read_rows(place)
+        except DataError as error:
+            yield f"eval.prompts: {error}"
+            return
+        if run.engine.ability("needs_images") and any(IMAGES in row.metadata for row in rows):
+            yield f"eval.prompts = {path} brings images, which would be judged in the policy's place. Take them out."
+        yield from rows_without_answers("eval.prompts", str(path), rows, run)
+
+
+RULES = (evaluated_policy_exists,)
+MACHINE_RULES = (prompts_exist,)

@@ -1,0 +1,129 @@
+"""What a run needs as a whole: sizes that divide, budgets that count, a metric to judge by, a place to write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from unirl.config.runs import ComposedRun
+from unirl.types.recipe import TARGET, Machine, Messages, Part
+
+
+def geometry_divides(run: ComposedRun) -> Messages:
+    """Samples divide over devices, and each device's over the updates."""
+    prompts, repeats = run.batch_size, run.sampling.get("samples_per_prompt", 1)
+    best_of = None if run.selection is None else run.selection.node.get("best_of")
+    if best_of is not None and best_of > repeats:
+        yield f"selection.best_of = {best_of} exceeds sampling.samples_per_prompt = {repeats}. Lower it."
+        return
+    total, devices = prompts * repeats, run.num_devices
+    product = f"batch_size * sampling.samples_per_prompt = {prompts} * {repeats} = {total}"
+    is_cut = best_of is None and total % devices
+    for policy in run.policies.values():
+        name, updates = f"{policy.stack.at}.num_updates_per_batch", policy.stack.get("num_updates_per_batch", 1)
+        if best_of is not None and (prompts * best_of) % (devices * updates):
+            yield (
+                f"batch_size * selection.best_of = {prompts} * {best_of} samples do not divide into num_devices * "
+                f"{name} = {devices * updates}. Change one of them."
+            )
+        if best_of is None and not is_cut and (total // devices) % updates:
+            yield (
+                f"{product} is {total // devices} samples a device, not divisible by {name} = {updates}. Change one "
+                f"of: batch_size, sampling.samples_per_prompt, {name}."
+            )
+    if total % devices:
+        yield (
+            f"{product} is not divisible by num_devices = {devices}. "
+            "Change one of: batch_size, sampling.samples_per_prompt, num_devices."
+        )
+
+
+def tracks_have_algorithms(run: ComposedRun) -> Messages:
+    """Every track that the engine makes is trained, and the track of every algorithm is made."""
+    made = made_tracks(run.engine)
+    if made is None:
+        return
+    trained = {track: policy for policy in run.policies.values() for track in policy.algorithms}
+    wrong = [track for track in trained if track not in made]
+    for track in wrong:
+        part, stack = trained[track].algorithms[track], trained[track].stack
+        if part.at.endswith("algorithm"):  # the only one, whose track the stack says
+            yield (
+                f"{stack.at}.track = {track}, but the engine makes the track {', '.join(made)}. Set {stack.at}.track: "
+                f"{made[0]}."
+            )
+        else:
+            yield f"{part.at}: no engine makes the track {track}, there is {', '.join(made)}. Rename or remove it."
+    for track in made if not wrong else ():
+        if track not in trained:
+            yield f"the engine makes the track {track}, which no algorithm trains. Add algorithms.{track}."
+
+
+def made_tracks(engine: Part) -> list[str] | None:
+    """Tracks that an engine makes: those of its argument `tracks` or `track`; None where it has neither."""
+    several, one = engine.get("tracks"), engine.get("track")
+    return list(several) if several else None if one is None else [one]
+
+
+def one_policy_names_one(run: ComposedRun) -> Messages:
+    """A track is trained by one policy."""
+    owners: dict[str, str] = {}
+    for policy in run.policies.values():
+        for track, part in policy.algorithms.items():
+            if track in owners:
+                yield (
+                    f"{part.at}: the track {track} is trained by {owners[track]} already. Give every track one "
+                    "algorithm."
+                )
+            owners[track] = part.at
+
+
+def cpu_seconds_are_of_one_process(run: ComposedRun) -> Messages:
+    """What counts CPU seconds of training counts those of its own process."""
+    evaluated = None if run.evaluation is None else run.evaluation.number("interval_cpu_s")
+    for name, value in (("max_cpu_s", run.file.max_cpu_s), ("eval.interval_cpu_s", evaluated)):
+        if value is not None and run.runtime != "local":
+            yield f"{name} = {value} counts CPU seconds of one process. Set runtime: local, or {name}: null."
+        elif value is not None and run.engine.ability("has_own_weights"):
+            yield (
+                f"{name} = {value} counts CPU seconds of the trainer's process, {run.engine.name} samples in "
+                f"another: rollouts would seem free. Set {name}: null, or take a trainside engine."
+            )
+
+
+def best_metric_has_its_scorer(run: ComposedRun) -> Messages:
+    """The number that the best checkpoint is chosen by comes from a scorer that is there."""
+    scorers, metric = run.reward.get("scorers"), run.file.save.best_metric
+    has_own_evaluation = TARGET in (run.resolved.get("eval") or {})
+    if "/" not in metric or not isinstance(scorers, Mapping) or has_own_evaluation:
+        return
+    scorer = metric.split("/")[0]
+    if scorer not in scorers:
+        yield (
+            f"save.best_metric = {metric} is a number of the scorer {scorer!r}, reward.scorers has "
+            f"{', '.join(map(str, scorers))}. Set save.best_metric: reward, or a number of a scorer that is there."
+        )
+
+
+def run_dir_writable(run: ComposedRun, machine: Machine) -> Messages:
+    """The run directory can be made and written."""
+    run_dir = Path(run.file.run_dir or "runs").expanduser().absolute()
+    if run_dir.exists() and not run_dir.is_dir():
+        yield f"run_dir = {run_dir} is a file. Set run_dir to a folder."
+        return
+    place = run_dir
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        yield f"run_dir = {run_dir} cannot be written: {place} is not a writable folder. Set run_dir elsewhere."
+
+
+RULES = (
+    cpu_seconds_are_of_one_process,
+    geometry_divides,
+    tracks_have_algorithms,
+    one_policy_names_one,
+    best_metric_has_its_scorer,
+)
+MACHINE_RULES = (run_dir_writable,)

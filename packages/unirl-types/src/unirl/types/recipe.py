@@ -1,0 +1,174 @@
+"""A recipe as rules see it: its parts, what their classes declare, and the policies that they belong to.
+
+A class names the module with its rules (`recipe_rules = "package.module"`), which may import no heavy library:
+`trainer check` reads classes from their source and imports rules alone. Such a module has RULES, functions of a part
+and its run that hold anywhere, and may have MACHINE_RULES, which also ask what this machine has. A rule yields one
+message per mistake: what is wrong, with the values, and what to change. Signatures have been checked before, so values
+have the right types. Rules of a base class hold for its subclasses too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unirl.types.errors import ConfigError, ContractError
+
+Messages = Iterator[str]
+RULES_OF = "recipe_rules"
+"""Class attribute that names the module with the rules of a class."""
+TARGET = "_target_"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine offers."""
+
+    num_cpus: int
+    num_gpus: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One component of a recipe."""
+
+    at: str
+    """Where it stands in the recipe, such as `pipeline.strategy` or `policies.writer.backend`."""
+    path: str
+    """Import path of its class."""
+    node: Mapping[str, Any]  # Any: a recipe's values
+    """What the recipe says of it, `_target_` included."""
+    keywords: Mapping[str, object] = field(default_factory=dict)
+    """Keywords of its constructor, each with its default; None where that is no literal."""
+    abilities: Mapping[str, object] = field(default_factory=dict)
+    """Literal class attributes, those of its kind first."""
+    lineage: tuple[str, ...] = ()
+    """Import paths of its class and bases, nearest first."""
+    takes_any: bool = False
+    """Whether nothing is known of its class but its path, or it takes keywords that cannot be known."""
+    rules: tuple[str, ...] = ()
+    """Modules with its rules."""
+    inner: Mapping[str, Part] = field(default_factory=dict)
+    """Components inside, by place: `strategy`, `scorers.shapes`, `scorers[0]`."""
+
+    @property
+    def name(self) -> str:
+        """Of its class."""
+        return self.path.rsplit(".", 1)[-1]
+
+    def get(self, key: str, default: Any = None) -> Any:  # Any: a recipe's value
+        """The value of a keyword: the recipe's, else the constructor's default, else `default`."""
+        if key in self.node:
+            return self.node[key]
+        own = self.keywords.get(key)
+        return default if own is None else own
+
+    def number(self, key: str) -> int | float | None:
+        """The number that the recipe gives a keyword; None where it gives none, or a class of one's own takes another
+        type."""
+        value = self.node.get(key)
+        return value if isinstance(value, (int, float)) else None
+
+    def ability(self, name: str) -> Any:  # Any: a literal
+        """What the class or its kind declares. Raises ContractError where neither does: a base without a default."""
+        if name not in self.abilities:
+            raise ContractError(f"{self.at}: neither {self.path} nor the base class of its kind declares {name}")
+        return self.abilities[name]
+
+    def inside(self, key: str) -> dict[str, Part]:
+        """The components of a mapping or list inside, by name or number."""
+        names = {
+            place: place.removeprefix(key).strip(".[]")
+            for place in self.inner
+            if place.startswith((f"{key}.", f"{key}["))
+        }
+        return {name: self.inner[place] for place, name in names.items() if "." not in name}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What trains together and is saved together."""
+
+    name: str
+    prefix: str
+    """Of its places in the recipe: empty for the only policy of flat sections, else `policies.<name>.`."""
+    bundle: Part
+    pipelines: Mapping[str, Part]
+    """By name, "default" for the only one."""
+    backend: Part
+    algorithms: Mapping[str, Part]
+    """By the track that each trains."""
+    stack: Part
+    sync: Part | None = None
+
+    def pipeline_of(self, track: str) -> Part:
+        """The pipeline of a track: the one of its name, or the only one. Raises ConfigError where there is neither."""
+        if track in self.pipelines:
+            return self.pipelines[track]
+        if len(self.pipelines) > 1:
+            raise ConfigError(
+                f"{self.prefix}pipelines has {', '.join(self.pipelines)}, and none of the track {track!r}. Name one of "
+                f"them {track}."
+            )
+        return next(iter(self.pipelines.values()))
+
+    @property
+    def pipeline(self) -> Part:
+        """The first pipeline."""
+        return next(iter(self.pipelines.values()))
+
+    def parts(self) -> Iterator[Part]:
+        """Every component."""
+        yield self.bundle
+        yield from self.pipelines.values()
+        yield self.backend
+        yield from self.algorithms.values()
+        yield self.stack
+        if self.sync is not None:
+            yield self.sync
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A whole recipe."""
+
+    seed: int
+    runtime: str
+    device: str
+    num_devices: int
+    batch_size: int
+    """Prompts per rollout."""
+    policies: Mapping[str, Policy]
+    """By name, "default" for the policy of flat sections."""
+    sampled: str
+    """Name of the policy that the engine samples from."""
+    data: Part
+    sampling: Part
+    engine: Part
+    reward: Part
+    advantages: Part
+    trainer: Part
+    evaluation: Part | None
+    guardrails: Part | None
+    selection: Part | None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that the engine samples from."""
+        return self.policies[self.sampled]
+
+    def policy_of(self, part: Part) -> Policy:
+        """The policy that a part belongs to. Raises ContractError for a part of the run as a whole."""
+        for policy in self.policies.values():
+            if any(part is own for own in policy.parts()):
+                return policy
+        raise ContractError(f"{part.at} belongs to no policy")
+
+    def parts(self) -> Iterator[Part]:
+        """Every component outside the trackers."""
+        yield from (self.data, self.sampling)
+        for policy in self.policies.values():
+            yield from policy.parts()
+        yield from (self.engine, self.reward, self.advantages, self.trainer)
+        yield from (part for part in (self.evaluation, self.guardrails, self.selection) if part is not None)
