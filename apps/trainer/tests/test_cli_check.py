@@ -769,10 +769,6 @@ def own_classes(tmp_path, monkeypatch):
         ({"engine": "Given", "data": "ByLine"}, "takes the images of the data, but ByLine brings"),
         ({"engine": "Forgetful", "reward.is_async": True}, "engine Forgetful makes whole responses only"),
         (
-            {"engine": "Pushed", "sync": PUSH, "eval.policy": "old"},
-            "eval.policy = 'old', but Pushed has weights of its",
-        ),
-        (
             {"algorithm": "Simple", "backend.keep_reference": True},
             "keep_reference: true does nothing with algorithm.kl",
         ),
