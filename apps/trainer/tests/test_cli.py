@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from unirl.app import environment
+from unirl.app import environment, recipe
 from unirl.app.command_line import Command, parse
 from unirl.app.kept_recipes import KeptRecipes
 from unirl.app.main import USER_ERROR, main
@@ -452,6 +452,15 @@ def test_gpus_are_counted_without_torch(tmp_path):
 def test_a_cluster_is_not_judged_by_this_machine(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert environment.this_machine().num_gpus > 1000
+
+
+def test_a_run_joins_the_cluster_that_the_environment_names_unless_it_says_another(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    config = recipe.composed(Command("check", "diffusion/sd3_shapes", ("device=cpu",)))
+    assert recipe.settled(config)["cluster"]["address"] == "10.0.0.1:6379"
+    assert config.cluster.address == "auto"  # what a run keeps
+    config.cluster.address = "local"
+    assert recipe.settled(config)["cluster"]["address"] == "local"
 
 
 QUICK_VERBS = """

@@ -1,24 +1,28 @@
 """Every packaged recipe passes the check, and every kind of mistake has its message."""
 
+import ast
 import copy
 import inspect
 import json
 import math
 import re
 import sys
+from pathlib import Path
 from typing import cast
 
 import pytest
 
+import unirl.config
 from unirl.algorithms.transition_rules import rollout_log_probs_are_replayed_ones
 from unirl.app.environment import register_resolvers
 from unirl.config.annotations import mismatch
 from unirl.config.catalog import available, packaged_name
-from unirl.config.check import build_values, check_recipe, run_findings
+from unirl.config.check import TOP_LEVEL, build_values, check_recipe, run_findings
 from unirl.config.instantiation import import_target
+from unirl.config.placement import groups_that_overlap_take_turns
 from unirl.config.recipes import compose, render, resolve
 from unirl.config.runs import run_of
-from unirl.config.schema import PolicySections, components
+from unirl.config.schema import PolicySections, built, components, plain_sections
 from unirl.config.signatures import read_module, read_target
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
@@ -301,6 +305,105 @@ def test_a_mistake_is_named_with_its_values_and_the_fix(recipes, changes, messag
         check_recipe(changed(recipes[GRPO], changes))
 
 
+ON_RAY = {"runtime": "ray", "num_devices": 4}
+PLACEMENT_MISTAKES = [
+    ({"cluster.num_node": 2}, "cluster.num_node: unknown key. Did you mean num_nodes?"),
+    ({"cluster.timeout_s": 0}, "cluster.timeout_s = 0 must be above 0"),
+    ({"placement.engine": "0"}, "placement.engine: unknown key."),
+    (
+        {"placement.train": "0-3", "placement.rollout": "4"},
+        "placement.rollout = 4 names device 4, but num_devices has 4",
+    ),
+    ({"placement.train": "0-2", "placement.rollout": "new:3"}, "there is no node group 'new' in cluster.node_groups"),
+    ({"placement.train": "0-3", "placement.rollout": ""}, "placement.rollout = '' names no device"),
+    ({"placement.rollout": "3"}, "placement.rollout is given, placement.train is not"),
+    ({"cluster.num_nodes": 3}, "num_devices = 4 does not fill 3 nodes of 1 devices"),
+    (
+        {"placement.train": "0", "placement.rollout": "1-3", "batch_size": 16, "sampling.samples_per_prompt": 25},
+        "batch_size * sampling.samples_per_prompt = 16 * 25 = 400 samples do not divide over the 3 devices of "
+        "placement.rollout = 1-3. Change one of them.",
+    ),
+    (
+        {"runtime": "local", "placement.train": "0", "placement.rollout": "1"},
+        "placement.train = 0: groups of workers need runtime: ray; runtime is local",
+    ),
+    (
+        {"engine._target_": "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine", "engine.dtype": ...}
+        | {"placement.train": "0", "placement.rollout": "1"},
+        "placement.rollout = 1 gives the engine workers of its own, but TrainsideRolloutEngine samples with the very "
+        "weights that train. Take an engine that is pushed to",
+    ),
+    (
+        {"placement.train": "0", "placement.reward": "1", "reward.is_async": True},
+        "reward.is_async hands samples over within a worker, but placement.reward = 1 is not where the engine is",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), PLACEMENT_MISTAKES, ids=[str(m[0])[:40] for m in PLACEMENT_MISTAKES])
+def test_a_mistake_in_the_placement_is_named_with_its_key_and_the_fix(recipes, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(changed(recipes["diffusion/sd3_shapes_replica"], {**ON_RAY, **changes}))
+
+
+def test_groups_may_share_devices_whose_memory_they_give_back(recipes):
+    placed = {**ON_RAY, "device": "cuda", "placement.train": "0-3", "placement.rollout": "2-3"}
+    recipe = changed(recipes["diffusion/sd3_shapes_replica"], placed)
+    check_recipe(recipe)
+    sleepless = changed(recipe, {"engine._target_": "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"})
+    (message,) = groups_that_overlap_take_turns(run_of(sleepless))
+    assert message == (
+        "placement.train and placement.rollout both have devices [2, 3], but TrainsideRolloutEngine cannot give their "
+        "memory back (can_sleep). Give each group devices of its own."
+    )
+
+
+def test_only_what_trains_must_divide_over_the_updates(recipes):
+    placed = {**ON_RAY, "placement.train": "0-2", "placement.rollout": "3", "stack.num_updates_per_batch": 128}
+    check_recipe(changed(recipes["diffusion/sd3_shapes_replica"], placed))
+
+
+_SOURCES = Path(unirl.config.__file__).parents[5]
+_KEY = re.compile(r"(?<![\w./{-])([a-z_]+)\.([a-z_]+)(?![\w(/{*])(?!\.[a-z_]*\()")
+
+
+def test_every_key_that_a_message_names_exists(recipes):
+    named = {match for text in _messages() for match in _KEY.findall(text) if match[0] in TOP_LEVEL}
+    named.discard(("recipe", "yaml"))  # a file
+    assert ("cluster", "timeout_s") in named and ("sampling", "samples_per_prompt") in named
+    known = {(section, key) for section, inner in plain_sections().items() for key in vars(built(inner, {}))}
+    targets = {target for recipe in recipes.values() for target in _targets(recipe)}
+    targets |= {component.default for component in components().values() if component.default is not None}
+    parameters = {name for target in targets for name in read_target(target).parameters}
+    parameters |= {"_target_", *recipes["diffusion/sd3_shapes"]["trackers"]}
+    unknown = {(section, key) for section, key in named - known if section in plain_sections() or key not in parameters}
+    assert unknown == set()
+
+
+def _messages():
+    """Every text of the sources that is no docstring, with {} for what an f-string fills in."""
+    for path in [*_SOURCES.glob("packages/*/src/**/*.py"), *_SOURCES.glob("apps/trainer/src/**/*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Raise, ast.Yield)) or (isinstance(node, ast.Assign)):
+                for inner in ast.walk(node):
+                    if isinstance(inner, ast.JoinedStr):
+                        yield "".join(str(v.value) if isinstance(v, ast.Constant) else "{}" for v in inner.values)
+                    elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+                        yield inner.value
+
+
+def _targets(node):
+    if isinstance(node, dict):
+        if isinstance(node.get("_target_"), str):
+            yield node["_target_"]
+        for item in node.values():
+            yield from _targets(item)
+    elif isinstance(node, list):
+        for item in node:
+            yield from _targets(item)
+
+
 NFT_MISTAKES = [
     ({"algorithm.num_timesteps": 9}, "algorithm.num_timesteps = 9 exceeds sampling.num_inference_steps = 6"),
     ({"sampling.init_same_noise": True}, "makes the 16 samples of a prompt equal, because sampling.eta = 0"),
@@ -568,7 +671,7 @@ def runnable(recipes, tmp_path):
 def test_more_devices_than_this_machine_has_is_an_error(runnable):
     with pytest.raises(ConfigError, match="num_devices = 8 with device: cuda, but this machine has 1 GPU. Lower"):
         on_machine(runnable, {"runtime": "ray", "num_devices": 8, "device": "cuda"}, Machine(2, 1))
-    with pytest.raises(ConfigError, match="num_devices = 8 with device: cpu, but this machine has 2 cores"):
+    with pytest.raises(ConfigError, match="num_devices = 8 with device: cpu needs 8 cores, but this machine has 2"):
         on_machine(runnable, {"runtime": "ray", "num_devices": 8}, Machine(2, 1))
 
 

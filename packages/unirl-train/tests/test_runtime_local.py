@@ -99,9 +99,11 @@ def test_what_leaves_a_process_takes_only_its_own_storage() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"num_devices": 2, "device": "tpu"}, "cluster.device is 'tpu'"),
+        ({"num_devices": 2, "device": "tpu"}, "device is 'tpu'"),
         ({"num_devices": 0}, "num_devices = 0"),
-        ({"num_devices": 12}, "num_devices = 12 does not fill nodes of devices_per_node = 8"),
+        ({"num_devices": 3, "num_nodes": 2}, "num_devices = 3 and cluster.num_nodes = 2 .* devices must divide"),
+        ({"num_devices": 1, "address": "127.0.0.1:1"}, "no Ray answers at 127.0.0.1:1 .*refused.* Start Ray there"),
+        ({"num_devices": 1, "address": "ray"}, "cluster.address = 'ray' must be auto, local or host:port"),
     ],
 )
 def test_a_pool_that_cannot_be_is_refused_before_anything_starts(asked, message) -> None:

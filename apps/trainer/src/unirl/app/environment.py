@@ -61,9 +61,14 @@ def keep_freed_memory() -> None:
 
 def this_machine() -> Machine:
     """Cores and GPUs here; without limit where the run joins a cluster, whose devices Ray knows (RAY_ADDRESS)."""
-    if os.environ.get("RAY_ADDRESS"):
+    if cluster_address():
         return Machine(sys.maxsize, sys.maxsize)
     return Machine(len(os.sched_getaffinity(0)), _num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), Path("/dev")))
+
+
+def cluster_address() -> str | None:
+    """host:port of the Ray cluster that RAY_ADDRESS names, or None."""
+    return os.environ.get("RAY_ADDRESS") or None
 
 
 def _num_gpus(visible: str | None, devices: Path) -> int:

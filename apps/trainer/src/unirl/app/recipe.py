@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unirl.app.command_line import Command
-from unirl.app.environment import register_resolvers, settle_on_cpu, this_machine
+from unirl.app.environment import cluster_address, register_resolvers, settle_on_cpu, this_machine
 from unirl.app.run_directory import CONFIG_FILE
 from unirl.config.check import build_values, check_recipe
 from unirl.config.recipes import compose, resolve
@@ -34,10 +34,17 @@ def composed(command: Command, recipe: str | None = None) -> DictConfig:
 
 
 def settled(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
-    """The resolved recipe, with `device: auto` decided for this machine."""
+    """The resolved recipe, with `device: auto` decided for this machine and `cluster.address: auto` by RAY_ADDRESS.
+
+    The address is not kept with a run, which may continue on another cluster.
+    """
     if config.get("device") == "auto":
         config.device = "cuda" if this_machine().num_gpus > 0 else "cpu"
-    return resolve(config)
+    recipe = resolve(config)
+    cluster, address = recipe.get("cluster"), cluster_address()
+    if isinstance(cluster, dict) and cluster.get("address") == "auto" and address is not None:
+        recipe["cluster"] = {**cluster, "address": address}
+    return recipe
 
 
 def checked(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values

@@ -95,6 +95,43 @@ class PolicySections:
 SEVERAL = {"pipeline": "pipelines", "algorithm": "algorithms"}
 """Key of one component -> the key that holds several by name in its place."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The Ray cluster of a run with `runtime: ray`."""
+
+    address: str = "auto"
+    """auto: the cluster of RAY_ADDRESS, or without one a Ray of this machine alone. local: this machine alone. Else
+    host:port of a running cluster."""
+    num_nodes: PositiveInt | None = None
+    """Nodes that the devices fill; None: as many as devices_per_node asks for."""
+    devices_per_node: PositiveInt | None = None
+    """None: num_devices / num_nodes, or without num_nodes 8."""
+    cpus_per_device: Positive = 1.0
+    """CPU cores that are reserved with each device."""
+    timeout_s: Positive = 3600.0
+    """Longest time of one call, of building the models, and of one collective inside."""
+    start_timeout_s: Positive = 300.0
+    """Longest wait for nodes, devices and processes."""
+    node_groups: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: numbers or text
+    """Name -> nodes, such as 0-1, for `placement`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Devices of each worker group: 0-3, or 4,5, or all, or of a node group big:0-7. None at all: all hold everything.
+
+    Groups with the same devices share their workers; where only some are the same, they take turns there.
+    """
+
+    train: str | int | None = None
+    """What trains, and its checkpoints."""
+    rollout: str | int | None = None
+    """The engine; None: with what trains."""
+    reward: str | int | None = None
+    """Reward models; None: with the engine."""
+
+
 _TRAINER = frozenset(
     {"runtime", "settings", "data", "sampling", "advantages", "evaluator", "guardrails", "trackers", "run_dir"}
     | {"config", "rollout_policy", "stop", "selection", "sync", "clock"}
@@ -144,6 +181,8 @@ class Recipe:
 
     policies: Mapping[str, PolicySections] = dataclasses.field(default_factory=dict)
     """Several policies, by name; absent: the flat sections are the only one."""
+    cluster: Cluster = Cluster()
+    placement: Placement = Placement()
     media_interval: NonNegativeInt = 0
     """Rollouts between pictures or tables of training samples; 0 shows none."""
     max_cpu_s: Positive | None = None
@@ -182,7 +221,7 @@ class Recipe:
     """Components by name, each with `enabled` beside its own keywords."""
 
 
-RUN_RULES = ("unirl.distributed.rules", "unirl.trainer.rules")
+RUN_RULES = ("unirl.config.placement", "unirl.distributed.rules", "unirl.trainer.rules")
 """Modules with the rules of a run as a whole, whose rules take the run alone; see `unirl.types.recipe`."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unirl.config.runs import ComposedRun
 from unirl.types.recipe import Machine, Messages, Run
 
 
@@ -11,17 +12,22 @@ def local_runtime_has_one_device(run: Run) -> Messages:
         yield f"runtime: local uses one device, num_devices = {run.num_devices}. Set runtime: ray."
 
 
-def devices_exist(run: Run, machine: Machine) -> Messages:
-    """As many devices as the recipe uses (on this machine; a cluster may have more)."""
+def devices_exist(run: ComposedRun, machine: Machine) -> Messages:
+    """As many devices as the recipe uses on this machine, where it does not join a cluster."""
+    cluster = run.file.cluster
+    if cluster.address not in ("auto", "local"):
+        return
     if run.device == "cuda" and run.num_devices > machine.num_gpus:
         yield (
             f"num_devices = {run.num_devices} with device: cuda, but this machine has {machine.num_gpus} "
-            f"GPU{'' if machine.num_gpus == 1 else 's'}. Lower num_devices, or set device: cpu."
+            f"GPU{'' if machine.num_gpus == 1 else 's'}. Lower num_devices, set device: cpu, or join a cluster "
+            "(cluster.address)."
         )
-    if run.device == "cpu" and run.runtime == "ray" and run.num_devices > machine.num_cpus:
+    cores = run.num_devices * cluster.cpus_per_device
+    if run.device == "cpu" and run.runtime == "ray" and cores > machine.num_cpus:
         yield (
-            f"num_devices = {run.num_devices} with device: cpu, but this machine has {machine.num_cpus} cores. "
-            "Lower num_devices."
+            f"num_devices = {run.num_devices} with device: cpu needs {cores:g} cores, but this machine has "
+            f"{machine.num_cpus}. Lower num_devices or cluster.cpus_per_device, or join a cluster (cluster.address)."
         )
 
 

@@ -28,7 +28,10 @@ ResultT = TypeVar("ResultT")
 
 
 class Held:
-    """A result that stays with its producers; the driver has its ids and versions, and what it has attached itself."""
+    """A result that stays with its producers; the driver has its ids and versions, and what it has attached itself.
+
+    Where a run has several groups of workers (`unirl.distributed.groups`), it moves to the one that is called with it.
+    """
 
     def __init__(self, runtime: Runtime, key: HeldKey, metas: list[RolloutResp]) -> None:
         self._runtime = runtime
@@ -60,6 +63,17 @@ class Held:
                 f"held value {self.key.number} lies with other workers; give them one of their own with gather"
             )
         return self.key
+
+    def move_to(self, runtime: Runtime) -> None:
+        """Let the workers of another runtime hold the value from now on, cut over them; rows go from worker to worker.
+
+        Raises ContractError where its samples do not divide over them.
+        """
+        if runtime is self._runtime:
+            return
+        moved = runtime.gather([(self, range(sum(meta.batch_size for meta in self._metas)))])
+        self.release()
+        self._runtime, self.key, self._metas, self._is_released = runtime, moved.key, moved._metas, False
 
     def map(self, function: Callable[..., ResultT], *args: Any) -> list[ResultT]:
         """function(value, *args) where the value lies; one result per shard. `function` must pickle.
@@ -200,10 +214,17 @@ class Runtime(ABC):
     expert parallel) get the same shard, and the first of them answers.
     """
 
-    is_closed: bool = False
+    neighbours: frozenset[Runtime] = frozenset()
+    """Runtimes of the same run, whose held values move here where a role here is called with them."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the workers were stopped."""
+        return self._is_closed
 
     @abstractmethod
     def _infos(self) -> Mapping[str, ComponentInfo]:
@@ -407,7 +428,11 @@ class Runtime(ABC):
         return max(self._invoke_all([(rank, "num_held", ()) for rank in range(self.num_workers)]))
 
     def _key_of(self, value: Any) -> Any:
-        return value.key_for(self) if isinstance(value, Held) else value
+        if not isinstance(value, Held):
+            return value
+        if value.runtime in self.neighbours:
+            value.move_to(self)
+        return value.key_for(self)
 
     def __enter__(self) -> Self:
         return self
@@ -440,5 +465,5 @@ class LocalRuntime(Runtime):
 
     def close(self) -> None:
         """Close the components that hold threads or connections."""
-        self.is_closed = True
+        self._is_closed = True
         self._worker.close()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.types.recipe import TARGET, Machine, Messages, Part
 
@@ -17,7 +18,7 @@ def geometry_divides(run: ComposedRun) -> Messages:
     if best_of is not None and best_of > repeats:
         yield f"selection.best_of = {best_of} exceeds sampling.samples_per_prompt = {repeats}. Lower it."
         return
-    total, devices = prompts * repeats, run.num_devices
+    total, devices = prompts * repeats, len(groups_of_run(run)[0].devices)
     product = f"batch_size * sampling.samples_per_prompt = {prompts} * {repeats} = {total}"
     is_cut = best_of is None and total % devices
     for policy in run.policies.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
 from unirl.config.instantiation import TARGET
-from unirl.config.schema import PolicySections, Save, built, components
+from unirl.config.placement import EVERYTHING, cluster_shape, groups_of
+from unirl.config.schema import Cluster, PolicySections, Save, built, components
 from unirl.config.signatures import read_target
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, Runtime
@@ -34,27 +35,40 @@ from unirl.types.protocols import ModelBundle, TrainBackend
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 
+ROLE_OF = {"rollout": "engine", "reward": "reward"}
+"""What is placed -> the component that it means."""
+
 TRAINER = "unirl.trainer.diffusion.DiffusionTrainer"
 EVALUATION = "unirl.trainer.evaluation.EvaluationConfig"
 """What is built where a recipe's section names no other class."""
 
 
-def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> dict[str, object]:
-    """The components of one worker: reward, bundle, pipeline, backend, engine, algorithm, stack, checkpointer, ..."""
+def build_components(
+    recipe: Recipe, run_dir: str, context: WorkerContext, holds: Sequence[str] = EVERYTHING
+) -> dict[str, object]:
+    """The components of one worker: reward, bundle, pipeline, backend, engine, algorithm, stack, checkpointer, ...
+
+    holds: what of "train", "rollout" and "reward" the worker is for (`unirl.config.placement`).
+    """
+    if "train" not in holds:
+        return _build_beside_training(recipe, context, holds)
     # First, since a reward server that is not there or has other rewards shall be known before models load.
-    reward = instantiate(recipe["reward"], device=context.device)
+    reward = _build_reward(recipe, context, holds)
     seed_everything(recipe["seed"])
     bundle = instantiate(recipe["bundle"], device=context.device)
     pipeline = instantiate(recipe["pipeline"], bundle=bundle)
     backend = instantiate(recipe["backend"], bundle=bundle, device=context.device)
-    engine = _build_engine(recipe, context, bundle=bundle, pipeline=pipeline, policies=backend)
+    engine = None
+    if "rollout" in holds:
+        engine = _build_engine(recipe, context, bundle=bundle, pipeline=pipeline, policies=backend)
     algorithm = instantiate(recipe["algorithm"], pipeline=pipeline, policies=backend)
     stack = instantiate(recipe["stack"], backend=backend, algorithms=algorithm)
-    algorithm.use_reward(reward)
-    if engine.has_trainer_logp and backend.computes_in_float32 and instantiate(recipe["sampling"]).is_float32:
-        algorithm.trust_rollout()
-    if recipe["reward"].get("is_async"):
-        engine.announce_to(reward.take)
+    if reward is not None:
+        algorithm.use_reward(reward)
+    if engine is not None:
+        if engine.has_trainer_logp and backend.computes_in_float32 and instantiate(recipe["sampling"]).is_float32:
+            algorithm.trust_rollout()
+        _announce(recipe, engine, reward)
     components: dict[str, object] = {}
     if recipe.get("sync"):
         offered = _taken(recipe, "sync", {"sampling": instantiate(recipe["sampling"])})
@@ -69,7 +83,7 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
         keep_best=save.keep_best,
         is_async=save.is_async,
     )
-    return {
+    made = {
         "bundle": bundle,
         "pipeline": pipeline,
         "backend": backend,
@@ -81,6 +95,36 @@ def build_components(recipe: Recipe, run_dir: str, context: WorkerContext) -> di
         "exporter": Exporter(backend, bundle),
         **components,
     }
+    return {name: component for name, component in made.items() if component is not None}
+
+
+def _build_beside_training(recipe: Recipe, context: WorkerContext, holds: Sequence[str]) -> dict[str, object]:
+    """An engine with weights of its own, reward models, or both, in a worker that trains nothing."""
+    made = {}
+    reward = _build_reward(recipe, context, holds)
+    if reward is not None:
+        made["reward"] = reward
+    if "rollout" in holds:
+        seed_everything(recipe["seed"])
+        bundle = instantiate(recipe["bundle"], device=context.device)
+        pipeline = instantiate(recipe["pipeline"], bundle=bundle)
+        made["engine"] = _instantiate_engine(recipe, context, bundle=bundle, pipeline=pipeline, policies=None)
+        _announce(recipe, made["engine"], reward)
+    return made
+
+
+def _build_reward(recipe: Recipe, context: WorkerContext, holds: Sequence[str]) -> Any:  # Any: the recipe's reward
+    """The reward where it scores, and where an algorithm differentiates it."""
+    differentiates = read_target(recipe["algorithm"][TARGET]).constants.get("requires_reward_gradient")
+    if "reward" in holds or ("train" in holds and differentiates):
+        return instantiate(recipe["reward"], device=context.device)
+    return None
+
+
+def _announce(recipe: Recipe, engine: Any, reward: Any) -> None:  # Any: the recipe's engine and reward
+    """Let the engine hand over what it makes to the reward of this worker, where they work at one time."""
+    if recipe["reward"].get("is_async"):
+        engine.announce_to(reward.take)
 
 
 def _build_engine(
@@ -96,6 +140,12 @@ def _build_engine(
         with torch.random.fork_rng():  # what is drawn after it is the same with any engine
             bundle = instantiate(recipe["bundle"], device=context.device)
             pipeline = instantiate(recipe["pipeline"], bundle=bundle)
+    return _instantiate_engine(recipe, context, bundle=bundle, pipeline=pipeline, policies=policies)
+
+
+def _instantiate_engine(
+    recipe: Recipe, context: WorkerContext, *, bundle: ModelBundle, pipeline: object, policies: TrainBackend | None
+) -> Any:  # Any: the engine of a recipe
     offered = {"device": context.device, "rank": context.rank, "bundle": bundle}
     return instantiate(recipe["engine"], pipeline=pipeline, policies=policies, **_taken(recipe, "engine", offered))
 
@@ -124,11 +174,39 @@ def make_runtime(recipe: Recipe, run_dir: Path) -> Runtime:
             )
         return LocalRuntime(builder, device=device)
     if recipe["runtime"] == "ray":
-        # Ray is heavy and optional; a local run never imports it.
-        from unirl.distributed.group.ray_runtime import RayRuntime
-
-        return RayRuntime(builder, num_devices=recipe["num_devices"], device=device)
+        return _start_on_ray(recipe, builder)
     raise ConfigError(f"runtime = {recipe['runtime']!r} must be 'local' or 'ray'")
+
+
+def _start_on_ray(recipe: Recipe, builder: Callable[..., Mapping[str, object]]) -> Runtime:
+    """The workers of a recipe's placement on its cluster, engines elsewhere connected to what trains."""
+    # Ray is heavy and optional; a local run never imports it.
+    from unirl.distributed.group.ray_runtime import RayRuntime
+    from unirl.distributed.group.start import GroupPlan, start_groups
+
+    cluster = built(Cluster, recipe.get("cluster") or {})
+    options: dict[str, Any] = {
+        "num_devices": recipe["num_devices"],
+        "device": recipe["device"],
+        "num_nodes": cluster_shape(recipe["num_devices"], cluster).num_nodes,
+        "cpus_per_device": cluster.cpus_per_device,
+        "address": cluster.address,
+        "timeout_s": cluster.timeout_s,
+        "start_timeout_s": cluster.start_timeout_s,
+    }
+    groups = groups_of(recipe)
+    if len(groups) == 1 and len(groups[0].devices) == recipe["num_devices"]:
+        return RayRuntime(builder, **options)
+    plans = [
+        GroupPlan(
+            group.name,
+            functools.partial(builder, holds=group.holds),
+            group.devices,
+            [ROLE_OF[held] for held in group.holds if held in ROLE_OF],
+        )
+        for group in groups
+    ]
+    return start_groups(plans, pushes_from="sync", pushes_to="engine", **options)
 
 
 def evaluation_of(recipe: Recipe) -> Evaluates | None:

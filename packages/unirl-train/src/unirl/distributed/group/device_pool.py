@@ -1,14 +1,17 @@
 """The devices of a run as Ray placement groups, and named blocks of them.
 
-One placement group a node keeps neighbouring ranks on one node. A block is a range of devices that belongs to one
+One placement group per node keeps neighbouring ranks on one node. A block is a set of devices that belongs to one
 runtime: trainer workers take one, an engine or a reward model that wants devices of its own takes another.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
+import socket
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -21,18 +24,28 @@ logger = logging.getLogger(__name__)
 
 Device = Literal["cpu", "cuda"]
 
+ON_THIS_MACHINE = ("auto", "local")
+"""Addresses that mean a Ray of this machine."""
+
+_CONNECT_TIMEOUT_S = 10.0
+"""How long a cluster may take to accept a connection; Ray itself tries for minutes."""
+
+_POLL_S = 0.5
+
 
 @dataclass(frozen=True)
 class Place:
-    """One device: a bundle of a placement group."""
+    """One device, or its part for one of several blocks that take turns: a bundle of a placement group."""
 
     group: Any  # Any: ray.util.placement_group.PlacementGroup, and ray may be absent
     bundle: int
+    fraction: float
+    """1 / (number of blocks that have the device)."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A range of a pool's devices."""
+    """Some of a pool's devices."""
 
     pool: DevicePool
     name: str
@@ -44,13 +57,14 @@ class DevicePool:
 
     num_devices: GPUs with device="cuda", CPU cores with device="cpu" (`cpus_per_device` cores each, which may be
       less than one).
-    devices_per_node: more devices than this span several nodes, which must be full.
-    address: None joins the Ray that this process already uses, or starts one on this machine, which `close` stops;
-      "auto" or host:port joins a running cluster.
-    start_timeout_s: longest wait for the devices to become free.
+    num_nodes: how many nodes they fill, each with as many; a placement of several waits until the nodes have joined.
+    address: "auto" or "local" joins the Ray that this process already uses, or starts one on this machine, which
+      `close` stops; host:port joins a running cluster.
+    start_timeout_s: longest wait for the nodes and for their devices to become free.
     log_to_driver: whether what workers print appears here.
 
-    Raises ConfigError before anything is started where the machine or the cluster has fewer devices.
+    Raises ConfigError before anything is started where the machine or the cluster has fewer devices, and where no
+    cluster answers at the address.
     """
 
     def __init__(
@@ -58,45 +72,41 @@ class DevicePool:
         num_devices: int,
         device: Device = "cpu",
         *,
-        devices_per_node: int = 8,
+        num_nodes: int = 1,
         cpus_per_device: float = 1.0,
-        address: str | None = None,
+        address: str = "auto",
         start_timeout_s: float = 120.0,
         log_to_driver: bool = True,
     ) -> None:
         if device not in ("cpu", "cuda"):
-            raise ConfigError(f"cluster.device is {device!r}; choose cpu or cuda")
-        if num_devices < 1 or devices_per_node < 1:
+            raise ConfigError(f"device is {device!r}; choose cpu or cuda")
+        if num_devices < 1 or num_nodes < 1 or num_devices % num_nodes:
             raise ConfigError(
-                f"num_devices = {num_devices} and devices_per_node = {devices_per_node} must be at least 1"
-            )
-        if num_devices > devices_per_node and num_devices % devices_per_node:
-            raise ConfigError(
-                f"num_devices = {num_devices} does not fill nodes of devices_per_node = {devices_per_node}. "
-                "Change one of: cluster.num_devices, cluster.devices_per_node."
+                f"num_devices = {num_devices} and cluster.num_nodes = {num_nodes} must be at least 1, and devices must "
+                "divide over nodes. Change one of them."
             )
         self.num_devices = num_devices
         self.device: Device = device
-        self.num_nodes = max(1, num_devices // devices_per_node)
+        self.num_nodes = num_nodes
+        self.cpus_per_device = cpus_per_device
         self.is_closed = False
         self._ray = ray_module()
-        self._blocks: dict[str, tuple[int, int]] = {}
+        self._blocks: dict[str, tuple[int, ...]] = {}
         self._groups: list[Any] = []  # Any: placement groups
-        self.cpus_per_device = cpus_per_device
         self._is_ray_ours = False
+        deadline = time.monotonic() + start_timeout_s
         self._join(address, log_to_driver)
         try:
-            self._check(self._ray.cluster_resources(), "the Ray cluster")
-            self._reserve(start_timeout_s)
+            self._reserve(self._nodes(deadline, start_timeout_s), deadline, start_timeout_s)
         except BaseException:
             self.close()
             raise
 
-    def _join(self, address: str | None, log_to_driver: bool) -> None:
+    def _join(self, address: str, log_to_driver: bool) -> None:
         if self._ray.is_initialized():
             return
         begin = time.monotonic()
-        if address is None:
+        if address in ON_THIS_MACHINE:
             resources = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(torch.cuda.device_count())}
             self._check(resources, "this machine")
             self._ray.init(
@@ -108,55 +118,110 @@ class DevicePool:
                 logging_level=logging.WARNING,
             )
         else:
-            self._ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.WARNING)
+            require_answer(address, _CONNECT_TIMEOUT_S)
+            try:
+                self._ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.WARNING)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ConfigError(f"cannot join the Ray cluster at {address}: {error}. {_ADDRESS_ADVICE}") from error
         self._is_ray_ours = True
-        logger.info("joined Ray at %s in %.1f s", address or "this machine", time.monotonic() - begin)
+        logger.info("joined Ray at %s in %.1f s", address, time.monotonic() - begin)
 
-    def _check(self, resources: dict[str, float], where: str) -> None:
+    def _check(self, resources: Mapping[str, float], where: str) -> None:
         cores = self.num_devices * self.cpus_per_device
         if self.device == "cuda" and resources.get("GPU", 0) < self.num_devices:
             raise ConfigError(
-                f"cluster.num_devices asks for {self.num_devices} GPUs; {where} has {resources.get('GPU', 0):.0f}. "
-                "Lower cluster.num_devices, or set cluster.device=cpu."
+                f"num_devices asks for {self.num_devices} GPUs; {where} has {resources.get('GPU', 0):.0f}. "
+                f"{_FEWER_OR_MORE}, or set device: cpu."
             )
         if resources.get("CPU", 0) < cores:
             raise ConfigError(
-                f"cluster.num_devices = {self.num_devices} ({self.device}) needs {cores:g} CPU cores; "
-                f"{where} has {resources.get('CPU', 0):.0f}. Lower cluster.num_devices."
+                f"num_devices = {self.num_devices} ({self.device}) needs {cores:g} CPU cores; "
+                f"{where} has {resources.get('CPU', 0):.0f}. {_FEWER_OR_MORE}, or lower cluster.cpus_per_device."
             )
 
-    def _reserve(self, timeout_s: float) -> None:
+    def _bundle(self) -> dict[str, float]:
+        return {"CPU": self.cpus_per_device, **({"GPU": 1.0} if self.device == "cuda" else {})}
+
+    def _nodes(self, deadline: float, timeout_s: float) -> list[Any]:
+        """The nodes to fill: of several, this one first and the others by address; None of a single one, which Ray
+        picks. Waits for nodes that have not joined yet."""
+        if self.num_nodes == 1:
+            self._check(self._ray.cluster_resources(), "the Ray cluster")
+            return [None]
         per_node = self.num_devices // self.num_nodes
-        bundle: dict[str, float] = {"CPU": self.cpus_per_device}
-        if self.device == "cuda":
-            bundle["GPU"] = 1
-        create = self._ray.util.placement_group
-        self._groups = [create([bundle] * per_node, strategy="STRICT_PACK") for _ in range(self.num_nodes)]
-        deadline = time.monotonic() + timeout_s
-        for node, group in enumerate(self._groups):
-            if not group.wait(max(0.0, deadline - time.monotonic())):
-                free = {name: amount for name, amount in self._ray.available_resources().items() if name in bundle}
-                raise WorkerError(
-                    "placement",
-                    f"waited {timeout_s:.0f} s for {per_node} devices of {bundle} together on one node "
-                    f"(node {node + 1} of {self.num_nodes}); the cluster has {free} free. "
-                    "Stop the run that holds them, or lower cluster.num_devices or cluster.devices_per_node.",
+        here = self._ray.get_runtime_context().get_node_id()
+        while True:
+            nodes = sorted(
+                (node for node in self._ray.nodes() if node["Alive"]),
+                key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]),
+            )
+            large = [node for node in nodes if self._capacity(node) >= per_node]
+            if len(large) >= self.num_nodes:
+                return large[: self.num_nodes]
+            if time.monotonic() > deadline:
+                has = ", ".join(f"{node['NodeManagerAddress']} with {self._capacity(node)}" for node in nodes)
+                raise ConfigError(
+                    f"cluster.num_nodes = {self.num_nodes} nodes of {per_node} {self.device} devices did not join "
+                    f"within cluster.start_timeout_s = {timeout_s:.0f} s; there are {has}. Start Ray on the missing "
+                    "nodes, or lower num_devices and cluster.num_nodes."
                 )
+            time.sleep(_POLL_S)
+
+    def _capacity(self, node: Mapping[str, Any]) -> int:  # Any: what Ray says of a node
+        return min(int(node["Resources"].get(name, 0) / amount + 1e-6) for name, amount in self._bundle().items())
+
+    def _reserve(self, nodes: Sequence[Any], deadline: float, timeout_s: float) -> None:
+        per_node = self.num_devices // self.num_nodes
+        bundle = self._bundle()
+        for node in nodes:
+            bundles = [bundle] * per_node
+            pinned = {} if node is None else {"bundle_label_selector": [{"ray.io/node-id": node["NodeID"]}] * per_node}
+            self._groups.append(self._ray.util.placement_group(bundles, strategy="STRICT_PACK", **pinned))
+        for number, (node, group) in enumerate(zip(nodes, self._groups, strict=True)):
+            while not group.wait(min(1.0, max(0.0, deadline - time.monotonic()))):
+                alive = {each["NodeID"] for each in self._ray.nodes() if each["Alive"]}
+                if node is not None and node["NodeID"] not in alive:
+                    raise WorkerError(
+                        "placement",
+                        f"node {node['NodeManagerAddress']} ({number + 1} of {self.num_nodes}) died before its devices "
+                        "were reserved. Start Ray there again, or lower num_devices and cluster.num_nodes.",
+                    )
+                if time.monotonic() > deadline:
+                    free = {name: amount for name, amount in self._ray.available_resources().items() if name in bundle}
+                    raise WorkerError(
+                        "placement",
+                        f"waited {timeout_s:.0f} s for {per_node} devices of {bundle} together on one node "
+                        f"(node {number + 1} of {self.num_nodes}); the cluster has {free} free. "
+                        "Stop the run that holds them, or lower num_devices or cluster.devices_per_node.",
+                    )
 
     def block(self, name: str, start: int = 0, stop: int | None = None) -> Block:
         """Devices start..stop-1 under a name. Raises ConfigError outside the pool or where blocks overlap."""
-        stop = self.num_devices if stop is None else stop
-        if not 0 <= start < stop <= self.num_devices:
-            raise ConfigError(f"block {name} = [{start}, {stop}) lies outside the pool of {self.num_devices} devices")
-        if name in self._blocks:
-            raise ConfigError(f"two blocks are called {name!r}")
-        for other, (first, last) in self._blocks.items():
-            if start < last and first < stop:
-                raise ConfigError(f"block {name} = [{start}, {stop}) overlaps block {other} = [{first}, {last})")
-        self._blocks[name] = (start, stop)
+        return self.blocks({name: range(start, self.num_devices if stop is None else stop)})[name]
+
+    def blocks(self, wanted: Mapping[str, Sequence[int]]) -> dict[str, Block]:
+        """Several blocks by name. Where two of them have a device, their workers share it and must take turns.
+
+        Raises ConfigError outside the pool, for a name that is taken, and where one overlaps a block handed out before.
+        """
+        for name, devices in wanted.items():
+            if not devices or min(devices) < 0 or max(devices) >= self.num_devices:
+                raise ConfigError(
+                    f"block {name} = {list(devices)} must name devices of the pool, which has {self.num_devices}"
+                )
+            if name in self._blocks:
+                raise ConfigError(f"two blocks are called {name!r}")
+            for other, taken in self._blocks.items():
+                if set(devices) & set(taken):
+                    raise ConfigError(f"block {name} = {list(devices)} overlaps block {other} = {list(taken)}")
+        holders = collections.Counter(device for devices in wanted.values() for device in devices)
         per_node = self.num_devices // self.num_nodes
-        places = tuple(Place(self._groups[i // per_node], i % per_node) for i in range(start, stop))
-        return Block(self, name, places)
+        made = {}
+        for name, devices in wanted.items():
+            self._blocks[name] = tuple(devices)
+            places = tuple(Place(self._groups[i // per_node], i % per_node, 1 / holders[i]) for i in devices)
+            made[name] = Block(self, name, places)
+        return made
 
     def free(self, block: Block) -> None:
         """Give a block's devices back to the pool."""
@@ -179,3 +244,25 @@ class DevicePool:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+_FEWER_OR_MORE = "Lower num_devices, join a larger cluster (cluster.address)"
+_ADDRESS_ADVICE = "Start Ray there (ray start --head), or set cluster.address, or RAY_ADDRESS, to one that runs."
+
+
+def require_answer(address: str, timeout_s: float) -> None:
+    """Raise ConfigError where nobody accepts a connection at host:port within `timeout_s`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"cluster.address = {address!r} must be auto, local or host:port of a running Ray.")
+    hosts = [host.strip("[]")]
+    if hosts[0] in ("localhost", "127.0.0.1", "::1"):
+        hosts.append(ray_module().util.get_node_ip_address())  # which Ray takes in its place
+    for each in hosts:
+        try:
+            socket.create_connection((each, int(port)), timeout=timeout_s).close()
+        except OSError as error:
+            raise ConfigError(
+                f"no Ray answers at {each}:{port} (cluster.address, or RAY_ADDRESS) within {timeout_s:.0f} s: {error}. "
+                f"{_ADDRESS_ADVICE}"
+            ) from error

@@ -47,7 +47,7 @@ class RayRuntime(Runtime):
     threads_per_worker: CPU threads of PyTorch in each worker.
     timeout_s: longest time of one call, of building the components, and of one collective inside them.
     start_timeout_s: longest wait for devices and processes.
-    address, devices_per_node, log_to_driver: see `DevicePool`.
+    address, num_nodes, cpus_per_device, log_to_driver: see `DevicePool`.
     block: devices of a pool that several runtimes share; without one the runtime has a pool of its own.
 
     Errors that a worker raises: those of ours (`UniRLError`) keep their class, others become `WorkerError`; both name
@@ -65,8 +65,9 @@ class RayRuntime(Runtime):
         threads_per_worker: int = 1,
         timeout_s: float = 3600.0,
         start_timeout_s: float = 300.0,
-        address: str | None = None,
-        devices_per_node: int = 8,
+        address: str = "auto",
+        num_nodes: int = 1,
+        cpus_per_device: float = 1.0,
         log_to_driver: bool = True,
         block: Block | None = None,
     ) -> None:
@@ -79,7 +80,8 @@ class RayRuntime(Runtime):
             self._own_pool = DevicePool(
                 num_devices,
                 device,
-                devices_per_node=devices_per_node,
+                num_nodes=num_nodes,
+                cpus_per_device=cpus_per_device,
                 address=address,
                 start_timeout_s=start_timeout_s,
                 log_to_driver=log_to_driver,
@@ -117,8 +119,8 @@ class RayRuntime(Runtime):
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for rank, place in enumerate(self._block.places):
             options = actor_class.options(
-                num_cpus=self._block.pool.cpus_per_device,
-                num_gpus=1 if is_cuda else 0,
+                num_cpus=self._block.pool.cpus_per_device * place.fraction,
+                num_gpus=place.fraction if is_cuda else 0,
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=strategy(place.group, placement_group_bundle_index=place.bundle),
@@ -215,7 +217,7 @@ class RayRuntime(Runtime):
         """
         if self.is_closed:
             return
-        self.is_closed = True
+        self._is_closed = True
         atexit.unregister(self.close)
         if self._ray.is_initialized():
             if self._failure is None:

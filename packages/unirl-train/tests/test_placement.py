@@ -1,0 +1,94 @@
+"""Which devices each group of workers gets, and what is refused."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirl.config.placement import cluster_shape, devices_of, shared_devices, worker_groups
+from unirl.config.schema import Cluster, Placement
+from unirl.types.errors import ConfigError
+
+
+def groups(num_devices: int, cluster: dict[str, Any] | None = None, **placement: Any) -> dict[str, tuple[Any, Any]]:
+    found = worker_groups(num_devices, Cluster(**(cluster or {})), Placement(**placement))
+    return {group.name: (group.holds, group.devices) for group in found}
+
+
+def test_without_a_placement_every_device_holds_everything() -> None:
+    assert groups(3) == {"worker": (("train", "rollout", "reward"), (0, 1, 2))}
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [("0-3", (0, 1, 2, 3)), (5, (5,)), ("4, 5", (4, 5)), ("7,0-1", (0, 1, 7)), ("all", tuple(range(8)))],
+)
+def test_devices_are_ranges_numbers_or_all(text: str | int, devices: tuple[int, ...]) -> None:
+    assert devices_of(text, "placement.train", cluster_shape(8, Cluster())) == devices
+
+
+def test_devices_of_a_node_group_are_counted_within_it() -> None:
+    shape = cluster_shape(8, Cluster(num_nodes=4, node_groups={"old": "0-1", "new": 3}))
+    assert devices_of("old:all", "k", shape) == (0, 1, 2, 3)
+    assert devices_of("old:1-2", "k", shape) == (1, 2)
+    assert devices_of("new:0", "k", shape) == (6,)
+
+
+def test_what_is_not_placed_is_with_the_engine_or_with_what_trains() -> None:
+    assert groups(4, train="0-1", rollout="2-3") == {
+        "train": (("train",), (0, 1)),
+        "rollout": (("rollout", "reward"), (2, 3)),
+    }
+    assert groups(4, train="0-2", reward="3") == {
+        "train": (("train", "rollout"), (0, 1, 2)),
+        "reward": (("reward",), (3,)),
+    }
+    assert groups(4, train="all", rollout="0-3", reward="0-3") == {
+        "train": (("train", "rollout", "reward"), (0, 1, 2, 3))
+    }
+
+
+def test_groups_that_share_some_devices_are_named_with_them() -> None:
+    found = worker_groups(4, Cluster(), Placement(train="0-2", rollout="2-3", reward="3"))
+    pairs = {(one.name, other.name): devices for one, other, devices in shared_devices(found)}
+    assert pairs == {("train", "rollout"): (2,), ("rollout", "reward"): (3,)}
+
+
+@given(st.integers(1, 6), st.integers(1, 9))
+def test_nodes_and_their_devices_multiply_to_all(num_nodes: int, per_node: int) -> None:
+    total = num_nodes * per_node
+    for cluster in (
+        Cluster(num_nodes=num_nodes),
+        Cluster(devices_per_node=per_node),
+        Cluster(num_nodes=num_nodes, devices_per_node=per_node),
+    ):
+        shape = cluster_shape(total, cluster)
+        assert (shape.num_nodes, shape.devices_per_node, shape.num_devices) == (num_nodes, per_node, total)
+
+
+def test_eight_devices_make_a_node_where_nothing_else_is_said() -> None:
+    shapes = [cluster_shape(count, Cluster()) for count in (1, 7, 8, 16)]
+    assert [(shape.num_nodes, shape.devices_per_node) for shape in shapes] == [(1, 1), (1, 7), (1, 8), (2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "cluster", "placement", "message"),
+    [
+        (4, {}, {"train": "0-5"}, r"placement.train = 0-5 names device 5, but num_devices has 4 \(0 to 3\)"),
+        (4, {}, {"train": "0", "rollout": ""}, r"placement.rollout = '' names no device: .* Write 0-3, 4,5 or all"),
+        (4, {}, {"train": "3-1"}, "placement.train = '3-1' names no device"),
+        (4, {}, {"train": "gpu0"}, "placement.train = 'gpu0' names no device"),
+        (4, {}, {"rollout": "1"}, "placement.rollout is given, placement.train is not"),
+        (4, {}, {"train": "big:0"}, r"no node group 'big' in cluster.node_groups \(it names none\). Add it there"),
+        (4, {"num_nodes": 2, "node_groups": {"old": 0}}, {"train": "big:0"}, r"no node group 'big' .*\(old\)"),
+        (4, {"num_nodes": 2, "node_groups": {"old": 0}}, {"train": "old:2"}, "names device of old 2, but .*old has 2"),
+        (4, {"num_nodes": 2, "node_groups": {"old": "0-2"}}, {"train": "0"}, "node_groups.old = 0-2 names node 2, but"),
+        (12, {}, {}, "num_devices = 12 does not fill 2 nodes of 8 devices. Change one of: num_devices, cluster.num_n"),
+        (5, {"num_nodes": 2}, {}, "num_devices = 5 does not fill 2 nodes of 2 devices"),
+        (4, {"num_nodes": 2, "devices_per_node": 4}, {}, "num_devices = 4 does not fill 2 nodes of 4 devices"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(num_devices, cluster, placement, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        groups(num_devices, cluster, **placement)
