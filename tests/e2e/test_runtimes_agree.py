@@ -57,7 +57,9 @@ def one_step(recipe, runtime, run_dir):
         req = trainer.request(0, recipe["batch_size"])
         with runtime.role("engine").generate(req, policy=runtime.role("stack").rollout_policy()) as resp:
             pixels = torch.cat(resp.map(pixels_of))
-            rewards = runtime.role("reward").score_media(resp, req).rewards
+            runtime.role("reward").score_track(resp, "image", is_shaped=False)
+            resp.refresh()
+            rewards = resp.meta.track("image").rewards
         again = make_trainer({**recipe, "eval": None}, runtime, run_dir, [], threading.Event())
         metrics = again.step(0)
         return pixels, rewards, metrics, runtime.role("probe").gradients()
@@ -108,18 +110,20 @@ def two_rollouts(recipe, runtime, run_dir):
         metrics.append(evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_shards).metrics())
         req = trainer.request(2, recipe["batch_size"])
         with runtime.role("engine").generate(req, policy=runtime.role("stack").rollout_policy()) as resp:
-            reply = runtime.role("reward").score_and_attach(resp, req)
-    return metrics, reply
+            runtime.role("reward").score_track(resp, "image")
+            resp.refresh()
+            track = resp.meta.track("image")
+    return metrics, track
 
 
 def compare(recipe, runtime_of, run_dir):
-    expected, expected_reply = two_rollouts(recipe(*SHARED["scored_later"]), runtime_of("scored_later"), run_dir)
-    got, reply = two_rollouts(recipe(*SHARED["scored_meanwhile"]), runtime_of("scored_meanwhile"), run_dir)
+    expected, expected_track = two_rollouts(recipe(*SHARED["scored_later"]), runtime_of("scored_later"), run_dir)
+    got, track = two_rollouts(recipe(*SHARED["scored_meanwhile"]), runtime_of("scored_meanwhile"), run_dir)
     for ours, theirs in zip(got, expected, strict=True):
         new = {name for name in ours if name.startswith(KEEPS_UP)}
         values = {name: value for name, value in ours.items() if name.startswith(COMPARED) and name not in new}
         assert values == {name: value for name, value in theirs.items() if name.startswith(COMPARED)}
-    assert torch.equal(reply.rewards, expected_reply.rewards) and reply.sample_ids == expected_reply.sample_ids
+    assert torch.equal(track.rewards, expected_track.rewards) and track.sample_ids == expected_track.sample_ids
     assert 0 < got[0]["reward/shapes/utilisation"] <= 1 and got[0]["reward/async/latency_s/max"] > 0
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
 from unirl.reward.function import FunctionRewardScorer
-from unirl.reward.service import RewardService, reward_request
+from unirl.reward.service import RewardService
 from unirl.reward.worlds.shapes_scorer import ShapesRewardScorer
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Images, Texts
-from unirl.types.reward import RewardRequest, RewardResponse
+from unirl.types.reward import RewardRequest, RewardResponse, reward_request
 from unirl.types.roles import Collect, Dispatch, remote_method
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 
@@ -112,35 +112,54 @@ def test_batches_hold_at_most_batch_size_samples_in_order(make_request):
     assert scorer.calls == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_score_and_attach_writes_into_the_held_track_and_returns_the_same_rewards(make_request):
-    resp, req = as_rollout(make_request())
-    scored = RewardService([RowScorer()]).score_and_attach(resp, req)
+def test_scoring_a_track_writes_rewards_components_and_errors_into_it(make_request):
+    resp, _ = as_rollout(make_request())
+    assert RewardService([RowScorer()]).score_track(resp, "image") == {}
     track = resp.root_track()
-    assert torch.equal(track.rewards, scored.rewards) and torch.equal(track.component_rewards["row"], scored.rewards)
-    assert resp.reward_compute_s == scored.compute_s
-    with pytest.raises(ContractError, match="already has rewards"):
-        RewardService([RowScorer()]).score_and_attach(resp, req)
-
-
-def test_score_media_leaves_the_response_as_it_was(make_request):
-    resp, req = as_rollout(make_request())
-    scored = RewardService([RowScorer()]).score_media(resp, req)
-    assert scored.rewards.tolist() == [0, 1, 2, 3, 4, 5]
-    assert resp.root_track().rewards is None and resp.root_track().component_rewards == {}
+    assert track.rewards.tolist() == track.component_rewards["row"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert track.reward_errors == [None] * 6 and resp.reward_compute_s > 0
+    with pytest.raises(ContractError, match="track image already has rewards"):
+        RewardService([RowScorer()]).score_track(resp, "image")
 
 
 def test_the_request_of_a_track_has_its_media_groups_and_the_inputs(make_request):
-    resp, req = as_rollout(make_request())
-    request = reward_request(resp.root_track(), req)
-    assert request.equals(make_request())
+    resp, _ = as_rollout(make_request())
+    assert reward_request(resp, "image").equals(make_request())
 
 
-def test_a_track_of_another_request_is_refused(make_request):
-    resp, req = as_rollout(make_request())
-    with pytest.raises(ContractError, match="pass the request that the response answers"):
-        reward_request(resp.root_track(), req.slice(0, 4))
-    with pytest.raises(ContractError, match="no decoded media"):
-        reward_request(RolloutTrack(sample_ids=["s0"]), req.slice(0, 1))
+def test_a_track_without_media_is_refused():
+    resp = RolloutResp(tracks={"image": RolloutTrack(sample_ids=["s0"])})
+    with pytest.raises(ContractError, match="track image has no decoded media"):
+        RewardService([RowScorer()]).score_track(resp, "image")
+    with pytest.raises(ContractError, match="there is no track 'video'"):
+        RewardService([RowScorer()]).score_track(resp, "video")
+
+
+@pytest.mark.parametrize(("credit", "expected"), [("mean", [0.5, 2.5, 4.5]), ("max", [1, 3, 5]), ("sum", [1, 5, 9])])
+def test_children_are_scored_with_the_inputs_of_the_request_and_credit_their_parents(make_request, credit, expected):
+    asked = make_request(num_samples=3)
+    resp, req = as_rollout(asked)
+    writer = req.make_root_track(conditions={}, segment=None, decoded=Texts(texts=["a", "b", "c"]))
+    image = writer.fork("text", "image", 2, decoded=Images(pixels=asked.pixels.repeat_interleave(2, 0)))
+    resp = RolloutResp(tracks={"text": writer, "image": image})
+    request = reward_request(resp, "image")
+    assert request.prompts == [prompt for prompt in asked.prompts for _ in range(2)]
+    assert request.metadata == [row for row in asked.metadata for _ in range(2)]
+    assert request.group_ids == [group for group in asked.group_ids for _ in range(2)]
+
+    class Counts(RowScorer):
+        def score_batch(self, request):
+            return torch.arange(6.0)
+
+    RewardService([Counts(batch_size=6)], credit=credit).score_track(resp, "image")
+    assert resp.tracks["image"].scored_rewards.tolist() == [0, 1, 2, 3, 4, 5]
+    assert resp.tracks["text"].scored_rewards.tolist() == expected
+    assert resp.tracks["text"].reward_errors == [None] * 3
+
+
+def test_a_way_of_credit_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="credit = 'median' must be one of"):
+        RewardService([RowScorer()], credit="median")  # ty: ignore[invalid-argument-type]
 
 
 def test_raise_names_scorer_samples_and_values(make_request):
@@ -375,9 +394,9 @@ def test_only_a_private_request_reaches_the_scorer_without_a_copy(make_request):
 
 
 def test_remote_methods_carry_their_markers():
-    for name in ("score", "score_media", "score_and_attach"):
+    for name, collect in (("score", Collect.CONCAT), ("score_track", Collect.ALL)):
         marker = remote_method(RewardService, name)
-        assert (marker.dispatch, marker.collect) == (Dispatch.DP_SCATTER, Collect.CONCAT)
+        assert (marker.dispatch, marker.collect) == (Dispatch.DP_SCATTER, collect)
     for name in ("offload", "onload"):
         assert remote_method(RewardService, name).dispatch is Dispatch.BROADCAST
 

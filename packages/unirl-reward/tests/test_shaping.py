@@ -93,9 +93,9 @@ def rollout(params):
         sampling_params=params,
     )  # fmt: skip
     track = req.make_root_track(
-        conditions={}, segment=segment([1, 3, 4]), decoded=Texts(texts=["one", "three", "four"])
+        conditions={}, segment=segment([1, 3, 4]).replace(params=params), decoded=Texts(texts=["one", "three", "four"])
     )
-    return RolloutResp(tracks={"text": track}), req
+    return RolloutResp(tracks={"text": track})
 
 
 def service(**keywords):
@@ -114,22 +114,23 @@ PARAMS = ARSamplingParams(temperature=1.0, max_new_tokens=4)
     ],
 )
 def test_attached_rewards_are_shaped_and_components_and_evaluation_are_not(keywords, expected):
-    resp, req = rollout(PARAMS)
-    assert service(**keywords).score_media(resp, req).rewards.tolist() == [1.0, 1.0, 1.0]
-    scored = service(**keywords).score_and_attach(resp, req)
-    track = resp.root_track()
-    assert scored.rewards.tolist() == expected and torch.equal(track.rewards, scored.rewards)
-    assert track.component_rewards["f"].tolist() == [1.0, 1.0, 1.0]
+    evaluated = rollout(PARAMS)
+    service(**keywords).score_track(evaluated, "text", is_shaped=False)
+    assert evaluated.root_track().rewards.tolist() == [1.0, 1.0, 1.0]
+    resp = rollout(PARAMS)
+    service(**keywords).score_track(resp, "text")
+    assert resp.root_track().rewards.tolist() == expected
+    assert resp.root_track().component_rewards["f"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_the_default_buffer_must_fit_the_answers():
-    resp, req = rollout(PARAMS)
+    resp = rollout(PARAMS)
     with pytest.raises(ConfigError, match="overlong_buffer_len = 4096 .* max_new_tokens = 4"):
-        service(truncated_reward="soft").score_and_attach(resp, req)
+        service(truncated_reward="soft").score_track(resp, "text")
 
 
 def test_shaping_needs_to_know_how_long_a_text_may_be():
-    resp, req = rollout(None)
+    resp = rollout(None)
     with pytest.raises(ContractError, match="truncated_reward = soft needs max_new_tokens"):
-        service(truncated_reward="soft", overlong_buffer_len=1).score_and_attach(resp, req)
+        service(truncated_reward="soft", overlong_buffer_len=1).score_track(resp, "text")
     assert resp.root_track().rewards is None

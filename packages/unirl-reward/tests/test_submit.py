@@ -219,29 +219,33 @@ def rollout_of(request):
         metadata=request.metadata,
     )
     decoded = Images(pixels=request.pixels)
-    return RolloutResp(tracks={"image": req.make_root_track(conditions={}, segment=None, decoded=decoded)}), req
+    return RolloutResp(tracks={"image": req.make_root_track(conditions={}, segment=None, decoded=decoded)})
 
 
 def test_chunks_that_an_engine_hands_over_are_attached_like_the_whole(make_request):
     request = make_request(num_samples=11)
-    resp, req = rollout_of(request)
-    again, _ = rollout_of(request)
+    resp, again = rollout_of(request), rollout_of(request)
     service = RewardService([MeanScorer(4)], is_async=True)
     for start in range(0, 11, 3):
-        service.take(resp.slice(start, min(start + 3, 11)), req.slice(start, min(start + 3, 11)))
-    scored = service.score_and_attach(resp, req)
-    assert same(scored, RewardService([MeanScorer(4)]).score_and_attach(again, req))
-    assert torch.equal(resp.root_track().rewards, again.root_track().rewards)
-    assert resp.reward_compute_s == scored.compute_s > 0 and scored.gauges is not None
+        service.take(resp.slice(start, min(start + 3, 11)))
+    gauges = service.score_track(resp, "image")
+    assert RewardService([MeanScorer(4)]).score_track(again, "image") == {}
+    track, whole = resp.root_track(), again.root_track()
+    assert torch.equal(track.rewards, whole.rewards) and track.reward_errors == whole.reward_errors
+    assert {name: values.tolist() for name, values in track.component_rewards.items()} == {
+        name: values.tolist() for name, values in whole.component_rewards.items()
+    }
+    assert resp.reward_compute_s > 0 and "async/wait_s" in gauges
 
 
 def test_a_response_that_is_not_the_one_handed_over_is_refused(make_request):
-    resp, req = rollout_of(make_request())
+    resp = rollout_of(make_request())
     service = RewardService([MeanScorer(4)], is_async=True)
-    service.take(resp.slice(0, 4), req.slice(0, 4))
+    service.take(resp.slice(0, 4))
     with pytest.raises(ContractError, match=r"handed over samples .*s0.* \(4\) but .* \(6\) are to be scored"):
-        service.score_media(resp, req)
-    assert service.score_media(resp, req).successes == [True] * 6
+        service.score_track(resp, "image")
+    assert service.score_track(resp, "image") == {}
+    assert resp.root_track().reward_errors == [None] * 6
 
 
 def test_closing_gives_up_what_nobody_collected_and_says_so(make_request, caplog):

@@ -37,7 +37,7 @@ from unirl.types.conditions import Condition, TextEmbedCondition
 from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.noise import noise_key
 from unirl.types.protocols import Conditions, PolicyStore
-from unirl.types.reward import RewardRequest, RewardResponse
+from unirl.types.reward import RewardRequest
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
@@ -333,31 +333,22 @@ class BrightnessReward:
         self.same: set[str] = set()
         """Groups whose samples all get one reward."""
 
-    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
-    def score_media(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
-        """Scores without a trace."""
-        decoded = resp.tracks["image"].decoded
-        assert isinstance(decoded, Images)
-        bright = decoded.pixels.mean(dim=(1, 2, 3))
-        bright = torch.where(torch.tensor([group in self.same for group in req.group_ids]), 0.5, bright)
-        failed = [self.fails(group) for group in req.group_ids]
-        return RewardResponse(
-            sample_ids=list(req.sample_ids),
+    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
+    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+        """Scores, and writes what it found into the track."""
+        if is_shaped:
+            self.events.append("score")
+        own = resp.tracks[track]
+        assert isinstance(own.decoded, Images)
+        bright = own.decoded.pixels.mean(dim=(1, 2, 3))
+        bright = torch.where(torch.tensor([group in self.same for group in own.group_ids]), 0.5, bright)
+        failed = [self.fails(group) for group in own.group_ids]
+        resp.tracks[track] = own.replace(
             rewards=torch.where(torch.tensor(failed), torch.nan, -(bright - 0.8).square()),
             component_rewards={"bright": bright},
-            successes=[not each for each in failed],
-            errors=["the scorer said no" if each else None for each in failed],
-            counters={"failed_samples": sum(failed)},
+            reward_errors=["the scorer said no" if each else None for each in failed],
         )
-
-    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
-    def score_and_attach(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
-        """Scores, and writes the rewards into the response."""
-        self.events.append("score")
-        scored = self.score_media(resp, req)
-        resp.tracks["image"].rewards = scored.rewards
-        resp.tracks["image"].component_rewards = dict(scored.component_rewards)
-        return scored
+        return {}
 
 
 # Assembly ---------------------------------------------------------------------------------------------------------

@@ -91,6 +91,10 @@ class Shards:
     def samples_per_unit(self) -> int:
         return 1
 
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def trained_tracks(self) -> list[str]:
+        return ["text"]
+
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
     def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
         self.given.append(resp)

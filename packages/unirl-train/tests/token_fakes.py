@@ -32,7 +32,6 @@ from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_key
 from unirl.types.protocols import Conditions, PolicyStore
-from unirl.types.reward import RewardResponse
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
@@ -300,28 +299,20 @@ class FirstDigitReward:
     def __init__(self, same: Callable[[str], bool] = lambda group: False) -> None:
         self.same = same
 
-    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
-    def score_media(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
-        """Scores without a trace."""
-        decoded = resp.tracks["text"].decoded
-        assert isinstance(decoded, Texts)
-        wanted = [str((row or {})["answer"]) for row in req.metadata]
-        right = [float(text.startswith(answer)) for text, answer in zip(decoded.texts, wanted, strict=True)]
-        right = [0.0 if self.same(group) else value for value, group in zip(right, req.group_ids, strict=True)]
-        return RewardResponse(
-            sample_ids=list(req.sample_ids),
+    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
+    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+        """Scores, and writes what it found into the track."""
+        own = resp.tracks[track]
+        assert isinstance(own.decoded, Texts)
+        wanted = [str((row or {})["answer"]) for row in own.metadata]
+        right = [float(text.startswith(answer)) for text, answer in zip(own.decoded.texts, wanted, strict=True)]
+        right = [0.0 if self.same(group) else value for value, group in zip(right, own.group_ids, strict=True)]
+        resp.tracks[track] = own.replace(
             rewards=torch.tensor(right),
             component_rewards={"match": torch.tensor(right)},
-            successes=[True] * len(right),
-            errors=[None] * len(right),
+            reward_errors=[None] * len(right),
         )
-
-    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
-    def score_and_attach(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
-        """Scores, and writes the rewards into the response."""
-        scored = self.score_media(resp, req)
-        resp.tracks["text"].rewards = scored.rewards
-        return scored
+        return {}
 
 
 # Two processes ----------------------------------------------------------------------------------------------------

@@ -1,16 +1,18 @@
 """Requests, tracks and responses: lineage, groups, stored transitions, what scorers see."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from unirl.types.batch import same_value
 from unirl.types.errors import ContractError
 from unirl.types.media import Images, Modality, Texts, Videos
 from unirl.types.noise import NoiseRecipe, noise_keys
 from unirl.types.reward import RewardRequest
-from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.rollout import Credit, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.segments import LatentSegment
 
 
@@ -113,6 +115,109 @@ def test_a_response_has_one_root_and_repeats_no_sample():
     with pytest.raises(ContractError, match="repeat"):
         RolloutResp.concat([RolloutResp(tracks={"a": roots()})] * 2)
     assert RolloutResp().batch_size == 0
+
+
+# Credit ---------------------------------------------------------------------------------------------------------------
+
+
+def family(rewards: list[float], *, parents: list[str] | None = None, **fields: Any) -> RolloutResp:
+    """Three prompts' texts, and images that grew from them in the order of `parents`."""
+    names = parents if parents is not None else ["a0", "b0", "a1"] * 2
+    image = RolloutTrack(
+        sample_ids=[f"i{k}" for k in range(len(names))],
+        parent_ids=names,
+        parent_track="text",
+        rewards=torch.tensor(rewards),
+        **fields,
+    )
+    return RolloutResp(tracks={"text": roots().replace(rewards=None), "image": image})
+
+
+@pytest.mark.parametrize(
+    ("how", "rewards", "sharpness"),
+    [
+        ("mean", [2.5, 2.0, 0.0], [4.0, 5.0, 6.0]),
+        ("max", [4.0, 2.0, 1.0], [7.0, 8.0, 9.0]),
+        ("sum", [5.0, 4.0, 0.0], [8.0, 10.0, 12.0]),
+        ("best_of", [4.0, 2.0, 1.0], [7.0, 2.0, 3.0]),
+    ],
+)
+def test_parents_are_credited_as_worked_by_hand(how, rewards, sharpness):
+    children = family(
+        [1.0, 2.0, 1.0, 4.0, 2.0, -1.0], component_rewards={"sharp": torch.tensor([1.0, 2.0, 3.0, 7.0, 8.0, 9.0])}
+    )
+    text = children.propagate_rewards("image", "text", how).tracks["text"]
+    assert text.scored_rewards.dtype == torch.float32
+    assert text.scored_rewards.tolist() == rewards and text.component_rewards["sharp"].tolist() == sharpness
+    assert text.reward_errors == [None] * 3 and children.tracks["text"].rewards is None
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.integers(-8, 8), min_size=3, max_size=12),
+    st.sampled_from(get_args(Credit)),
+    st.randoms(use_true_random=False),
+)
+def test_credit_depends_neither_on_the_order_of_children_nor_on_how_samples_are_cut(values, how, random):
+    parents = ["a0", "b0", "a1", *(random.choice(["a0", "b0", "a1"]) for _ in values[3:])]
+    scored = family([float(value) for value in values], parents=parents)
+    credited = scored.propagate_rewards("image", "text", how)
+    order = list(range(len(values)))
+    random.shuffle(order)
+    mixed = RolloutResp(tracks={**scored.tracks, "image": scored.tracks["image"].select(order)})
+    again = mixed.propagate_rewards("image", "text", how).tracks["text"]
+    assert again.scored_rewards.tolist() == credited.tracks["text"].scored_rewards.tolist()
+    parts = [scored.select([row]).propagate_rewards("image", "text", how) for row in range(3)]
+    assert RolloutResp.concat(parts).tracks["text"].equals(credited.tracks["text"])
+    assert len(set(values)) > 1 or how == "sum" or set(again.scored_rewards.tolist()) == {float(values[0])}
+
+
+def test_a_parent_of_a_child_without_a_score_has_none_either():
+    nan = float("nan")
+    scored = family(
+        [1.0, 2.0, 3.0, nan, 5.0, 6.0], reward_errors=[None] * 3 + ["it broke", None, None],
+        component_rewards={"sharp": torch.tensor([1.0, 2.0, 3.0, nan, 5.0, 6.0])},
+    )  # fmt: skip
+    for how in get_args(Credit):
+        text = scored.propagate_rewards("image", "text", how).tracks["text"]
+        assert text.reward_errors == ["i3: it broke", None, None] and text.failed_groups == {"a"}
+        assert text.scored_rewards.isnan().tolist() == [True, False, False]
+        assert text.component_rewards["sharp"].isnan().tolist() == [True, False, False]
+
+
+def test_impossible_credit_is_refused():
+    scored = family([1.0] * 6)
+    cases: list[tuple[RolloutResp, Any, str]] = [
+        (scored, ("image", "image", "mean"), "track image grows from text, not from image"),
+        (scored, ("image", "text", "median"), "how = 'median' must be one of 'mean', 'max', 'sum', 'best_of'"),
+        (scored.with_values("image", rewards=None), ("image", "text", "mean"), "has no rewards to credit text with"),
+        (scored.with_values("text", rewards=torch.ones(3)), ("image", "text", "mean"), "already has rewards"),
+        (family([1.0, 2.0], parents=["a0", "b0"]), ("image", "text", "mean"), r"samples \['a1'\] .* no children"),
+    ]
+    for resp, arguments, message in cases:
+        with pytest.raises(ContractError, match=message):
+            resp.propagate_rewards(*arguments)
+
+
+def test_descendants_have_the_inputs_metadata_and_groups_of_their_root():
+    text = roots().replace(primitives={"text": Texts(texts=["x", "y", "z"])}, metadata=[{"n": 0}, {"n": 1}, {"n": 2}])
+    image = text.fork("text", "image", 2)
+    crop = image.select([5, 0]).fork("image", "crop", 1)
+    resp = RolloutResp(tracks={"text": text, "image": image, "crop": crop})
+    found = resp.with_inputs("crop")
+    assert found.sample_ids == ["a1/i1/c0", "a0/i0/c0"] and found.group_ids == ["a", "a"]
+    assert found.primitives["text"].equals(Texts(texts=["z", "x"])) and found.metadata == [{"n": 2}, {"n": 0}]
+    assert resp.with_inputs("text") is text
+
+
+def test_a_shard_in_which_nothing_was_scored_joins_others():
+    scored = roots().replace(component_rewards={"sharp": torch.ones(3)}, reward_errors=[None] * 3)
+    failed = RolloutTrack(
+        sample_ids=["c0"], parent_ids=["c"], rewards=torch.tensor([float("nan")]), reward_errors=["no"]
+    )
+    joined = RolloutTrack.concat([failed, scored])
+    assert joined.component_rewards["sharp"].isnan().tolist() == [True, False, False, False]
+    assert joined.reward_errors == ["no", None, None, None] and joined.failed_groups == {"c"}
 
 
 def segment(**changes) -> LatentSegment:

@@ -26,10 +26,9 @@ from unirl.reward.shaping import LengthShaping, TruncatedReward
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import Closeable, ConcurrentScorer, Scorer
-from unirl.types.reward import RewardRequest, RewardResponse, media_slot
+from unirl.types.reward import RewardRequest, RewardResponse, reward_request
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
-from unirl.types.sampling import ARSamplingParams
+from unirl.types.rollout import Credit, RolloutResp
 from unirl.types.segments import TextSegment
 
 logger = logging.getLogger(__name__)
@@ -47,9 +46,11 @@ class RewardService:
     success False and reward NaN, counted, for the trainer to leave out and refill.
     device: moves every local scorer with modules there; None leaves each where its own `device` says.
     truncated_reward, overlong_buffer_len, overlong_penalty_factor: what the length of generated texts does to the
-    rewards that `score_and_attach` attaches, see `unirl.reward.shaping.LengthShaping`; images and videos have none.
+    rewards of training, see `unirl.reward.shaping.LengthShaping`; images and videos have none.
     is_async: the engine hands its samples over as they are made, and they are scored meanwhile (`take`). The rewards
     are the same, bit for bit.
+    credit: how samples from which the scored ones grew are rewarded by them: "mean", "max", "sum" or "best_of" of the
+    children's rewards, see `unirl.types.rollout.RolloutResp.propagate_rewards`.
     Raises ConfigError for an impossible value.
     """
 
@@ -68,9 +69,12 @@ class RewardService:
         overlong_buffer_len: PositiveInt | None = None,
         overlong_penalty_factor: Positive | None = None,
         is_async: bool = False,
+        credit: Credit = "mean",
     ) -> None:
         if on_failure not in get_args(FailurePolicy):
             raise ConfigError(f"on_failure = {on_failure!r} must be one of {get_args(FailurePolicy)}")
+        if credit not in get_args(Credit):
+            raise ConfigError(f"credit = {credit!r} must be one of {get_args(Credit)}")
         if aggregation not in get_args(Aggregation):
             raise ConfigError(f"aggregation = {aggregation!r} must be one of {get_args(Aggregation)}")
         self.scorers = _by_name(scorers)
@@ -80,6 +84,7 @@ class RewardService:
         self.aggregation: Aggregation = aggregation
         self._shaping = LengthShaping(truncated_reward, overlong_buffer_len, overlong_penalty_factor)
         self.is_async = is_async
+        self.credit: Credit = credit
         # A scorer with buffers or a device of its own is asked by one thread at a time.
         self._locks = {
             name: nullcontext() if isinstance(scorer, ConcurrentScorer) else threading.Lock()
@@ -101,10 +106,37 @@ class RewardService:
         scored = self._composed(request, lambda name: self._ask(name, request))
         return scored.replace(compute_s=time.perf_counter() - started)
 
-    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
-    def score_media(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
-        """Score the root track's decoded media and leave the response as it is (evaluation)."""
-        request = reward_request(resp.root_track(), req)
+    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
+    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+        """Score the decoded media of a track, and write rewards, component rewards and errors into it where it lies;
+        the tracks that it grew from are credited as `credit` says. Changes `resp` in place.
+
+        is_shaped: whether the length of texts changes their rewards (training) or not (evaluation); component rewards
+        stay as the scorers gave them.
+        Returns how scoring kept up with an engine that hands its samples over; nothing where it does not.
+        Raises ContractError where the track already has rewards or no media, and what `score` raises.
+        """
+        own = resp.track(track)
+        if own.rewards is not None:
+            raise ContractError(f"track {track} already has rewards; score each rollout once")
+        scored = self._scored(reward_request(resp, track))
+        if is_shaped and isinstance(own.segment, TextSegment):
+            params = own.segment.params
+            max_len = None if params is None else params.max_new_tokens
+            scored = scored.replace(rewards=self._shaping(scored.rewards, own.segment, max_len))
+        resp.tracks[track] = own.replace(
+            rewards=scored.rewards,
+            component_rewards=dict(scored.component_rewards),
+            reward_errors=list(scored.errors),
+        )
+        resp.reward_compute_s += scored.compute_s
+        while (parent := resp.tracks[track].parent_track) is not None:
+            resp.tracks[parent] = resp.propagate_rewards(track, parent, self.credit).tracks[parent]
+            track = parent
+        return scored.gauges or {}
+
+    def _scored(self, request: RewardRequest) -> RewardResponse:
+        """The answer to a request, taken from the background where the engine has handed these samples over."""
         taken, self._taken = self._taken, None
         if taken is None:
             return self.score(request)
@@ -116,23 +148,6 @@ class RewardService:
                 f"({len(request.sample_ids)}) are to be scored; score every response before the next is generated"
             )
         return self.collect(taken)
-
-    @distributed(Dispatch.DP_SCATTER, Collect.CONCAT)
-    def score_and_attach(self, resp: RolloutResp, req: RolloutReq) -> RewardResponse:
-        """Score the root track's decoded media and write `rewards` and `component_rewards` into that track.
-
-        Rewards of texts are shaped by their length; `component_rewards` stay as the scorers gave them.
-        Changes `resp` in place. Raises ContractError where the track already has rewards or does not hold the
-        samples of `req`.
-        """
-        track = resp.root_track()
-        if track.rewards is not None:
-            raise ContractError("this response already has rewards; score each rollout once")
-        scored = self._shaped(self.score_media(resp, req), track, req)
-        track.rewards = scored.rewards
-        track.component_rewards = dict(scored.component_rewards)
-        resp.reward_compute_s += scored.compute_s
-        return scored
 
     # Rewards as futures -----------------------------------------------------------------------------------------
 
@@ -183,10 +198,10 @@ class RewardService:
         busy_s = sum(stream.busy_s() for stream in streams.values())
         return scored.replace(compute_s=busy_s, gauges=measured)
 
-    def take(self, resp: RolloutResp, req: RolloutReq) -> None:
-        """What an engine calls with every chunk of a response that it has made; `score_and_attach` or `score_media` of
-        the whole response then collects them."""
-        self._taken = self.submit_part(reward_request(resp.root_track(), req), self._taken)
+    def take(self, resp: RolloutResp) -> None:
+        """What an engine calls with every chunk of a response that it has made; `score_track` of the root track of the
+        whole response then collects them."""
+        self._taken = self.submit_part(reward_request(resp, resp.root_name()), self._taken)
 
     def close(self) -> None:
         """End the background threads and close scorers that hold connections. Samples not collected are given up."""
@@ -247,13 +262,6 @@ class RewardService:
         for scorer in self._local_scorers():
             scorer.onload()
 
-    def _shaped(self, scored: RewardResponse, track: RolloutTrack, req: RolloutReq) -> RewardResponse:
-        if not isinstance(track.segment, TextSegment):
-            return scored
-        params = req.sampling_params
-        max_len = params.max_new_tokens if isinstance(params, ARSamplingParams) else None
-        return scored.replace(rewards=self._shaping(scored.rewards, track.segment, max_len))
-
     def _local_scorers(self) -> list[LocalScorer]:
         return [scorer for scorer in self.scorers.values() if isinstance(scorer, LocalScorer)]
 
@@ -296,27 +304,6 @@ def _asked_alone(
 ) -> RewardResponse:
     with locks[name]:
         return ask_scorer(name, scorers[name], request, on_failure)
-
-
-def reward_request(track: RolloutTrack, req: RolloutReq) -> RewardRequest:
-    """What the scorers are asked about a track: its decoded media with the inputs of `req`.
-
-    Raises ContractError where the track has no media, or other samples than `req`.
-    """
-    if track.decoded is None:
-        raise ContractError("the root track has no decoded media to score; ask the engine to decode")
-    if track.sample_ids != req.sample_ids:
-        raise ContractError(
-            f"the track holds samples {track.sample_ids[:3]}... ({len(track.sample_ids)}) but the request "
-            f"{req.sample_ids[:3]}... ({len(req.sample_ids)}); pass the request that the response answers"
-        )
-    return RewardRequest(
-        sample_ids=list(track.sample_ids),
-        group_ids=list(track.group_ids),
-        primitives=dict(req.primitives),
-        generated={media_slot(track.decoded): track.decoded},
-        metadata=list(req.metadata),
-    )
 
 
 def _by_name(scorers: Mapping[str, Scorer] | Sequence[Scorer]) -> dict[str, Scorer]:

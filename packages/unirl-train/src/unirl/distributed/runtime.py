@@ -96,6 +96,10 @@ class Held:
         self._runtime.map_held(self.key_for(self._runtime), _attach, [(track, share) for share in shares])
         self._metas = [meta.with_values(track, **own) for meta, own in zip(self._metas, shares, strict=True)]
 
+    def refresh(self) -> None:
+        """Read the metadata anew, after a role has written into the value where it lies."""
+        self._metas = self.map(_metadata)
+
     def fetch(self) -> Any:  # Any: what the method that was collected by HOLD returns
         """The whole value in this process: the shards in order, joined. Heavy; the workers keep theirs."""
         return collected(Collect.CONCAT, self.map(_itself))
@@ -120,6 +124,10 @@ class Held:
 
 def _itself(value: ResultT) -> ResultT:
     return value
+
+
+def _metadata(resp: RolloutResp) -> RolloutResp:
+    return resp.metadata_only()
 
 
 def _attach(resp: RolloutResp, track: str, fields: dict[str, Tensor]) -> None:

@@ -30,8 +30,7 @@ from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.resuming import Changes, changed_settings, check_same_algorithm, refuse_changes
 from unirl.trainer.versions import versions
 from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError, UniRLError
-from unirl.types.reward import RewardResponse
-from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.sampling import BaseSamplingParams
 
 logger = logging.getLogger(__name__)
@@ -209,29 +208,41 @@ class Trainer(ABC, Generic[ParamsT]):
         with self._clock.phase("rollout"):
             resp = self._engine.generate(req, policy=self._rollout_policy)
         with self._clock.phase("reward"):
-            reply = self._reward.score_and_attach(resp, req)
-            resp, req, reply = self._refill(resp, req, reply, rollout_id)
+            gauges = self._score(resp)
+            resp, gauges = self._refill(resp, gauges, rollout_id)
         with self._clock.phase("other"):
             progress = rollout_id / max(1, self._settings.num_rollouts - 1)
-            advantages = self._advantages(reply.rewards, req.group_ids, reply.component_rewards, progress=progress)
-            metrics = self._rollout_metrics(req, reply, advantages)
+            meta = resp.meta
+            root, num_samples = meta.root_name(), meta.batch_size
+            advantages = {
+                name: self._advantages(
+                    meta.track(name).scored_rewards,
+                    meta.track(name).group_ids,
+                    meta.track(name).component_rewards,
+                    progress=progress,
+                )
+                for name in dict.fromkeys((root, *self._stack.trained_tracks()))
+            }
+            for name, values in advantages.items():
+                resp.attach(name, advantages=values)
+            metrics = self._rollout_metrics(meta.track(root), gauges)
+            metrics.update(advantage_metrics({name: advantages[name] for name in self._stack.trained_tracks()}))
             metrics.update(self._advantages.metrics(progress))
             metrics.update(pushed)
             if _due(rollout_id + 1, self._settings.media_interval):
-                self.show_rollout(resp, req, reply, advantages, rollout_id + 1)
-            resp.attach(resp.meta.root_name(), advantages=advantages)
-            resp = self._selected(resp, advantages, req.group_ids)
+                self.show_rollout(resp, root, rollout_id + 1)
+            resp = self._selected(resp, root)
             metrics["group/trained_samples"] = float(resp.meta.batch_size)
         self._before_rollout = None  # from here on the weights change
         with self._clock.phase("train"):
             result = self._stack.train(resp, progress=progress)
         with self._clock.phase("other"):
             resp.release()
-            self._num_samples += req.batch_size
+            self._num_samples += num_samples
             metrics.update(self._training_metrics(result))
         metrics.update(self._clock.step_metrics())
         busy_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in TRAINING)
-        metrics["perf/samples_per_s"] = req.batch_size / busy_s if busy_s > 0 else 0.0
+        metrics["perf/samples_per_s"] = num_samples / busy_s if busy_s > 0 else 0.0
         return metrics
 
     def _push_weights(self, done: int, policy: str | None) -> dict[str, float]:
@@ -258,10 +269,8 @@ class Trainer(ABC, Generic[ParamsT]):
         """The next prompts of the data as a request, with everything pinned."""
 
     @abstractmethod
-    def show_rollout(
-        self, resp: Held, req: RolloutReq, reply: RewardResponse, advantages: torch.Tensor, step: int
-    ) -> None:
-        """Let people see some samples of this rollout. Called every `media_interval` rollouts."""
+    def show_rollout(self, resp: Held, track: str, step: int) -> None:
+        """Let people see some samples of a track with their rewards. Called every `media_interval` rollouts."""
 
     @abstractmethod
     def show_evaluation(self, result: EvaluationResult, step: int) -> None:
@@ -273,51 +282,54 @@ class Trainer(ABC, Generic[ParamsT]):
 
     # Rollout and reward ----------------------------------------------------------------------------------------
 
-    def _refill(
-        self, resp: Held, req: RolloutReq, reply: RewardResponse, rollout_id: int
-    ) -> tuple[Held, RolloutReq, RewardResponse]:
-        """Replace groups that a scorer dropped, and under dynamic sampling groups that teach nothing, by fresh prompts,
-        until the batch is whole again.
+    def _score(self, resp: Held) -> dict[str, float]:
+        """Rewards into the root track, where it lies; returns how scoring kept up, of the slowest worker."""
+        gauges = self._reward.score_track(resp, resp.meta.root_name())
+        resp.refresh()
+        return largest(gauges)
 
-        The response passes through the driver. After `max_refills` attempts groups that teach nothing stay; groups
-        without a score raise RewardError.
+    def _refill(self, resp: Held, gauges: dict[str, float], rollout_id: int) -> tuple[Held, dict[str, float]]:
+        """Replace groups that a scorer dropped, and under dynamic sampling groups that teach nothing, by fresh prompts,
+        until the batch is whole again; samples go from worker to worker.
+
+        After `max_refills` attempts groups that teach nothing stay; groups without a score raise RewardError.
         """
         for _ in range(self._settings.max_refills):
-            failed = _failed_groups(req, reply)
-            dropped = failed | self._uninformative_groups(req, reply)
+            track = resp.meta.root_track()
+            failed = track.failed_groups
+            dropped = failed | self._uninformative_groups(track)
             if not dropped:
-                return resp, req, reply
+                return resp, gauges
             self._num_dropped_groups += len(dropped)
             if failed:
                 logger.warning("rollout %d: %d groups could not be scored and are replaced", rollout_id, len(failed))
-            keep = [row for row, group in enumerate(req.group_ids) if group not in dropped]
-            fresh_req = self._fresh_groups(req, rollout_id, len(dropped))
-            fresh = self._engine.generate(fresh_req, policy=self._rollout_policy)
-            fresh_reply = self._reward.score_and_attach(fresh, fresh_req)
-            wanted = list(range(req.batch_size - len(keep)))
-            joined = _joined(resp.fetch(), keep, fresh.fetch(), wanted)
-            req = RolloutReq.concat([req.select(keep), fresh_req.select(wanted)])
-            reply = RewardResponse.concat(
-                [reply.select(keep).replace(counters=None), fresh_reply.select(wanted).replace(counters=None)]
-            )
+            keep = [row for row, group in enumerate(track.group_ids) if group not in dropped]
+            fresh = self._engine.generate(self._fresh_groups(rollout_id, len(dropped)), policy=self._rollout_policy)
+            gauges = largest([gauges, self._score(fresh)])
+            wanted = list(range(track.batch_size - len(keep)))
+            whole = self._runtime.gather([(held, rows) for held, rows in ((resp, keep), (fresh, wanted)) if rows])
             resp.release()
             fresh.release()
-            resp = self._runtime.hold(joined)
-        dropped = _failed_groups(req, reply)
+            resp = whole
+        track = resp.meta.root_track()
+        dropped = track.failed_groups
         if dropped:
             raise RewardError(
                 f"{len(dropped)} groups still could not be scored after {self._settings.max_refills} refills: "
-                f"{sorted(dropped)[:4]}; first error: {next((e for e in reply.errors if e), None)}"
+                f"{sorted(dropped)[:4]}; first error: {next((e for e in track.reward_errors if e), None)}"
             )
-        return resp, req, reply
+        return resp, gauges
 
-    def _uninformative_groups(self, req: RolloutReq, reply: RewardResponse) -> set[str]:
-        return zero_variance_groups(reply.rewards, req.group_ids) if self._selection.dynamic_sampling else set()
+    def _uninformative_groups(self, track: RolloutTrack) -> set[str]:
+        if not self._selection.dynamic_sampling:
+            return set()
+        return zero_variance_groups(track.scored_rewards, track.group_ids)
 
-    def _selected(self, resp: Held, advantages: torch.Tensor, group_ids: list[str]) -> Held:
-        """The samples to train on; the response passes through the driver where some go, or move to another device."""
+    def _selected(self, resp: Held, name: str) -> Held:
+        """The samples to train on, by the advantages of a track; those that change devices go from worker to worker."""
+        track = resp.meta.track(name)
         divisor = self._runtime.num_shards * self._settings.num_updates
-        rows = self._selection.rows(advantages, group_ids, divisor)
+        rows = self._selection.rows(track.known_advantages, track.group_ids, divisor)
         if rows is not None and len(rows) % divisor:
             raise ConfigError(
                 f"selection keeps {len(rows)} samples, which do not divide over {self._runtime.num_shards} devices x "
@@ -327,7 +339,7 @@ class Trainer(ABC, Generic[ParamsT]):
         rows = self._balanced(resp, rows)
         if rows is None:
             return resp
-        chosen = self._runtime.hold(resp.fetch().select(rows))
+        chosen = self._runtime.gather([(resp, rows)])
         resp.release()
         return chosen
 
@@ -347,7 +359,7 @@ class Trainer(ABC, Generic[ParamsT]):
         arranged = [own[place] for place in order]
         return None if arranged == in_order else arranged
 
-    def _fresh_groups(self, req: RolloutReq, rollout_id: int, num_groups: int) -> RolloutReq:
+    def _fresh_groups(self, rollout_id: int, num_groups: int) -> RolloutReq:
         """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""
         while (num_groups * self._sampling.samples_per_prompt) % self._runtime.num_shards:
             num_groups += 1
@@ -360,22 +372,20 @@ class Trainer(ABC, Generic[ParamsT]):
 
     # Metrics, evaluation ---------------------------------------------------------------------------------------
 
-    def _rollout_metrics(self, req: RolloutReq, reply: RewardResponse, advantages: torch.Tensor) -> dict[str, float]:
+    def _rollout_metrics(self, track: RolloutTrack, gauges: Mapping[str, float]) -> dict[str, float]:
+        rewards = track.scored_rewards
         metrics = {
-            "reward/mean": float(reply.rewards.mean()),
-            "reward/std": float(reply.rewards.std(unbiased=False)),
-            "reward/min": float(reply.rewards.min()),
-            "reward/max": float(reply.rewards.max()),
-            "advantage/mean": float(advantages.mean()),
-            "advantage/abs_mean": float(advantages.abs().mean()),
-            "advantage/max": float(advantages.abs().max()),
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std(unbiased=False)),
+            "reward/min": float(rewards.min()),
+            "reward/max": float(rewards.max()),
             "reward/dropped_groups": float(self._num_dropped_groups),
         }
-        for name, values in reply.component_rewards.items():
+        for name, values in track.component_rewards.items():
             metrics[f"reward/{name}/mean"] = float(values.mean())
             metrics[f"reward/{name}/std"] = float(values.std(unbiased=False))
-        metrics.update({f"reward/{name}": value for name, value in (reply.gauges or {}).items()})
-        metrics.update(group_metrics(reply.rewards, req.group_ids))
+        metrics.update({f"reward/{name}": value for name, value in gauges.items()})
+        metrics.update(group_metrics(rewards, track.group_ids))
         return metrics
 
     def _training_metrics(self, result: TrainStepResult) -> dict[str, float]:
@@ -569,10 +579,19 @@ def _held_out(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in ("num_samples_trained", "train_cpu_s")}
 
 
-def _failed_groups(req: RolloutReq, reply: RewardResponse) -> set[str]:
-    return {group for group, ok in zip(req.group_ids, reply.successes, strict=True) if not ok}
+def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest of each number over several records; one that only some have counts where it is."""
+    return {name: max(part[name] for part in parts if name in part) for name in sorted({n for p in parts for n in p})}
 
 
-def _joined(first: RolloutResp, first_rows: list[int], second: RolloutResp, second_rows: list[int]) -> RolloutResp:
-    parts = [first.select(first_rows)] if first_rows else []
-    return RolloutResp.concat([*parts, second.select(second_rows)])
+def advantage_metrics(advantages: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Mean and size of the advantages [B] of each trained track, under its name where there are several."""
+    return {
+        f"{name}/{key}" if len(advantages) > 1 else key: value
+        for name, values in advantages.items()
+        for key, value in (
+            ("advantage/mean", float(values.mean())),
+            ("advantage/abs_mean", float(values.abs().mean())),
+            ("advantage/max", float(values.abs().max())),
+        )
+    }

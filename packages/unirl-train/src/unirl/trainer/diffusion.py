@@ -13,10 +13,8 @@ from safetensors.torch import save_file
 from unirl.distributed.runtime import Held
 from unirl.tracking.media import Mark, before_after, grid, marks
 from unirl.trainer.base import Trainer
-from unirl.trainer.evaluation import EvaluationResult, scores_of, take_images
+from unirl.trainer.evaluation import EvaluationResult, scores_of, take_images, take_prompts
 from unirl.trainer.request import build_request, shortened
-from unirl.types.media import Texts
-from unirl.types.reward import RewardResponse
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -50,15 +48,12 @@ class DiffusionTrainer(Trainer[DiffusionSamplingParams]):
             rollout_id=rollout_id,
         )
 
-    def show_rollout(
-        self, resp: Held, req: RolloutReq, reply: RewardResponse, advantages: torch.Tensor, step: int
-    ) -> None:
+    def show_rollout(self, resp: Held, track: str, step: int) -> None:
         """A grid of the first samples with their scores, to the run directory and the trackers."""
-        images = torch.cat(resp.map(take_images, "image", NUM_PICTURES))[:NUM_PICTURES]
+        images = torch.cat(resp.map(take_images, track, NUM_PICTURES))[:NUM_PICTURES]
         if images.numel():
-            texts = req.primitives["text"]
-            labels = texts.texts[: len(images)] if isinstance(texts, Texts) else [""] * len(images)
-            marked = marks(scores_of(reply, len(images)), self._settings.best_metric)
+            labels = [prompt for part in resp.map(take_prompts, track, NUM_PICTURES) for prompt in part][: len(images)]
+            marked = marks(scores_of(resp.meta.track(track), len(images)), self._settings.best_metric)
             self._show("rollout", grid(images, labels, marked=marked), labels, marked, step)
 
     def show_evaluation(self, result: EvaluationResult, step: int) -> None:

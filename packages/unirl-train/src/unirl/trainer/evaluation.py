@@ -17,9 +17,8 @@ from unirl.tracking.base import TableRow
 from unirl.trainer.request import build_request
 from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, RewardError
-from unirl.types.media import Images
-from unirl.types.reward import RewardResponse
-from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.media import Images, Texts
+from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 
 EVAL_ROLLOUT_ID = -1
@@ -211,15 +210,24 @@ def take_images(resp: RolloutResp, track: str, count: int) -> Tensor:
     return decoded.pixels[:count].cpu().contiguous()
 
 
+def take_prompts(resp: RolloutResp, track: str, count: int) -> list[str]:
+    """The prompts of the first samples, empty ones where there are no texts (runs where the response lies)."""
+    own = resp.with_inputs(track)
+    texts = own.primitives.get("text")
+    return (texts.texts if isinstance(texts, Texts) else [""] * own.batch_size)[:count]
+
+
 @dataclass(frozen=True)
 class ScoredBatch:
     """Some evaluation samples with their scores."""
 
     rows: list[PromptRow]
-    """A row a prompt; what fills the batch up for the devices comes behind and is not among them."""
+    """One row per prompt; what fills the batch up for the devices comes after them and is not among them."""
     resp: Held
-    reply: RewardResponse
-    """`samples_per_prompt` values a row, in their order."""
+    name: str
+    """Of the track that was scored."""
+    track: RolloutTrack
+    """Rewards of the samples, `samples_per_prompt` per row, in their order; without inputs and media."""
 
 
 def scored_batches(
@@ -241,7 +249,10 @@ def scored_batches(
             padded.append(part[0])
         req = build(padded)
         with engine.generate(req, policy=config.policy) as resp:
-            yield ScoredBatch(part, resp, reward.score_media(resp, req))
+            name = resp.meta.root_name()
+            reward.score_track(resp, name, is_shaped=False)
+            resp.refresh()
+            yield ScoredBatch(part, resp, name, resp.meta.track(name))
 
 
 class Scores:
@@ -261,13 +272,13 @@ class Scores:
 
     def add_samples(self, batch: ScoredBatch) -> None:
         """Count the reward and each component of a batch with one sample a row."""
-        reply = batch.reply
+        errors = batch.track.reward_errors
         for i, row in enumerate(batch.rows):
-            if reply.successes[i]:
+            if errors[i] is None:
                 self.num_scored += 1
-                self.add(row, sample_values(reply, i))
+                self.add(row, sample_values(batch.track, i))
             else:
-                self.errors.append(reply.errors[i])
+                self.errors.append(errors[i])
 
     def categories(self) -> dict[str, dict[str, float]]:
         """Means by category and name. Raises RewardError where nothing was scored."""
@@ -286,15 +297,15 @@ class Scores:
         return {name: sum(values) / len(values) for name, values in pooled.items()}
 
 
-def sample_values(reply: RewardResponse, sample: int) -> dict[str, float]:
-    """The reward and each component of one sample."""
-    columns = {"reward": reply.rewards, **reply.component_rewards}
+def sample_values(track: RolloutTrack, sample: int) -> dict[str, float]:
+    """The reward and each component of one sample of a scored track."""
+    columns = {"reward": track.scored_rewards, **track.component_rewards}
     return {name: float(values[sample]) for name, values in columns.items()}
 
 
-def scores_of(reply: RewardResponse, count: int) -> list[dict[str, float] | None]:
+def scores_of(track: RolloutTrack, count: int) -> list[dict[str, float] | None]:
     """The values of the first samples; None for one that could not be scored."""
-    return [sample_values(reply, i) if reply.successes[i] else None for i in range(count)]
+    return [sample_values(track, i) if track.reward_errors[i] is None else None for i in range(count)]
 
 
 class BaseEvaluator(ABC):
@@ -326,14 +337,11 @@ class Evaluator(BaseEvaluator):
         config: EvaluationConfig,
         rows: Sequence[PromptRow],
         training: DiffusionSamplingParams,
-        *,
-        track: str = "image",
     ) -> None:
         self.config = config
         self._num_images = config.num_images
         self._rows = spread_rows(rows, config.num_samples)
         self._params = config.params(training)
-        self._track = track
 
     @property
     def prompts(self) -> list[str]:
@@ -369,10 +377,10 @@ class Evaluator(BaseEvaluator):
             scores.add_samples(batch)
             wanted = self._num_images - sum(len(part) for part in images)
             if wanted > 0:
-                parts = torch.cat(batch.resp.map(take_images, self._track, wanted))[: min(wanted, len(batch.rows))]
+                parts = torch.cat(batch.resp.map(take_images, batch.name, wanted))[: min(wanted, len(batch.rows))]
                 images.append(parts)
                 labels.extend(row.prompt for row in batch.rows[: len(parts)])
-                kept.extend(scores_of(batch.reply, len(parts)))
+                kept.extend(scores_of(batch.track, len(parts)))
         return EvaluationResult(
             categories=scores.categories(),
             overall=scores.overall(),

@@ -28,8 +28,7 @@ from unirl.trainer.request import build_text_request
 from unirl.types.bounds import Bounds, NonNegative, NonNegativeInt, PositiveFraction, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.media import ImageLists, Texts
-from unirl.types.reward import RewardResponse
-from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
@@ -113,15 +112,12 @@ class TextEvaluator(BaseEvaluator):
         config: TextEvaluationConfig,
         rows: Sequence[PromptRow],
         training: ARSamplingParams,
-        *,
-        track: str = "text",
     ) -> None:
         self.config = self._options = config
         self._rows = spread_rows(rows, config.num_samples)
         self._pass_rows = spread_rows(rows, min(config.pass_prompts, len(rows))) if config.pass_at else []
         self._greedy = config.greedy(training)
         self._sampled = config.sampled(training)
-        self._track = track
 
     @property
     def prompts(self) -> list[str]:
@@ -149,10 +145,10 @@ class TextEvaluator(BaseEvaluator):
             scores.add_samples(batch)
             wanted = min(self._options.num_completions - len(completions), len(batch.rows))
             if wanted > 0:
-                taken = [row for part in batch.resp.map(take_completions, self._track, wanted) for row in part]
-                scored = [i for i in range(wanted) if batch.reply.successes[i]]
-                completions += [{**taken[i], **sample_values(batch.reply, i)} for i in scored]
-                shown = [each for part in batch.resp.map(take_pictures, self._track, wanted) for each in part]
+                taken = [row for part in batch.resp.map(take_completions, batch.name, wanted) for row in part]
+                scored = [i for i in range(wanted) if batch.track.reward_errors[i] is None]
+                completions += [{**taken[i], **sample_values(batch.track, i)} for i in scored]
+                shown = [each for part in batch.resp.map(take_pictures, batch.name, wanted) for each in part]
                 pictures += [shown[i] for i in scored if shown]
         for batch in scored_batches(
             self._pass_rows,
@@ -178,15 +174,15 @@ class TextEvaluator(BaseEvaluator):
         size = self._options.pass_samples
         for number, row in enumerate(batch.rows):
             samples = range(number * size, (number + 1) * size)
-            failed = [batch.reply.errors[i] for i in samples if not batch.reply.successes[i]]
+            failed = [error for i in samples if (error := batch.track.reward_errors[i]) is not None]
             if failed:
                 scores.errors.append(failed[0])
                 continue
-            num_right = sum(self._is_right(batch.reply, i) for i in samples)
+            num_right = sum(self._is_right(batch.track, i) for i in samples)
             scores.add(row, {pass_name(k): pass_at(k, num_right, size) for k in self._options.pass_at})
 
-    def _is_right(self, reply: RewardResponse, sample: int) -> bool:
-        values = sample_values(reply, sample)
+    def _is_right(self, track: RolloutTrack, sample: int) -> bool:
+        values = sample_values(track, sample)
         if self._options.pass_metric not in values:
             raise ConfigError(
                 f"eval.pass_metric = {self._options.pass_metric} is not among the scores {', '.join(values)}. "

@@ -18,7 +18,6 @@ from unirl.trainer.request import build_text_request
 from unirl.trainer.text_evaluation import take_completions, take_pictures
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.reward import RewardResponse
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
@@ -72,16 +71,15 @@ class VLMTrainer(Trainer[ARSamplingParams]):
             return None
         return [count for part in resp.map(count_tokens, self.track) for count in part]
 
-    def show_rollout(
-        self, resp: Held, req: RolloutReq, reply: RewardResponse, advantages: torch.Tensor, step: int
-    ) -> None:
+    def show_rollout(self, resp: Held, track: str, step: int) -> None:
         """The first samples with their scores and advantages, to the run directory and the trackers."""
-        taken = [row for part in resp.map(take_completions, self.track, NUM_COMPLETIONS) for row in part]
+        taken = [row for part in resp.map(take_completions, track, NUM_COMPLETIONS) for row in part]
+        meta = resp.meta.track(track)
         rows = [
-            {**row, **sample_values(reply, i), "advantage": float(advantages[i])}
+            {**row, **sample_values(meta, i), "advantage": float(meta.known_advantages[i])}
             for i, row in enumerate(taken[:NUM_COMPLETIONS])
         ]
-        pictures = [each for part in resp.map(take_pictures, self.track, NUM_COMPLETIONS) for each in part]
+        pictures = [each for part in resp.map(take_pictures, track, NUM_COMPLETIONS) for each in part]
         self._show("rollout", rows, pictures[: len(rows)], step)
 
     def show_evaluation(self, result: EvaluationResult, step: int) -> None:

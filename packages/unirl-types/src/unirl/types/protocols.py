@@ -392,8 +392,8 @@ class ModelBundle(Protocol):
         ...
 
 
-ChunkListener = Callable[[RolloutResp, RolloutReq], None]
-"""Called with samples that are ready and the part of the request that they answer."""
+ChunkListener = Callable[[RolloutResp], None]
+"""Called with samples that are ready."""
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from torch import Tensor
 from unirl.types.batch import Batch, peak, per_sample, shared
 from unirl.types.errors import ContractError
 from unirl.types.media import Audios, Images, Primitive, Texts, Videos
-from unirl.types.rollout import RolloutTrack
+from unirl.types.rollout import RolloutResp, RolloutTrack
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -118,6 +118,18 @@ def request_for_track(track: RolloutTrack, media: Primitive) -> RewardRequest:
         generated={media_slot(media): media},
         metadata=list(track.metadata),
     )
+
+
+def reward_request(resp: RolloutResp, name: str) -> RewardRequest:
+    """What scorers are asked about the decoded media of a track: with the inputs, groups and metadata of the request,
+    those of a child through its lineage.
+
+    Raises ContractError where there is no such track, or it has no media.
+    """
+    track = resp.with_inputs(name)
+    if track.decoded is None:
+        raise ContractError(f"track {name} has no decoded media to score; ask the engine to decode")
+    return request_for_track(track, track.decoded)
 
 
 def media_slot(media: Primitive) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
+import torch
 from torch import Tensor
 
 from unirl.types.batch import Batch, Indices, peak, per_sample, shared
@@ -21,6 +22,8 @@ from unirl.types.sampling import BaseSamplingParams
 from unirl.types.segments import Segment
 
 Scope = Literal["group", "batch", "global"]
+Credit = Literal["mean", "max", "sum", "best_of"]
+"""How the rewards of children become their parent's, see `RolloutResp.propagate_rewards`."""
 
 
 def _check_unique(ids: list[str], where: str) -> None:
@@ -109,7 +112,9 @@ class RolloutTrack(Batch):
     rewards: Tensor | None = per_sample(default=None)
     """[B] float32."""
     component_rewards: dict[str, Tensor] = per_sample(default_factory=dict)
-    """[B] float32 each."""
+    """[B] float32 each, raw (unweighted)."""
+    reward_errors: list[str | None] = per_sample(default_factory=list)
+    """Why a sample has no reward (its reward is NaN); None for one that has. Empty before the track is scored."""
     advantages: Tensor | None = per_sample(default=None)
     """[B] float32."""
     policy_versions: Tensor | None = per_sample(default=None)
@@ -123,6 +128,44 @@ class RolloutTrack(Batch):
             )
         if self.parent_track is not None and self.parent_ids is None:
             raise ContractError(f"a track that grows from {self.parent_track!r} needs parent_ids")
+
+    @classmethod
+    def _align(cls, parts: list[Self]) -> list[Self]:
+        """NaN for the components of a shard in which nothing could be scored, so that its components are unknown."""
+        scored = [part for part in parts if part.rewards is not None]
+        keys = list(dict.fromkeys(key for part in scored for key in part.component_rewards))
+        return [part._with_components(keys) if part.has_no_reward else part for part in parts]
+
+    def _with_components(self, keys: list[str]) -> Self:
+        if self.rewards is None:
+            return self
+        nothing = torch.full_like(self.rewards, torch.nan)
+        return self.replace(component_rewards={key: self.component_rewards.get(key, nothing) for key in keys})
+
+    @property
+    def scored_rewards(self) -> Tensor:
+        """[B] float32 rewards, NaN where `reward_errors` says why. Raises ContractError where the track has none."""
+        if self.rewards is None:
+            raise ContractError("this track has no rewards; score it first")
+        return self.rewards
+
+    @property
+    def known_advantages(self) -> Tensor:
+        """[B] float32 advantages. Raises ContractError where the track has none."""
+        if self.advantages is None:
+            raise ContractError("this track has no advantages; attach them first")
+        return self.advantages
+
+    @property
+    def has_no_reward(self) -> bool:
+        """Whether the track was scored and no sample of it could be."""
+        return bool(self.reward_errors) and None not in self.reward_errors
+
+    @property
+    def failed_groups(self) -> set[str]:
+        """Groups with a sample that could not be scored."""
+        errors = self.reward_errors or [None] * self.batch_size
+        return {group for group, error in zip(self.group_ids, errors, strict=True) if error is not None}
 
     @property
     def group_ids(self) -> list[str]:
@@ -138,9 +181,7 @@ class RolloutTrack(Batch):
 
         Raises ContractError where the track has no rewards.
         """
-        if self.rewards is None:
-            raise ContractError("this track has no rewards; score it first")
-        return dataclasses.replace(self, advantages=function(self.rewards, self.group_ids))
+        return dataclasses.replace(self, advantages=function(self.scored_rewards, self.group_ids))
 
     def split(self) -> list[RolloutTrack]:
         """One track a group, in order of first appearance."""
@@ -247,6 +288,66 @@ class RolloutResp(Batch):
         """One response a root group."""
         return [self.select(rows) for rows in _group_rows(self.root_track().group_ids)]
 
+    def with_inputs(self, name: str) -> RolloutTrack:
+        """The track with what was asked for: inputs, metadata and groups of the request. A child has those of the root
+        samples that its samples grew from."""
+        track = self.track(name)
+        if track.parent_track is None:
+            return track
+        rows = list(range(track.batch_size))
+        at = track
+        while at.parent_track is not None:
+            above = self.tracks[at.parent_track]
+            places = {sample: row for row, sample in enumerate(above.sample_ids)}
+            rows = [places[at.group_ids[row]] for row in rows]
+            at = above
+        asked = dataclasses.replace(at, conditions={}, segment=None, decoded=None).select(rows)
+        return dataclasses.replace(
+            track,
+            primitives=asked.primitives,
+            metadata=asked.metadata,
+            parent_ids=asked.group_ids,
+            parent_track=None,
+        )
+
+    def propagate_rewards(self, child: str, parent: str, how: Credit) -> Self:
+        """The response with rewards [B] and component rewards of `parent` made from those of its children.
+
+        how: "mean", "max" and "sum" of the children's rewards, and likewise of every component; "best_of" takes reward
+        and components of the child with the highest reward, the first of equals. A parent with a child that could not
+        be scored has none either: NaN and that child's error. float32, accumulated in float64.
+        Raises ContractError where `parent` is not the track that `child` grows from, has rewards already or has a
+        sample without children, and where `child` has no rewards.
+        """
+        own, above = self.track(child), self.track(parent)
+        if own.parent_track != parent:
+            raise ContractError(f"track {child} grows from {own.parent_track}, not from {parent}")
+        if own.rewards is None:
+            raise ContractError(f"track {child} has no rewards to credit {parent} with; score it first")
+        if above.rewards is not None:
+            raise ContractError(f"track {parent} already has rewards; credit it once, or score it alone")
+        children: dict[str, list[int]] = {sample: [] for sample in above.sample_ids}
+        for row, sample in enumerate(own.group_ids):
+            children[sample].append(row)
+        childless = [sample for sample, rows in children.items() if not rows]
+        if childless:
+            raise ContractError(f"samples {childless[:3]} of track {parent} have no children in {child}")
+        groups = [torch.tensor(rows) for rows in children.values()]
+        rewards_B = own.rewards
+        chosen = [rows[_first_best(rewards_B[rows])] for rows in groups]
+        errors = own.reward_errors or [None] * own.batch_size
+        return self.with_values(
+            parent,
+            rewards=_credited(rewards_B, groups, chosen, how),
+            component_rewards={
+                name: _credited(values, groups, chosen, how) for name, values in own.component_rewards.items()
+            },
+            reward_errors=[
+                next((f"{own.sample_ids[row]}: {errors[row]}" for row in rows if errors[row] is not None), None)
+                for rows in children.values()
+            ],
+        )
+
     def with_values(self, track: str, **fields: Any) -> Self:  # Any: fields of RolloutTrack, one item per sample
         """The response with other values in one of its tracks, such as `advantages` [B] of the track's samples.
 
@@ -257,3 +358,23 @@ class RolloutResp(Batch):
     def metadata_only(self) -> Self:
         """The response without tensors that are large."""
         return dataclasses.replace(self, tracks={name: track.metadata_only() for name, track in self.tracks.items()})
+
+
+def _first_best(rewards: Tensor) -> int:
+    """Place of the highest reward, the first of equals; of a NaN where there is one."""
+    missing = rewards.isnan().nonzero().flatten()
+    return int(missing[0]) if missing.numel() else int((rewards == rewards.max()).nonzero()[0])
+
+
+def _credited(values_C: Tensor, groups: list[Tensor], chosen: list[Tensor], how: Credit) -> Tensor:
+    """[B] float32 from the children's [C]; NaN where one of the children has it."""
+    if how == "best_of":
+        return torch.stack([values_C[row] for row in chosen]).float()
+    per_parent = [values_C[rows.to(values_C.device)].double() for rows in groups]
+    if how == "mean":
+        return torch.stack([values.mean() for values in per_parent]).float()
+    if how == "sum":
+        return torch.stack([values.sum() for values in per_parent]).float()
+    if how == "max":
+        return torch.stack([values.max() for values in per_parent]).float()
+    raise ContractError(f"how = {how!r} must be one of {', '.join(map(repr, get_args(Credit)))}")

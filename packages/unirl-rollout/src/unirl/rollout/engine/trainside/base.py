@@ -82,7 +82,7 @@ class DirectSampling(BaseRolloutEngine):
     def _announced(self, req: RolloutReq) -> RolloutResp:
         resp = self._generate_chunk(req)
         if self._listener is not None:
-            self._listener(resp, req)
+            self._listener(resp)
         return resp
 
     def _versions(self, num_samples: int) -> torch.Tensor:
