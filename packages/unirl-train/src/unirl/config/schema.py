@@ -86,6 +86,7 @@ class PolicySections:
     sync: Annotated[
         Node | None,
         Component(
+            kind="unirl.distributed.weight_sync.base.WeightSync",
             injected=frozenset({"backend", "engine", "pipeline", "rank"}),
             if_taken=frozenset({"sampling"}),
         ),
@@ -136,6 +137,20 @@ _TRAINER = frozenset(
     {"runtime", "settings", "data", "sampling", "advantages", "evaluator", "guardrails", "trackers", "run_dir"}
     | {"config", "rollout_policy", "stop", "selection", "sync", "clock"}
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residency:
+    """What leaves the device in the phases that do not need it; see `unirl.trainer.residency` for when that is."""
+
+    sleep_engine: bool = False
+    """Whether the engine sleeps while the policy trains."""
+    offload_weights: bool = False
+    """Whether the weights that train go to host memory while an engine with weights of its own samples."""
+    offload_optimizer: bool = False
+    """Whether optimizer state and copies of the policy go to host memory while samples are made and scored."""
+    offload_reward: bool = False
+    """Whether reward models go to host memory while nothing is scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +208,7 @@ class Recipe:
     """"auto", or the path of a run."""
     resume_changes: Literal["refuse", "allow"] = "refuse"
     save: Save = Save()
+    residency: Residency = Residency()
     eval: Annotated[
         Node | None,
         Component(kind="unirl.trainer.evaluation.HeldOut", default="unirl.trainer.evaluation.EvaluationConfig"),
@@ -221,7 +237,12 @@ class Recipe:
     """Components by name, each with `enabled` beside its own keywords."""
 
 
-RUN_RULES = ("unirl.config.placement", "unirl.distributed.rules", "unirl.trainer.rules")
+RUN_RULES = (
+    "unirl.config.placement",
+    "unirl.distributed.rules",
+    "unirl.trainer.rules",
+    "unirl.trainer.residency_rules",
+)
 """Modules with the rules of a run as a whole, whose rules take the run alone; see `unirl.types.recipe`."""
 
 

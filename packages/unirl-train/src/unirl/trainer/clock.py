@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-TRAINING = ("sync", "rollout", "reward", "train", "other")
+MOVING = "residency"
+"""The phase of moving between host and device what the next phase needs, or must not find there."""
+TRAINING = ("sync", "rollout", "reward", "train", "other", MOVING)
 """The phases of a training step; evaluations and checkpoints are none."""
 
 
@@ -18,6 +20,8 @@ class PhaseClock:
 
     def __init__(self, observer: Callable[[str], AbstractContextManager[object]] | None = None) -> None:
         self.observer = observer
+        self.before: Callable[[str], None] | None = None
+        """Called with its name before every phase; its own seconds are those of the phase `MOVING`."""
         self.wall_s: dict[str, float] = {}
         self.cpu_s: dict[str, float] = {}
         self._step: dict[str, float] = {}
@@ -25,6 +29,14 @@ class PhaseClock:
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Time what happens inside."""
+        if self.before is not None:
+            with self._timed(MOVING):
+                self.before(name)
+        with self._timed(name):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str) -> Generator[None]:
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             with nullcontext() if self.observer is None else self.observer(name):

@@ -16,6 +16,7 @@ from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
 from unirl.config.instantiation import TARGET
 from unirl.config.placement import EVERYTHING, cluster_shape, groups_of
+from unirl.config.runs import run_of
 from unirl.config.schema import Cluster, PolicySections, Save, built, components
 from unirl.config.signatures import read_target
 from unirl.data.data_source import MultimodalRLDataSource
@@ -29,6 +30,7 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator, Evaluates, EvaluationResult
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.model_card import write_model_card
+from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
 from unirl.trainer.resuming import check_resume
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import ModelBundle, TrainBackend
@@ -248,6 +250,10 @@ def make_trainer(
         media_interval=recipe.get("media_interval", 0),
     )
     rollout_policy = runtime.role("stack").rollout_policy()
+    clock = clock if clock is not None else PhaseClock()
+    plan = _residency_plan(recipe)
+    if plan:
+        clock.before = DeviceResidents(plan, runtime).enter
     return instantiate(
         recipe.get("trainer") or {TARGET: TRAINER},
         runtime=runtime,
@@ -265,6 +271,17 @@ def make_trainer(
         selection=SampleSelection(**(recipe.get("selection") or {})),
         sync=runtime.role("sync") if recipe.get("sync") else None,
         clock=clock,
+    )
+
+
+def _residency_plan(recipe: Recipe) -> dict[Resident, Stay]:
+    run = run_of(recipe)
+    algorithms = [algorithm for policy in run.policies.values() for algorithm in policy.algorithms.values()]
+    return residency_plan(
+        run.file.residency,
+        has_own_weights=run.engine.ability("has_own_weights"),
+        is_scored_meanwhile=bool(run.reward.get("is_async")),
+        trains_through_reward=any(algorithm.ability("requires_reward_gradient") for algorithm in algorithms),
     )
 
 

@@ -20,7 +20,7 @@ from unirl.types.roles import MeshPlace
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
-from unirl.types.training import OptimizerConfig, StepStats
+from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
 Conditions = Mapping[str, Condition]
@@ -332,11 +332,11 @@ class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
         """Maximum over the data-parallel ranks; the tensor itself on one."""
         ...
 
-    def offload(self) -> None:
-        """Move all that trains to host memory."""
+    def offload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:
+        """Move these parts of what trains to host memory. Training needs both back."""
         ...
 
-    def onload(self) -> None:
+    def onload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:
         """Undo `offload`."""
         ...
 

@@ -12,6 +12,11 @@ from typing import Annotated, Literal
 from unirl.types.bounds import Bounds, NonNegative, bounded
 from unirl.types.errors import ConfigError
 
+Offloadable = Literal["weights", "optimizer"]
+"""What a backend can move to host memory: parameters with their gradients and buffers; optimizer state, kept copies of
+the policy, and modules that an algorithm trains beside it."""
+OFFLOADABLE: tuple[Offloadable, ...] = ("weights", "optimizer")
+
 AdamWImplementation = Literal["auto", "fused", "foreach", "loop"]
 ADAMW_IMPLEMENTATIONS: tuple[AdamWImplementation, ...] = ("auto", "fused", "foreach", "loop")
 

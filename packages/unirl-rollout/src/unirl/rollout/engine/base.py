@@ -42,6 +42,12 @@ class BaseRolloutEngine(ABC):
     has_own_model: ClassVar[bool] = False
     """Whether its `pipeline` must be built over a bundle for this engine alone, which it takes as `bundle`; the modules
     that train are not touched."""
+    gives_latents: ClassVar[bool] = True
+    """Of diffusion: whether it returns the latents around stochastic steps, which replay needs."""
+    takes_initial_latents: ClassVar[bool] = True
+    """Of diffusion: whether it starts from the noise that a request describes, so that samples can share it."""
+    takes_step_subsets: ClassVar[bool] = True
+    """Of diffusion: whether some steps can be stochastic and the others not."""
     takes_media: ClassVar[bool] = False
     """Whether images and videos of a request reach the model."""
     needs_images: ClassVar[bool] = False
@@ -88,13 +94,6 @@ class BaseRolloutEngine(ABC):
 
 class BaseDiffusionEngine(BaseRolloutEngine):
     """Base of the engines of diffusion models. Implements unirl.types.protocols.DiffusionRolloutEngine."""
-
-    gives_latents: ClassVar[bool] = True
-    """Whether it returns the latents around stochastic steps, which replay needs."""
-    takes_initial_latents: ClassVar[bool] = True
-    """Whether it starts from the noise that a request describes, so that samples can share it."""
-    takes_step_subsets: ClassVar[bool] = True
-    """Whether some steps can be stochastic and the others not."""
 
     @abstractmethod
     def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:

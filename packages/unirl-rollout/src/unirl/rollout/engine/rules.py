@@ -49,4 +49,50 @@ def async_reward_has_chunks(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (images_are_given, engine_gets_its_weights, async_reward_has_chunks)
+def engine_takes_the_push(own: Part, run: Run) -> Messages:
+    """Adapters go to an engine that was told to expect them, and whole weights to one that was not."""
+    sync, option = run.policy.sync, own.ability("adapter_option")
+    if sync is None or not own.ability("has_own_weights"):
+        return
+    sends_adapters = sync.ability("sends_adapters")
+    if sends_adapters and run.policy.backend.get("lora") is None:
+        yield (
+            f"{sync.name} pushes LoRA adapters, but {run.policy.backend.at}.lora is null. Train with LoRA "
+            "(parts/train=lora), or push unirl.distributed.weight_sync.full.FullWeightSync."
+        )
+    if option is None or sends_adapters == (own.get(option) is not None):
+        return
+    fix = f"Set {own.at}.{option} to the adapter's rank" if sends_adapters else f"Set {own.at}.{option}: null"
+    other = "full.FullWeightSync" if sends_adapters else "lora.LoraWeightSync"
+    what = "adapters" if sends_adapters else "whole weights"
+    yield (
+        f"{sync.name} pushes {what}, but {own.at}.{option} = {'null' if own.get(option) is None else own.get(option)}. "
+        f"{fix}, or push by unirl.distributed.weight_sync.{other}."
+    )
+
+
+def engine_gives_what_is_trained_on(own: Part, run: Run) -> Messages:
+    """What an algorithm replays, and what the sampling asks of denoising steps, is in the engine's power."""
+    for algorithm in run.policy.algorithms.values():
+        if algorithm.ability("requires_sde") and not own.ability("gives_latents"):
+            yield f"{algorithm.name} replays denoising steps, but {own.name} returns no latents. Choose another engine."
+        if algorithm.get("old_logp_source") == "rollout" and not own.ability("gives_logp"):
+            yield (
+                f"{algorithm.at}.old_logp_source = rollout, but {own.name} returns no log-probs. Set "
+                f"{algorithm.at}.old_logp_source: replay."
+            )
+    sampling = run.sampling
+    if sampling.get("init_same_noise") and not own.ability("takes_initial_latents"):
+        yield f"{sampling.at}.init_same_noise: true, but {own.name} draws its own noise. Set it to false."
+    some = [key for key in ("scheduler", "sde_indices") if sampling.node.get(key) is not None]
+    if some and not own.ability("takes_step_subsets"):
+        yield f"{own.name} makes every step stochastic or none, but {sampling.at}.{some[0]} is set. Set it to null."
+
+
+RULES = (
+    images_are_given,
+    engine_gets_its_weights,
+    engine_takes_the_push,
+    engine_gives_what_is_trained_on,
+    async_reward_has_chunks,
+)

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import ClassVar, cast
 
 from torch import Tensor
 
@@ -38,6 +38,9 @@ class WeightSync(ABC):
         between its log-probs and the trainer's, see `TokenCanary` and `TransitionCanary`; None takes theirs.
     Raises WeightSyncError, and the run stops, where anything is not as it was sent.
     """
+
+    sends_adapters: ClassVar[bool] = False
+    """Whether LoRA adapters are sent instead of whole weights."""
 
     def __init__(
         self,

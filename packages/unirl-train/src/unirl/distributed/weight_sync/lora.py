@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from unirl.distributed.weight_sync.base import WeightSync
 from unirl.types.errors import WeightSyncError
 from unirl.types.protocols import PushTarget
@@ -10,6 +12,8 @@ from unirl.types.weights import WeightBucket, WeightReceipt, weight_spec
 
 class LoraWeightSync(WeightSync):
     """Swaps the engine's adapter for the present one; base weights stay where they are. Options: see `WeightSync`."""
+
+    sends_adapters: ClassVar[bool] = True
 
     def _gather(self, policy: str | None) -> None:
         self._source.adapter_weights(policy)

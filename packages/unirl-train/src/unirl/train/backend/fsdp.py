@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError, TrainingError
 from unirl.types.protocols import ModelBundle
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.training import OptimizerConfig, StepStats
+from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class FSDPBackend:
         self._progress = self._state.progress
         self.weight_source = PolicyWeights(self._modules, self._policies, self._progress, adapter, self._reshard)
         """Weights of the policies for engines and exports."""
-        self._is_offloaded = False
+        self._offloaded: set[Offloadable] = set()
 
     def close(self) -> None:
         """Destroy the process group where the backend made one. Safe to call twice."""
@@ -248,8 +248,9 @@ class FSDPBackend:
 
     def _require_usable(self, action: str) -> None:
         self._policies.require_current(action)
-        if self._is_offloaded:
-            raise ContractError(f"{action} while the backend is offloaded: call onload() first")
+        if self._offloaded:
+            parts = " and ".join(sorted(self._offloaded))
+            raise ContractError(f"{action} while {parts} of the backend are offloaded: call onload() first")
 
     # Named policies ---------------------------------------------------------------------------------------------
 
@@ -315,31 +316,36 @@ class FSDPBackend:
     # Memory -----------------------------------------------------------------------------------------------------
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def offload(self) -> None:
-        """Move parameters, gradients, optimizer state and copies to host memory. Changes nothing on a CPU.
+    def offload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:
+        """Move parameters with their gradients, or optimizer state, copies and modules beside the policy, to host
+        memory. Changes nothing on a CPU.
 
-        With fsdp.cpu_offload they are there already.
+        With fsdp.cpu_offload parameters, optimizer state and copies are there already.
         """
         self._policies.require_current("offload")
-        self._is_offloaded = self.device.type != "cpu"
-        self._move(torch.device("cpu"))
+        if self.device.type != "cpu":
+            self._offloaded |= set(parts)
+        self._move(parts, torch.device("cpu"))
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def onload(self) -> None:
+    def onload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:
         """Undo `offload`."""
-        self._move(self.device)
-        self._is_offloaded = False
+        self._move(parts, self.device)
+        self._offloaded -= set(parts)
 
     @torch.no_grad()
-    def _move(self, device: torch.device) -> None:
-        for auxiliary in self._auxiliary.values():
-            auxiliary.move(device)
+    def _move(self, parts: Sequence[Offloadable], device: torch.device) -> None:
+        if "optimizer" in parts:
+            for auxiliary in self._auxiliary.values():
+                auxiliary.move(device)
         if self._config.cpu_offload:
             return
-        for module in self._modules.values():
-            module.to(device)
-        move_optimizer(self._optimizer, device)
-        self._policies.move(device)
+        if "weights" in parts:
+            for module in self._modules.values():
+                module.to(device)
+        if "optimizer" in parts:
+            move_optimizer(self._optimizer, device)
+            self._policies.move(device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -1,0 +1,113 @@
+"""Rules about engines: pushes that they take, samples that can be trained on, and what shares the device when."""
+
+import pytest
+
+from unirl.app.environment import register_resolvers
+from unirl.config.check import run_findings
+from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
+
+VLLM, SGLANG = "llm/qwen3_grpo_4b_base_dapo_vllm", "llm/qwen3_grpo_4b_base_dapo_sglang"
+SHAPES, REPLICA = "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes_replica"
+LORA_SYNC = "sync._target_=unirl.distributed.weight_sync.lora.LoraWeightSync"
+
+OWN_ENGINE = """
+from unirl.rollout.engine.base import BaseDiffusionEngine
+
+
+class Closed(BaseDiffusionEngine):
+    gives_logp = False
+    gives_latents = False
+    takes_initial_latents = False
+    takes_step_subsets = False
+
+    def __init__(self, pipeline, policies=None):
+        pass
+"""
+
+
+def findings(name, *overrides):
+    register_resolvers()
+    return list(run_findings(run_of(resolve(compose(name, list(overrides))))))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (SHAPES, ["+residency.sleep_engine=true"], "residency.sleep_engine: true does nothing with device: cpu"),
+        (
+            SHAPES,
+            ["device=cuda", "+residency.sleep_engine=true"],
+            "residency.sleep_engine: true, but TrainsideRolloutEngine frees nothing when it sleeps. Remove it.",
+        ),
+        (
+            SHAPES,
+            ["device=cuda", "+residency.offload_weights=true"],
+            "residency.offload_weights: true, but TrainsideRolloutEngine samples with the model that trains",
+        ),
+        (
+            VLLM,
+            ["engine.sleep_level=0"],
+            "with engine.sleep_level = 0 VLLMRolloutEngine frees nothing when it sleeps. Set engine.sleep_level.",
+        ),
+        (
+            VLLM,
+            ["residency.sleep_engine=false"],
+            "engine.sleep_level = 1 does nothing while the engine never sleeps. Set residency.sleep_engine: true.",
+        ),
+        (
+            SGLANG,
+            ["residency=null"],
+            "engine.uses_memory_saver = True does nothing while the engine never sleeps",
+        ),
+        (
+            VLLM,
+            ["+backend.fsdp.cpu_offload=true"],
+            "residency.offload_optimizer: true does nothing with backend.fsdp.cpu_offload, which keeps them in host",
+        ),
+        (VLLM, [LORA_SYNC], "LoraWeightSync pushes LoRA adapters, but backend.lora is null"),
+        (
+            VLLM,
+            [LORA_SYNC, "parts/train=lora"],
+            "LoraWeightSync pushes adapters, but engine.max_lora_rank = null. Set engine.max_lora_rank to the adapter's",
+        ),
+        (
+            VLLM,
+            ["+engine.max_lora_rank=16"],
+            "FullWeightSync pushes whole weights, but engine.max_lora_rank = 16. Set engine.max_lora_rank: null, or push",
+        ),
+    ],
+)
+def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
+    assert any(message in found for found in findings(name, *overrides)), findings(name, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        (VLLM, []),
+        (SGLANG, []),
+        (VLLM, [LORA_SYNC, "parts/train=lora", "+engine.max_lora_rank=64"]),
+        (REPLICA, ["device=cuda", "+residency.sleep_engine=true", "+residency.offload_weights=true"]),
+        (REPLICA, [LORA_SYNC, "parts/train=lora"]),
+        ("diffusion/sd3_shapes", ["device=cuda", "+residency.offload_optimizer=true"]),
+    ],
+)
+def test_what_moves_and_fits_passes(name, overrides):
+    assert findings(name, *overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "DiffusionGRPO replays denoising steps, but Closed returns no latents"),
+        (["algorithm.old_logp_source=rollout"], "old_logp_source = rollout, but Closed returns no log-probs"),
+        (["+sampling.init_same_noise=true"], "sampling.init_same_noise: true, but Closed draws its own noise"),
+        (["+sampling.sde_indices=[1]"], "Closed makes every step stochastic or none, but sampling.sde_indices is set"),
+    ],
+)
+def test_an_engine_of_ones_own_says_what_it_cannot_do(tmp_path, monkeypatch, overrides, message):
+    (tmp_path / "closed_engine.py").write_text(OWN_ENGINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = ["engine._target_=closed_engine.Closed", "~engine.forward_batch_size"]
+    assert any(message in found for found in findings(SHAPES, *engine, *overrides))

@@ -1,0 +1,92 @@
+"""Who is on the device in which phase: one plan per run, followed by whoever enters the phases (`PhaseClock.before`).
+
+    phase        engine  weights            optimizer  reward models
+    sync         on      on                 off        off
+    rollout      on      on where it        off        off, on where scored meanwhile
+    reward       on      samples with them  off        on
+    eval         on      (else off)         off        on
+    train        off     on                 on         off, on where their gradient trains
+    checkpoint   -       on                 on         -
+
+"-": stays where it is, as everything does in other phases. The engine is awake while samples are scored, since groups
+that could not be scored are sampled again. What the recipe's `residency` does not name is on the device throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from unirl.config.schema import Residency
+from unirl.distributed.runtime import Runtime
+
+Resident = Literal["engine", "weights", "optimizer", "reward"]
+SAMPLING = frozenset({"rollout", "reward", "eval"})
+"""Phases in which samples may be made."""
+
+
+@dataclass(frozen=True)
+class Stay:
+    """When one resident must be on the device, and when it must not; in other phases it stays where it is."""
+
+    on: frozenset[str]
+    off: frozenset[str]
+
+
+def residency_plan(
+    residency: Residency,
+    *,
+    has_own_weights: bool,
+    is_scored_meanwhile: bool = False,
+    trains_through_reward: bool = False,
+) -> dict[Resident, Stay]:
+    """The residents that come and go. Empty where the recipe lets all stay.
+
+    has_own_weights: of the engine. is_scored_meanwhile: whether samples are scored while others are generated.
+    trains_through_reward: whether a loss runs the reward models.
+    """
+    plan: dict[Resident, Stay] = {}
+    if residency.sleep_engine:
+        plan["engine"] = Stay(SAMPLING | {"sync"}, frozenset({"train"}))
+    if residency.offload_weights:
+        always, sampled = frozenset({"sync", "train", "checkpoint"}), SAMPLING if not has_own_weights else frozenset()
+        plan["weights"] = Stay(always | sampled, SAMPLING - sampled)
+    if residency.offload_optimizer:
+        plan["optimizer"] = Stay(frozenset({"train", "checkpoint"}), SAMPLING | {"sync"})
+    if residency.offload_reward:
+        extra = ({"rollout"} if is_scored_meanwhile else set()) | ({"train"} if trains_through_reward else set())
+        plan["reward"] = Stay(frozenset({"reward", "eval"} | extra), frozenset({"sync", "rollout", "train"} - extra))
+    return plan
+
+
+class DeviceResidents:
+    """Moves the components of a runtime as a plan says. All of them are on the device when it is made."""
+
+    def __init__(self, plan: Mapping[Resident, Stay], runtime: Runtime) -> None:
+        engine, backend, reward = (runtime.role(name) for name in ("engine", "backend", "reward"))
+        self._plan = plan
+        self._leave: Mapping[Resident, Callable[[], object]] = {
+            "engine": engine.sleep,
+            "weights": lambda: backend.offload(["weights"]),
+            "optimizer": lambda: backend.offload(["optimizer"]),
+            "reward": reward.offload,
+        }
+        self._come: Mapping[Resident, Callable[[], object]] = {
+            "engine": engine.wake_up,
+            "weights": lambda: backend.onload(["weights"]),
+            "optimizer": lambda: backend.onload(["optimizer"]),
+            "reward": reward.onload,
+        }
+        self._away: set[Resident] = set()
+
+    def enter(self, phase: str) -> None:
+        """Move out who must not be on the device in this phase, then move in who must: never more than it needs."""
+        for name, stay in self._plan.items():
+            if phase in stay.off and name not in self._away:
+                self._leave[name]()
+                self._away.add(name)
+        for name, stay in self._plan.items():
+            if phase in stay.on and name in self._away:
+                self._come[name]()
+                self._away.remove(name)
