@@ -1,6 +1,7 @@
 """Real components on a device that counts: what is there while each of them works, and the most that ever is."""
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -62,9 +63,9 @@ def test_each_phase_finds_its_own_on_the_device_and_no_more(recipe, tmp_path, de
     small = recipe("sd3_shapes_replica", *(f"+residency.{knob}=true" for knob in ALL))
 
     def build(context):
-        built = build_components(small, str(tmp_path), context)
+        built: dict[str, Any] = build_components(small, str(tmp_path), context)
         engine, backend, reward = built["engine"], built["backend"], built["reward"]
-        trained = num_bytes(built["bundle"].transformer)
+        trained = sum(map(num_bytes, built["bundle"].trainable_modules().values()))
         for name, size in {"engine": trained, "weights": trained, "optimizer": 2 * trained}.items():
             device.put(name, size)
         device.put("reward", REWARD_BYTES)

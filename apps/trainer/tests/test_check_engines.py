@@ -63,18 +63,18 @@ def findings(name, *overrides):
         (
             VLLM,
             ["+backend.fsdp.cpu_offload=true"],
-            "residency.offload_optimizer: true does nothing with backend.fsdp.cpu_offload, which keeps them in host",
+            "residency.offload_optimizer: true does nothing with backend.fsdp.cpu_offload, which keeps them in",
         ),
         (VLLM, [LORA_SYNC], "LoraWeightSync pushes LoRA adapters, but backend.lora is null"),
         (
             VLLM,
             [LORA_SYNC, "parts/train=lora"],
-            "LoraWeightSync pushes adapters, but engine.max_lora_rank = null. Set engine.max_lora_rank to the adapter's",
+            "LoraWeightSync pushes adapters, but engine.max_lora_rank = null. Set engine.max_lora_rank to the",
         ),
         (
             VLLM,
             ["+engine.max_lora_rank=16"],
-            "FullWeightSync pushes whole weights, but engine.max_lora_rank = 16. Set engine.max_lora_rank: null, or push",
+            "FullWeightSync pushes whole weights, but engine.max_lora_rank = 16. Set engine.max_lora_rank: null",
         ),
     ],
 )

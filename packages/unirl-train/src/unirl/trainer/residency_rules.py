@@ -22,22 +22,25 @@ def residency_moves_something(run: ComposedRun) -> Messages:
         yield f"residency.sleep_engine: true, but {engine.name} frees nothing when it sleeps. Remove it."
     elif residency.sleep_engine and option is not None and not given:
         yield (
-            f"residency.sleep_engine: true, but with {engine.at}.{option} = {given} {engine.name} frees nothing when it "
-            f"sleeps. Set {engine.at}.{option}."
+            f"residency.sleep_engine: true, but with {engine.at}.{option} = {given} {engine.name} frees nothing when "
+            f"it sleeps. Set {engine.at}.{option}."
         )
     elif given and not residency.sleep_engine:
-        yield f"{engine.at}.{option} = {given} does nothing while the engine never sleeps. Set residency.sleep_engine: true."
+        yield (
+            f"{engine.at}.{option} = {given} does nothing while the engine never sleeps. Set "
+            "residency.sleep_engine: true."
+        )
     if residency.offload_weights and not engine.ability("has_own_weights"):
         yield (
-            f"residency.offload_weights: true, but {engine.name} samples with the model that trains, so its weights are "
-            "on the device throughout. Remove it."
+            f"residency.offload_weights: true, but {engine.name} samples with the model that trains, so its weights "
+            "are on the device throughout. Remove it."
         )
     moved = [name for name in ("offload_weights", "offload_optimizer") if name in asked]
     for policy in run.policies.values():
         if moved and (policy.backend.get("fsdp") or {}).get("cpu_offload"):
             yield (
-                f"residency.{moved[0]}: true does nothing with {policy.backend.at}.fsdp.cpu_offload, which keeps them in "
-                "host memory. Remove one of the two."
+                f"residency.{moved[0]}: true does nothing with {policy.backend.at}.fsdp.cpu_offload, which keeps them "
+                "in host memory. Remove one of the two."
             )
 
 
