@@ -27,7 +27,6 @@ class PushedSampling(DirectSampling):
     has_own_model: ClassVar[bool] = True
     can_sleep: ClassVar[bool] = True
     has_trainer_logp: ClassVar[bool] = False
-    can_sleep: ClassVar[bool] = True
     announces_chunks: ClassVar[bool] = False  # the canary of a push would be announced too
 
     _weights: ReplicaWeights
