@@ -78,7 +78,7 @@ def test_each_phase_finds_its_own_on_the_device_and_no_more(recipe, tmp_path, de
         device.watch(reward, "onload", names=["reward"], comes=True)
         for call, component, method in (
             ("rollout", engine, "generate"),
-            ("reward", reward, "score_and_attach"),
+            ("reward", reward, "score_track"),
             ("train", built["stack"], "train"),
             ("sync", built["sync"], "push"),
             ("checkpoint", built["checkpointer"], "save"),
