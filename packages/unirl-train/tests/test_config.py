@@ -1,16 +1,15 @@
 """Signatures read from source, objects built from sections, and the messages of both."""
 
-import ast
 import inspect
 import sys
-from pathlib import Path
 
 import pytest
 
 from unirl.config import instantiate
 from unirl.config.annotations import mismatch
 from unirl.config.instantiation import instantiate_at
-from unirl.config.schema import SEVERAL, PolicySections, components
+from unirl.config.runs import part_of
+from unirl.config.schema import Component
 from unirl.config.signatures import read_target
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
@@ -261,21 +260,22 @@ def test_suggestions_are_empty_where_nothing_is_known():
     assert did_you_mean("zzz", ["a", "b"]) == "Known: a, b."
 
 
-def test_wiring_adds_exactly_the_arguments_that_the_checker_expects():
-    from unirl.trainer import wiring
+class Taking:
+    """A component that takes what it may be given."""
 
-    found: dict[str, set[str]] = {}
-    for node in ast.walk(ast.parse(Path(wiring.__file__).read_text())):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "instantiate"):
-            continue
-        section = node.args[0]
-        if isinstance(section, ast.Subscript) and isinstance(section.slice, ast.Constant):
-            own = found.setdefault(str(section.slice.value), set())
-        elif isinstance(section, ast.BoolOp):  # the one section that may be left out whole
-            own = found.setdefault("trainer", set())
-        else:
-            continue
-        own.update(keyword.arg for keyword in node.keywords if keyword.arg is not None)
-    of_policies = {key: item for key, item in components(PolicySections).items() if key not in SEVERAL.values()}
-    injected = {section: set(component.injected) for section, component in {**components(), **of_policies}.items()}
-    assert found == {section: names for section, names in injected.items() if names or section in found}
+    def __init__(self, pipelines, device, *, rank=0, size=1):
+        self.got = {"pipelines": pipelines, "device": device, "rank": rank, "size": size}
+
+
+def test_wiring_adds_the_keywords_that_the_checker_expects():
+    from unirl.trainer.policy import build_part
+
+    component = Component(
+        injected=frozenset({"pipeline", "device"}),
+        if_taken=frozenset({"rank", "bundle"}),
+        of_all={"pipeline": "pipelines", "device": "devices"},
+        own_keys=frozenset({"policy"}),
+    )
+    part = part_of({"_target_": f"{__name__}.Taking", "size": 3, "policy": "writer"}, "engine", component)
+    offered = {"pipeline": 1, "pipelines": {"a": 1}, "device": "cpu", "devices": ["cpu"], "rank": 2, "bundle": None}
+    assert build_part(part, component, offered).got == {"pipelines": {"a": 1}, "device": "cpu", "rank": 2, "size": 3}

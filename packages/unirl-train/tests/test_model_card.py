@@ -33,8 +33,8 @@ STATE = {
 }
 
 
-def card(folder, recipe=RECIPE, state=STATE, *, merged=False, policy="default"):
-    write_model_card(folder, recipe, state, folder, merged=merged, policy=policy)
+def card(folder, recipe=RECIPE, state=STATE, *, merged=False, copy="default"):
+    write_model_card(folder, recipe, state, folder, merged=merged, copy=copy)
     return (folder / "README.md").read_text()
 
 
@@ -61,7 +61,7 @@ def test_the_card_of_a_merged_export_loads_the_folder_and_names_a_local_base_by_
     base.mkdir()
     (tmp_path / "model_index.json").touch()
     recipe = {**RECIPE, "bundle": {"pretrained_model": str(base)}}
-    text = card(tmp_path, recipe, {**STATE, "evaluations": {}}, merged=True, policy="ema")
+    text = card(tmp_path, recipe, {**STATE, "evaluations": {}}, merged=True, copy="ema")
     assert "The whole model, with a LoRA (rank 4, alpha 8) merged into the weights of `sd3`" in text
     assert "base_model" not in text.split("---")[1]
     assert 'DiffusionPipeline.from_pretrained(".")' in text and "the copy `ema` of the policy" in text

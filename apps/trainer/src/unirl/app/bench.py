@@ -23,6 +23,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.app.meters import Meter, Spent, gemm_rate, meter_of
+from unirl.config.runs import run_of
 from unirl.distributed.runtime import LocalRuntime
 from unirl.models.ar import ARStage
 from unirl.models.text_pipeline import AutoregressivePipeline
@@ -79,6 +80,8 @@ def bench_recipe(recipe: Mapping[str, Any], *, warmup: int = 1, repeats: int = 3
     """
     if recipe["runtime"] != "local":
         raise ConfigError("bench measures one process; set runtime=local num_devices=1")
+    if len(run_of(recipe).policies) > 1:
+        raise ConfigError("bench measures the training of one policy, this recipe has several. Bench one of each.")
     if repeats < 1 or warmup < 0:
         raise ConfigError(f"bench needs repeats >= 1 and warmup >= 0, got {repeats} and {warmup}")
     meter, dtype = meter_of(recipe["device"]), _compute_dtype(recipe)
@@ -301,7 +304,7 @@ def _report(
             "prompts": recipe["batch_size"],
             "samples": num_samples,
             "sampling": {name: value for name, value in recipe["sampling"].items() if type(value) in (int, float)},
-            "micro_batch_size": recipe["stack"]["micro_batch_size"],
+            "micro_batch_size": run_of(recipe).policy.stack.node["micro_batch_size"],
             "forward_batch_size": recipe["engine"].get("forward_batch_size"),
         },
         "repeats": len(steps),

@@ -133,7 +133,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="check: every packaged recipe")
     parser.add_argument("--to", metavar="FOLDER", help="export: where to write")
     parser.add_argument("--merged", action="store_true", help="export: the whole model; else the LoRA alone")
-    parser.add_argument("--policy", metavar="NAME", help="export: a named copy of the weights, such as ema")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="export: a copy of the weights, such as ema; of several policies one, or POLICY/ema",
+    )
     parser.add_argument("--checkpoint", metavar="WHICH", help="eval, export: newest (the default), best or a step")
     parser.add_argument("--output", metavar="WHERE", help="eval, bench: JSON file; compare: folder of runs and table")
     parser.add_argument("--jobs", type=int, metavar="N", help="compare: runs at a time (1)")

@@ -28,7 +28,9 @@ from unirl.app.recipe import checked, composed
 from unirl.app.run_directory import RUNS, make_folder
 from unirl.app.stopping import stop_on_signals
 from unirl.config.instantiation import TARGET, instantiate_at
+from unirl.config.runs import run_of
 from unirl.types.errors import ConfigError
+from unirl.types.recipe import Policy
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -96,10 +98,15 @@ class Contender:
         """The recipe's own name."""
         return str(self.recipe["recipe"])
 
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """The policy that samples, whose base and algorithms are compared."""
+        return run_of(self.recipe).policy
+
     @property
     def algorithm(self) -> str:
         """Name of its algorithm's class."""
-        return str(self.recipe["algorithm"][TARGET]).rsplit(".", 1)[-1]
+        return ", ".join(part.name for part in self.policy.algorithms.values())
 
     @property
     def metric(self) -> str:
@@ -254,9 +261,9 @@ def compared_settings(contender: Contender) -> Settings:
     judged_by = {scorer: scorers[scorer]} if scorer in scorers else scorers
     return {
         "device": recipe["device"],
-        "bundle": {"pretrained_model": recipe["bundle"].get("pretrained_model")},
+        "bundle": {"pretrained_model": contender.policy.bundle.get("pretrained_model")},
         "save": {"best_metric": metric},
-        "pipeline": {"schedule": recipe["pipeline"].get("schedule")},
+        "pipeline": {"schedule": contender.policy.pipeline.get("schedule")},
         "reward": {"scorers": judged_by} | ({} if scorer in scorers else {"weights": recipe["reward"].get("weights")}),
         **contender.evaluation.settings(instantiate_at("sampling", recipe["sampling"])),
     }
@@ -267,7 +274,7 @@ def make_run(plan: Plan, contender: Contender, seed: int) -> Run:
     folder = plan.output / contender.name / f"seed{seed}"
     changes = (*plan.changes, f"seed={seed}", f"run_dir='{folder}'", "resume=auto")
     files = {
-        "bundle.pretrained_model": contender.recipe["bundle"].get("pretrained_model"),
+        "bundle.pretrained_model": contender.policy.bundle.get("pretrained_model"),
         "data.path": contender.recipe["data"].get("path"),
         "eval.prompts": contender.recipe["eval"]["prompts"],
     }
@@ -289,7 +296,7 @@ def write_results(plan: Plan, contenders: Sequence[Contender], runs: Sequence[Ru
         "overrides": list(plan.overrides),
         "metric": first.metric,
         "columns": list(first.evaluation.columns),
-        "base_model": _short_name(str(first.recipe["bundle"].get("pretrained_model"))),
+        "base_model": _short_name(str(first.policy.bundle.get("pretrained_model"))),
     }
     results = [
         RecipeResult(

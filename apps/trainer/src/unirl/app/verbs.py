@@ -22,7 +22,7 @@ from unirl.config.catalog import available
 from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings
 from unirl.config.instantiation import instantiate_at
 from unirl.config.recipes import render
-from unirl.config.runs import run_of
+from unirl.config.runs import named_copy, run_of
 from unirl.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def run(command: Command) -> None:
         summary = _trained(config, recipe, run_dir, is_resumed=is_resumed)
     from unirl.app.report import final_screen
 
-    Console().print(final_screen(summary, trains_lora=recipe["backend"].get("lora") is not None), crop=False)
+    trains_lora = any(policy.backend.get("lora") is not None for policy in run_of(recipe).policies.values())
+    Console().print(final_screen(summary, trains_lora=trains_lora), crop=False)
 
 
 def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> dict[str, Any]:
@@ -125,7 +126,10 @@ def export(command: Command) -> None:
         raise ConfigError("export needs the run to take weights from: trainer export RUN_FOLDER --to FOLDER.")
     _require_checkpoint(Path(run_dir))
     is_merged = "merged" in command.options
-    if not is_merged and recipe["backend"].get("lora") is None:
+    run = run_of(recipe)
+    policy = str(command.options.get("policy", "default"))
+    name, _ = named_copy(run, policy)
+    if not is_merged and run.policies[name].backend.get("lora") is None:
         raise ConfigError("this run trained all weights, there is no LoRA to write. Add --merged.")
     make_folder("--to", Path(str(command.options["to"])))
     from unirl.trainer.wiring import export_recipe
@@ -135,7 +139,7 @@ def export(command: Command) -> None:
         Path(run_dir),
         Path(str(command.options["to"])),
         merged=is_merged,
-        policy=str(command.options.get("policy", "default")),
+        policy=policy,
         checkpoint=_checkpoint(command),
     )
     sys.stdout.write(f"wrote {folder}\n")

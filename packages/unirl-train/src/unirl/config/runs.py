@@ -81,6 +81,7 @@ def run_of(recipe: Resolved) -> ComposedRun:
         batch_size=recipe["batch_size"],
         policies=policies,
         sampled=_sampled(recipe, policies),
+        samples_all=_samples_all(recipe),
         evaluation=optional["eval"],
         guardrails=optional["guardrails"],
         selection=optional["selection"],
@@ -136,7 +137,8 @@ def _policy(name: str, prefix: str, sections: Resolved) -> Policy:
         pipelines=parts("pipeline"),
         backend=part("backend"),
         algorithms=parts("algorithm"),
-        stack=part("stack"),
+        # What the only algorithm's track is called is read above.
+        stack=part_of(_without(sections["stack"], "track"), f"{prefix}stack", found["stack"]),
         sync=part("sync") if sections.get("sync") else None,
     )
     for track in policy.algorithms:
@@ -144,17 +146,45 @@ def _policy(name: str, prefix: str, sections: Resolved) -> Policy:
     return policy
 
 
+def _without(node: Resolved, key: str) -> Resolved:
+    return {name: value for name, value in node.items() if name != key}
+
+
 def _sampled(recipe: Resolved, policies: Mapping[str, Policy]) -> str:
     named = recipe["engine"].get("policy")
     if named is not None and named not in policies:
         raise ConfigError(f"engine.policy = {named!r} is no policy of this recipe; there are {', '.join(policies)}.")
-    takes_all = "pipelines" in read_target(str(recipe["engine"].get(TARGET))).parameters
-    if named is None and len(policies) > 1 and not takes_all:
+    samples_all = _samples_all(recipe)
+    if named is None and len(policies) > 1 and not samples_all:
         raise ConfigError(
             f"the engine samples from one policy, the recipe has {', '.join(policies)}. Set engine.policy to one of "
             "them, or take an engine with the arguments pipelines and stores, which get all policies'."
         )
-    return next(iter(policies)) if named is None else named
+    sampled = policies[next(iter(policies)) if named is None else named]
+    if len(sampled.pipelines) > 1 and not samples_all:
+        raise ConfigError(
+            f"the engine takes one pipeline, {sampled.prefix}pipelines has {', '.join(sampled.pipelines)}. Take an "
+            "engine with the arguments pipelines and stores."
+        )
+    return sampled.name
+
+
+def _samples_all(recipe: Resolved) -> bool:
+    return "pipelines" in read_target(str(recipe["engine"].get(TARGET))).parameters
+
+
+def named_copy(run: Run, given: str) -> tuple[str, str]:
+    """(policy, copy of its weights) that a word means: a copy of the only policy, such as "ema"; of several policies
+    `<policy>`, or `<policy>/<copy>`. Raises ConfigError for another policy."""
+    if len(run.policies) == 1:
+        return run.sampled, given
+    name, _, copy = given.partition("/")
+    if name not in run.policies:
+        raise ConfigError(
+            f"policy {given!r}: this run has the policies {', '.join(run.policies)}. Name one of them, such as "
+            f"--policy {run.sampled}, or a copy of its weights, such as --policy {run.sampled}/ema."
+        )
+    return name, copy or "default"
 
 
 def _section(recipe: Resolved, key: str, component: Component) -> Part:
@@ -164,13 +194,14 @@ def _section(recipe: Resolved, key: str, component: Component) -> Part:
 def part_of(node: Resolved, at: str, component: Component | None = None) -> Part:
     """A component of a recipe with what source tells of its class and of its kind."""
     default = None if component is None else component.default
+    own_keys = frozenset() if component is None else component.own_keys
     path = str(node.get(TARGET, default))
     target = read_target(path)
     of_kind = _kind(None if component is None else component.kind)
     return Part(
         at=at,
         path=path,
-        node={TARGET: path, **node},
+        node={TARGET: path, **{key: value for key, value in node.items() if key not in own_keys}},
         keywords={name: item.default for name, item in target.parameters.items()},
         abilities={**of_kind.constants, **target.constants},
         lineage=target.lineage,

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint import save as dcp_save
 from unirl.train.backend.manifest import damage, file_digest, flush, read_manifest, write_manifest
 from unirl.train.backend.rng import read_rng_state, rng_state, set_rng_state, write_rng_state
 from unirl.train.backend.state_reader import StateReader
+from unirl.train.saved_policies import SavedState
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
-from unirl.types.protocols import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ class _Snapshot:
 class Checkpointer:
     """Saves and resumes a backend, the random generators of every rank and the driver's own state.
 
+    backend: what trains; of several policies, `SavedPolicies`.
+
     folder: of the run's checkpoints, on a file system that all ranks share. A checkpoint is the folder `step-000123`:
     `state/` (torch.distributed.checkpoint, each rank its own shards), `rng-00000.safetensors` by rank,
     `driver_state.json`, `architecture.json`, and `manifest.json` with the size and digest of each file. It is written
@@ -75,7 +77,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        backend: TrainBackend,
+        backend: SavedState,
         folder: str,
         *,
         keep_last: int = 2,

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unirl.config.instantiation import TARGET
+from unirl.config.runs import one_or_several, policy_sections
+from unirl.config.schema import DEFAULT_POLICY
 from unirl.train.backend.policies import CURRENT_POLICY
 from unirl.trainer.versions import versions
 
@@ -19,14 +21,26 @@ _OF_ONE_MACHINE = ("run_dir", "resume", "resume_changes", "trackers")
 Values = Mapping[str, Any]  # Any: a recipe's values, or what JSON holds
 
 
-def write_model_card(folder: Path, recipe: Values, state: Values, run_dir: Path, *, merged: bool, policy: str) -> None:
+def write_model_card(
+    folder: Path,
+    recipe: Values,
+    state: Values,
+    run_dir: Path,
+    *,
+    merged: bool,
+    policy: str = DEFAULT_POLICY,
+    copy: str = CURRENT_POLICY,
+) -> None:
     """Write `README.md` into the folder of an export, in the form that model hubs read.
 
+    policy: which of several was exported. copy: which copy of its weights.
     state: the driver's state of the exported checkpoint. run_dir: whose summary has the versions that trained; where
     the run has not ended there is none, and the card has those of this process and says so.
     """
     library, usage = _loading(folder)
-    base = recipe["bundle"].get("pretrained_model")
+    of_policies = policy_sections(recipe)
+    prefix, sections = of_policies[policy]
+    base = sections["bundle"].get("pretrained_model")
     front = [f"library_name: {library}"] if library else []
     if base and not Path(str(base)).exists():  # a name of the hub, which a hub links to
         front.append(f"base_model: {base}")
@@ -34,10 +48,10 @@ def write_model_card(folder: Path, recipe: Values, state: Values, run_dir: Path,
     sections = [
         "\n".join(["---", *front, "---"]),
         f"# {recipe['recipe']}, rollout {state['next_rollout']}",
-        f"{_kind(recipe, merged=merged)} of `{_shown(base)}`, trained with reinforcement learning by UniRL. The base "
+        f"{_kind(sections, merged=merged)} of `{_shown(base)}`, trained with reinforcement learning by UniRL. The base "
         "model's licence applies.",
         *([f"## Load\n\n```python\n{usage}\n```"] if usage else []),
-        f"## Training\n\n{_training(recipe, state, policy)}",
+        f"## Training\n\n{_training(recipe, state, copy, one_or_several(sections, prefix, 'algorithm'))}",
         f"## Held-out figures\n\n{_figures(recipe, state)}",
         f"## Versions\n\n{_versions(run_dir)}",
         f"## Recipe\n\n{_recipe(recipe)}",
@@ -45,8 +59,8 @@ def write_model_card(folder: Path, recipe: Values, state: Values, run_dir: Path,
     (folder / CARD_FILE).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
 
-def _kind(recipe: Values, *, merged: bool) -> str:
-    lora = recipe["backend"].get("lora")
+def _kind(sections: Values, *, merged: bool) -> str:
+    lora = sections["backend"].get("lora")
     if lora is None:
         return "All weights"
     numbers = ", ".join(f"{name} {lora[name]}" for name in ("rank", "alpha") if name in lora)
@@ -78,7 +92,7 @@ def _loading(folder: Path) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _training(recipe: Values, state: Values, policy: str) -> str:
+def _training(recipe: Values, state: Values, copy: str, algorithms: Mapping[str, tuple[str, Values]]) -> str:
     reward = recipe["reward"]
     weights = reward.get("weights") or {}
     scorers = [
@@ -89,12 +103,12 @@ def _training(recipe: Values, state: Values, policy: str) -> str:
     data = recipe["data"].get("path")
     rows = {
         "recipe": recipe["recipe"],
-        "algorithm": recipe["algorithm"].get(TARGET),
+        "algorithm": ", ".join(str(node.get(TARGET)) for _, node in algorithms.values()),
         "reward": "; ".join(scorers) or reward.get(TARGET),
         "prompts": f"`{_shown(data)}`, content {state['data'].get('fingerprint', 'unknown')}",
         "checkpoint": f"after {state['next_rollout']} rollouts of {recipe['num_rollouts']}, {state['num_samples']:,} "
         "samples",
-        "weights": "the trained policy" if policy == CURRENT_POLICY else f"the copy `{policy}` of the policy",
+        "weights": "the trained policy" if copy == CURRENT_POLICY else f"the copy `{copy}` of the policy",
         "seed": recipe["seed"],
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])

@@ -14,7 +14,7 @@ that could not be scored are sampled again. What the recipe's `residency` does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,24 +61,36 @@ def residency_plan(
 
 
 class DeviceResidents:
-    """Moves the components of a runtime as a plan says. All of them are on the device when it is made."""
+    """Moves the components of a runtime as a plan says. All of them are on the device when it is made.
 
-    def __init__(self, plan: Mapping[Resident, Stay], runtime: Runtime) -> None:
-        engine, backend, reward = (runtime.role(name) for name in ("engine", "backend", "reward"))
+    backends: names of the roles that train, which move together.
+    """
+
+    def __init__(self, plan: Mapping[Resident, Stay], runtime: Runtime, backends: Sequence[str] = ("backend",)) -> None:
+        engine, reward = runtime.role("engine"), runtime.role("reward")
+        self._backends = [runtime.role(name) for name in backends]
         self._plan = plan
         self._leave: Mapping[Resident, Callable[[], object]] = {
             "engine": engine.sleep,
-            "weights": lambda: backend.offload(["weights"]),
-            "optimizer": lambda: backend.offload(["optimizer"]),
+            "weights": lambda: self._offload("weights"),
+            "optimizer": lambda: self._offload("optimizer"),
             "reward": reward.offload,
         }
         self._come: Mapping[Resident, Callable[[], object]] = {
             "engine": engine.wake_up,
-            "weights": lambda: backend.onload(["weights"]),
-            "optimizer": lambda: backend.onload(["optimizer"]),
+            "weights": lambda: self._onload("weights"),
+            "optimizer": lambda: self._onload("optimizer"),
             "reward": reward.onload,
         }
         self._away: set[Resident] = set()
+
+    def _offload(self, what: str) -> None:
+        for backend in self._backends:
+            backend.offload([what])
+
+    def _onload(self, what: str) -> None:
+        for backend in self._backends:
+            backend.onload([what])
 
     def enter(self, phase: str) -> None:
         """Move out who must not be on the device in this phase, then move in who must: never more than it needs."""

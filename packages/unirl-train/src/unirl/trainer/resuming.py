@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from unirl.config.instantiation import TARGET
+from unirl.config.runs import policy_sections
 from unirl.train.checkpoint import newest_driver_state
 from unirl.types.errors import CheckpointError
 
@@ -27,12 +29,25 @@ Changes = dict[str, list[Any]]  # Any: as above
 
 def check_same_algorithm(saved: Recipe, own: Recipe) -> None:
     """Raise CheckpointError where a run would be continued by another algorithm; both are resolved recipes."""
-    before, now = ((recipe.get("algorithm") or {}).get("_target_") for recipe in (saved, own))
-    if before != now:
-        raise CheckpointError(
-            f"the checkpoint was saved by algorithm {before}, this recipe has {now}. Resume with the algorithm that it "
-            "was saved with, or start a new run."
-        )
+    before, now = _algorithms(saved), _algorithms(own)
+    for place in dict.fromkeys([*before, *now]):
+        if before.get(place) != now.get(place):
+            where = "" if place == "algorithm" else f" for {place}"
+            raise CheckpointError(
+                f"the checkpoint was saved by algorithm {before.get(place)}{where}, this recipe has {now.get(place)}. "
+                "Resume with the algorithm that it was saved with, or start a new run."
+            )
+
+
+def _algorithms(recipe: Recipe) -> dict[str, str]:
+    """Place in the recipe -> import path."""
+    found: dict[str, str] = {}
+    for prefix, sections in policy_sections(recipe).values():
+        several = {f"algorithms.{track}": node for track, node in (sections.get("algorithms") or {}).items()}
+        for key, node in {"algorithm": sections.get("algorithm"), **several}.items():
+            if node:
+                found[f"{prefix}{key}"] = str(node.get(TARGET))
+    return found
 
 
 def changed_settings(saved: Recipe, own: Recipe) -> Changes:

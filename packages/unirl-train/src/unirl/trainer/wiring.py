@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,152 +12,139 @@ from typing import Any
 
 import torch
 
-from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
-from unirl.config.instantiation import TARGET
 from unirl.config.placement import EVERYTHING, cluster_shape, groups_of
-from unirl.config.runs import run_of
-from unirl.config.schema import Cluster, PolicySections, Save, built, components
-from unirl.config.signatures import read_target
+from unirl.config.runs import ComposedRun, named_copy, run_of
+from unirl.config.schema import PolicySections, components
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, Runtime
 from unirl.distributed.worker import WorkerContext
 from unirl.tracking.base import Tracker
 from unirl.train.checkpoint import Checkpointer
-from unirl.train.export import Exporter
+from unirl.train.policy_stacks import PolicyStacks
+from unirl.train.saved_policies import SavedPolicies
 from unirl.trainer.base import Trainer, TrainerSettings
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator, Evaluates, EvaluationResult
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.model_card import write_model_card
+from unirl.trainer.policy import (
+    Built,
+    BuiltPolicy,
+    build_part,
+    build_pipelines,
+    build_policy,
+    role_name,
+)
 from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
 from unirl.trainer.resuming import check_resume
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import ModelBundle, TrainBackend
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 
 ROLE_OF = {"rollout": "engine", "reward": "reward"}
 """What is placed -> the component that it means."""
 
-TRAINER = "unirl.trainer.diffusion.DiffusionTrainer"
-EVALUATION = "unirl.trainer.evaluation.EvaluationConfig"
-"""What is built where a recipe's section names no other class."""
-
 
 def build_components(
     recipe: Recipe, run_dir: str, context: WorkerContext, holds: Sequence[str] = EVERYTHING
 ) -> dict[str, object]:
-    """The components of one worker: reward, bundle, pipeline, backend, engine, algorithm, stack, checkpointer, ...
+    """The components of one worker: reward, engine, checkpointer, and of each policy bundle, pipeline, backend, ...
 
     holds: what of "train", "rollout" and "reward" the worker is for (`unirl.config.placement`).
     """
+    run = run_of(recipe)
     if "train" not in holds:
-        return _build_beside_training(recipe, context, holds)
+        return _build_beside_training(run, context, holds)
     # First, since a reward server that is not there or has other rewards shall be known before models load.
-    reward = _build_reward(recipe, context, holds)
-    seed_everything(recipe["seed"])
-    bundle = instantiate(recipe["bundle"], device=context.device)
-    pipeline = instantiate(recipe["pipeline"], bundle=bundle)
-    backend = instantiate(recipe["backend"], bundle=bundle, device=context.device)
-    engine = None
-    if "rollout" in holds:
-        engine = _build_engine(recipe, context, bundle=bundle, pipeline=pipeline, policies=backend)
-    algorithm = instantiate(recipe["algorithm"], pipeline=pipeline, policies=backend)
-    stack = instantiate(recipe["stack"], backend=backend, algorithms=algorithm)
-    if reward is not None:
-        algorithm.use_reward(reward)
+    reward = _build_reward(run, context, holds)
+    seed_everything(run.seed)
+    policies = {name: build_policy(plan, context.device) for name, plan in run.policies.items()}
+    sampled = policies[run.sampled]
+    engine = _build_engine(run, policies, context) if "rollout" in holds else None
+    sampling = instantiate(run.sampling.node)
+    for policy in policies.values():
+        is_sampled = engine is not None and (policy is sampled or run.samples_all)
+        replays_exactly = is_sampled and engine.has_trainer_logp and policy.backend.computes_in_float32
+        for algorithm in policy.algorithms.values():
+            if reward is not None:
+                algorithm.use_reward(reward)
+            if replays_exactly and sampling.is_float32:
+                algorithm.trust_rollout()
     if engine is not None:
-        if engine.has_trainer_logp and backend.computes_in_float32 and instantiate(recipe["sampling"]).is_float32:
-            algorithm.trust_rollout()
-        _announce(recipe, engine, reward)
-    components: dict[str, object] = {}
-    if recipe.get("sync"):
-        offered = _taken(recipe, "sync", {"sampling": instantiate(recipe["sampling"])})
-        components["sync"] = instantiate(
-            recipe["sync"], backend=backend, engine=engine, pipeline=pipeline, rank=context.rank, **offered
-        )
-    save = built(Save, recipe.get("save") or {})
-    checkpointer = Checkpointer(
-        backend,
+        _announce(run, engine, reward)
+    roles: dict[str, object] = {"reward": reward, "engine": engine}
+    for policy in policies.values():
+        roles.update(policy.roles(policies))
+    if len(policies) > 1:
+        roles["stack"] = PolicyStacks({name: policy.stack for name, policy in policies.items()}, run.sampled)
+    if sampled.plan.sync is not None:
+        offered = {"backend": sampled.backend, "engine": engine, "pipeline": sampled.pipeline, "rank": context.rank}
+        component = components(PolicySections)["sync"]
+        roles["sync"] = build_part(sampled.plan.sync, component, {**offered, "sampling": sampling})
+    roles["checkpointer"] = _build_checkpointer(run, policies, run_dir)
+    return {name: component for name, component in roles.items() if component is not None}
+
+
+def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], run_dir: str) -> Checkpointer:
+    """One checkpoint holds all policies."""
+    backends = {name: policy.backend for name, policy in policies.items()}
+    save = run.file.save
+    return Checkpointer(
+        SavedPolicies(backends) if len(backends) > 1 else backends[run.sampled],
         str(Path(run_dir) / "checkpoints"),
         keep_last=save.keep_last,
         keep_best=save.keep_best,
         is_async=save.is_async,
     )
-    made = {
-        "bundle": bundle,
-        "pipeline": pipeline,
-        "backend": backend,
-        "engine": engine,
-        "algorithm": algorithm,
-        "stack": stack,
-        "reward": reward,
-        "checkpointer": checkpointer,
-        "exporter": Exporter(backend, bundle),
-        **components,
-    }
-    return {name: component for name, component in made.items() if component is not None}
 
 
-def _build_beside_training(recipe: Recipe, context: WorkerContext, holds: Sequence[str]) -> dict[str, object]:
+def _build_beside_training(run: ComposedRun, context: WorkerContext, holds: Sequence[str]) -> dict[str, object]:
     """An engine with weights of its own, reward models, or both, in a worker that trains nothing."""
     made = {}
-    reward = _build_reward(recipe, context, holds)
+    reward = _build_reward(run, context, holds)
     if reward is not None:
         made["reward"] = reward
     if "rollout" in holds:
-        seed_everything(recipe["seed"])
-        bundle = instantiate(recipe["bundle"], device=context.device)
-        pipeline = instantiate(recipe["pipeline"], bundle=bundle)
-        made["engine"] = _instantiate_engine(recipe, context, bundle=bundle, pipeline=pipeline, policies=None)
-        _announce(recipe, made["engine"], reward)
+        seed_everything(run.seed)
+        made["engine"] = _build_engine(run, {}, context)
+        _announce(run, made["engine"], reward)
     return made
 
 
-def _build_reward(recipe: Recipe, context: WorkerContext, holds: Sequence[str]) -> Any:  # Any: the recipe's reward
-    """The reward where it scores, and where an algorithm differentiates it."""
-    differentiates = read_target(recipe["algorithm"][TARGET]).constants.get("requires_reward_gradient")
+def _build_reward(run: ComposedRun, context: WorkerContext, holds: Sequence[str]) -> Built:
+    """The reward where it scores, and where an algorithm differentiates it; None elsewhere."""
+    algorithms = [part for policy in run.policies.values() for part in policy.algorithms.values()]
+    differentiates = any(part.ability("requires_reward_gradient") for part in algorithms)
     if "reward" in holds or ("train" in holds and differentiates):
-        return instantiate(recipe["reward"], device=context.device)
+        return build_part(run.reward, components()["reward"], {"device": context.device})
     return None
 
 
-def _announce(recipe: Recipe, engine: Any, reward: Any) -> None:  # Any: the recipe's engine and reward
+def _announce(run: ComposedRun, engine: Built, reward: Built) -> None:
     """Let the engine hand over what it makes to the reward of this worker, where they work at one time."""
-    if recipe["reward"].get("is_async"):
+    if run.reward.get("is_async"):
         engine.announce_to(reward.take)
 
 
-def _build_engine(
-    recipe: Recipe,
-    context: WorkerContext,
-    *,
-    bundle: ModelBundle,
-    pipeline: object,
-    policies: TrainBackend,
-) -> Any:  # Any: the engine of a recipe
-    """The engine; one with a model of its own gets a second bundle, and a pipeline over it."""
-    if read_target(recipe["engine"][TARGET]).constants.get("has_own_model"):
+def _build_engine(run: ComposedRun, policies: Mapping[str, BuiltPolicy], context: WorkerContext) -> Built:
+    """The engine. One with a model of its own, or in a worker that trains nothing, gets a bundle for itself and a
+    pipeline over it."""
+    offered: dict[str, object] = {
+        "policies": policies[run.sampled].backend if policies else None,
+        "pipelines": {name: policy.pipelines for name, policy in policies.items()},
+        "stores": {name: policy.backend for name, policy in policies.items()},
+        "device": context.device,
+        "rank": context.rank,
+    }
+    if policies and not run.engine.ability("has_own_model"):
+        bundle, pipeline = policies[run.sampled].bundle, policies[run.sampled].pipeline
+    else:
         with torch.random.fork_rng():  # what is drawn after it is the same with any engine
-            bundle = instantiate(recipe["bundle"], device=context.device)
-            pipeline = instantiate(recipe["pipeline"], bundle=bundle)
-    return _instantiate_engine(recipe, context, bundle=bundle, pipeline=pipeline, policies=policies)
-
-
-def _instantiate_engine(
-    recipe: Recipe, context: WorkerContext, *, bundle: ModelBundle, pipeline: object, policies: TrainBackend | None
-) -> Any:  # Any: the engine of a recipe
-    offered = {"device": context.device, "rank": context.rank, "bundle": bundle}
-    return instantiate(recipe["engine"], pipeline=pipeline, policies=policies, **_taken(recipe, "engine", offered))
-
-
-def _taken(recipe: Recipe, section: str, offered: Mapping[str, object]) -> dict[str, object]:
-    """Of what wiring can add to a section, what its target takes."""
-    found = {**components(), **components(PolicySections)}[section]
-    taken = found.if_taken & set(read_target(recipe[section][TARGET]).parameters)
-    return {name: offered[name] for name in taken}
+            bundle = build_part(run.policy.bundle, components(PolicySections)["bundle"], {"device": context.device})
+            pipeline = next(iter(build_pipelines(run.policy, bundle).values()))
+    return build_part(run.engine, components()["engine"], {**offered, "bundle": bundle, "pipeline": pipeline})
 
 
 def seed_everything(seed: int) -> None:
@@ -186,7 +174,7 @@ def _start_on_ray(recipe: Recipe, builder: Callable[..., Mapping[str, object]]) 
     from unirl.distributed.group.ray_runtime import RayRuntime
     from unirl.distributed.group.start import GroupPlan, start_groups
 
-    cluster = built(Cluster, recipe.get("cluster") or {})
+    cluster = run_of(recipe).file.cluster
     options: dict[str, Any] = {
         "num_devices": recipe["num_devices"],
         "device": recipe["device"],
@@ -213,7 +201,8 @@ def _start_on_ray(recipe: Recipe, builder: Callable[..., Mapping[str, object]]) 
 
 def evaluation_of(recipe: Recipe) -> Evaluates | None:
     """The `eval` section built, or None where the recipe has none."""
-    return instantiate({TARGET: EVALUATION, **recipe["eval"]}) if recipe.get("eval") else None
+    part = run_of(recipe).evaluation
+    return None if part is None else instantiate(part.node)
 
 
 def make_evaluator(recipe: Recipe) -> BaseEvaluator | None:
@@ -234,48 +223,49 @@ def make_trainer(
     clock: PhaseClock | None = None,
 ) -> Trainer:
     """The trainer of a recipe on a runtime."""
+    run = run_of(recipe)
+    file = run.file
     evaluator = make_evaluator(recipe)
-    save = built(Save, recipe.get("save") or {})
+    updates = [policy.stack.get("num_updates_per_batch", 1) for policy in run.policies.values()]
     settings = TrainerSettings(
-        recipe=recipe["recipe"],
-        seed=recipe["seed"],
-        batch_size=recipe["batch_size"],
-        num_rollouts=recipe["num_rollouts"],
-        num_updates=recipe["stack"].get("num_updates_per_batch", 1),
+        recipe=file.recipe,
+        seed=run.seed,
+        batch_size=run.batch_size,
+        num_rollouts=file.num_rollouts,
+        num_updates=math.lcm(*updates),
         eval_interval=0 if evaluator is None else evaluator.config.interval,
         eval_interval_cpu_s=None if evaluator is None else evaluator.config.interval_cpu_s,
-        max_cpu_s=recipe.get("max_cpu_s"),
-        save_interval=save.interval,
-        best_metric=save.best_metric,
-        media_interval=recipe.get("media_interval", 0),
+        max_cpu_s=file.max_cpu_s,
+        save_interval=file.save.interval,
+        best_metric=file.save.best_metric,
+        media_interval=file.media_interval,
     )
-    rollout_policy = runtime.role("stack").rollout_policy()
     clock = clock if clock is not None else PhaseClock()
-    plan = _residency_plan(recipe)
+    plan = _residency_plan(run)
     if plan:
-        clock.before = DeviceResidents(plan, runtime).enter
-    return instantiate(
-        recipe.get("trainer") or {TARGET: TRAINER},
-        runtime=runtime,
-        settings=settings,
-        data=instantiate(recipe["data"], seed=recipe["seed"]),
-        sampling=instantiate(recipe["sampling"]),
-        advantages=instantiate(recipe["advantages"]) if recipe.get("advantages") else AdvantageConfig(),
-        evaluator=evaluator,
-        guardrails=GuardrailConfig(**recipe.get("guardrails", {})),
-        trackers=trackers,
-        run_dir=run_dir,
-        config=recipe,
-        rollout_policy=rollout_policy,
-        stop=stop,
-        selection=SampleSelection(**(recipe.get("selection") or {})),
-        sync=runtime.role("sync") if recipe.get("sync") else None,
-        clock=clock,
-    )
+        backends = [role_name(name, "backend", run.policies) for name in run.policies]
+        clock.before = DeviceResidents(plan, runtime, backends).enter
+    offered = {
+        "runtime": runtime,
+        "settings": settings,
+        "data": build_part(run.data, components()["data"], {"seed": run.seed}),
+        "sampling": instantiate(run.sampling.node),
+        "advantages": instantiate(run.advantages.node),
+        "evaluator": evaluator,
+        "guardrails": GuardrailConfig() if run.guardrails is None else instantiate(run.guardrails.node),
+        "trackers": trackers,
+        "run_dir": run_dir,
+        "config": recipe,
+        "rollout_policy": runtime.role("stack").rollout_policy(),
+        "stop": stop,
+        "selection": SampleSelection() if run.selection is None else instantiate(run.selection.node),
+        "sync": None if run.policy.sync is None else runtime.role("sync"),
+        "clock": clock,
+    }
+    return build_part(run.trainer, components()["trainer"], offered)
 
 
-def _residency_plan(recipe: Recipe) -> dict[Resident, Stay]:
-    run = run_of(recipe)
+def _residency_plan(run: ComposedRun) -> dict[Resident, Stay]:
     algorithms = [algorithm for policy in run.policies.values() for algorithm in policy.algorithms.values()]
     return residency_plan(
         run.file.residency,
@@ -319,7 +309,7 @@ def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) ->
         runtime.role("stack").prepare()
         if checkpoint is not None:
             load_checkpoint(runtime, checkpoint)
-        if recipe.get("sync"):
+        if runtime.has_role("sync"):
             runtime.role("sync").push(evaluator.config.policy)
         return evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_shards)
 
@@ -327,14 +317,19 @@ def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) ->
 def export_recipe(
     recipe: Recipe, run_dir: Path, folder: Path, *, merged: bool, policy: str = "default", checkpoint: str = "newest"
 ) -> Path:
-    """Write a checkpoint of a run for use outside, with a model card: LoRA weights, or the model with them merged."""
+    """Write a checkpoint of a run for use outside, with a model card: LoRA weights, or the model with them merged.
+
+    policy: see `unirl.config.runs.named_copy`.
+    """
+    run = run_of(recipe)
+    name, copy = named_copy(run, policy)
     with make_runtime(recipe, run_dir) as runtime:
         runtime.role("stack").prepare()
         state = load_checkpoint(runtime, checkpoint)
-        exporter = runtime.role("exporter")
+        exporter = runtime.role(role_name(name, "exporter", run.policies))
         if merged:
-            exporter.export_merged(str(folder), policy)
+            exporter.export_merged(str(folder), copy)
         else:
-            exporter.export_lora(str(folder), policy)
-    write_model_card(folder, recipe, state, run_dir, merged=merged, policy=policy)
+            exporter.export_lora(str(folder), copy)
+    write_model_card(folder, recipe, state, run_dir, merged=merged, policy=name, copy=copy)
     return folder

@@ -103,15 +103,19 @@ class Policy:
     sync: Part | None = None
 
     def pipeline_of(self, track: str) -> Part:
-        """The pipeline of a track: the one of its name, or the only one. Raises ConfigError where there is neither."""
+        """The pipeline of a track. Raises ConfigError as `pipeline_name`."""
+        return self.pipelines[self.pipeline_name(track)]
+
+    def pipeline_name(self, track: str) -> str:
+        """The pipeline that is called as a track, or the only one. Raises ConfigError where there is neither."""
         if track in self.pipelines:
-            return self.pipelines[track]
+            return track
         if len(self.pipelines) > 1:
             raise ConfigError(
                 f"{self.prefix}pipelines has {', '.join(self.pipelines)}, and none of the track {track!r}. Name one of "
                 f"them {track}."
             )
-        return next(iter(self.pipelines.values()))
+        return next(iter(self.pipelines))
 
     @property
     def pipeline(self) -> Part:
@@ -143,6 +147,8 @@ class Run:
     """By name, "default" for the policy of flat sections."""
     sampled: str
     """Name of the policy that the engine samples from."""
+    samples_all: bool
+    """Whether the engine gets the pipelines of all policies."""
     data: Part
     sampling: Part
     engine: Part

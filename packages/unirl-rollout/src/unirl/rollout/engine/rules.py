@@ -34,6 +34,11 @@ def engine_gets_its_weights(own: Part, run: Run) -> Messages:
                 f"{each.sync.at} does nothing with {own.name}, which samples with the model that trains. Remove it, or "
                 "set has_own_weights = True in an engine that does have weights of its own."
             )
+        elif each.sync is not None and each is not policy:
+            yield (
+                f"{each.sync.at}: the engine samples from {policy.name}, and takes no push of {each.name}. Remove it, "
+                "or set engine.policy."
+            )
     if has_own and policy.sync is not None:
         wanted, kept = policy.sync.get("dtype", "bf16"), own.get("dtype", "bf16")
         if wanted != kept:

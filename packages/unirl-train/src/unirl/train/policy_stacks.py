@@ -1,0 +1,80 @@
+"""The stacks of several policies as one: each trains its own tracks of a response, one policy after the other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+
+from unirl.train.stack import TrainStack, TrainStepResult
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutResp
+
+GRAD_NORM = "train/grad_norm"
+SKIPPED = "train/skipped_steps"
+
+
+class PolicyStacks:
+    """Several policies that learn from one rollout, with the methods of a `TrainStack`.
+
+    stacks: by policy. Metrics and state are called `<policy>/...`; train/grad_norm is the largest of them and
+        train/skipped_steps their sum. sampled: the policy whose named copy rollouts are sampled from.
+    """
+
+    def __init__(self, stacks: Mapping[str, TrainStack], sampled: str) -> None:
+        self._stacks = dict(stacks)
+        self._sampled = sampled
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def prepare(self) -> None:
+        """See `TrainStack.prepare`."""
+        for stack in self._stacks.values():
+            stack.prepare()
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def trained_tracks(self) -> list[str]:
+        """See `TrainStack.trained_tracks`; of all policies."""
+        return [track for stack in self._stacks.values() for track in stack.trained_tracks()]
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def rollout_policy(self) -> str | None:
+        """See `TrainStack.rollout_policy`; of the policy that is sampled from."""
+        return self._stacks[self._sampled].rollout_policy()
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def old_logp(self) -> str | None:
+        """See `TrainStack.old_logp`."""
+        said = {name: stack.old_logp() for name, stack in self._stacks.items()}
+        return "; ".join(f"{name}: {words}" for name, words in said.items() if words) or None
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def samples_per_unit(self) -> int:
+        """See `TrainStack.samples_per_unit`; a number that serves all."""
+        return math.lcm(*(stack.samples_per_unit() for stack in self._stacks.values()))
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def state_dict(self) -> dict[str, float]:
+        """See `TrainStack.state_dict`."""
+        return {
+            f"{name}/{key}": value for name, stack in self._stacks.items() for key, value in stack.state_dict().items()
+        }
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """See `TrainStack.load_state_dict`."""
+        for name, stack in self._stacks.items():
+            own = f"{name}/"
+            stack.load_state_dict({k.removeprefix(own): value for k, value in state.items() if k.startswith(own)})
+
+    @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
+    def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
+        """See `TrainStack.train`; every policy trains its tracks on this rank's shard."""
+        results = {name: stack.train(resp, progress=progress) for name, stack in self._stacks.items()}
+        updates = [
+            {f"{name}/{key}": value for name, own in zip(results, each, strict=True) for key, value in own.items()}
+            for each in itertools.zip_longest(*(result.updates for result in results.values()), fillvalue={})
+        ]
+        metrics = {f"{name}/{key}": value for name, result in results.items() for key, value in result.metrics.items()}
+        metrics[GRAD_NORM] = max(result.metrics[GRAD_NORM] for result in results.values())
+        metrics[SKIPPED] = sum(result.metrics[SKIPPED] for result in results.values())
+        return TrainStepResult(metrics, updates)

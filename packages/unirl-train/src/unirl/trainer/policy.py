@@ -1,0 +1,88 @@
+"""One policy of a run in one worker: its bundle, pipelines, backend, algorithms and stack, built in that order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unirl.algorithms.base import StageAlgorithm
+from unirl.config import instantiate
+from unirl.config.runs import injected_into
+from unirl.config.schema import Component, PolicySections, components
+from unirl.config.signatures import read_target
+from unirl.train.export import Exporter
+from unirl.train.stack import TrainStack
+from unirl.types.protocols import ModelBundle, TrainBackend
+from unirl.types.recipe import Part, Policy
+
+Built = Any  # Any: what a recipe names
+
+
+@dataclass(frozen=True)
+class BuiltPolicy:
+    """The components of a policy in one worker."""
+
+    plan: Policy
+    bundle: ModelBundle
+    pipelines: Mapping[str, Built]
+    """By name, see `Policy.pipelines`."""
+    backend: TrainBackend
+    algorithms: Mapping[str, StageAlgorithm]
+    """By the track that each trains."""
+    stack: TrainStack
+
+    @property
+    def pipeline(self) -> Built:
+        """The first pipeline."""
+        return next(iter(self.pipelines.values()))
+
+    def roles(self, policies: Collection[str]) -> dict[str, object]:
+        """The components by their names as roles of a run with these policies."""
+        parts = {
+            "bundle": self.bundle,
+            **_numbered("pipeline", self.pipelines),
+            "backend": self.backend,
+            **_numbered("algorithm", self.algorithms),
+            "stack": self.stack,
+            "exporter": Exporter(self.backend, self.bundle),
+        }
+        return {role_name(self.plan.name, name, policies): part for name, part in parts.items()}
+
+
+def role_name(policy: str, component: str, policies: Collection[str]) -> str:
+    """What a component of a policy is called as a role: `backend` of the only policy, else `<policy>/backend`."""
+    return component if len(policies) == 1 else f"{policy}/{component}"
+
+
+def build_policy(plan: Policy, device: str) -> BuiltPolicy:
+    """Build one policy. Its algorithms are not prepared yet."""
+    found = components(PolicySections)
+    bundle = build_part(plan.bundle, found["bundle"], {"device": device})
+    pipelines = build_pipelines(plan, bundle)
+    backend = build_part(plan.backend, found["backend"], {"bundle": bundle, "device": device})
+    of_track = {track: pipelines[name] for track in plan.algorithms for name in [plan.pipeline_name(track)]}
+    algorithms = {
+        track: build_part(part, found["algorithm"], {"pipeline": of_track[track], "policies": backend})
+        for track, part in plan.algorithms.items()
+    }
+    stack = build_part(plan.stack, found["stack"], {"backend": backend, "algorithms": algorithms})
+    return BuiltPolicy(plan, bundle, pipelines, backend, algorithms, stack)
+
+
+def build_pipelines(plan: Policy, bundle: ModelBundle) -> dict[str, Built]:
+    """The pipelines of a policy over a bundle."""
+    component = components(PolicySections)["pipeline"]
+    return {name: build_part(part, component, {"bundle": bundle}) for name, part in plan.pipelines.items()}
+
+
+def build_part(part: Part, component: Component, offered: Mapping[str, object]) -> Built:
+    """Build a part of a recipe with those of the offered keywords that the schema says it is given."""
+    names = injected_into(read_target(part.path), component)
+    return instantiate(part.node, **{name: offered[name] for name in names})
+
+
+def _numbered(name: str, parts: Mapping[str, object]) -> dict[str, object]:
+    if len(parts) == 1:
+        return dict.fromkeys([name], next(iter(parts.values())))
+    return {f"{name}/{own}": part for own, part in parts.items()}
