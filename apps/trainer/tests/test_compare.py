@@ -293,7 +293,7 @@ def test_an_interrupted_comparison_tabulates_what_it_has(finished, monkeypatch, 
     monkeypatch.setattr(compare, "carry_out", fake)
     assert main(finished) == INTERRUPTED
     said = capsys.readouterr()
-    assert f"- {GRPO} seed 1: not finished" in said.out and "the same command goes on" in said.err
+    assert f"- {GRPO} seed 1: not finished" in said.out and "the same command continues" in said.err
 
 
 @pytest.mark.parametrize(
