@@ -19,9 +19,11 @@ def mark(tmp_path, monkeypatch):
     mark = tmp_path / "executed"
     body = (
         TOUCH.format(mark=str(mark))
-        + "class Scorer:\n    def __init__(self, **options): ...\ndef reward(a, b, c): ...\n"
+        + "class Scorer:\n    def __init__(self, **options): ...\n    recipe_rules = 'evil_rules'\n"
+        + "def reward(a, b, c): ...\nRULES = ()\n"
     )
-    (tmp_path / "evil.py").write_text(body)
+    for module in ("evil.py", "evil_rules.py"):
+        (tmp_path / module).write_text(body)
     for package in ("evil_package", "hydra_plugins/evil_plugin"):
         (tmp_path / package).mkdir(parents=True)
         (tmp_path / package / "__init__.py").write_text(body)
@@ -66,6 +68,16 @@ def test_reading_a_recipe_executes_nothing(mark, verb, what, capsys):
     assert not mark.exists()
     assert not [name for name in sys.modules if name.startswith("evil")]
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_rules_of_a_class_beside_the_recipe_are_read_with_values_alone(mark, capsys):
+    Path("own.yaml").write_text(SHAPES + "advantages: {_target_: evil.Scorer}")
+    assert main(["check", "own.yaml"]) == 0
+    assert "the rules of evil_rules were left out" in capsys.readouterr().out and not mark.exists()
+    main(["check", "own.yaml", "--values"])
+    assert mark.exists() and "left out" not in capsys.readouterr().out
+    for name in ("evil", "evil_rules"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("change", ["reward.scorers.mine={_target_:evil.Scorer}", "data._target_=evil.Scorer"])

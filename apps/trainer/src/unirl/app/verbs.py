@@ -19,7 +19,7 @@ from unirl.app.recipe import checked, composed, settled
 from unirl.app.run_directory import CONFIG_FILE, claimed_run_dir, has_checkpoint, make_folder
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
-from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings
+from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings, unread_rules
 from unirl.config.instantiation import instantiate_at
 from unirl.config.recipes import render
 from unirl.config.runs import named_copy, run_of
@@ -42,20 +42,26 @@ def check(command: Command) -> None:
     """Check one recipe or all; what this machine lacks is a note, or an error with --strict."""
     names = list(available()) if "all" in command.options else [command.recipe]
     machine = this_machine()
+    # A recipe may come with files beside it, which are executed only where --values says so.
+    unread = None if "values" in command.options else Path.cwd()
     for name in names:
         recipe = settled(composed(command, name))
         try:
-            check_recipe(recipe)
+            check_recipe(recipe, unread=unread)
             if "values" in command.options:
                 build_values(recipe)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
-        notes = list(machine_findings(run_of(recipe), machine))
+        run = run_of(recipe)
+        notes = list(machine_findings(run, machine, unread=unread))
         if notes and "strict" in command.options:
             raise ConfigError("\n".join(notes))
-        sys.stdout.write(
-            f"{recipe['recipe']}: ok\n" + "".join(f"  not on this machine yet: {note}\n" for note in notes)
-        )
+        lines = [f"  not on this machine yet: {note}\n" for note in notes]
+        for module in unread_rules(run, unread) if unread is not None else ():
+            lines.append(
+                f"  the rules of {module} were left out, because check executes no file of yours: see --values\n"
+            )
+        sys.stdout.write(f"{recipe['recipe']}: ok\n" + "".join(lines))
 
 
 def run(command: Command) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,10 +19,10 @@ from unirl.config.annotations import mismatch
 from unirl.config.instantiation import RESERVED, TARGET, instantiate_at
 from unirl.config.runs import ComposedRun, Resolved, injected_into, one_or_several, policy_sections, run_of
 from unirl.config.schema import Component, PolicySections, components, plain_sections
-from unirl.config.signatures import Target, read_target
+from unirl.config.signatures import Target, lies_in, read_target
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
-from unirl.types.recipe import RULES_OF, Machine
+from unirl.types.recipe import RULES_OF, Machine, Part
 
 Value = Any  # Any: a recipe's scalar, list or mapping
 
@@ -40,39 +41,51 @@ ENABLED = "enabled"
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 
 
-def check_recipe(recipe: Resolved, machine: Machine | None = None) -> None:
+def check_recipe(recipe: Resolved, machine: Machine | None = None, *, unread: Path | None = None) -> None:
     """Raise ConfigError with every mistake of the first stage that finds one.
 
     recipe: resolved, plain containers. machine: also ask whether this machine can run it; None checks the recipe alone.
+    unread: a folder on the import path whose modules of rules are not imported, see `unread_rules`.
     """
     for stage in (_keys, _signatures):
         _refuse(stage(recipe))
     run = run_of(recipe)
-    _refuse(run_findings(run))
+    _refuse(run_findings(run, unread=unread))
     if machine is not None:
-        _refuse(machine_findings(run, machine))
+        _refuse(machine_findings(run, machine, unread=unread))
 
 
-def run_findings(run: ComposedRun) -> Iterator[str]:
+def run_findings(run: ComposedRun, *, unread: Path | None = None) -> Iterator[str]:
     """Mistakes between the sections of a recipe, by the rules of the run and of its parts."""
     for module in map(_rules_module, schema.RUN_RULES):
         for of_run in module.RULES:
             yield from of_run(run)
     for part in run.parts():
-        for module in map(_rules_module, part.rules):
+        for module in map(_rules_module, _read_rules(part, unread)):
             for rule in module.RULES:
                 yield from rule(part, run)
 
 
-def machine_findings(run: ComposedRun, machine: Machine) -> Iterator[str]:
+def machine_findings(run: ComposedRun, machine: Machine, *, unread: Path | None = None) -> Iterator[str]:
     """What keeps this machine from running a recipe that is right in itself."""
     for module in map(_rules_module, schema.RUN_RULES):
         for of_run in vars(module).get(MACHINE_RULES, ()):
             yield from of_run(run, machine)
     for part in run.parts():
-        for module in map(_rules_module, part.rules):
+        for module in map(_rules_module, _read_rules(part, unread)):
             for rule in vars(module).get(MACHINE_RULES, ()):
                 yield from rule(part, run, machine)
+
+
+def unread_rules(run: ComposedRun, unread: Path) -> list[str]:
+    """Modules of rules that a recipe's classes name and that lie in the folder `unread`: they were not imported, so
+    that a recipe with files beside it executes nothing."""
+    found = [name for part in run.parts() for name in part.rules if lies_in(name, unread)]
+    return list(dict.fromkeys(found))
+
+
+def _read_rules(part: Part, unread: Path | None) -> Iterator[str]:
+    return (name for name in part.rules if unread is None or not lies_in(name, unread))
 
 
 def _rules_module(name: str) -> ModuleType:

@@ -399,6 +399,17 @@ def _exists(name: str) -> bool:
     return _spec(name) is not None
 
 
+def lies_in(name: str, folder: Path) -> bool:
+    """Whether a module is found through the import path's entry `folder`, and not through one inside it."""
+    spec = _spec(name)
+    if spec is None or spec.origin is None:
+        return False
+    origin = Path(spec.origin).resolve()
+    entries = [Path(entry).resolve() for entry in sys.path]
+    through = [entry for entry in entries if origin.is_relative_to(entry)]
+    return bool(through) and max(through, key=lambda entry: len(entry.parts)) == folder.resolve()
+
+
 def _spec(name: str) -> ModuleSpec | None:
     """The import system's answer for a module, found folder by folder so that no package is imported."""
     parts = name.split(".")
