@@ -349,7 +349,11 @@ def test_a_mistake_in_the_placement_is_named_with_its_key_and_the_fix(recipes, c
 def test_groups_may_share_devices_whose_memory_they_give_back(recipes):
     placed = {**ON_RAY, "device": "cuda", "placement.train": "0-3", "placement.rollout": "2-3"}
     recipe = changed(recipes["diffusion/sd3_shapes_replica"], placed)
-    check_recipe(recipe)
+    with pytest.raises(
+        ConfigError, match=r"both have devices \[2, 3\], where they .* Set residency.sleep_engine: true"
+    ):
+        check_recipe(recipe)
+    check_recipe(changed(recipe, {"residency": {"sleep_engine": True}}))
     sleepless = changed(recipe, {"engine._target_": "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"})
     (message,) = groups_that_overlap_take_turns(run_of(sleepless))
     assert message == (

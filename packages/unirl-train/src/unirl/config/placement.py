@@ -165,14 +165,19 @@ def async_reward_is_with_the_engine(run: ComposedRun) -> Messages:
 
 
 def groups_that_overlap_take_turns(run: ComposedRun) -> Messages:
-    """On a GPU that an engine shares with others, it gives the memory back."""
-    if run.device != "cuda" or run.engine.ability("can_sleep"):
+    """On a GPU that an engine shares with what trains, the engine gives the memory back."""
+    if run.device != "cuda" or (run.engine.ability("can_sleep") and run.file.residency.sleep_engine):
         return
     for one, other, both in shared_devices(groups_of_run(run)):
-        if "rollout" in (*one.holds, *other.holds):
+        if "rollout" not in (*one.holds, *other.holds):
+            continue
+        clash = f"placement.{one.name} and placement.{other.name} both have devices {list(both)}"
+        if run.engine.ability("can_sleep"):
+            yield f"{clash}, where they take turns. Set residency.sleep_engine: true, or give each devices of its own."
+        else:
             yield (
-                f"placement.{one.name} and placement.{other.name} both have devices {list(both)}, but "
-                f"{run.engine.name} cannot give their memory back (can_sleep). Give each group devices of its own."
+                f"{clash}, but {run.engine.name} cannot give their memory back (can_sleep). Give each group devices of "
+                "its own."
             )
 
 
