@@ -1,11 +1,15 @@
 """Rules about engines: pushes that they take, samples that can be trained on, and what shares the device when."""
 
+import json
+
 import pytest
+from PIL import Image
 
 from unirl.app.environment import register_resolvers
-from unirl.config.check import run_findings
+from unirl.config.check import machine_findings, run_findings
 from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
+from unirl.types.recipe import Machine
 
 VLLM, SGLANG = "llm/qwen3_grpo_4b_base_dapo_vllm", "llm/qwen3_grpo_4b_base_dapo_sglang"
 SHAPES, REPLICA = "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes_replica"
@@ -111,3 +115,22 @@ def test_an_engine_of_ones_own_says_what_it_cannot_do(tmp_path, monkeypatch, ove
     monkeypatch.syspath_prepend(tmp_path)
     engine = ["engine._target_=closed_engine.Closed", "~engine.forward_batch_size"]
     assert any(message in found for found in findings(SHAPES, *engine, *overrides))
+
+
+@pytest.mark.parametrize("key", ["data.path", "eval.prompts"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (SHAPES, "{key} = {file}: 2 rows (a, b) bring images, but bundle SD3Bundle has none of them reach the model"),
+        ("llm/qwen3_arithmetic", "{key} = {file}: 2 rows (a, b) bring images, but bundle Qwen3Bundle has none of them"),
+    ],
+)
+def test_images_of_the_data_that_no_model_would_read_are_refused_by_name(tmp_path, name, key, message):
+    Image.new("RGB", (4, 4)).save(tmp_path / "cat.png")
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "repaint it", "prompt_id": each, "images": ["cat.png"], "answer": "1"} for each in "ab"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    register_resolvers()
+    run = run_of(resolve(compose(name, [f"{key}={file}"])))
+    found = list(machine_findings(run, Machine(num_cpus=8, num_gpus=0)))
+    assert any(message.format(key=key, file=file) in each for each in found), found

@@ -60,6 +60,7 @@ class EditBundle(DiffusersBundle):
 class EditAdapter(TextConditionedAdapter[EditBundle]):
     """A velocity x + mean of the text + reference image, of which guidance negates the text alone."""
 
+    read_slots = frozenset({"text", "image"})
     default_sequence_length = 8
     longest_sequence = 16
 
@@ -127,6 +128,14 @@ def test_a_slot_beside_the_text_reaches_guided_and_unguided_rows() -> None:
     del conditions["negative_text"]
     with pytest.raises(ContractError, match="conditions need 'negative_text'"):
         adapter.bind(conditions, params)
+
+
+def test_inputs_that_a_family_would_leave_out_are_refused_by_name() -> None:
+    class TextAlone(EditAdapter):
+        read_slots = frozenset({"text"})
+
+    with pytest.raises(ConfigError, match=r"Edit reads \['text'\] of a request, which also brings {'image': 'Images'}"):
+        TextAlone(EditBundle()).encode(_primitives("ab"), _params())
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ import torch
 from diffusion_fakes import SHAPE, prompt_rows, sampling
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from unirl.data.data_source import PromptRow
+from unirl.data.media import MediaRef
 from unirl.trainer.request import build_request, shortened, unique_ids
-from unirl.types.media import Texts
+from unirl.types.media import ImageLists, Texts
 from unirl.types.rollout import RolloutReq
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.75, 0.5, 0.0])
@@ -82,3 +84,21 @@ def test_a_schedule_stays_where_nothing_is_behind_the_stochastic_steps():
     for params in (sampling(), sampling(sde_indices=[3], post_step_ratio=0.4), sampling(eta=0.0, sde_indices=[])):
         same, sigmas = shortened(params, SIGMAS)
         assert same is params and sigmas is SIGMAS
+
+
+def test_images_of_the_rows_are_in_the_request(tmp_path):
+    files = [tmp_path / f"{name}.png" for name in ("red", "blue")]
+    for file, colour in zip(files, ((255, 0, 0), (0, 0, 255)), strict=True):
+        Image.new("RGB", (4, 2), colour).save(file)
+    rows = [
+        PromptRow(f"repaint {file.stem}", file.stem, media=(MediaRef("image", "prompt", str(file)),)) for file in files
+    ]
+    found = request(rows, per_prompt=2).primitives["image"]
+    assert isinstance(found, ImageLists) and found.batch_size == 4
+    assert [[tuple(image[:, 0, 0].tolist()) for image in images] for images in found.images] == [
+        [(1.0, 0.0, 0.0)],
+        [(1.0, 0.0, 0.0)],
+        [(0.0, 0.0, 1.0)],
+        [(0.0, 0.0, 1.0)],
+    ]
+    assert set(request(prompt_rows(2)).primitives) == {"text"}

@@ -124,6 +124,19 @@ def refuse_ignored(
         )
 
 
+def refuse_unread(primitives: Mapping[str, Primitive], family: str, read: Collection[str]) -> None:
+    """Raises ConfigError for inputs of a request that the family would leave out.
+
+    read: slots of the request that it reads.
+    """
+    unread = {name: type(value).__name__ for name, value in primitives.items() if name not in read}
+    if unread:
+        raise ConfigError(
+            f"{family} reads {sorted(read)} of a request, which also brings {unread}. Take these out of the data, or "
+            "choose a model that is conditioned on them."
+        )
+
+
 def require_condition(conditions: Conditions, slot: str, kind: type[C]) -> C:
     """The condition of a slot. Raises ContractError where it is missing or of another kind, naming what is there."""
     condition = conditions.get(slot)

@@ -10,5 +10,7 @@ class Bundle:
 
     recipe_rules: ClassVar[str] = "unirl.models.rules"
     """Module with the rules of recipes, see `unirl.types.recipe`."""
+    reads_media: ClassVar[bool] = False
+    """Whether the model is conditioned on images or videos of a request beside its text."""
     index_file: ClassVar[str] = "model_index.json"
     """What makes a folder one of this bundle's."""

@@ -33,6 +33,7 @@ def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
             yield f"{own.at}.path: {error}"
         else:
             yield from rows_without_answers(f"{own.at}.path", str(path), rows, run)
+            yield from media_reaches_the_model(f"{own.at}.path", str(path), rows, run)
 
 
 def unreadable(name: str, path: str) -> str | None:
@@ -56,6 +57,19 @@ def rows_without_answers(name: str, path: str, rows: Sequence[PromptRow], run: R
             yield (
                 f"{name} = {path}: {len(without)} rows ({', '.join(without[:4])}) have no {key!r}, which scorer "
                 f"{scorer} compares with. Add it, or name the right key as reward.scorers.{scorer}.{ANSWER_KEY}."
+            )
+
+
+def media_reaches_the_model(name: str, path: str, rows: Sequence[PromptRow], run: Run) -> Messages:
+    """Images and videos of the data are read by the model and passed on by the engine."""
+    with_media = [row.prompt_id for row in rows if row.media]
+    if not with_media:
+        return
+    for part, ability in ((run.policy.bundle, "reads_media"), (run.engine, "takes_media")):
+        if not part.ability(ability):
+            yield (
+                f"{name} = {path}: {len(with_media)} rows ({', '.join(with_media[:4])}) bring images, but {part.at} "
+                f"{part.name} has none of them reach the model ({ability}). Take the images out, or choose another."
             )
 
 

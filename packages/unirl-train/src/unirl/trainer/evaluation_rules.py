@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from unirl.data.datasets import read_rows
-from unirl.data.rules import rows_without_answers, unreadable
+from unirl.data.rules import media_reaches_the_model, rows_without_answers, unreadable
 from unirl.types.errors import DataError
 from unirl.types.preference import IMAGES
 from unirl.types.recipe import Machine, Messages, Part, Run
@@ -47,6 +47,7 @@ def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
         if run.engine.ability("needs_images") and any(IMAGES in row.metadata for row in rows):
             yield f"eval.prompts = {path} brings images, which would be judged in the policy's place. Take them out."
         yield from rows_without_answers("eval.prompts", str(path), rows, run)
+        yield from media_reaches_the_model("eval.prompts", str(path), rows, run)
 
 
 RULES = (evaluated_policy_exists,)

@@ -11,7 +11,7 @@ from torch import Tensor
 from unirl.data.data_source import PromptRow
 from unirl.data.pictures import prompt_pictures
 from unirl.sde.schedule import compressed_tail
-from unirl.types.media import Texts
+from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_keys
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
@@ -52,27 +52,25 @@ def shortened(params: DiffusionSamplingParams, sigmas: Tensor) -> tuple[Diffusio
 def repeated(rows: Sequence[PromptRow], repeats: int) -> dict[str, Any]:  # Any: fields of different types
     """What a request of any modality says of its rows: `repeats` samples of every one, next to each other.
 
-    Ids: group `prompt:{id}`, sample `{group}:sample:{j}`; a prompt that occurs twice gets groups of its own.
+    Ids: group `prompt:{id}`, sample `{group}:sample:{j}`; a prompt that occurs twice gets groups of its own. Where rows
+    have pictures, they are the slot "image", which a model reads or refuses. Raises DataError for a picture that cannot
+    be read any more.
     """
+    primitives: dict[str, Primitive] = {"text": Texts(texts=[row.prompt for row in rows for _ in range(repeats)])}
+    if any(row.media for row in rows):
+        primitives["image"] = prompt_pictures([row.media for row in rows]).repeat_interleave(repeats)
     groups = unique_ids([f"prompt:{row.prompt_id}" for row in rows])
     return {
         "sample_ids": [f"{group}:sample:{j}" for group in groups for j in range(repeats)],
         "group_ids": [group for group in groups for _ in range(repeats)],
-        "primitives": {"text": Texts(texts=[row.prompt for row in rows for _ in range(repeats)])},
+        "primitives": primitives,
         "metadata": [row.metadata for row in rows for _ in range(repeats)],
     }
 
 
 def build_text_request(rows: Sequence[PromptRow], params: ARSamplingParams, *, rollout_id: int) -> RolloutReq:
-    """A request for completions, `params.samples_per_prompt` of every row; see `repeated` for the ids.
-
-    Where rows have pictures, they are the slot "image". Raises DataError for one that cannot be read any more.
-    """
-    fields = repeated(rows, params.samples_per_prompt)
-    if any(row.media for row in rows):
-        pictures = prompt_pictures([row.media for row in rows])
-        fields["primitives"]["image"] = pictures.repeat_interleave(params.samples_per_prompt)
-    return RolloutReq(**fields, sampling_params=params, rollout_id=rollout_id)
+    """A request for completions, `params.samples_per_prompt` of every row; see `repeated` for ids and pictures."""
+    return RolloutReq(**repeated(rows, params.samples_per_prompt), sampling_params=params, rollout_id=rollout_id)
 
 
 def build_request(
@@ -83,7 +81,7 @@ def build_request(
     latent_shape: tuple[int, ...],
     rollout_id: int,
 ) -> RolloutReq:
-    """A request with `params.samples_per_prompt` samples of every row; see `repeated` for the ids.
+    """A request with `params.samples_per_prompt` samples of every row; see `repeated` for ids and pictures.
 
     params: resolved for this rollout (stochastic steps written down).
     """

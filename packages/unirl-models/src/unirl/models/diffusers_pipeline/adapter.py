@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-from unirl.models.adapter import DiffusionAdapter, refuse_ignored, require_condition
+from unirl.models.adapter import DiffusionAdapter, refuse_ignored, refuse_unread, require_condition
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.embedding_cache import Embedding, EmbeddingCache, content_key
 from unirl.models.guidance import INTERVAL_KEY, Guidance, classifier_free, extrapolate, require_negative_prompt
@@ -34,8 +34,8 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     """Conditions: "text", and "negative_text" where guidance is on, each a TextEmbedCondition.
 
     A family says which sampling parameters it uses and answers `latent_shape`, `image_seq_len`, `predict` and
-    `decode`. One with more inputs (a reference image) extends `encode` by a slot, which `predict` finds again; one with
-    several experts or state across steps answers `bind` itself.
+    `decode`. One with more inputs (a reference image) extends `encode` and `read_slots`, and `predict`
+    finds the slot; one with several experts or state across steps answers `bind` itself.
     decode_batch_size, encode_batch_size: most images or prompts in one call of the VAE or of the text encoders.
     embedding_cache: None remembers prompts in memory; a folder also on disk; or a cache to share between adapters.
     """
@@ -44,6 +44,8 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     """Of the parameters that not every family has, those that this one uses, see `refuse_ignored`."""
     used_sampler_kwargs: ClassVar[frozenset[str]] = frozenset({INTERVAL_KEY})
     """Keys of `sampler_kwargs` that this family reads."""
+    read_slots: ClassVar[frozenset[str]] = frozenset({"text"})
+    """Slots of a request that this family reads, see `refuse_unread`."""
     default_sequence_length: ClassVar[int]
     """Tokens of a text where the request does not say."""
     longest_sequence: ClassVar[int]
@@ -90,6 +92,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
         """`primitives["text"]` holds the B prompts. Each distinct prompt is encoded once, ever, per embedding cache."""
         self.check_params(params)
+        refuse_unread(primitives, self.bundle.family, self.read_slots)
         texts = primitives.get("text")
         if not isinstance(texts, Texts) or not texts.texts:
             got = {name: type(value).__name__ for name, value in primitives.items()}

@@ -27,6 +27,7 @@ class QwenVLBundle(CausalLMBundle):
     min_pixels, max_pixels: images are resized, at their aspect ratio, to so many pixels; None takes the checkpoint's.
     """
 
+    reads_media: ClassVar[bool] = True
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl", "qwen3_vl")
     auto_class: ClassVar[Any] = transformers.AutoModelForImageTextToText  # Any: see the base
 
