@@ -28,6 +28,9 @@ class StopAfter:
     def image(self, name, picture, step, captions):
         pass
 
+    def video(self, name, files, step, captions):
+        pass
+
     def table(self, name, rows, step):
         pass
 

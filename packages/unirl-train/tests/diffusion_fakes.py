@@ -339,8 +339,11 @@ class BrightnessReward:
         if is_shaped:
             self.events.append("score")
         own = resp.tracks[track]
-        assert isinstance(own.decoded, Images)
-        bright = own.decoded.pixels.mean(dim=(1, 2, 3))
+        if isinstance(own.decoded, Videos):
+            bright = torch.stack([frames.mean() for frames in own.decoded.unpack("frames")])
+        else:
+            assert isinstance(own.decoded, Images)
+            bright = own.decoded.pixels.mean(dim=(1, 2, 3))
         bright = torch.where(torch.tensor([group in self.same for group in own.group_ids]), 0.5, bright)
         failed = [self.fails(group) for group in own.group_ids]
         resp.tracks[track] = own.replace(

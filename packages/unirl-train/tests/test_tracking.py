@@ -9,12 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 from rich.console import Console
 
+from unirl.tracking import video
 from unirl.tracking.console import ConsoleTracker, reward_formula, sparkline
 from unirl.tracking.jsonl import JsonlTracker, read_metrics
 from unirl.tracking.media import GREEN, RED, answered, before_after, grid, marks
+from unirl.tracking.swanlab import SwanLabTracker
+from unirl.tracking.video import strip
+from unirl.tracking.wandb import WandbTracker
 from unirl.types.errors import ContractError
 
 CONFIG = {"recipe": "diffusion/test", "num_rollouts": 3}
@@ -370,3 +374,32 @@ def test_a_long_question_leaves_room_for_its_answer():
 def test_answers_without_their_questions_are_refused():
     with pytest.raises(ContractError, match="1 samples, 0 questions and 1 verdicts"):
         answered([[]], [], [("1", None)])
+
+
+def test_a_strip_shows_first_to_last_and_a_short_video_fills_it():
+    frames = torch.arange(11.0).view(11, 1, 1, 1).expand(11, 3, 2, 4) / 10
+    assert strip(frames, 3)[0, 0].tolist() == [0.0] * 4 + [0.5] * 4 + [1.0] * 4
+    assert strip(frames[:1], 3).shape == (3, 2, 12)
+    with pytest.raises(ContractError, match=r"frames \[F, 3, H, W\] with F > 0"):
+        strip(frames[:0])
+
+
+def test_without_an_encoder_a_video_is_a_gif(tmp_path, monkeypatch):
+    monkeypatch.setattr(video, "_av", lambda: None)
+    frames = torch.linspace(0, 1, 4)[:, None, None, None].expand(4, 3, 6, 8)
+    path = video.write_video(tmp_path, "rollout", frames, 5.0)
+    with Image.open(path) as opened:
+        num_frames = sum(1 for _ in ImageSequence.Iterator(opened))
+        assert (path.name, num_frames, opened.size, opened.info["duration"]) == ("rollout.gif", 4, (8, 6), 200)
+
+
+@pytest.mark.parametrize("module", ["wandb", "swanlab"])
+def test_videos_reach_the_services_as_files(tmp_path, monkeypatch, module):
+    logged = []
+    run = types.SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+    fake = types.SimpleNamespace(init=lambda **_: run, Video=lambda file, caption: (file, caption))
+    monkeypatch.setitem(sys.modules, module, fake)
+    tracker = WandbTracker() if module == "wandb" else SwanLabTracker()
+    tracker.start({"recipe": "a"}, tmp_path, 0)
+    tracker.video("eval", [tmp_path / "a.mp4"], 3, ["a cat: pass"])
+    assert logged == [({"samples/eval/video": [(str(tmp_path / "a.mp4"), "a cat: pass")]}, 3)]

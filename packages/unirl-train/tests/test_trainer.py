@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 import torch
 from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPipeline, no_failure, sampling
@@ -38,6 +39,7 @@ from unirl.trainer.diffusion import DiffusionTrainer
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
+from unirl.types.media import Videos
 from unirl.types.rollout import RolloutReq, RolloutResp
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -81,6 +83,7 @@ class Notes:
         self.logged: dict[int, dict[str, float]] = {}
         self.pictures: list[tuple[str, int]] = []
         self.captions: list[list[str]] = []
+        self.videos: list[tuple[str, int, list[str], list[str]]] = []
         self.started_at: int | None = None
         self.summary: Mapping[str, Any] | None = None
 
@@ -98,6 +101,10 @@ class Notes:
         """Names of the pictures and what is said of them."""
         self.pictures.append((name, step))
         self.captions.append(list(captions))
+
+    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Names of the files."""
+        self.videos.append((name, step, [file.name for file in files], list(captions)))
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Images come as pictures."""
@@ -651,3 +658,30 @@ def test_every_metric_is_listed_in_the_documentation(tmp_path: Path, kind: Any, 
     assert {"policy/reference_kl", "train/grad_norm", "eval/c1/bright", "timing_s/checkpoint"} <= names
     patterns = documented()
     assert [name for name in sorted(names) if not any(pattern.fullmatch(name) for pattern in patterns)] == []
+
+
+def as_video(self: FieldPipeline, latents: Tensor) -> Videos:
+    """Eight frames that fade in, 16 x 16 pixels."""
+    pixels = torch.nn.functional.interpolate(latents.sigmoid(), size=(16, 16))
+    return Videos.pack(frames=[torch.linspace(0, 1, 8)[:, None, None, None] * one for one in pixels], fps=4.0)
+
+
+def test_videos_are_shown_as_strips_of_frames_and_as_files_that_play(tmp_path, monkeypatch):
+    monkeypatch.setattr(FieldPipeline, "decode", as_video)
+    run = Run(tmp_path, num_rollouts=1, media_interval=1, evaluation={"num_images": 5})
+    run.trainer.run()
+    notes = run.notes
+    assert [(name, step, files) for name, step, files, _ in notes.videos] == [
+        ("eval", 0, [f"eval-000000-{place}.mp4" for place in range(4)]),
+        ("rollout", 1, [f"rollout-000001-{place}.mp4" for place in range(4)]),
+        ("eval", 1, [f"eval-000001-{place}.mp4" for place in range(4)]),
+    ]
+    assert all("reward" in caption for *_, captions in notes.videos for caption in captions)
+    assert [picture for picture, _ in notes.pictures] == ["eval", "rollout", "eval"]
+    samples = tmp_path / "samples"
+    assert (samples / "before_after.png").is_file()
+    with av.open(str(samples / "eval-000001-0.mp4")) as container:
+        assert container.streams.video[0].average_rate == 4
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert len(frames) == 8 and frames[0].shape == (16, 16, 3)
+    assert frames[0].mean() < 8 < frames[-1].mean()

@@ -53,6 +53,9 @@ class Notes:
     def image(self, name: str, picture: Any, step: int, captions: Sequence[str]) -> None:
         self.pictures[name, step] = picture
 
+    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        raise AssertionError("a trainer of texts shows no video")
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         self.tables[name, step] = list(rows)
 

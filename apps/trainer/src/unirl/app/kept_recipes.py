@@ -46,6 +46,9 @@ class KeptRecipes:
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
         """Pictures are for others."""
 
+    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Samples are elsewhere."""
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Tables are for others."""
 

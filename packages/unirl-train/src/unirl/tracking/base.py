@@ -30,6 +30,11 @@ class Tracker(Protocol):
         """A finished image, such as a labelled grid of samples. captions: what each sample in it is, as text."""
         ...
 
+    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Samples that play, as files of the run directory. A grid of their frames comes as an `image` of this name.
+        captions: what each is, as text. Called by runs of video models alone."""
+        ...
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Samples of text with their prompts and scores; they also lie in the run directory."""
         ...

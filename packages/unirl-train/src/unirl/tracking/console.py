@@ -127,6 +127,9 @@ class ConsoleTracker:
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
         """Images are written to the run directory; a terminal shows none."""
 
+    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Files are not for a terminal."""
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """The first rows, above the live display."""
         from rich.table import Table as RichTable

@@ -39,6 +39,9 @@ class JsonlTracker:
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
         """Images lie beside the metrics; nothing to write here."""
 
+    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Files stay where they are."""
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Tables lie beside the metrics; nothing to write here."""
 

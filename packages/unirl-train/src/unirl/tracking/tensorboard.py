@@ -66,6 +66,9 @@ class TensorBoardTracker:
         if captions:
             self._open().add_text(f"{name}/captions", numbered(captions), step)
 
+    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """TensorBoard plays no files; it shows the frames (`image`)."""
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """One text, a Markdown table."""
         self._open().add_text(name, markdown(rows), step)

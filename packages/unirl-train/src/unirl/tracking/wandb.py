@@ -58,6 +58,11 @@ class WandbTracker:
         """One image, on the axis of its step."""
         self._run.log({f"samples/{name}": self._wandb.Image(picture, caption=numbered(captions))}, step=step)
 
+    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Each file, on the axis of its step."""
+        videos = [self._wandb.Video(str(file), caption=text) for file, text in zip(files, captions, strict=True)]
+        self._run.log({f"samples/{name}/video": videos}, step=step)
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """One table, on the axis of its step."""
         names = columns(rows)

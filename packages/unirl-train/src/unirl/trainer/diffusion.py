@@ -9,11 +9,13 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from unirl.distributed.runtime import Held
 from unirl.tracking.media import Mark, before_after, grid, marks
+from unirl.tracking.video import write_video
 from unirl.trainer.base import Trainer
-from unirl.trainer.evaluation import EvaluationResult, scores_of, take_images, take_prompts
+from unirl.trainer.evaluation import NUM_VIDEOS, EvaluationResult, scores_of, take_images, take_prompts, take_videos
 from unirl.trainer.request import build_request, shortened
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
@@ -55,6 +57,8 @@ class DiffusionTrainer(Trainer[DiffusionSamplingParams]):
             labels = [prompt for part in resp.map(take_prompts, track, NUM_PICTURES) for prompt in part][: len(images)]
             marked = marks(scores_of(resp.meta.track(track), len(images)), self._settings.best_metric)
             self._show("rollout", grid(images, labels, marked=marked), labels, marked, step)
+            taken = resp.map(take_videos, track, NUM_VIDEOS)
+            self._play("rollout", [video for videos, _ in taken for video in videos], taken[0][1], labels, marked, step)
 
     def show_evaluation(self, result: EvaluationResult, step: int) -> None:
         """A grid, and the images of the first evaluation beside those of this one."""
@@ -63,6 +67,7 @@ class DiffusionTrainer(Trainer[DiffusionSamplingParams]):
         metric = self._settings.best_metric
         marked = marks(result.scores, metric)
         self._show("eval", grid(result.images, result.labels, marked=marked), result.labels, marked, step)
+        self._play("eval", result.videos, result.fps, result.labels, marked, step)
         first = self._samples() / FIRST_IMAGES
         if step == 0:
             save_file({"images": result.images}, first, metadata={"scores": json.dumps(result.scores)})
@@ -79,6 +84,19 @@ class DiffusionTrainer(Trainer[DiffusionSamplingParams]):
         captions = [f"{label}: {mark[0]}" for label, mark in zip(labels, marked, strict=True)]
         for tracker in self._trackers:
             tracker.image(name, picture, step, captions)
+
+    def _play(
+        self, name: str, videos: list[Tensor], fps: float | None, labels: list[str], marked: list[Mark], step: int
+    ) -> None:
+        """The first videos as files beside their grid, to the trackers too; nothing where images are made."""
+        files = [
+            write_video(self._samples(), f"{name}-{step:06d}-{place}", video, fps)
+            for place, video in enumerate(videos[:NUM_VIDEOS])
+        ]
+        if files:
+            captions = [f"{label}: {mark[0]}" for label, mark in zip(labels, marked, strict=True)][: len(files)]
+            for tracker in self._trackers:
+                tracker.video(name, files, step, captions)
 
     def _samples(self) -> Path:
         folder = self._run_dir / "samples"

@@ -14,16 +14,19 @@ from torch import Tensor
 from unirl.data.data_source import PromptRow, epoch_order
 from unirl.distributed.runtime import Held, Role
 from unirl.tracking.base import TableRow
+from unirl.tracking.video import strip
 from unirl.trainer.request import build_request
 from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Seed, bounded
-from unirl.types.errors import ConfigError, RewardError
-from unirl.types.media import Images, Texts
+from unirl.types.errors import ConfigError, ContractError, RewardError
+from unirl.types.media import Images, Texts, Videos
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 
 EVAL_ROLLOUT_ID = -1
 """Part of every noise id, so evaluation noise never equals training noise."""
 
+NUM_VIDEOS = 4
+"""Videos that a run shows whole at a time."""
 SCHEDULING = ("before", "interval", "interval_cpu_s", "policy")
 """Options of every evaluation that say when it happens and of which weights, not what it measures."""
 EVALUATED_SAMPLING = (
@@ -151,7 +154,7 @@ class EvaluationResult:
     num_samples: int
     """Scored ones."""
     images: Tensor | None = None
-    """[K, 3, H, W] in [0, 1]."""
+    """[K, 3, H, W] in [0, 1]; of videos, a strip of frames each."""
     labels: list[str] = field(default_factory=list)
     """Prompts of `images`."""
     scores: list[dict[str, float] | None] = field(default_factory=list)
@@ -162,6 +165,10 @@ class EvaluationResult:
     """Some texts with their prompts and scores."""
     pictures: list[list[Tensor]] = field(default_factory=list)
     """The pictures of the prompts of `completions`, [3, H, W] each; empty where prompts have none."""
+    videos: list[Tensor] = field(default_factory=list)
+    """The first NUM_VIDEOS of `images` whole, uint8 [F, 3, H, W] each; empty where images are made."""
+    fps: float | None = None
+    """Frames per second of `videos`."""
 
     def metrics(self) -> dict[str, float]:
         """Flat names: eval/<component>, eval/<category>/<component>, and eval/failed_samples where there are any."""
@@ -203,11 +210,32 @@ def category_of(row: PromptRow) -> str:
 
 
 def take_images(resp: RolloutResp, track: str, count: int) -> Tensor:
-    """The first decoded images of a response [<= count, 3, H, W] (runs where the response lies)."""
+    """The first decoded images of a response [<= count, 3, H, W], of videos a strip of frames each (runs where the
+    response lies). Empty where the engine decodes nothing. Raises ContractError for other media."""
     decoded = resp.tracks[track].decoded
-    if not isinstance(decoded, Images):
-        return torch.empty(0)
-    return decoded.pixels[:count].cpu().contiguous()
+    match decoded:
+        case None:
+            return torch.empty(0)
+        case Images():
+            return decoded.pixels[:count].cpu().contiguous()
+        case Videos():
+            return torch.stack([strip(frames.cpu()) for frames in _first_videos(decoded, count)])
+        case other:
+            raise ContractError(f"track {track!r} holds {type(other).__name__}, which a grid of images cannot show")
+
+
+def take_videos(resp: RolloutResp, track: str, count: int) -> tuple[list[Tensor], float | None]:
+    """The first decoded videos of a response, uint8 [F, 3, H, W] each, and their frames per second; none of images
+    (runs where the response lies)."""
+    decoded = resp.tracks[track].decoded
+    if not isinstance(decoded, Videos):
+        return [], None
+    videos = [video.clamp(0, 1).mul(255).round().byte().cpu() for video in _first_videos(decoded, count)]
+    return videos, decoded.fps
+
+
+def _first_videos(decoded: Videos, count: int) -> list[Tensor]:
+    return decoded.slice(0, min(count, decoded.batch_size)).unpack("frames")
 
 
 def take_prompts(resp: RolloutResp, track: str, count: int) -> list[str]:
@@ -363,6 +391,8 @@ class Evaluator(BaseEvaluator):
         plan = engine.plan(self._params)
         scores = Scores()
         images: list[Tensor] = []
+        videos: list[Tensor] = []
+        fps: float | None = None
         labels: list[str] = []
         kept: list[dict[str, float] | None] = []
 
@@ -379,6 +409,8 @@ class Evaluator(BaseEvaluator):
             if wanted > 0:
                 parts = torch.cat(batch.resp.map(take_images, batch.name, wanted))[: min(wanted, len(batch.rows))]
                 images.append(parts)
+                for own, own_fps in batch.resp.map(take_videos, batch.name, min(wanted, NUM_VIDEOS)):
+                    videos, fps = [*videos, *own], own_fps
                 labels.extend(row.prompt for row in batch.rows[: len(parts)])
                 kept.extend(scores_of(batch.track, len(parts)))
         return EvaluationResult(
@@ -386,6 +418,8 @@ class Evaluator(BaseEvaluator):
             overall=scores.overall(),
             num_samples=scores.num_scored,
             images=torch.cat(images) if images else None,
+            videos=videos[: min(NUM_VIDEOS, len(labels))],
+            fps=fps,
             labels=labels,
             scores=kept,
             num_failed=len(scores.errors),

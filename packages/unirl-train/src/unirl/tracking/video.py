@@ -1,0 +1,82 @@
+"""Videos of samples, for people to look at: strips of frames for grids, and files that play.
+
+Legend: F frames, H W pixels.
+"""
+
+from __future__ import annotations
+
+import fractions
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from unirl.types.errors import ContractError
+
+logger = logging.getLogger(__name__)
+
+STRIP_FRAMES = 6
+"""Frames of a video that a grid shows."""
+DEFAULT_FPS = 8.0
+"""Frames per second of videos that do not say."""
+
+
+def strip(frames: Tensor, count: int = STRIP_FRAMES) -> Tensor:
+    """`count` frames side by side, [3, H, count W], evenly spread from the first to the last of [F, 3, H, W].
+
+    A video of fewer frames shows some of them twice, so that all strips of a grid have one size.
+    """
+    if frames.ndim != 4 or len(frames) == 0:
+        raise ContractError(f"a strip needs frames [F, 3, H, W] with F > 0, got {tuple(frames.shape)}")
+    places = torch.linspace(0, len(frames) - 1, count).round().long()
+    return torch.cat(list(frames[places]), dim=-1)
+
+
+def write_video(folder: Path, name: str, frames: Tensor, fps: float | None) -> Path:
+    """Write frames [F, 3, H, W], uint8 or float in [0, 1], as `name`.mp4 where PyAV is installed (extra `video`), else
+    as `name`.gif. Returns the file.
+
+    fps: frames per second; None plays at DEFAULT_FPS. An odd side loses its last row or column in mp4.
+    """
+    pixels = frames if frames.dtype == torch.uint8 else frames.float().clamp(0, 1).mul(255).round().byte()
+    pictures = [Image.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy(), "RGB") for frame in pixels]
+    rate = DEFAULT_FPS if fps is None else fps
+    av = _av()
+    if av is None:
+        path = folder / f"{name}.gif"
+        pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=round(1000 / rate), loop=0)
+        return path
+    path = folder / f"{name}.mp4"
+    _write_mp4(av, path, pictures, rate)
+    return path
+
+
+def _write_mp4(av: ModuleType, path: Path, pictures: Sequence[Image.Image], fps: float) -> None:
+    width, height = (
+        pictures[0].width // 2 * 2,
+        pictures[0].height // 2 * 2,
+    )  # the pixel format has a colour per 2 x 2 pixels
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=fractions.Fraction(fps).limit_denominator(1000))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.options = {"crf": "18"}
+        for picture in pictures:
+            frame = av.VideoFrame.from_image(picture.crop((0, 0, width, height)))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+@cache
+def _av() -> ModuleType | None:
+    """PyAV, or None where it is not installed, which is said once."""
+    try:
+        import av
+    except ImportError:
+        logger.info("videos are written as GIF; for mp4 install PyAV: pip install 'unirl-train[video]'")
+        return None
+    return av
