@@ -69,7 +69,7 @@ class RecipeOf(Runtime):
         self._workers = workers
         self._recipe = recipe
 
-    def role(self, name: str) -> Role:
+    def _role(self, name: str) -> Role:
         """The role of the workers, whose results they hold."""
         return self._workers.role(f"{self._recipe}/{name}")
 

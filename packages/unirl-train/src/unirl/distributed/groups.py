@@ -34,8 +34,7 @@ class WorkerGroups(Runtime):
         for runtime in self._groups:
             runtime.neighbours = frozenset(self._groups) - {runtime}
 
-    def role(self, name: str) -> Role:
-        """The component `name` on the workers that hold it."""
+    def _role(self, name: str) -> Role:
         return self._elsewhere.get(name, self._main).role(name)
 
     def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:

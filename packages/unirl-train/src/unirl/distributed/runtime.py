@@ -13,7 +13,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar, overload
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from unirl.types.roles import Collect, Dispatch, MeshPlace
 from unirl.types.rollout import RolloutResp
 
 ResultT = TypeVar("ResultT")
+RoleT = TypeVar("RoleT")
 
 
 class Held:
@@ -272,8 +273,18 @@ class Runtime(ABC):
         """How many workers there are."""
         return len(self._places())
 
-    def role(self, name: str) -> Role:
-        """The component `name` on all workers. Raises ConfigError for an unknown name."""
+    @overload
+    def role(self, name: str) -> Role: ...
+    @overload
+    def role(self, name: str, seen_as: type[RoleT]) -> RoleT: ...
+    def role(self, name: str, seen_as: type[RoleT] | None = None) -> Any:  # Any: seen_as, which a Role plays
+        """The component `name` on all workers. Raises ConfigError for an unknown name.
+
+        seen_as: the protocol of its marked methods as the driver calls them (`unirl.trainer.roles`), for type checkers.
+        """
+        return self._role(name)
+
+    def _role(self, name: str) -> Role:
         infos = self._infos()
         if name not in infos:
             raise ConfigError(f"no component is called {name!r}; there are {sorted(infos)}")

@@ -1,0 +1,144 @@
+"""What the driver sees of a run's components: their marked methods, with held values where they take or make responses.
+
+    engine = runtime.role("engine", EngineRole)
+
+A role is checked against its component's markers when it is called; these protocols are for readers and type checkers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from unirl.distributed.runtime import Future, Held
+from unirl.train.stack import TrainStepResult
+from unirl.types.rollout import DiffusionPlan, RolloutReq
+from unirl.types.sampling import DiffusionSamplingParams
+
+
+class EngineRole(Protocol):
+    """See unirl.types.protocols.RolloutEngine."""
+
+    @property
+    def submit(self) -> EngineFutures:
+        """The same without waiting."""
+        ...
+
+    def generate(self, req: RolloutReq, policy: str | None = None) -> Held:
+        """Samples of a request, held where they were made."""
+        ...
+
+    def check_prompts(self, req: RolloutReq) -> None:
+        """Raise ConfigError where a prompt cannot be sampled from."""
+        ...
+
+    def sleep(self) -> None:
+        """Give device memory back."""
+        ...
+
+    def wake_up(self) -> None:
+        """Be ready to generate."""
+        ...
+
+
+class EngineFutures(Protocol):
+    """Calls of an engine that do not wait."""
+
+    def generate(self, req: RolloutReq, policy: str | None = None) -> Future[Held]:
+        """See EngineRole."""
+        ...
+
+
+class DiffusionEngineRole(EngineRole, Protocol):
+    """See unirl.types.protocols.DiffusionRolloutEngine."""
+
+    def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
+        """What is pinned on requests of these parameters."""
+        ...
+
+    def prepare_prompts(self, prompts: list[str], params: list[DiffusionSamplingParams]) -> None:
+        """Called once with every prompt of the run."""
+        ...
+
+
+class RewardRole(Protocol):
+    """See unirl.reward.service.RewardService."""
+
+    def score_track(self, resp: Held, track: str, *, is_shaped: bool = True) -> list[dict[str, float]]:
+        """Write the rewards of a track into it; how scoring kept up, per shard."""
+        ...
+
+    def offload(self) -> None:
+        """Move reward models to host memory."""
+        ...
+
+    def onload(self) -> None:
+        """Move them back."""
+        ...
+
+
+class StackRole(Protocol):
+    """See unirl.train.stack.TrainStack."""
+
+    def prepare(self) -> None:
+        """Called once before training."""
+        ...
+
+    def trained_tracks(self) -> list[str]:
+        """The tracks that algorithms train."""
+        ...
+
+    def rollout_policy(self) -> str | None:
+        """Named copy of the weights to sample from; None: the policy that trains."""
+        ...
+
+    def old_logp(self) -> str | None:
+        """Where the log-probs before the first update come from, for people."""
+        ...
+
+    def samples_per_unit(self) -> int:
+        """Samples in a row that stay together."""
+        ...
+
+    def train(self, resp: Held, *, progress: float) -> TrainStepResult:
+        """The updates of one rollout."""
+        ...
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+        ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take it over."""
+        ...
+
+
+class CheckpointerRole(Protocol):
+    """See unirl.train.checkpoint.Checkpointer."""
+
+    def save(self, step: int, driver_state: dict[str, Any], score: float | None = None) -> None:  # Any: JSON values
+        """Write a checkpoint."""
+        ...
+
+    def wait(self) -> None:
+        """Return when what is being written is on disk."""
+        ...
+
+    def load(self, step: int | None = None) -> dict[str, Any]:  # Any: JSON values
+        """Restore a step, None the newest; returns the driver's state."""
+        ...
+
+    def load_best(self) -> dict[str, Any]:  # Any: JSON values
+        """Restore the step of the best held-out score."""
+        ...
+
+
+class SyncRole(Protocol):
+    """See unirl.distributed.weight_sync.base.WeightSync."""
+
+    def prepare(self) -> None:
+        """Return when the engine can be pushed to."""
+        ...
+
+    def push(self, policy: str | None = None) -> dict[str, float]:
+        """Make the engine sample from a policy; returns metrics."""
+        ...
