@@ -54,7 +54,7 @@ def one_step(recipe, runtime, run_dir):
     with runtime:
         trainer = make_trainer({**recipe, "eval": None}, runtime, run_dir, [], threading.Event())
         runtime.role("stack").prepare()
-        req = trainer.request(0, recipe["batch_size"])
+        req = trainer.collector.request(0, recipe["batch_size"])
         with runtime.role("engine").generate(req, policy=runtime.role("stack").rollout_policy()) as resp:
             pixels = torch.cat(resp.map(pixels_of))
             runtime.role("reward").score_track(resp, "image", is_shaped=False)
@@ -108,7 +108,7 @@ def two_rollouts(recipe, runtime, run_dir):
         evaluator = make_evaluator(recipe)
         assert evaluator is not None
         metrics.append(evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_shards).metrics())
-        req = trainer.request(2, recipe["batch_size"])
+        req = trainer.collector.request(2, recipe["batch_size"])
         with runtime.role("engine").generate(req, policy=runtime.role("stack").rollout_policy()) as resp:
             runtime.role("reward").score_track(resp, "image")
             resp.refresh()

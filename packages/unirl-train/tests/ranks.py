@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 JOIN_TIMEOUT_S = 240.0
 
-PRELOADED = ["unirl.train.stack", "unirl.trainer.vlm"]
+PRELOADED = ["unirl.train.stack", "unirl.trainer.text"]
 """Imported once, by the process that all ranks of a test session are forked from: imports take longer than the jobs."""
 
 Job = Callable[[], Any]  # Any: what torch.save can write

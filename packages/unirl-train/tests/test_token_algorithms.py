@@ -33,7 +33,7 @@ from unirl.algorithms.critic import TokenCritic
 from unirl.algorithms.rollout_correction import RolloutCorrection
 from unirl.train.configs import OptimizerConfig
 from unirl.trainer.balance import balanced_order
-from unirl.trainer.vlm import count_tokens
+from unirl.trainer.text import count_tokens
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutResp
 from unirl.types.segments import SegmentStatus, TextSegment

@@ -33,11 +33,12 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
-from unirl.trainer.base import TrainerSettings
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.diffusion import DiffusionTrainer
+from unirl.trainer.diffusion import DiffusionModality
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig
+from unirl.trainer.settings import TrainerSettings
+from unirl.trainer.wiring import assemble
 from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from unirl.types.media import Videos
 from unirl.types.rollout import RolloutReq, RolloutResp
@@ -169,9 +170,10 @@ class Run:
         options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 6, "batch_size": 4, "num_images": 4}
         data = MultimodalRLDataSource(str(prompts), shuffle=False)
         config = EvaluationConfig(**{**options, **(evaluation or {})})
-        self.trainer = DiffusionTrainer(
+        self.trainer = assemble(
             self.runtime,
             TrainerSettings(**{**defaults, **settings}),
+            modality=DiffusionModality(),
             data=data,
             sampling=sampling(eta=0.0 if kind is DiffusionNFT else 0.7),
             advantages=advantages if advantages is not None else AdvantageConfig(),
@@ -180,7 +182,6 @@ class Run:
             trackers=[self.notes, *trackers],
             run_dir=folder,
             config={"recipe": "fake", **(sections or {})},
-            rollout_policy=self.runtime.role("stack").rollout_policy(),
             stop=self.stop,
             selection=selection,
             clock=self.clock,

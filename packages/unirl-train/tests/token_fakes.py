@@ -26,7 +26,7 @@ from unirl.algorithms.rollout_correction import RolloutCorrection
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack
 from unirl.trainer.balance import balanced_order
-from unirl.trainer.vlm import count_tokens
+from unirl.trainer.text import count_tokens
 from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts

@@ -107,7 +107,7 @@ def bench_recipe(recipe: Mapping[str, Any], *, warmup: int = 1, repeats: int = 3
         clock.observer = None
         variants: dict[str, float] = {}
         if isinstance(runtime, LocalRuntime):
-            with runtime.role("engine").generate(trainer.request(warmup + repeats + 1, 1)) as resp:
+            with runtime.role("engine").generate(trainer.collector.request(warmup + repeats + 1, 1)) as resp:
                 variants = resp.map(replay_variants, runtime.component("pipeline"), meter)[0]
     num_samples = recipe["batch_size"] * recipe["sampling"]["samples_per_prompt"]
     return _report(recipe, steps, flops, max(rates), dtype, num_samples, variants)

@@ -39,8 +39,8 @@ def tokens_meet_their_parts(own: Part, run: Run) -> Messages:
             f"{own.name} trains on {'tokens' if trains else 'images'}, but sampling._target_ = {run.sampling.path}. "
             "Choose an algorithm and a model of one kind (parts/model/text has what goes with tokens)."
         )
-    elif trains and not run.trainer.ability("trains_tokens"):
-        yield f"{own.name} trains on tokens. Set trainer._target_: unirl.trainer.vlm.VLMTrainer."
+    elif trains and not run.modality.ability("trains_tokens"):
+        yield f"{own.name} trains on tokens. Set modality._target_: unirl.trainer.text.TextModality."
 
 
 def trajectory_is_kept(own: Part, run: Run) -> Messages:

@@ -91,7 +91,7 @@ def run_of(recipe: Resolved) -> ComposedRun:
     )
 
 
-_ALWAYS = ("data", "sampling", "engine", "reward", "advantages", "trainer")
+_ALWAYS = ("data", "sampling", "engine", "reward", "advantages", "trainer", "modality")
 _OPTIONAL = ("eval", "guardrails", "selection")
 
 

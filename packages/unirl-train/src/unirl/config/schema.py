@@ -133,10 +133,7 @@ class Placement:
     """Reward models; None: with the engine."""
 
 
-_TRAINER = frozenset(
-    {"runtime", "settings", "data", "sampling", "advantages", "evaluator", "guardrails", "trackers", "run_dir"}
-    | {"config", "rollout_policy", "stop", "selection", "sync", "clock"}
-)
+_TRAINER = frozenset({"settings", "collector", "learner", "record", "clock", "stop"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +226,14 @@ class Recipe:
     ] = None
     trainer: Annotated[
         Node | None,
-        Component(
-            kind="unirl.trainer.base.Trainer", default="unirl.trainer.diffusion.DiffusionTrainer", injected=_TRAINER
-        ),
+        Component(kind="unirl.trainer.base.Trainer", default="unirl.trainer.base.Trainer", injected=_TRAINER),
     ] = None
+    """The loop."""
+    modality: Annotated[
+        Node | None,
+        Component(kind="unirl.trainer.modality.Modality", default="unirl.trainer.diffusion.DiffusionModality"),
+    ] = None
+    """What is sampled: requests, and what people get to see."""
     trackers: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: components by name, or None
     """Components by name, each with `enabled` beside its own keywords."""
 

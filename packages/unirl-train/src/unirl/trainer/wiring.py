@@ -12,22 +12,26 @@ from typing import Any
 
 import torch
 
+from unirl.algorithms.advantages import Advantages
 from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
 from unirl.config.placement import EVERYTHING, cluster_shape, groups_of
 from unirl.config.runs import ComposedRun, named_copy, run_of
 from unirl.config.schema import PolicySections, components
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import LocalRuntime, Runtime
+from unirl.distributed.runtime import LocalRuntime, Role, Runtime
 from unirl.distributed.worker import WorkerContext
 from unirl.tracking.base import Tracker
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.policy_stacks import PolicyStacks
 from unirl.train.saved_policies import SavedPolicies
-from unirl.trainer.base import Trainer, TrainerSettings
+from unirl.trainer.base import Trainer
 from unirl.trainer.clock import PhaseClock
+from unirl.trainer.collector import Collector
 from unirl.trainer.evaluation import BaseEvaluator, Evaluates, EvaluationResult
 from unirl.trainer.guardrails import GuardrailConfig
+from unirl.trainer.learner import Learner
+from unirl.trainer.modality import Modality
 from unirl.trainer.model_card import write_model_card
 from unirl.trainer.policy import (
     Built,
@@ -37,8 +41,10 @@ from unirl.trainer.policy import (
     build_policy,
     role_name,
 )
+from unirl.trainer.record import RunRecord
 from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
 from unirl.trainer.resuming import check_resume
+from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import ConfigError
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
@@ -245,24 +251,70 @@ def make_trainer(
     if plan:
         backends = [role_name(name, "backend", run.policies) for name in run.policies]
         clock.before = DeviceResidents(plan, runtime, backends).enter
-    offered = {
-        "runtime": runtime,
-        "settings": settings,
-        "data": build_part(run.data, components()["data"], {"seed": run.seed}),
-        "sampling": instantiate(run.sampling.node),
-        "advantages": instantiate(run.advantages.node),
-        "evaluator": evaluator,
-        "guardrails": GuardrailConfig() if run.guardrails is None else instantiate(run.guardrails.node),
-        "trackers": trackers,
-        "run_dir": run_dir,
-        "config": recipe,
-        "rollout_policy": runtime.role("stack").rollout_policy(),
-        "stop": stop,
-        "selection": SampleSelection() if run.selection is None else instantiate(run.selection.node),
-        "sync": None if run.policy.sync is None else runtime.role("sync"),
-        "clock": clock,
-    }
-    return build_part(run.trainer, components()["trainer"], offered)
+    return assemble(
+        runtime,
+        settings,
+        modality=instantiate(run.modality.node),
+        data=build_part(run.data, components()["data"], {"seed": run.seed}),
+        sampling=instantiate(run.sampling.node),
+        advantages=instantiate(run.advantages.node),
+        evaluator=evaluator,
+        guardrails=GuardrailConfig() if run.guardrails is None else instantiate(run.guardrails.node),
+        trackers=trackers,
+        run_dir=run_dir,
+        config=recipe,
+        stop=stop,
+        selection=SampleSelection() if run.selection is None else instantiate(run.selection.node),
+        sync=None if run.policy.sync is None else runtime.role("sync"),
+        clock=clock,
+        loop=lambda **parts: build_part(run.trainer, components()["trainer"], parts),
+    )
+
+
+def assemble(
+    runtime: Runtime,
+    settings: TrainerSettings,
+    *,
+    modality: Modality[Any],  # Any: as the sampling parameters
+    data: MultimodalRLDataSource,
+    sampling: Any,  # Any: parameters of the modality
+    advantages: Advantages,
+    evaluator: BaseEvaluator | None,
+    guardrails: GuardrailConfig,
+    trackers: Sequence[Tracker],
+    run_dir: Path,
+    config: Recipe,
+    stop: threading.Event,
+    selection: SampleSelection | None = None,
+    sync: Role | None = None,
+    clock: PhaseClock | None = None,
+    loop: Callable[..., Trainer] = Trainer,
+) -> Trainer:
+    """Collector, learner and run record on a runtime, and the loop that joins them."""
+    clock = clock if clock is not None else PhaseClock()
+    collector = Collector(
+        runtime,
+        settings,
+        modality=modality,
+        data=data,
+        sampling=sampling,
+        advantages=advantages,
+        clock=clock,
+        selection=selection,
+        rollout_policy=runtime.role("stack").rollout_policy(),
+    )
+    learner = Learner(runtime, guardrails=guardrails, clock=clock, sync=sync)
+    record = RunRecord(
+        runtime,
+        settings,
+        modality=modality,
+        evaluator=evaluator,
+        trackers=trackers,
+        run_dir=run_dir,
+        config=config,
+        clock=clock,
+    )
+    return loop(settings=settings, collector=collector, learner=learner, record=record, clock=clock, stop=stop)
 
 
 def _residency_plan(run: ComposedRun) -> dict[Resident, Stay]:

@@ -155,6 +155,7 @@ class Run:
     reward: Part
     advantages: Part
     trainer: Part
+    modality: Part
     evaluation: Part | None
     guardrails: Part | None
     selection: Part | None
@@ -176,5 +177,5 @@ class Run:
         yield from (self.data, self.sampling)
         for policy in self.policies.values():
             yield from policy.parts()
-        yield from (self.engine, self.reward, self.advantages, self.trainer)
+        yield from (self.engine, self.reward, self.advantages, self.trainer, self.modality)
         yield from (part for part in (self.evaluation, self.guardrails, self.selection) if part is not None)

@@ -27,10 +27,11 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
-from unirl.trainer.base import TrainerSettings
 from unirl.trainer.guardrails import GuardrailConfig
+from unirl.trainer.settings import TrainerSettings
+from unirl.trainer.text import TextModality, count_tokens, verdict
 from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
-from unirl.trainer.vlm import VLMTrainer, count_tokens, verdict
+from unirl.trainer.wiring import assemble
 from unirl.types.errors import ConfigError, ContractError, WorkerError
 from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
@@ -93,6 +94,10 @@ class Shards:
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def samples_per_unit(self) -> int:
         return 1
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def rollout_policy(self) -> str | None:
+        return None
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def trained_tracks(self) -> list[str]:
@@ -169,9 +174,10 @@ class Run:
         options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 6, "batch_size": 5}
         config = TextEvaluationConfig(**{**options, **(evaluation or {})})
         defaults: dict[str, Any] = {"recipe": "fake", "seed": 3, "batch_size": 4, "num_rollouts": 2}
-        self.trainer = VLMTrainer(
+        self.trainer = assemble(
             self.runtime,
             TrainerSettings(**{**defaults, **settings}),
+            modality=TextModality(balance_tokens=balance_tokens),
             data=data,
             sampling=params,
             advantages=AdvantageConfig(preset="dr_grpo"),
@@ -180,11 +186,9 @@ class Run:
             trackers=[self.notes],
             run_dir=folder,
             config={"recipe": "fake"},
-            rollout_policy=None,
             stop=threading.Event(),
             selection=selection,
             sync=self.runtime.role("sync") if syncs else None,
-            balance_tokens=balance_tokens,
         )
 
     @property

@@ -1,0 +1,296 @@
+"""From prompts to a rollout that is ready to train on: request, generate, score, refill, advantages, selection."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from torch import Tensor
+
+from unirl.algorithms.advantages import Advantages, group_metrics
+from unirl.algorithms.selection import SampleSelection, zero_variance_groups
+from unirl.data.data_source import MultimodalRLDataSource
+from unirl.distributed.runtime import Held, Runtime
+from unirl.trainer.balance import balanced_order
+from unirl.trainer.clock import PhaseClock
+from unirl.trainer.evaluation import BaseEvaluator
+from unirl.trainer.modality import Modality, ParamsT
+from unirl.trainer.settings import TrainerSettings
+from unirl.types.errors import ConfigError, RewardError
+from unirl.types.rollout import RolloutReq, RolloutTrack
+
+logger = logging.getLogger(__name__)
+
+Show = Callable[[Held, str], None]
+"""Called with a scored response and the name of its root track, before selection."""
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """A rollout whose tracks hold rewards and advantages, where the workers made them."""
+
+    rollout_id: int
+    progress: float
+    """Fraction of the run done, in [0, 1]."""
+    resp: Held
+    """What is trained on; the learner releases it."""
+    num_samples: int
+    """Generated ones, before selection."""
+    metrics: dict[str, float]
+
+
+class Collector(Generic[ParamsT]):
+    """Makes rollouts. The driver moves ids and numbers; samples stay with the workers or go from one to another.
+
+    rollout_policy: named copy of the weights that is sampled from; None is the policy being trained.
+    scored_track: the track whose media are scored; None is the root. Those that it grew from are credited.
+    A rollout is unfinished from `collect` until `finished` is called; `state_dict` is the state before the oldest
+    unfinished one, so that a checkpoint loses no prompts: a resumed run collects it again.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: TrainerSettings,
+        *,
+        modality: Modality[ParamsT],
+        data: MultimodalRLDataSource,
+        sampling: ParamsT,
+        advantages: Advantages,
+        clock: PhaseClock,
+        selection: SampleSelection | None = None,
+        rollout_policy: str | None = None,
+        scored_track: str | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._settings = settings
+        self._modality = modality
+        self._data = data
+        self._sampling = sampling
+        self._advantages = advantages
+        self._clock = clock
+        self._selection = selection if selection is not None else SampleSelection()
+        self.rollout_policy = rollout_policy
+        self._scored_track = scored_track
+        self._engine = runtime.role("engine")
+        self._reward = runtime.role("reward")
+        self._stack = runtime.role("stack")
+        self._num_dropped_groups = 0
+        self._unfinished: dict[int, dict[str, Any]] = {}
+
+    def prepare(self, evaluator: BaseEvaluator | None) -> None:
+        """Tell the engine what the whole run will ask of it. Called once, before training or resuming."""
+        self._modality.prepare(self._engine, self._data, self._sampling, evaluator)
+
+    def collect(self, rollout_id: int, *, show: Show | None = None) -> ScoredRollout:
+        """One rollout, scored and selected. Raises what engine and scorers raise, and RewardError where groups without
+        a score are left after `max_refills` refills."""
+        self._unfinished[rollout_id] = self._state()
+        with self._clock.phase("other"):
+            req = self.request(rollout_id, self._settings.batch_size)
+        resp, gauges = self._refilled(*self._scored(req), rollout_id)
+        with self._clock.phase("other"):
+            progress = self._settings.progress(rollout_id)
+            root, num_samples = resp.meta.root_name(), resp.meta.batch_size
+            metrics = self._attach_advantages(resp, root, progress)
+            metrics.update({f"reward/{name}": value for name, value in gauges.items()})
+            metrics["reward/dropped_groups"] = float(self._num_dropped_groups)
+            if show is not None:
+                show(resp, root)
+            resp = self._selected(resp, root)
+            metrics["group/trained_samples"] = float(resp.meta.batch_size)
+        return ScoredRollout(rollout_id, progress, resp, num_samples, metrics)
+
+    def finished(self, rollout_id: int) -> None:
+        """The rollout has been trained on: it is part of the weights, and will not be collected again."""
+        del self._unfinished[rollout_id]
+
+    def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
+        """The next prompts of the data as a request, with everything pinned."""
+        return self._modality.request(self._engine, self._data.next(num_prompts), self._sampling, rollout_id)
+
+    # Rewards and refills ----------------------------------------------------------------------------------------
+
+    def _scored(self, req: RolloutReq) -> tuple[Held, dict[str, float]]:
+        """A response with rewards in the scored track and those above it, and how scoring kept up on the slowest
+        worker."""
+        with self._clock.phase("rollout"):
+            resp = self._engine.generate(req, policy=self.rollout_policy)
+        with self._clock.phase("reward"):
+            gauges = self._reward.score_track(resp, self._scored_track or resp.meta.root_name())
+            resp.refresh()
+        return resp, largest(gauges)
+
+    def _refilled(self, resp: Held, gauges: dict[str, float], rollout_id: int) -> tuple[Held, dict[str, float]]:
+        """Replace groups that a scorer dropped, and under dynamic sampling groups that teach nothing, by fresh prompts,
+        until the batch is whole again.
+
+        After `max_refills` attempts groups that teach nothing stay; groups without a score raise RewardError.
+        """
+        for _ in range(self._settings.max_refills):
+            track = resp.meta.root_track()
+            failed = track.failed_groups
+            dropped = failed | self._uninformative_groups(track)
+            if not dropped:
+                return resp, gauges
+            self._num_dropped_groups += len(dropped)
+            if failed:
+                logger.warning("rollout %d: %d groups could not be scored and are replaced", rollout_id, len(failed))
+            keep = [row for row, group in enumerate(track.group_ids) if group not in dropped]
+            with self._clock.phase("other"):
+                req = self._fresh_groups(rollout_id, len(dropped))
+            fresh, measured = self._scored(req)
+            gauges = largest([gauges, measured])
+            wanted = list(range(track.batch_size - len(keep)))
+            with self._clock.phase("other"):
+                whole = self._runtime.gather([(held, rows) for held, rows in ((resp, keep), (fresh, wanted)) if rows])
+                resp.release()
+                fresh.release()
+            resp = whole
+        track = resp.meta.root_track()
+        if track.failed_groups:
+            raise RewardError(
+                f"{len(track.failed_groups)} groups still could not be scored after {self._settings.max_refills} "
+                f"refills: {sorted(track.failed_groups)[:4]}; "
+                f"first error: {next((error for error in track.reward_errors if error), None)}"
+            )
+        return resp, gauges
+
+    def _uninformative_groups(self, track: RolloutTrack) -> set[str]:
+        if not self._selection.dynamic_sampling:
+            return set()
+        return zero_variance_groups(track.scored_rewards, track.group_ids)
+
+    def _fresh_groups(self, rollout_id: int, num_groups: int) -> RolloutReq:
+        """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""
+        while (num_groups * self._sampling.samples_per_prompt) % self._runtime.num_shards:
+            num_groups += 1
+        fresh = self.request(rollout_id, num_groups)
+        prefix = f"refill{self._num_dropped_groups}:"
+        return fresh.replace(
+            sample_ids=[prefix + name for name in fresh.sample_ids],
+            group_ids=[prefix + name for name in fresh.group_ids],
+            init_noise_group_ids=[prefix + name for name in fresh.init_noise_group_ids],
+        )
+
+    # Advantages and selection -----------------------------------------------------------------------------------
+
+    def _attach_advantages(self, resp: Held, root: str, progress: float) -> dict[str, float]:
+        """Advantages over the whole batch into every track that trains, and into the root, which selection goes by;
+        returns what they and the rewards look like."""
+        meta, trained = resp.meta, self._stack.trained_tracks()
+        advantages: dict[str, Tensor] = {}
+        for name in dict.fromkeys((root, *trained)):
+            track = meta.track(name)
+            advantages[name] = self._advantages(
+                track.scored_rewards, track.group_ids, track.component_rewards, progress=progress
+            )
+            resp.attach(name, advantages=advantages[name])
+        return {
+            **reward_metrics(meta.track(root)),
+            **advantage_metrics({name: advantages[name] for name in trained}),
+            **self._advantages.metrics(progress),
+        }
+
+    def _selected(self, resp: Held, root: str) -> Held:
+        """The samples to train on, dealt so that every device has as much to do."""
+        track = resp.meta.track(root)
+        divisor = self._runtime.num_shards * self._settings.num_updates
+        rows = self._selection.rows(track.known_advantages, track.group_ids, divisor)
+        if rows is not None and len(rows) % divisor:
+            raise ConfigError(
+                f"selection keeps {len(rows)} samples, which do not divide over {self._runtime.num_shards} devices x "
+                f"{self._settings.num_updates} updates. Change batch_size, selection.best_of or "
+                "stack.num_updates_per_batch."
+            )
+        rows = self._balanced(resp, root, rows)
+        if rows is None:
+            return resp
+        chosen = self._runtime.gather([(resp, rows)])
+        resp.release()
+        return chosen
+
+    def _balanced(self, resp: Held, root: str, rows: list[int] | None) -> list[int] | None:
+        """The rows to train on in the order in which devices get them; None: all, as they lie."""
+        costs = self._modality.training_costs(resp, root) if self._runtime.num_shards > 1 else None
+        if costs is None:
+            return rows
+        in_order = list(range(len(costs)))
+        own = in_order if rows is None else rows
+        order = balanced_order(
+            [costs[row] for row in own],
+            self._runtime.num_shards,
+            self._settings.num_updates,
+            self._stack.samples_per_unit(),
+        )
+        arranged = [own[place] for place in order]
+        return None if arranged == in_order else arranged
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_dropped_groups(self) -> int:
+        """Groups replaced since the start of the run."""
+        return self._num_dropped_groups
+
+    @property
+    def data_fingerprint(self) -> object:
+        """What tells the rows of the data from others; None where the source does not say."""
+        return self._data.state_dict().get("fingerprint")
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "data": self._data.state_dict(),
+            "advantages": self._advantages.state_dict(),
+            "num_dropped_groups": self._num_dropped_groups,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What collecting changes, as it was before the oldest rollout that is unfinished."""
+        return self._unfinished[min(self._unfinished)] if self._unfinished else self._state()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, changed: set[str]) -> None:
+        """Restore `state_dict`; what was remembered of other rows or other rewards begins anew.
+
+        changed: sections of the recipe that differ from the run that was saved.
+        """
+        if not changed & {"seed", "data"}:
+            self._data.load_state_dict(state["data"])
+        if not changed & {"reward", "advantages"}:
+            self._advantages.load_state_dict(state["advantages"])
+        self._num_dropped_groups = state["num_dropped_groups"]
+
+
+def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest of each number over several records; one that only some have counts where it is."""
+    return {name: max(part[name] for part in parts if name in part) for name in sorted({n for p in parts for n in p})}
+
+
+def reward_metrics(track: RolloutTrack) -> dict[str, float]:
+    """Rewards of a track: all samples, each component, and within groups."""
+    rewards = track.scored_rewards
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(unbiased=False)),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+    }
+    for name, values in track.component_rewards.items():
+        metrics[f"reward/{name}/mean"] = float(values.mean())
+        metrics[f"reward/{name}/std"] = float(values.std(unbiased=False))
+    return {**metrics, **group_metrics(rewards, track.group_ids)}
+
+
+def advantage_metrics(advantages: Mapping[str, Tensor]) -> dict[str, float]:
+    """Mean and size of the advantages [B] of each trained track, under its name where there are several."""
+    return {
+        f"{name}/{key}" if len(advantages) > 1 else key: value
+        for name, values in advantages.items()
+        for key, value in (
+            ("advantage/mean", float(values.mean())),
+            ("advantage/abs_mean", float(values.abs().mean())),
+            ("advantage/max", float(values.abs().max())),
+        )
+    }

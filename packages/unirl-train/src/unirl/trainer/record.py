@@ -1,0 +1,237 @@
+"""What is kept of a run: held-out evaluations, checkpoints, metrics, samples to look at, and the summary."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from unirl.distributed.runtime import Held, Runtime
+from unirl.tracking.base import Tracker
+from unirl.trainer.clock import PhaseClock
+from unirl.trainer.evaluation import BaseEvaluator
+from unirl.trainer.modality import Gallery, Modality
+from unirl.trainer.resuming import Changes
+from unirl.trainer.settings import TrainerSettings, is_due
+from unirl.trainer.versions import versions
+from unirl.types.errors import ConfigError
+
+
+class RunRecord:
+    """Evaluates, saves, logs. `done` is always the number of finished rollouts.
+
+    config: the resolved recipe, part of every checkpoint.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: TrainerSettings,
+        *,
+        modality: Modality[Any],  # Any: it only shows samples here
+        evaluator: BaseEvaluator | None,
+        trackers: Sequence[Tracker],
+        run_dir: Path,
+        config: Mapping[str, Any],
+        clock: PhaseClock,
+    ) -> None:
+        self._runtime = runtime
+        self._settings = settings
+        self._modality = modality
+        self.evaluator = evaluator
+        self._trackers = trackers
+        self._gallery = Gallery(run_dir, trackers, settings.best_metric)
+        self._run_dir = run_dir
+        self.config = dict(config)
+        self._clock = clock
+        self._engine = runtime.role("engine")
+        self._reward = runtime.role("reward")
+        self._checkpointer = runtime.role("checkpointer")
+        self._started = time.perf_counter()
+        self._wall_before_s = 0.0
+        self._cpu_before_s = 0.0
+        self._num_samples = 0
+        self._evaluations: dict[int, dict[str, Any]] = {}
+        self._gap_mean: list[float] = []
+        self._gap_max = 0.0
+        self._first_ratio_deviation: float | None = None
+        self._saved_at: int | None = None
+        self._resume_changes: list[dict[str, Any]] = []
+
+    # Begin and end ----------------------------------------------------------------------------------------------
+
+    def start(self, done: int, head: Mapping[str, Any]) -> None:
+        """Start the trackers of a run that begins, or continues after `done` rollouts, with the recipe and `head`."""
+        for tracker in self._trackers:
+            tracker.start({**self.config, **head}, self._run_dir, done)
+
+    def finish(self, done: int, *, is_complete: bool, num_dropped_groups: int) -> dict[str, Any]:
+        """Wait for the last checkpoint; returns the summary, also written to `summary.json`."""
+        with self._clock.phase("checkpoint"):
+            self._checkpointer.wait()
+        summary = self._summary(done, is_complete=is_complete, num_dropped_groups=num_dropped_groups)
+        (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        for tracker in self._trackers:
+            tracker.finish(summary)
+        return summary
+
+    # Metrics and samples ----------------------------------------------------------------------------------------
+
+    def log(self, metrics: Mapping[str, float], done: int) -> None:
+        """One point of every curve."""
+        for tracker in self._trackers:
+            tracker.log(metrics, done)
+
+    def note(self, metrics: Mapping[str, float], num_samples: int) -> None:
+        """Keep what the summary says of a rollout's training; of several tracks, of all together."""
+        self._num_samples += num_samples
+        for name, value in metrics.items():
+            if name.endswith("mismatch/logp_absdiff/mean"):
+                self._gap_mean.append(value)
+            elif name.endswith("mismatch/logp_absdiff/max"):
+                self._gap_max = max(self._gap_max, value)
+            elif name.endswith("policy/first_ratio_max_abs_dev"):
+                self._first_ratio_deviation = max(self._first_ratio_deviation or 0.0, value)
+
+    def shows(self, done: int) -> bool:
+        """Whether samples of the rollout that makes it `done` are shown."""
+        return is_due(done, self._settings.media_interval)
+
+    def show_rollout(self, resp: Held, track: str, done: int) -> None:
+        """Let people see some samples of a scored response."""
+        self._modality.show_rollout(resp, track, done, self._gallery)
+
+    # Held-out evaluation ----------------------------------------------------------------------------------------
+
+    def lacks_evaluation(self, done: int) -> bool:
+        """Whether there is an evaluation in this run, and none after `done` rollouts."""
+        return self.evaluator is not None and done not in self._evaluations
+
+    def is_evaluation_due(self, done: int) -> bool:
+        """After every so many rollouts, or where training has passed another multiple of so many CPU seconds."""
+        if self.evaluator is None:
+            return False
+        every_s = self._settings.eval_interval_cpu_s
+        if every_s is None:
+            return is_due(done, self._settings.eval_interval)
+        last_s = max((record["train_cpu_s"] for record in self._evaluations.values()), default=0.0)
+        return self._clock.training_cpu_s // every_s > last_s // every_s
+
+    def evaluate(self, done: int) -> dict[str, float]:
+        """Held-out means of the policy that the engine samples from; {} without an evaluator."""
+        if self.evaluator is None:
+            return {}
+        with self._clock.phase("eval"):
+            result = self.evaluator.run(self._engine, self._reward, self._runtime.num_shards)
+        if self._settings.best_metric not in result.overall:
+            raise ConfigError(
+                f"save.best_metric = {self._settings.best_metric} is not among the held-out means "
+                f"{', '.join(result.overall)}. Name one of those, so that a best checkpoint can be kept."
+            )
+        self._evaluations[done] = {
+            **result.record(),
+            "num_samples_trained": self._num_samples,
+            "train_cpu_s": self._clock.training_cpu_s,
+        }
+        self._modality.show_evaluation(result, done, self._gallery)
+        return result.metrics()
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, done: int, state: Mapping[str, Any]) -> None:
+        """A checkpoint of the weights, with `state` of the other parts and the record's own."""
+        latest = self._evaluations.get(done)
+        score = None if latest is None else latest["overall"].get(self._settings.best_metric)
+        with self._clock.phase("checkpoint"):
+            self._checkpointer.save(done, {"next_rollout": done, **state, **self.state_dict()}, score)
+        self._saved_at = done
+
+    def is_saved(self, done: int) -> bool:
+        """Whether the newest checkpoint is the one after `done` rollouts."""
+        return self._saved_at == done
+
+    def wait(self) -> None:
+        """Return when the newest checkpoint stands on disk."""
+        self._checkpointer.wait()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the workers are gone, so that nothing can be saved."""
+        return self._runtime.is_closed
+
+    def load_newest(self) -> dict[str, Any]:
+        """Load the newest valid checkpoint into the backend; returns the driver's state. Raises CheckpointError."""
+        return self._checkpointer.load(None)
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _wall_s(self) -> float:
+        return self._wall_before_s + time.perf_counter() - self._started
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the summary of a resumed run must know, and the recipe."""
+        return {
+            "num_samples": self._num_samples,
+            "clock": self._clock.state_dict(),
+            "wall_s": self._wall_s,
+            "cpu_s": self._cpu_before_s + self._runtime.usage().cpu_s,
+            "evaluations": {str(step): record for step, record in self._evaluations.items()},
+            "gap_mean": self._gap_mean,
+            "gap_max": self._gap_max,
+            "first_ratio_deviation": self._first_ratio_deviation,
+            "resume_changes": self._resume_changes,
+            "config": self.config,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, changes: Changes) -> None:
+        """Restore `state_dict`, and note the settings that have changed since."""
+        self._num_samples = state["num_samples"]
+        self._resume_changes = list(state.get("resume_changes", []))
+        if changes:
+            self._resume_changes.append({"rollout": state["next_rollout"], "settings": changes})
+        self._clock.load_state_dict(state["clock"])
+        self._wall_before_s = state["wall_s"]
+        self._cpu_before_s = state["cpu_s"]
+        self._evaluations = {int(step): record for step, record in state["evaluations"].items()}
+        self._gap_mean = list(state["gap_mean"])
+        self._gap_max = state["gap_max"]
+        self._first_ratio_deviation = state["first_ratio_deviation"]
+        self._saved_at = state["next_rollout"]
+
+    def _summary(self, done: int, *, is_complete: bool, num_dropped_groups: int) -> dict[str, Any]:
+        usage = self._runtime.usage()
+        steps = sorted(self._evaluations)
+        return {
+            "recipe": self._settings.recipe,
+            "seed": self._settings.seed,
+            "versions": versions(),
+            "settings": asdict(self._settings),
+            "num_rollouts": done,
+            "num_samples": self._num_samples,
+            "num_dropped_groups": num_dropped_groups,
+            "is_complete": is_complete,
+            "wall_s": self._wall_s,
+            "cpu_s": self._cpu_before_s + usage.cpu_s,
+            "peak_rss_bytes": usage.peak_rss_bytes,
+            "phases": self._clock.wall_s,
+            "phases_cpu_s": self._clock.cpu_s,
+            "eval_before": _held_out(self._evaluations[0]) if 0 in self._evaluations else None,
+            "eval_after": _held_out(self._evaluations[steps[-1]]) if steps and steps[-1] > 0 else None,
+            "evaluations": {str(step): self._evaluations[step] for step in steps},
+            "resume_changes": self._resume_changes,
+            "logp_gap": {
+                "mean": sum(self._gap_mean) / len(self._gap_mean) if self._gap_mean else None,
+                "max": self._gap_max if self._gap_mean else None,
+            },
+            "first_ratio_max_abs_dev": self._first_ratio_deviation,
+            "run_dir": str(self._run_dir),
+        }
+
+
+def _held_out(record: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation without when it was taken, so that two runs of one recipe compare equal."""
+    return {name: value for name, value in record.items() if name not in ("num_samples_trained", "train_cpu_s")}
