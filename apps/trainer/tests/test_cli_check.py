@@ -916,6 +916,67 @@ def test_a_data_source_of_your_own_format_says_so(runnable, own_classes):
     on_machine(runnable, {**own, "data._target_": "own_classes.ForByLine"})
 
 
+def with_two_policies(recipe):
+    """The recipe with its policy twice, as "draft" and as "final"; the engine samples from the latter."""
+    recipe = copy.deepcopy(recipe)
+    own = {key: recipe.pop(key) for key in ("bundle", "pipeline", "backend", "algorithm", "stack")}
+    recipe["policies"] = {"draft": own, "final": copy.deepcopy(own)}
+    recipe["policies"]["draft"]["stack"]["track"] = "sketch"
+    recipe["engine"] = {**recipe["engine"], "_target_": "own_engines.Twin", "policy": "final"}
+    return recipe
+
+
+POLICY_MISTAKES = [
+    ({"engine.policy": "last"}, "engine.policy = 'last' is no policy of this recipe; there are draft, final."),
+    ({"engine.policy": ...}, "samples from one policy, the recipe has draft, final. Set engine.policy to one of them"),
+    ({"bundle": {}}, "bundle: a recipe with policies has no such section of its own. Move it to policies.draft.bundle"),
+    ({"policies.final.stak": {}}, "policies.final.stak: unknown key. Did you mean stack?"),
+    ({"policies.final.stack": ...}, "policies.final.stack is missing from the recipe"),
+    ({"policies.final": 3}, "policies.final = 3 must be a mapping of bundle, pipeline"),
+    ({"policies": {"a/b": {}}}, "policies: 'a/b' must be a word of letters, digits, _ and -"),
+    ({"policies.final.algorithm": ...}, "policies.final.algorithm is missing from the recipe. Add it (or policies.fi"),
+    ({"policies.final.algorithm.clip_rang": 1}, "policies.final.algorithm.clip_rang: unirl.algorithms.diffusion_grpo"),
+    ({"policies.draft.stack.micro_batch_size": 0}, "policies.draft.stack.micro_batch_size = 0 must be at least 1"),
+    ({"policies.draft.backend.keep_reference": True}, "policies.draft.backend.keep_reference: true does nothing with"),
+    ({"policies.draft.stack.track": ...}, "policies.final.algorithm: the track image is trained by policies.draft.alg"),
+    (
+        {"policies.draft.stack.track": "line"},
+        "policies.draft.stack.track = line, but the engine makes the track image,",
+    ),
+    ({"policies.final.sync": PUSH}, "policies.final.sync does nothing with Twin, which samples with the model that"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), POLICY_MISTAKES)
+def test_a_mistake_in_one_of_several_policies_is_named_with_its_place(recipes, own_engines, changes, message):
+    recipe = with_two_policies(recipes[GRPO])
+    check_recipe(recipe)
+    build_values(recipe)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(changed(recipe, changes))
+
+
+def test_two_policies_of_one_name_are_refused(tmp_path):
+    (tmp_path / "twice.yaml").write_text("policies:\n  writer: {}\n  writer: {}\n")
+    with pytest.raises(ConfigError, match=r"twice\.yaml is not YAML: .*found duplicate key writer"):
+        compose(str(tmp_path / "twice.yaml"))
+
+
+@pytest.fixture
+def own_engines(tmp_path, monkeypatch):
+    """A module with an engine of two tracks, outside the packages."""
+    (tmp_path / "own_engines.py").write_text(
+        "from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine\n\n\n"
+        "class Twin(TrainsideRolloutEngine):\n"
+        "    def __init__(self, pipeline, policies, tracks=('image', 'sketch'), **options):\n"
+        "        super().__init__(pipeline, policies, **options)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    read_target.cache_clear()
+    read_module.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -926,26 +987,19 @@ def test_a_data_source_of_your_own_format_says_so(runnable, own_classes):
         ),
         (
             GRPO,
-            {"algorithm": None, "algorithms": {"image": ..., "sketch": ...}},
-            "algorithms.sketch: no engine makes the track sketch, there is image. Rename or remove it.",
+            {"algorithm": None, "algorithms": {"image": ..., "line": ...}},
+            "algorithms.line: no engine makes the track line, there is image. Rename or remove it.",
         ),
         (
             GRPO,
             {"engine._target_": "own_engines.Twin", "stack.num_updates_per_batch": 1},
-            "the engine makes the track mask, which no algorithm trains. Add algorithms.mask.",
+            "the engine makes the track sketch, which no algorithm trains. Add algorithms.sketch.",
         ),
         (GRPO, {"algorithm": None}, "algorithm is missing from the recipe. Add it (or algorithms by track), or"),
         (GRPO, {"algorithms": {"image": ...}}, "algorithm and algorithms are both set. Keep one of them."),
     ],
 )
-def test_tracks_and_algorithms_that_do_not_meet_are_named(recipes, tmp_path, monkeypatch, name, changes, message):
-    (tmp_path / "own_engines.py").write_text(
-        "from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine\n\n\n"
-        "class Twin(TrainsideRolloutEngine):\n"
-        "    def __init__(self, pipeline, policies, tracks=('image', 'mask'), **options):\n"
-        "        super().__init__(pipeline, policies, **options)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
+def test_tracks_and_algorithms_that_do_not_meet_are_named(recipes, own_engines, name, changes, message):
     recipe = recipes[name]
     if "algorithms" in changes:
         changes = {**changes, "algorithms": dict.fromkeys(changes["algorithms"], recipe["algorithm"])}
