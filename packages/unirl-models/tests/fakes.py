@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from unirl.models.adapter import DiffusionAdapter, check_multiples, require_condition, select_rows
+from unirl.models.experts import RankFollowing, routed
 from unirl.models.guidance import Guidance, classifier_free, require_negative_prompt
 from unirl.sde.loop import Velocity
 from unirl.types.conditions import Condition, TextEmbedCondition, TextTokenCondition
@@ -27,7 +29,7 @@ WIDTH = 8
 
 
 @dataclass
-class FakeBundle:
+class FakeBundle(RankFollowing):
     """Modules by name, and which of them train."""
 
     modules: dict[str, nn.Module]
@@ -131,23 +133,13 @@ class TwoExpertAdapter(DiffusionAdapter):
 
             part = None if negative is None else select_rows(negative, rows)
             guided = classifier_free(predict, select_rows(conditional, rows), part, Guidance(scale))
-            index = torch.tensor(rows)
-            return guided(x[index], sigma[index], step[index])
+            return guided(x, sigma, step)
 
-        def velocity(x_R: Tensor, sigma_R: Tensor, step_R: Tensor) -> Tensor:
-            is_high = (sigma_R >= self.boundary).tolist()
-            out = torch.zeros_like(x_R)
-            for name, scale, side in (
-                ("transformer", params.guidance_scale, True),
-                ("transformer_2", scale_2, False),
-            ):
-                rows = [row for row, high in enumerate(is_high) if high is side]
-                if rows:
-                    part = expert_velocity(name, scale, rows, x_R, sigma_R, step_R)
-                    out = out.index_copy(0, torch.tensor(rows), part)
-            return out
-
-        return velocity
+        experts = [
+            partial(expert_velocity, "transformer", params.guidance_scale),
+            partial(expert_velocity, "transformer_2", scale_2),
+        ]
+        return routed(experts, lambda sigma_R: (sigma_R < self.boundary).long(), self.bundle.any_rank)
 
     def decode(self, latents: Tensor) -> Videos:
         frames = []

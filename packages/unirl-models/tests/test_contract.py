@@ -16,7 +16,7 @@ from unirl.sde.schedule import SigmaSchedule
 from unirl.types.sampling import DiffusionSamplingParams
 
 from .contract import CHECKS, Case
-from .fakes import PackedAdapter, TwoExpertAdapter
+from .fakes import FakeBundle, PackedAdapter, TwoExpertAdapter
 
 
 def _params(**changes: Any) -> DiffusionSamplingParams:
@@ -70,6 +70,36 @@ def test_rows_above_the_boundary_train_the_high_noise_expert_alone(two_experts: 
     assert all(p.grad is None for p in experts["transformer_2"].parameters())
     assert all(p.grad is not None for p in experts["transformer"].parameters())
     experts["transformer"].zero_grad()
+
+
+def test_an_expert_that_another_rank_needs_runs_here_too_and_changes_nothing(two_experts: Case) -> None:
+    """Two ranks whose rows lie on both sides of the boundary, and which gather each expert's shards together."""
+    conditions, segment = two_experts.rollout()
+    bundle = two_experts.pipeline.bundle
+    assert isinstance(bundle, FakeBundle)
+    experts = bundle.trainable_modules()
+    calls: list[str] = []
+    hooks = [module.register_forward_hook(lambda *_, name=name: calls.append(name)) for name, module in experts.items()]
+    high = [step for step in segment.sde_indices if segment.sigmas[step] >= TwoExpertAdapter.boundary]
+    low = [step for step in segment.sde_indices if step not in high]
+    found = {}
+    for steps in (high, low):
+        samples, rows = transition_rows(3, steps)
+        alone = two_experts.pipeline.replay(conditions, segment, samples, rows, two_experts.params).logp_R
+        calls.clear()
+        bundle.follow_ranks(lambda has_rows: True)  # some rank has rows for every expert
+        with_others = two_experts.pipeline.replay(conditions, segment, samples, rows, two_experts.params).logp_R
+        bundle.any_rank = None
+        found[tuple(steps)] = list(calls)
+        assert torch.equal(with_others, alone)
+        with_others.sum().backward()
+        idle = experts["transformer_2" if steps is high else "transformer"]
+        assert all(p.grad is not None and not p.grad.any() for p in idle.parameters())
+        for module in experts.values():
+            module.zero_grad()
+    assert found[tuple(high)] == found[tuple(low)] == ["transformer", "transformer_2"]
+    for hook in hooks:
+        hook.remove()
 
 
 def test_each_expert_has_its_own_guidance_scale(two_experts: Case) -> None:

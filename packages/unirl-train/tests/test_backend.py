@@ -1,5 +1,6 @@
 """The backend in one process: steps, policies, adapters, precision, offload, export."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -405,3 +406,24 @@ def test_a_state_of_other_options_is_refused_by_name():
     state = {name: tensor.clone() for name, tensor in backend.state_dict().items()}
     with pytest.raises(CheckpointError, match="unexpected .*policies/old"):
         make_backend().load_state_dict(state)
+
+
+class RoutingBundle(TinyBundle):
+    """Stands for a model whose rows go to one of two experts."""
+
+    any_rank: Callable[[bool], bool] | None = None
+
+    def follow_ranks(self, any_rank: Callable[[bool], bool]) -> None:
+        """Remember how to ask."""
+        self.any_rank = any_rank
+
+
+def test_a_bundle_of_experts_follows_the_ranks_where_it_is_sharded_and_only_there():
+    whole, sharded = RoutingBundle(num_components=2), RoutingBundle(num_components=2)
+    make_backend(whole)
+    assert whole.any_rank is None
+    backend = make_backend(sharded, fsdp=FSDPConfig(param_dtype="bf16"))
+    try:
+        assert sharded.any_rank is not None and sharded.any_rank(True) and not sharded.any_rank(False)
+    finally:
+        backend.close()

@@ -392,6 +392,16 @@ class ModelBundle(Protocol):
         ...
 
 
+@runtime_checkable
+class RoutesRows(Protocol):
+    """A bundle whose velocity sends each row to one of several components that train."""
+
+    def follow_ranks(self, any_rank: Callable[[bool], bool]) -> None:
+        """Called once where the components are spread over ranks, which gather their shards together: from now on run a
+        component where any rank has rows for it, by asking `ShardedPolicyStore.any_rank`."""
+        ...
+
+
 ChunkListener = Callable[[RolloutResp], None]
 """Called with samples that are ready."""
 

@@ -23,7 +23,7 @@ from unirl.train.lora import adapters_disabled
 from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError, TrainingError
-from unirl.types.protocols import ModelBundle
+from unirl.types.protocols import ModelBundle, RoutesRows
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
 
@@ -83,6 +83,8 @@ class FSDPBackend:
         self._modules = bundle.trainable_modules()
         adapter = prepare_parameters(bundle, self._modules, self._config, lora, self.device)
         self._roots, self._owns_process_group = wrap(bundle, self._modules, self._config, topology, self.device)
+        if self._roots and isinstance(bundle, RoutesRows):
+            bundle.follow_ranks(self.any_rank)
         self._parameters = {
             f"{component}.{name}": parameter
             for component, module in self._modules.items()
