@@ -28,6 +28,7 @@ from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
 from unirl.trainer.guardrails import GuardrailConfig
+from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.trainer.text import TextModality, count_tokens, verdict
 from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
@@ -188,7 +189,7 @@ class Run:
             config={"recipe": "fake"},
             stop=threading.Event(),
             selection=selection,
-            sync=self.runtime.role("sync") if syncs else None,
+            sync=self.runtime.role("sync", SyncRole) if syncs else None,
         )
 
     @property

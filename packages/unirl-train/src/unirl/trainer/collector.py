@@ -17,6 +17,7 @@ from unirl.trainer.balance import balanced_order
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator
 from unirl.trainer.modality import Modality, ParamsT
+from unirl.trainer.roles import EngineRole, RewardRole, StackRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import ConfigError, RewardError
 from unirl.types.rollout import RolloutReq, RolloutTrack
@@ -74,15 +75,15 @@ class Collector(Generic[ParamsT]):
         self._selection = selection if selection is not None else SampleSelection()
         self.rollout_policy = rollout_policy
         self._scored_track = scored_track
-        self._engine = runtime.role("engine")
-        self._reward = runtime.role("reward")
-        self._stack = runtime.role("stack")
+        self._engine = runtime.role("engine", EngineRole)
+        self._reward = runtime.role("reward", RewardRole)
+        self._stack = runtime.role("stack", StackRole)
         self._num_dropped_groups = 0
         self._unfinished: dict[int, dict[str, Any]] = {}
 
     def prepare(self, evaluator: BaseEvaluator | None) -> None:
         """Tell the engine what the whole run will ask of it. Called once, before training or resuming."""
-        self._modality.prepare(self._engine, self._data, self._sampling, evaluator)
+        self._modality.prepare(self._runtime, self._data, self._sampling, evaluator)
 
     def collect(self, rollout_id: int, *, show: Show | None = None) -> ScoredRollout:
         """One rollout, scored and selected. Raises what engine and scorers raise, and RewardError where groups without
@@ -109,7 +110,7 @@ class Collector(Generic[ParamsT]):
 
     def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
         """The next prompts of the data as a request, with everything pinned."""
-        return self._modality.request(self._engine, self._data.next(num_prompts), self._sampling, rollout_id)
+        return self._modality.request(self._runtime, self._data.next(num_prompts), self._sampling, rollout_id)
 
     # Rewards and refills ----------------------------------------------------------------------------------------
 

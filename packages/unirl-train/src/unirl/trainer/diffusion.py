@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
-from unirl.distributed.runtime import Held, Role
+from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.media import Mark, before_after, grid, marks
 from unirl.tracking.video import write_video
 from unirl.trainer.evaluation import (
@@ -26,6 +26,7 @@ from unirl.trainer.evaluation import (
 )
 from unirl.trainer.modality import Gallery, Modality
 from unirl.trainer.request import build_request, shortened
+from unirl.trainer.roles import DiffusionEngineRole
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -39,7 +40,7 @@ class DiffusionModality(Modality[DiffusionSamplingParams]):
 
     def prepare(
         self,
-        engine: Role,
+        runtime: Runtime,
         data: MultimodalRLDataSource,
         sampling: DiffusionSamplingParams,
         evaluator: BaseEvaluator | None,
@@ -50,14 +51,14 @@ class DiffusionModality(Modality[DiffusionSamplingParams]):
         if evaluator is not None:
             prompts += evaluator.prompts
             params += evaluator.all_params
-        engine.prepare_prompts(prompts, params)
+        runtime.role("engine", DiffusionEngineRole).prepare_prompts(prompts, params)
 
     def request(
-        self, engine: Role, rows: Sequence[PromptRow], sampling: DiffusionSamplingParams, rollout_id: int
+        self, runtime: Runtime, rows: Sequence[PromptRow], sampling: DiffusionSamplingParams, rollout_id: int
     ) -> RolloutReq:
         """A request with the stochastic steps of this rollout, pinned sigmas and the ids of every noise."""
         params = sampling.resolved(rollout_id)
-        plan = engine.plan(params)
+        plan = runtime.role("engine", DiffusionEngineRole).plan(params)
         params, sigmas = shortened(params, plan.sigmas)
         return build_request(rows, params, sigmas=sigmas, latent_shape=plan.latent_shape, rollout_id=rollout_id)
 

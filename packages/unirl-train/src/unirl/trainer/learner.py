@@ -6,10 +6,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from unirl.distributed.runtime import Role, Runtime
+from unirl.distributed.runtime import Runtime
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import ScoredRollout
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.roles import StackRole, SyncRole
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,9 @@ class Learner:
     """
 
     def __init__(
-        self, runtime: Runtime, *, guardrails: GuardrailConfig, clock: PhaseClock, sync: Role | None = None
+        self, runtime: Runtime, *, guardrails: GuardrailConfig, clock: PhaseClock, sync: SyncRole | None = None
     ) -> None:
-        self._stack = runtime.role("stack")
+        self._stack = runtime.role("stack", StackRole)
         self._sync = sync
         self._clock = clock
         self._guardrails = Guardrails(guardrails)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
-from unirl.distributed.runtime import Held, Role
+from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.base import Tracker
 from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult
 from unirl.types.rollout import RolloutReq
@@ -44,12 +44,12 @@ class Modality(ABC, Generic[ParamsT]):
 
     @abstractmethod
     def prepare(
-        self, engine: Role, data: MultimodalRLDataSource, sampling: ParamsT, evaluator: BaseEvaluator | None
+        self, runtime: Runtime, data: MultimodalRLDataSource, sampling: ParamsT, evaluator: BaseEvaluator | None
     ) -> None:
         """Called once, before training or resuming: what the engine must know of the whole run."""
 
     @abstractmethod
-    def request(self, engine: Role, rows: Sequence[PromptRow], sampling: ParamsT, rollout_id: int) -> RolloutReq:
+    def request(self, runtime: Runtime, rows: Sequence[PromptRow], sampling: ParamsT, rollout_id: int) -> RolloutReq:
         """A request for samples of some prompts, with everything pinned."""
 
     def training_costs(self, resp: Held, track: str) -> list[int] | None:

@@ -15,6 +15,7 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator
 from unirl.trainer.modality import Gallery, Modality
 from unirl.trainer.resuming import Changes
+from unirl.trainer.roles import CheckpointerRole
 from unirl.trainer.settings import TrainerSettings, is_due
 from unirl.trainer.versions import versions
 from unirl.types.errors import ConfigError
@@ -49,7 +50,7 @@ class RunRecord:
         self._clock = clock
         self._engine = runtime.role("engine")
         self._reward = runtime.role("reward")
-        self._checkpointer = runtime.role("checkpointer")
+        self._checkpointer = runtime.role("checkpointer", CheckpointerRole)
         self._started = time.perf_counter()
         self._wall_before_s = 0.0
         self._cpu_before_s = 0.0

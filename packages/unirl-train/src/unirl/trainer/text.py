@@ -10,12 +10,13 @@ from typing import ClassVar
 import torch
 
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
-from unirl.distributed.runtime import Held, Role
+from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.base import TableRow
 from unirl.tracking.media import answered
 from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult, sample_values
 from unirl.trainer.modality import Gallery, Modality
 from unirl.trainer.request import build_text_request
+from unirl.trainer.roles import EngineRole
 from unirl.trainer.text_evaluation import take_completions, take_pictures
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
@@ -39,7 +40,11 @@ class TextModality(Modality[ARSamplingParams]):
         self._balances_tokens = balance_tokens
 
     def prepare(
-        self, engine: Role, data: MultimodalRLDataSource, sampling: ARSamplingParams, evaluator: BaseEvaluator | None
+        self,
+        runtime: Runtime,
+        data: MultimodalRLDataSource,
+        sampling: ARSamplingParams,
+        evaluator: BaseEvaluator | None,
     ) -> None:
         """Let the engine look at every prompt of texts alone, so that none that is too long stops the run later.
 
@@ -50,12 +55,12 @@ class TextModality(Modality[ARSamplingParams]):
             return
         once = dataclasses.replace(sampling, samples_per_prompt=1)
         try:
-            engine.check_prompts(build_text_request(rows, once, rollout_id=0))
+            runtime.role("engine", EngineRole).check_prompts(build_text_request(rows, once, rollout_id=0))
         except ConfigError as error:
             raise ConfigError(f"{data.path}: {error}") from error
 
     def request(
-        self, engine: Role, rows: Sequence[PromptRow], sampling: ARSamplingParams, rollout_id: int
+        self, runtime: Runtime, rows: Sequence[PromptRow], sampling: ARSamplingParams, rollout_id: int
     ) -> RolloutReq:
         """A request for completions."""
         return build_text_request(rows, sampling, rollout_id=rollout_id)

@@ -19,7 +19,7 @@ from unirl.config.placement import EVERYTHING, cluster_shape, groups_of
 from unirl.config.runs import ComposedRun, named_copy, run_of
 from unirl.config.schema import PolicySections, components
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import LocalRuntime, Role, Runtime
+from unirl.distributed.runtime import LocalRuntime, Runtime
 from unirl.distributed.worker import WorkerContext
 from unirl.tracking.base import Tracker
 from unirl.train.checkpoint import Checkpointer
@@ -44,6 +44,7 @@ from unirl.trainer.policy import (
 from unirl.trainer.record import RunRecord
 from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
 from unirl.trainer.resuming import check_resume
+from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import ConfigError
 
@@ -265,7 +266,7 @@ def make_trainer(
         config=recipe,
         stop=stop,
         selection=SampleSelection() if run.selection is None else instantiate(run.selection.node),
-        sync=None if run.policy.sync is None else runtime.role("sync"),
+        sync=None if run.policy.sync is None else runtime.role("sync", SyncRole),
         clock=clock,
         loop=lambda **parts: build_part(run.trainer, components()["trainer"], parts),
     )
@@ -286,7 +287,7 @@ def assemble(
     config: Recipe,
     stop: threading.Event,
     selection: SampleSelection | None = None,
-    sync: Role | None = None,
+    sync: SyncRole | None = None,
     clock: PhaseClock | None = None,
     loop: Callable[..., Trainer] = Trainer,
 ) -> Trainer:
