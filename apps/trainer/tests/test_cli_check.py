@@ -997,6 +997,13 @@ def own_engines(tmp_path, monkeypatch):
         ),
         (GRPO, {"algorithm": None}, "algorithm is missing from the recipe. Add it (or algorithms by track), or"),
         (GRPO, {"algorithms": {"image": ...}}, "algorithm and algorithms are both set. Keep one of them."),
+        (
+            GRPO,
+            {"stack.losses": {"sketch": {"weight": 2.0}}},
+            "stack.losses names tracks ['sketch'], which no algorithm",
+        ),
+        (GRPO, {"stack.losses": {"image": {"wight": 2.0}}}, "stack.losses.image has no wight; there are weight, every"),
+        (GRPO, {"stack.losses": {"image": {"every": 2}}}, "update 1 of every 2 would train no track"),
     ],
 )
 def test_tracks_and_algorithms_that_do_not_meet_are_named(recipes, own_engines, name, changes, message):

@@ -16,7 +16,8 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.train.configs import OptimizerConfig
-from unirl.train.stack import TrackLoss, TrainStack, TrainStepResult
+from unirl.train.stack import TrainStack, TrainStepResult
+from unirl.train.track_loss import TrackLoss
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutResp, RolloutTrack
 
@@ -138,7 +139,12 @@ def test_what_cannot_train_is_refused_with_the_names():
         ({}, {}, "needs an algorithm for at least one track"),
         ({"text": algorithm}, {"track": "text"}, "stack.track = text names the track of a single algorithm"),
         ({"text": algorithm}, {"losses": {"image": TrackLoss()}}, r"stack.losses names tracks \['image'\], which no"),
-        ({"text": algorithm}, {"losses": {"text": TrackLoss(every=2)}}, "update 1 of every 2 would train no track"),
+        (
+            {"text": algorithm},
+            {"losses": {"text": {"weigt": 2.0}}},
+            "stack.losses.text has no weigt; there are",
+        ),
+        ({"text": algorithm}, {"losses": {"text": {"every": 2}}}, "update 1 of every 2 would train no track"),
     ]
     for algorithms, options, message in cases:
         with pytest.raises(ConfigError, match=message):

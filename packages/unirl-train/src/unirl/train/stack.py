@@ -13,12 +13,14 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
 from unirl.train.slicing import training_slices
-from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, PositiveOrInf, bounded
+from unirl.train.track_loss import TrackLoss, track_losses
+from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -37,31 +39,6 @@ class TrainStepResult:
     updates: list[dict[str, float]] = field(default_factory=list)
 
 
-@bounded("stack.losses")
-@dataclass(frozen=True)
-class TrackLoss:
-    """What the loss of one of several tracks weighs, and in which updates it has a part.
-
-    every, turn: the track trains in the updates n = turn, turn + every, ... of the run, n counted from 0 over all
-        rollouts: U = 2 updates per rollout with every = 2 train it in one update of each rollout, U = 1 in every second
-        rollout. Its samples of a rollout are divided over its own updates there.
-    micro_batch_size: samples of the track that a backward holds at once; None takes the stack's.
-    """
-
-    weight: Positive = 1.0
-    every: PositiveInt = 1
-    turn: NonNegativeInt = 0
-    micro_batch_size: PositiveInt | None = None
-
-    def __post_init__(self) -> None:
-        if self.turn >= self.every:
-            raise ConfigError(f"stack.losses: turn = {self.turn} must be below every = {self.every}")
-
-    def updates(self, start: int, count: int) -> list[int]:
-        """Which of the updates `start` .. `start + count - 1` of the run train the track, counted from `start`."""
-        return [update for update in range(count) if (start + update) % self.every == self.turn]
-
-
 @dataclass(frozen=True)
 class _Part:
     """One track with its algorithm. `prefix`: of its metrics and its state."""
@@ -77,14 +54,17 @@ class TrainStack:
     """Trains the tracks of a response on one backend: the losses of all tracks of an update end in one optimizer step.
 
     algorithms: track -> algorithm, or one algorithm, whose track is `track` (None: "image").
-    losses: track -> weight and cadence, see `TrackLoss`; a track that is not named has weight 1 and trains in every
-        update. With more than one track metrics are called `<track>/...`, but for those of the optimizer step.
+    losses: track -> weight and cadence, a `TrackLoss` or its keywords; a track that is not named has weight 1 and
+        trains in every update. With several tracks metrics are called `<track>/...`, except for those of the optimizer
+        step.
     micro_batch_size: samples that a backward holds at once; the memory knob.
     num_updates_per_batch: optimizer steps that a rollout is used for, each on its own samples.
     max_grad_norm: global L2 norm that gradients are clipped to.
     Raises ConfigError for losses of tracks without an algorithm, an update that trains no track, and algorithms that
     want to sample from different policies.
     """
+
+    recipe_rules: ClassVar[str] = "unirl.train.stack_rules"
 
     def __init__(
         self,
@@ -95,7 +75,7 @@ class TrainStack:
         num_updates_per_batch: PositiveInt = 1,
         max_grad_norm: PositiveOrInf = 1.0,
         track: str | None = None,
-        losses: Mapping[str, TrackLoss] | None = None,
+        losses: Mapping[str, TrackLoss | Mapping[str, Any]] | None = None,  # Any: keywords of TrackLoss
     ) -> None:
         self._backend = backend
         self._micro_batch_size = micro_batch_size
@@ -106,28 +86,11 @@ class TrainStack:
         self._maxima: set[str] = set()
         """Names of the metrics that are maxima instead of means."""
         named = _by_track(algorithms, track)
-        losses = losses or {}
-        unknown = sorted(set(losses) - set(named))
-        if unknown:
-            raise ConfigError(
-                f"stack.losses names tracks {unknown}, which no algorithm trains; there are {list(named)}"
-            )
+        own = track_losses(named, losses or {})
         self._parts = [
-            _Part(name, f"{name}/" if len(named) > 1 else "", algorithm, losses.get(name, TrackLoss()))
-            for name, algorithm in named.items()
+            _Part(name, f"{name}/" if len(named) > 1 else "", algorithm, own[name]) for name, algorithm in named.items()
         ]
-        self._check_turns()
         self.rollout_policy()
-
-    def _check_turns(self) -> None:
-        period = math.lcm(*(part.loss.every for part in self._parts))
-        idle = [n for n in range(period) if not any(part.loss.updates(n, 1) for part in self._parts)]
-        if idle:
-            turns = {part.name: (part.loss.every, part.loss.turn) for part in self._parts}
-            raise ConfigError(
-                f"update {idle[0]} of every {period} would train no track: stack.losses has (every, turn) = {turns}. "
-                "Give every update a track."
-            )
 
     @property
     def tracks(self) -> list[str]:
