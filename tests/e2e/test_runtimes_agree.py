@@ -107,7 +107,7 @@ def two_rollouts(recipe, runtime, run_dir):
         metrics = [trainer.step(rollout_id) for rollout_id in range(2)]
         evaluator = make_evaluator(recipe)
         assert evaluator is not None
-        metrics.append(evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_shards).metrics())
+        metrics.append(evaluator.run(runtime).metrics())
         req = trainer.collector.request(2, recipe["batch_size"])
         with runtime.role("engine").generate(req, policy=runtime.role("stack").rollout_policy()) as resp:
             runtime.role("reward").score_track(resp, "image")

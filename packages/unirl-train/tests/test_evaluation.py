@@ -1,6 +1,7 @@
 """Held-out evaluation: the same pictures every time, whatever the batches and the ranks."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +49,8 @@ def evaluated(runtime: LocalRuntime, *, num_shards: int = 1, num_prompts: int = 
     defaults: dict[str, Any] = {"prompts": "", "num_samples": 10, "batch_size": 4, "num_images": 10}
     config = EvaluationConfig(**{**defaults, **options})
     evaluator = Evaluator(config, prompt_rows(num_prompts), sampling())
-    result = evaluator.run(runtime.role("engine"), runtime.role("reward"), num_shards)
+    pretending: Any = SimpleNamespace(role=runtime.role, num_shards=num_shards)
+    result = evaluator.run(pretending)
     assert runtime.num_held() == 0
     return result
 

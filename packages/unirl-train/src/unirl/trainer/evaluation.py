@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from unirl.data.data_source import PromptRow, epoch_order
-from unirl.distributed.runtime import Held, Role
+from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.base import TableRow
 from unirl.tracking.video import strip
 from unirl.trainer.request import build_request
+from unirl.trainer.roles import DiffusionEngineRole, EngineRole, RewardRole
 from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Images, Texts, Videos
@@ -261,19 +262,18 @@ class ScoredBatch:
 def scored_batches(
     rows: Sequence[PromptRow],
     build: Callable[[list[PromptRow]], RolloutReq],
-    engine: Role,
-    reward: Role,
+    runtime: Runtime,
     *,
     config: HeldOut,
-    samples_per_prompt: int,
-    num_shards: int,
+    samples_per_prompt: int = 1,
 ) -> Iterator[ScoredBatch]:
     """Generate and score all rows, `config.batch_size` samples at a time. A batch is released where the next begins."""
+    engine, reward = runtime.role("engine", EngineRole), runtime.role("reward", RewardRole)
     step = max(1, config.batch_size // samples_per_prompt)
     for start in range(0, len(rows), step):
         part = list(rows[start : start + step])
         padded = list(part)
-        while (len(padded) * samples_per_prompt) % num_shards:
+        while (len(padded) * samples_per_prompt) % runtime.num_shards:
             padded.append(part[0])
         req = build(padded)
         with engine.generate(req, policy=config.policy) as resp:
@@ -352,7 +352,7 @@ class BaseEvaluator(ABC):
         """Every way in which it samples."""
 
     @abstractmethod
-    def run(self, engine: Role, reward: Role, num_shards: int) -> EvaluationResult:
+    def run(self, runtime: Runtime) -> EvaluationResult:
         """Generate and score every evaluation sample. Raises what the engine or a scorer raises, and RewardError where
         no sample could be scored."""
 
@@ -386,9 +386,9 @@ class Evaluator(BaseEvaluator):
         """The one way."""
         return [self._params]
 
-    def run(self, engine: Role, reward: Role, num_shards: int) -> EvaluationResult:
+    def run(self, runtime: Runtime) -> EvaluationResult:
         """See `BaseEvaluator.run`."""
-        plan = engine.plan(self._params)
+        plan = runtime.role("engine", DiffusionEngineRole).plan(self._params)
         scores = Scores()
         images: list[Tensor] = []
         videos: list[Tensor] = []
@@ -401,9 +401,7 @@ class Evaluator(BaseEvaluator):
                 rows, self._params, sigmas=plan.sigmas, latent_shape=plan.latent_shape, rollout_id=EVAL_ROLLOUT_ID
             )
 
-        for batch in scored_batches(
-            self._rows, build, engine, reward, config=self.config, samples_per_prompt=1, num_shards=num_shards
-        ):
+        for batch in scored_batches(self._rows, build, runtime, config=self.config):
             scores.add_samples(batch)
             wanted = self._num_images - sum(len(part) for part in images)
             if wanted > 0:

@@ -48,8 +48,6 @@ class RunRecord:
         self._run_dir = run_dir
         self.config = dict(config)
         self._clock = clock
-        self._engine = runtime.role("engine")
-        self._reward = runtime.role("reward")
         self._checkpointer = runtime.role("checkpointer", CheckpointerRole)
         self._started = time.perf_counter()
         self._wall_before_s = 0.0
@@ -126,7 +124,7 @@ class RunRecord:
         if self.evaluator is None:
             return {}
         with self._clock.phase("eval"):
-            result = self.evaluator.run(self._engine, self._reward, self._runtime.num_shards)
+            result = self.evaluator.run(self._runtime)
         if self._settings.best_metric not in result.overall:
             raise ConfigError(
                 f"save.best_metric = {self._settings.best_metric} is not among the held-out means "

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from unirl.data.data_source import PromptRow
-from unirl.distributed.runtime import Role
+from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import TableRow
 from unirl.trainer.evaluation import (
     EVAL_ROLLOUT_ID,
@@ -129,7 +129,7 @@ class TextEvaluator(BaseEvaluator):
         """Greedy, and where pass@k is asked for, sampled."""
         return [self._greedy, self._sampled] if self._pass_rows else [self._greedy]
 
-    def run(self, engine: Role, reward: Role, num_shards: int) -> EvaluationResult:
+    def run(self, runtime: Runtime) -> EvaluationResult:
         """See `BaseEvaluator.run`. Means are of the greedy completions, `pass@k` of the sampled ones."""
         scores, completions, pictures = Scores(), [], []
 
@@ -139,9 +139,7 @@ class TextEvaluator(BaseEvaluator):
         def sampled(rows: list[PromptRow]) -> RolloutReq:
             return build_text_request(rows, self._sampled, rollout_id=PASS_ROLLOUT_ID)
 
-        for batch in scored_batches(
-            self._rows, greedy, engine, reward, config=self.config, samples_per_prompt=1, num_shards=num_shards
-        ):
+        for batch in scored_batches(self._rows, greedy, runtime, config=self.config):
             scores.add_samples(batch)
             wanted = min(self._options.num_completions - len(completions), len(batch.rows))
             if wanted > 0:
@@ -151,13 +149,7 @@ class TextEvaluator(BaseEvaluator):
                 shown = [each for part in batch.resp.map(take_pictures, batch.name, wanted) for each in part]
                 pictures += [shown[i] for i in scored if shown]
         for batch in scored_batches(
-            self._pass_rows,
-            sampled,
-            engine,
-            reward,
-            config=self.config,
-            samples_per_prompt=self._options.pass_samples,
-            num_shards=num_shards,
+            self._pass_rows, sampled, runtime, config=self.config, samples_per_prompt=self._options.pass_samples
         ):
             self._add_passes(scores, batch)
         return EvaluationResult(

@@ -44,7 +44,7 @@ from unirl.trainer.policy import (
 from unirl.trainer.record import RunRecord
 from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
 from unirl.trainer.resuming import check_resume
-from unirl.trainer.roles import SyncRole
+from unirl.trainer.roles import CheckpointerRole, StackRole, SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import ConfigError
 
@@ -302,7 +302,7 @@ def assemble(
         advantages=advantages,
         clock=clock,
         selection=selection,
-        rollout_policy=runtime.role("stack").rollout_policy(),
+        rollout_policy=runtime.role("stack", StackRole).rollout_policy(),
     )
     learner = Learner(runtime, guardrails=guardrails, clock=clock, sync=sync)
     record = RunRecord(
@@ -343,7 +343,7 @@ def run_recipe(
 def load_checkpoint(runtime: Runtime, which: str) -> dict[str, Any]:
     """Restore "newest", "best" (by held-out score) or a step of the run directory on every worker; returns the driver's
     state."""
-    checkpointer = runtime.role("checkpointer")
+    checkpointer = runtime.role("checkpointer", CheckpointerRole)
     if which == "best":
         return checkpointer.load_best()
     if which == "newest":
@@ -359,12 +359,12 @@ def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) ->
     if evaluator is None:
         raise ConfigError("this recipe has no eval section; add eval.prompts")
     with make_runtime(recipe, run_dir) as runtime:
-        runtime.role("stack").prepare()
+        runtime.role("stack", StackRole).prepare()
         if checkpoint is not None:
             load_checkpoint(runtime, checkpoint)
         if runtime.has_role("sync"):
-            runtime.role("sync").push(evaluator.config.policy)
-        return evaluator.run(runtime.role("engine"), runtime.role("reward"), runtime.num_shards)
+            runtime.role("sync", SyncRole).push(evaluator.config.policy)
+        return evaluator.run(runtime)
 
 
 def export_recipe(
@@ -377,7 +377,7 @@ def export_recipe(
     run = run_of(recipe)
     name, copy = named_copy(run, policy)
     with make_runtime(recipe, run_dir) as runtime:
-        runtime.role("stack").prepare()
+        runtime.role("stack", StackRole).prepare()
         state = load_checkpoint(runtime, checkpoint)
         exporter = runtime.role(role_name(name, "exporter", run.policies))
         if merged:
