@@ -69,6 +69,11 @@ def findings(name, *overrides):
             ["+backend.fsdp.cpu_offload=true"],
             "residency.offload_optimizer: true does nothing with backend.fsdp.cpu_offload, which keeps them in",
         ),
+        (
+            VLLM,
+            ["+placement.train=0-15", "+placement.rollout=16-31"],
+            "residency.sleep_engine: true makes room for nobody: placement.rollout shares no device",
+        ),
         (VLLM, [LORA_SYNC], "LoraWeightSync pushes LoRA adapters, but backend.lora is null"),
         (
             VLLM,
@@ -94,6 +99,7 @@ def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
         (VLLM, [LORA_SYNC, "parts/train=lora", "+engine.max_lora_rank=64"]),
         (REPLICA, ["device=cuda", "+residency.sleep_engine=true", "+residency.offload_weights=true"]),
         (REPLICA, [LORA_SYNC, "parts/train=lora"]),
+        (VLLM, ["+placement.train=0-31", "+placement.rollout=16-31"]),
         ("diffusion/sd3_shapes", ["device=cuda", "+residency.offload_optimizer=true"]),
     ],
 )

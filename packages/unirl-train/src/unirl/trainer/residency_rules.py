@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.types.recipe import Messages
 
@@ -44,4 +45,21 @@ def residency_moves_something(run: ComposedRun) -> Messages:
             )
 
 
-RULES = (residency_moves_something,)
+def what_leaves_makes_room(run: ComposedRun) -> Messages:
+    """Groups of workers with devices of their own have nothing to make room for."""
+    residency = run.file.residency
+    devices = {name: set(group.devices) for group in groups_of_run(run) for name in group.holds}
+    for knob, own, others in (
+        ("sleep_engine", "rollout", ("train",)),
+        ("offload_weights", "train", ("rollout",)),
+        ("offload_optimizer", "train", ("rollout", "reward")),
+        ("offload_reward", "reward", ("rollout", "train")),
+    ):
+        if getattr(residency, knob) and not any(devices[own] & devices[other] for other in others):
+            yield (
+                f"residency.{knob}: true makes room for nobody: placement.{own} shares no device with "
+                f"{' or '.join(others)}. Remove it."
+            )
+
+
+RULES = (residency_moves_something, what_leaves_makes_room)
