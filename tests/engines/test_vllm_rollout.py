@@ -6,7 +6,7 @@ import pytest
 import torch
 from letters_model import CONTEXT, TOLERANCE, LetterCodec, gap, letters, request
 
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, WeightSyncError
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus
 
@@ -69,11 +69,11 @@ def test_an_aborted_rollout_returns_what_it_has(engine):
     assert engine.generate(request(["abc"])).tracks["text"].segment.status.tolist() != [SegmentStatus.ABORTED]
 
 
-def test_prompts_that_do_not_fit_and_named_policies_are_refused(engine):
+def test_prompts_that_do_not_fit_and_policies_that_were_not_pushed_are_refused(engine):
     with pytest.raises(ConfigError, match=f"prompt 0 has 120 tokens .* context of {CONTEXT}"):
         engine.generate(request(["x" * 120]))
     engine.check_prompts(request(["x" * 100]))
     with pytest.raises(ConfigError, match="prompt 1 has 120 tokens"):
         engine.check_prompts(request(["x", "x" * 120]))
-    with pytest.raises(ConfigError, match="not from 'ema'"):
+    with pytest.raises(WeightSyncError, match="samples of the policy 'ema' are asked for. Push it first."):
         engine.generate(request(["x"]), policy="ema")
