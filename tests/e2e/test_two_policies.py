@@ -65,7 +65,7 @@ def painters(recipe):
     policies["painter"]["stack"]["track"] = "painting"
     policies["painter"]["backend"]["optimizer"]["learning_rate"] *= 2
     engine = {"_target_": "two_painters.TwoPainters", "forward_batch_size": 4}
-    reward = {**flat["reward"], "_target_": "two_painters.PaintingReward"}
+    reward = {**flat["reward"], "track": "painting"}
     return {
         **flat,
         "eval": None,

@@ -1,11 +1,10 @@
-"""An engine for two policies, and a reward service for what the second one makes of the first one's samples."""
+"""An engine for two policies: the second makes something of the first one's samples."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import BaseDiffusionEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.types.protocols import PolicyStore
@@ -52,12 +51,3 @@ class TwoPainters(BaseDiffusionEngine):
             parent_track=self._tracks[0], parent_ids=list(sketch.sample_ids), primitives={}, metadata=[]
         )
         return RolloutResp(tracks=dict(zip(self._tracks, (sketch, painting), strict=True)))
-
-
-class PaintingReward(RewardService):
-    """Scores the paintings; each credits its sketch."""
-
-    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
-    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
-        """Of the paintings, whatever track is asked for."""
-        return super().score_track(resp, "painting", is_shaped=is_shaped)

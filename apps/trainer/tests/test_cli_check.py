@@ -22,7 +22,7 @@ from unirl.config.instantiation import import_target
 from unirl.config.placement import groups_that_overlap_take_turns
 from unirl.config.recipes import compose, render, resolve
 from unirl.config.runs import run_of
-from unirl.config.schema import PolicySections, built, components, plain_sections
+from unirl.config.schema import SEVERAL, PolicySections, built, components, plain_sections
 from unirl.config.signatures import read_module, read_target
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
@@ -995,6 +995,21 @@ def own_engines(tmp_path, monkeypatch):
             {"engine._target_": "own_engines.Twin", "stack.num_updates_per_batch": 1},
             "the engine makes the track sketch, which no algorithm trains. Add algorithms.sketch.",
         ),
+        (
+            GRPO,
+            {"reward.track": "mask"},
+            "reward.track = mask, but the engine makes the track image. Set reward.track to",
+        ),
+        (
+            GRPO,
+            {"pipeline": None, "pipelines": {"image": ..., "text": ...}},
+            "the engine takes one pipeline, pipelines has image, text. Take an engine with the arguments pipelines and",
+        ),
+        (
+            GRPO,
+            {"pipeline": None, "pipelines": {"a": ..., "b": ...}},
+            "pipelines has a, b, and none of the track 'image'. Name one of them image.",
+        ),
         (GRPO, {"algorithm": None}, "algorithm is missing from the recipe. Add it (or algorithms by track), or"),
         (GRPO, {"algorithms": {"image": ...}}, "algorithm and algorithms are both set. Keep one of them."),
         (
@@ -1008,8 +1023,9 @@ def own_engines(tmp_path, monkeypatch):
 )
 def test_tracks_and_algorithms_that_do_not_meet_are_named(recipes, own_engines, name, changes, message):
     recipe = recipes[name]
-    if "algorithms" in changes:
-        changes = {**changes, "algorithms": dict.fromkeys(changes["algorithms"], recipe["algorithm"])}
+    for one, several in SEVERAL.items():
+        if several in changes:
+            changes = {**changes, several: dict.fromkeys(changes[several], recipe[one])}
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_recipe(changed(recipe, changes))
 

@@ -82,6 +82,7 @@ def run_of(recipe: Resolved) -> ComposedRun:
         policies=policies,
         sampled=_sampled(recipe, policies),
         samples_all=_samples_all(recipe),
+        scored_track=recipe["reward"].get("track"),
         evaluation=optional["eval"],
         guardrails=optional["guardrails"],
         selection=optional["selection"],

@@ -188,8 +188,10 @@ class Recipe:
             kind="unirl.reward.service.RewardService",
             inner_kinds={"scorers": "unirl.reward.base.LocalScorer"},
             injected=frozenset({"device"}),
+            own_keys=frozenset({"track"}),
         ),
     ]
+    """`reward.track` names the track whose media are scored where it is not the root; those above it are credited."""
 
     policies: Mapping[str, PolicySections] = dataclasses.field(default_factory=dict)
     """Several policies, by name; absent: the flat sections are the only one."""

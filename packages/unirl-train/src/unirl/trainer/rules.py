@@ -56,6 +56,11 @@ def tracks_have_algorithms(run: ComposedRun) -> Messages:
             )
         else:
             yield f"{part.at}: no engine makes the track {track}, there is {', '.join(made)}. Rename or remove it."
+    if run.scored_track is not None and run.scored_track not in made:
+        yield (
+            f"reward.track = {run.scored_track}, but the engine makes the track {', '.join(made)}. Set reward.track to "
+            "one that is made."
+        )
     for track in made if not wrong else ():
         if track not in trained:
             yield f"the engine makes the track {track}, which no algorithm trains. Add algorithms.{track}."

@@ -267,6 +267,7 @@ def make_trainer(
         stop=stop,
         selection=SampleSelection() if run.selection is None else instantiate(run.selection.node),
         sync=None if run.policy.sync is None else runtime.role("sync", SyncRole),
+        scored_track=run.scored_track,
         clock=clock,
         loop=lambda **parts: build_part(run.trainer, components()["trainer"], parts),
     )
@@ -288,6 +289,7 @@ def assemble(
     stop: threading.Event,
     selection: SampleSelection | None = None,
     sync: SyncRole | None = None,
+    scored_track: str | None = None,
     clock: PhaseClock | None = None,
     loop: Callable[..., Trainer] = Trainer,
 ) -> Trainer:
@@ -303,6 +305,7 @@ def assemble(
         clock=clock,
         selection=selection,
         rollout_policy=runtime.role("stack", StackRole).rollout_policy(),
+        scored_track=scored_track,
     )
     learner = Learner(runtime, guardrails=guardrails, clock=clock, sync=sync)
     record = RunRecord(

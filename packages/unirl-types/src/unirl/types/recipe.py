@@ -149,6 +149,8 @@ class Run:
     """Name of the policy that the engine samples from."""
     samples_all: bool
     """Whether the engine gets the pipelines of all policies."""
+    scored_track: str | None
+    """The track whose media are scored; None: the root."""
     data: Part
     sampling: Part
     engine: Part
