@@ -19,7 +19,7 @@ from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import LocalRuntime
+from unirl.distributed.runtime import Held, LocalRuntime
 from unirl.distributed.worker import Builder, WorkerContext
 from unirl.tracking.base import TableRow
 from unirl.tracking.tables import markdown, shown
@@ -447,6 +447,27 @@ def test_values_of_a_track_are_attached_where_its_samples_lie():
             held.attach("image", rewards=torch.zeros(3))
         with pytest.raises(ContractError, match="there is no track 'video'; this response has"):
             held.attach("video", rewards=torch.zeros(3))
+
+
+def test_no_response_reaches_the_driver_when_groups_are_replaced_selected_and_dealt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a whole response came to the driver, or left it")
+
+    monkeypatch.setattr(Held, "fetch", refuse)
+    monkeypatch.setattr(TwoWorkers, "hold", refuse)
+    run = Run(
+        tmp_path,
+        runtime=TwoWorkers,
+        selection=SampleSelection(dynamic_sampling=True, best_of=4),
+        same=lambda group: group == "prompt:1",
+        media_interval=1,
+        evaluation={},
+    )
+    metrics = run.trainer.step(0)
+    assert metrics["reward/dropped_groups"] > 0 and metrics["group/trained_samples"] == 16
+    assert run.runtime.num_held() == 0
 
 
 @pytest.mark.parametrize(
