@@ -139,6 +139,20 @@ def test_weights_that_were_rolled_back_are_pushed_as_a_new_version(engine, tmp_p
     assert gap(engine, model) < TOLERANCE
 
 
+def test_a_kept_copy_is_pushed_by_its_name_and_sampled_by_it_alone(engine, tmp_path):
+    model = save_qwen3(tmp_path, seed=3)
+    backend, sync = full_sync(engine, model, 40)
+    backend.keep_policy("old")
+    for parameter in backend.parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    backend.optimizer_step(1.0)
+    assert sync.push("old")["sync/logprob_gap_max"] < TOLERANCE
+    with pytest.raises(WeightSyncError, match="the policy 'old' was pushed last"):
+        gap(engine, model)
+    assert sync.push()["sync/logprob_gap_max"] < TOLERANCE
+    assert gap(engine, model) < TOLERANCE
+
+
 class Disturbing:
     """Stands for a bug that checksums cannot see: a weight changes before it is described."""
 
