@@ -19,6 +19,7 @@ from unirl.train.stack import TrainStack
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import Collector
 from unirl.trainer.diffusion import DiffusionModality
+from unirl.trainer.evaluation import EvaluationConfig
 from unirl.trainer.guardrails import GuardrailConfig
 from unirl.trainer.learner import Learner
 from unirl.trainer.settings import TrainerSettings
@@ -102,6 +103,16 @@ def test_children_are_scored_credit_their_parents_and_train_within_their_own_gro
     assert rollout.metrics["advantage/max"] == float(pairs.abs().max())
     metrics = made.learner.train(rollout)
     assert metrics["train/grad_norm"] > 0 and made.runtime.num_held() == 0
+
+
+def test_a_held_out_evaluation_scores_the_named_track_and_shows_one_sample_per_prompt(tmp_path: Path):
+    made = Made(tmp_path)
+    config = EvaluationConfig(prompts=str(tmp_path / "prompts.jsonl"), num_samples=5, batch_size=4, num_images=3)
+    result = config.evaluator(made.data.rows, sampling()).run(made.runtime, "image")
+    assert result.num_samples == 5 and result.images is not None and len(result.images) == 3
+    assert len(result.labels) == len(result.scores) == 3
+    single = config.evaluator(made.data.rows, sampling()).run(Made(tmp_path, branches=False).runtime)
+    assert single.images is not None and torch.equal(result.images, single.images)  # the first of each two
 
 
 def test_a_refill_replaces_a_group_with_all_that_grew_from_it(tmp_path: Path):

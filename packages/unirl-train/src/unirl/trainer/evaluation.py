@@ -254,9 +254,11 @@ class ScoredBatch:
     """One row per prompt; what fills the batch up for the devices comes after them and is not among them."""
     resp: Held
     name: str
-    """Of the track that was scored."""
+    """Of the track that was scored, which holds the media."""
     track: RolloutTrack
-    """Rewards of the samples, `samples_per_prompt` per row, in their order; without inputs and media."""
+    """The root with the rewards of its samples, `samples_per_prompt` per row, in their order; without media."""
+    branch: int
+    """Samples of the scored track per sample of the root, next to each other."""
 
 
 def scored_batches(
@@ -266,8 +268,12 @@ def scored_batches(
     *,
     config: HeldOut,
     samples_per_prompt: int = 1,
+    track: str | None = None,
 ) -> Iterator[ScoredBatch]:
-    """Generate and score all rows, `config.batch_size` samples at a time. A batch is released where the next begins."""
+    """Generate and score all rows, `config.batch_size` samples at a time. A batch is released where the next begins.
+
+    track: the one that is scored; None is the root, which else is credited with the scores of what grew from it.
+    """
     engine, reward = runtime.role("engine", EngineRole), runtime.role("reward", RewardRole)
     step = max(1, config.batch_size // samples_per_prompt)
     for start in range(0, len(rows), step):
@@ -277,10 +283,12 @@ def scored_batches(
             padded.append(part[0])
         req = build(padded)
         with engine.generate(req, policy=config.policy) as resp:
-            name = resp.meta.root_name()
+            name = track or resp.meta.root_name()
             reward.score_track(resp, name, is_shaped=False)
             resp.refresh()
-            yield ScoredBatch(part, resp, name, resp.meta.track(name))
+            meta = resp.meta
+            branch = meta.track(name).batch_size // meta.batch_size
+            yield ScoredBatch(part, resp, name, meta.root_track(), branch)
 
 
 class Scores:
@@ -352,9 +360,12 @@ class BaseEvaluator(ABC):
         """Every way in which it samples."""
 
     @abstractmethod
-    def run(self, runtime: Runtime) -> EvaluationResult:
-        """Generate and score every evaluation sample. Raises what the engine or a scorer raises, and RewardError where
-        no sample could be scored."""
+    def run(self, runtime: Runtime, track: str | None = None) -> EvaluationResult:
+        """Generate and score every evaluation sample.
+
+        track: the one whose media are scored; None is the root.
+        Raises what the engine or a scorer raises, and RewardError where no sample could be scored.
+        """
 
 
 class Evaluator(BaseEvaluator):
@@ -386,7 +397,7 @@ class Evaluator(BaseEvaluator):
         """The one way."""
         return [self._params]
 
-    def run(self, runtime: Runtime) -> EvaluationResult:
+    def run(self, runtime: Runtime, track: str | None = None) -> EvaluationResult:
         """See `BaseEvaluator.run`."""
         plan = runtime.role("engine", DiffusionEngineRole).plan(self._params)
         scores = Scores()
@@ -401,14 +412,15 @@ class Evaluator(BaseEvaluator):
                 rows, self._params, sigmas=plan.sigmas, latent_shape=plan.latent_shape, rollout_id=EVAL_ROLLOUT_ID
             )
 
-        for batch in scored_batches(self._rows, build, runtime, config=self.config):
+        for batch in scored_batches(self._rows, build, runtime, config=self.config, track=track):
             scores.add_samples(batch)
             wanted = self._num_images - sum(len(part) for part in images)
             if wanted > 0:
-                parts = torch.cat(batch.resp.map(take_images, batch.name, wanted))[: min(wanted, len(batch.rows))]
+                taken = torch.cat(batch.resp.map(take_images, batch.name, wanted * batch.branch))
+                parts = taken[:: batch.branch][: min(wanted, len(batch.rows))]  # one per prompt
                 images.append(parts)
-                for own, own_fps in batch.resp.map(take_videos, batch.name, min(wanted, NUM_VIDEOS)):
-                    videos, fps = [*videos, *own], own_fps
+                for own, own_fps in batch.resp.map(take_videos, batch.name, min(wanted, NUM_VIDEOS) * batch.branch):
+                    videos, fps = [*videos, *own[:: batch.branch]], own_fps
                 labels.extend(row.prompt for row in batch.rows[: len(parts)])
                 kept.extend(scores_of(batch.track, len(parts)))
         return EvaluationResult(

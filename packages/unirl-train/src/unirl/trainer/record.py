@@ -24,7 +24,7 @@ from unirl.types.errors import ConfigError
 class RunRecord:
     """Evaluates, saves, logs. `done` is always the number of finished rollouts.
 
-    config: the resolved recipe, part of every checkpoint.
+    config: the resolved recipe, part of every checkpoint. scored_track: as the collector's.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class RunRecord:
         run_dir: Path,
         config: Mapping[str, Any],
         clock: PhaseClock,
+        scored_track: str | None = None,
     ) -> None:
         self._runtime = runtime
         self._settings = settings
@@ -48,6 +49,7 @@ class RunRecord:
         self._run_dir = run_dir
         self.config = dict(config)
         self._clock = clock
+        self._scored_track = scored_track
         self._checkpointer = runtime.role("checkpointer", CheckpointerRole)
         self._started = time.perf_counter()
         self._wall_before_s = 0.0
@@ -124,7 +126,7 @@ class RunRecord:
         if self.evaluator is None:
             return {}
         with self._clock.phase("eval"):
-            result = self.evaluator.run(self._runtime)
+            result = self.evaluator.run(self._runtime, self._scored_track)
         if self._settings.best_metric not in result.overall:
             raise ConfigError(
                 f"save.best_metric = {self._settings.best_metric} is not among the held-out means "

@@ -129,7 +129,7 @@ class TextEvaluator(BaseEvaluator):
         """Greedy, and where pass@k is asked for, sampled."""
         return [self._greedy, self._sampled] if self._pass_rows else [self._greedy]
 
-    def run(self, runtime: Runtime) -> EvaluationResult:
+    def run(self, runtime: Runtime, track: str | None = None) -> EvaluationResult:
         """See `BaseEvaluator.run`. Means are of the greedy completions, `pass@k` of the sampled ones."""
         scores, completions, pictures = Scores(), [], []
 
@@ -139,17 +139,25 @@ class TextEvaluator(BaseEvaluator):
         def sampled(rows: list[PromptRow]) -> RolloutReq:
             return build_text_request(rows, self._sampled, rollout_id=PASS_ROLLOUT_ID)
 
-        for batch in scored_batches(self._rows, greedy, runtime, config=self.config):
+        for batch in scored_batches(self._rows, greedy, runtime, config=self.config, track=track):
             scores.add_samples(batch)
             wanted = min(self._options.num_completions - len(completions), len(batch.rows))
             if wanted > 0:
-                taken = [row for part in batch.resp.map(take_completions, batch.name, wanted) for row in part]
+                most = wanted * batch.branch
+                taken = [row for part in batch.resp.map(take_completions, batch.name, most) for row in part]
+                taken = taken[:: batch.branch]  # one per prompt
                 scored = [i for i in range(wanted) if batch.track.reward_errors[i] is None]
                 completions += [{**taken[i], **sample_values(batch.track, i)} for i in scored]
-                shown = [each for part in batch.resp.map(take_pictures, batch.name, wanted) for each in part]
+                shown = [each for part in batch.resp.map(take_pictures, batch.name, most) for each in part]
+                shown = shown[:: batch.branch]
                 pictures += [shown[i] for i in scored if shown]
         for batch in scored_batches(
-            self._pass_rows, sampled, runtime, config=self.config, samples_per_prompt=self._options.pass_samples
+            self._pass_rows,
+            sampled,
+            runtime,
+            config=self.config,
+            samples_per_prompt=self._options.pass_samples,
+            track=track,
         ):
             self._add_passes(scores, batch)
         return EvaluationResult(

@@ -317,6 +317,7 @@ def assemble(
         run_dir=run_dir,
         config=config,
         clock=clock,
+        scored_track=scored_track,
     )
     return loop(settings=settings, collector=collector, learner=learner, record=record, clock=clock, stop=stop)
 
@@ -367,7 +368,7 @@ def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) ->
             load_checkpoint(runtime, checkpoint)
         if runtime.has_role("sync"):
             runtime.role("sync", SyncRole).push(evaluator.config.policy)
-        return evaluator.run(runtime)
+        return evaluator.run(runtime, run_of(recipe).scored_track)
 
 
 def export_recipe(
