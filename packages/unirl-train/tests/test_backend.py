@@ -203,6 +203,22 @@ def test_the_reference_of_full_fine_tuning_must_be_asked_for():
         make_backend(lora=lora_config(), keep_reference=True)
 
 
+@pytest.mark.parametrize("options", [{"lora": lora_config()}, {"keep_reference": True}])
+def test_the_reference_runs_under_its_name_as_any_other_policy(options):
+    bundle = TinyBundle()
+    start = outputs(bundle)
+    backend = make_backend(bundle, **options)
+    train_step(backend, bundle.model, 0)
+    trained = outputs(bundle)
+    with backend.using_policy("reference"):
+        assert torch.equal(outputs(bundle), start)
+    assert torch.equal(outputs(bundle), trained) and not torch.equal(trained, start)
+    if "keep_reference" in options:
+        assert {name: tensor.shape for name, tensor in backend.policy_values("reference").items()} == {
+            name: parameter.shape for name, parameter in backend.parameters.items()
+        }
+
+
 def test_the_moving_average_runs_as_a_policy():
     bundle = TinyBundle()
     backend = make_backend(bundle, ema=EMAConfig(decay=0.5, warmup=False))

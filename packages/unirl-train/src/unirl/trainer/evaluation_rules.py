@@ -19,7 +19,9 @@ def evaluated_policy_exists(own: Part, run: Run) -> Messages:
     kept = {"default"}
     if backend.get("ema") is not None:
         kept.add("ema")
-    if backend.get("lora") is not None or backend.get("keep_reference"):
+    # Weights of an engine are pushed whole or as an adapter; the base under an adapter is neither.
+    is_base = backend.get("lora") is not None and not run.engine.ability("has_own_weights")
+    if is_base or backend.get("keep_reference"):
         kept.add("reference")
     sampled = {algorithm.ability("rollout_policy") for algorithm in run.policy.algorithms.values()}
     kept.update(name for name in sampled if isinstance(name, str))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from unirl.train.backend.auxiliary import AuxiliaryModule
 from unirl.train.backend.build import prepare_parameters, wrap
-from unirl.train.backend.policies import NamedPolicies
+from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
 from unirl.train.backend.state import TrainState, architecture
 from unirl.train.backend.weight_source import PolicyWeights
 from unirl.train.backend.wrap import reshard
@@ -273,12 +273,13 @@ class FSDPBackend:
 
     @contextmanager
     def using_policy(self, name: str) -> Generator[None]:
-        """Inside, the model computes with the copy's values ("ema" names the moving average).
+        """Inside, the model computes with the copy's values ("ema" names the moving average, "reference" the model as
+        before training).
 
         Values are swapped in place; requires_grad, adapters and optimizer state never change. One policy at a time.
         Backward through a graph that was recorded before, on the same parameters, is an error.
         """
-        with self._policies.using(name):
+        with self.reference_policy() if name == REFERENCE_POLICY else self._policies.using(name):
             yield
 
     @contextmanager

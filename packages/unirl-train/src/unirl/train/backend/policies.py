@@ -72,10 +72,11 @@ class NamedPolicies:
             self.ema.after_step(num_optimizer_steps)
 
     def values(self, name: str) -> Mapping[str, Tensor]:
-        """Values of any policy by parameter name: "default" is the trained one, "ema" the moving average.
+        """Values of any policy by name of the parameter: "default" is the trained one, "ema" the average, "reference" the
+        starting weights.
 
         Raises ContractError for an unknown name, and inside another policy, where some of the values are elsewhere;
-        ConfigError for a moving average that is not kept.
+        ConfigError for a moving average or starting weights that are not kept.
         """
         self.require_current(f"policy {name!r}")
         if name == CURRENT_POLICY:
@@ -84,6 +85,8 @@ class NamedPolicies:
             if self.ema is None:
                 raise ConfigError("there is no moving average: set backend.ema")
             return self.ema.copies
+        if name == REFERENCE_POLICY:
+            return self._starting_weights()
         return self._kept(name)
 
     def _kept(self, name: str) -> dict[str, Tensor]:
@@ -104,9 +107,12 @@ class NamedPolicies:
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside, the parameters hold the starting weights. Raises ConfigError where they are not kept."""
+        return self._swapped_in(REFERENCE_POLICY, self._starting_weights())
+
+    def _starting_weights(self) -> dict[str, Tensor]:
         if self._reference is None:
             raise ConfigError("a reference policy of full fine-tuning needs a copy: set backend.keep_reference: true")
-        return self._swapped_in(REFERENCE_POLICY, self._reference)
+        return self._reference
 
     @contextmanager
     def _swapped_in(self, name: str, copies: Mapping[str, Tensor]) -> Generator[None]:
