@@ -39,7 +39,8 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
   fi
   NUM_NODES=$SLURM_JOB_NUM_NODES
   NODE_RANK=$SLURM_NODEID
-  HEAD_ADDRESS=${HEAD_ADDRESS:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+  hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # read whole: a pipe that closes early would end the script
+  HEAD_ADDRESS=${HEAD_ADDRESS:-${hosts%%$'\n'*}}
 fi
 
 require_count NUM_NODES "${NUM_NODES:-}"

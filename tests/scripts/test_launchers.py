@@ -69,7 +69,8 @@ def test_slurm_starts_the_script_on_every_node_which_then_knows_its_place(tmp_pa
     (srun,) = commands(MULTI, RECIPE, **job)
     assert srun == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", str(MULTI), RECIPE]
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho node7\necho node8\n")
+    # A long list, of which only the first line is used: who stops reading early would end the writer by a signal.
+    scontrol.write_text("#!/bin/sh\necho node7\necho node8\nseq 100000\n")
     scontrol.chmod(0o755)
     step = {**job, "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "node[7-8]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     head, train = commands(MULTI, RECIPE, **step, SLURM_NODEID="0", DEVICES_PER_NODE="8")

@@ -72,8 +72,8 @@ class NamedPolicies:
             self.ema.after_step(num_optimizer_steps)
 
     def values(self, name: str) -> Mapping[str, Tensor]:
-        """Values of any policy by name of the parameter: "default" is the trained one, "ema" the average, "reference" the
-        starting weights.
+        """Values of any policy by parameter name: "default" is the trained one, "ema" the average and "reference"
+        the starting weights.
 
         Raises ContractError for an unknown name, and inside another policy, where some of the values are elsewhere;
         ConfigError for a moving average or starting weights that are not kept.
