@@ -17,7 +17,7 @@ class Moves:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def role(self, name: str) -> Any:
+    def role(self, name: str, protocol: type | None = None) -> Any:
         return _Role(name, self.seen)
 
 

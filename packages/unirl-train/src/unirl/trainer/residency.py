@@ -20,6 +20,8 @@ from typing import Literal
 
 from unirl.config.schema import Residency
 from unirl.distributed.runtime import Runtime
+from unirl.trainer.roles import BackendRole, EngineRole, RewardRole
+from unirl.types.protocols import Offloadable
 
 Resident = Literal["engine", "weights", "optimizer", "reward"]
 SAMPLING = frozenset({"rollout", "reward", "eval"})
@@ -67,8 +69,8 @@ class DeviceResidents:
     """
 
     def __init__(self, plan: Mapping[Resident, Stay], runtime: Runtime, backends: Sequence[str] = ("backend",)) -> None:
-        engine, reward = runtime.role("engine"), runtime.role("reward")
-        self._backends = [runtime.role(name) for name in backends]
+        engine, reward = runtime.role("engine", EngineRole), runtime.role("reward", RewardRole)
+        self._backends = [runtime.role(name, BackendRole) for name in backends]
         self._plan = plan
         self._leave: Mapping[Resident, Callable[[], object]] = {
             "engine": engine.sleep,
@@ -84,11 +86,11 @@ class DeviceResidents:
         }
         self._away: set[Resident] = set()
 
-    def _offload(self, what: str) -> None:
+    def _offload(self, what: Offloadable) -> None:
         for backend in self._backends:
             backend.offload([what])
 
-    def _onload(self, what: str) -> None:
+    def _onload(self, what: Offloadable) -> None:
         for backend in self._backends:
             backend.onload([what])
 

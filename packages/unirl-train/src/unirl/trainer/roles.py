@@ -7,10 +7,12 @@ A role is checked against its component's markers when it is called; these proto
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from unirl.distributed.runtime import Future, Held
 from unirl.train.stack import TrainStepResult
+from unirl.types.protocols import OFFLOADABLE, Offloadable
 from unirl.types.rollout import DiffusionPlan, RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -109,6 +111,18 @@ class StackRole(Protocol):
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take it over."""
+        ...
+
+
+class BackendRole(Protocol):
+    """See unirl.types.protocols.TrainBackend."""
+
+    def offload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:
+        """Move parts of what trains to host memory."""
+        ...
+
+    def onload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:
+        """Move them back."""
         ...
 
 
