@@ -208,6 +208,7 @@ MISTAKES = [
     ),
     ({"eval.interval_cpu_s": 9.5, "runtime": "ray"}, "eval.interval_cpu_s = 9.5 counts CPU seconds of one process"),
     ({"num_devices": 2}, "runtime: local uses one device, num_devices = 2. Set runtime: ray."),
+    ({"num_devices": 2, "cluster.num_nodes": 2}, "cluster.num_nodes = 2 needs runtime: ray. Set it, or remove"),
     (
         {"runtime": "ray", "num_devices": 5},
         "batch_size * sampling.samples_per_prompt = 16 * 24 = 384 is not divisible by num_devices = 5. Change one of: "
@@ -318,6 +319,11 @@ PLACEMENT_MISTAKES = [
     ({"placement.train": "0-3", "placement.rollout": ""}, "placement.rollout = '' names no device"),
     ({"placement.rollout": "3"}, "placement.rollout is given, placement.train is not"),
     ({"cluster.num_nodes": 3}, "num_devices = 4 does not fill 3 nodes of 1 devices"),
+    (
+        {"placement.train": "0-2", "placement.rollout": "3", "batch_size": 4, "sampling.samples_per_prompt": 4},
+        "4 * 4 = 16 is not divisible by the 3 devices of placement.train = 0-2. Change one of: batch_size, "
+        "sampling.samples_per_prompt, placement.train.",
+    ),
     (
         {"placement.train": "0", "placement.rollout": "1-3", "batch_size": 16, "sampling.samples_per_prompt": 25},
         "batch_size * sampling.samples_per_prompt = 16 * 25 = 400 samples do not divide over the 3 devices of "

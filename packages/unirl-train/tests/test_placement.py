@@ -85,6 +85,7 @@ def test_eight_devices_make_a_node_where_nothing_else_is_said() -> None:
         (4, {"num_nodes": 2, "node_groups": {"old": 0}}, {"train": "old:2"}, "names device of old 2, but .*old has 2"),
         (4, {"num_nodes": 2, "node_groups": {"old": "0-2"}}, {"train": "0"}, "node_groups.old = 0-2 names node 2, but"),
         (12, {}, {}, "num_devices = 12 does not fill 2 nodes of 8 devices. Change one of: num_devices, cluster.num_n"),
+        (1, {"num_nodes": 2}, {}, "cluster.num_nodes = 2, but num_devices = 1: every node needs a device. Raise"),
         (5, {"num_nodes": 2}, {}, "num_devices = 5 does not fill 2 nodes of 2 devices"),
         (4, {"num_nodes": 2, "devices_per_node": 4}, {}, "num_devices = 4 does not fill 2 nodes of 4 devices"),
     ],

@@ -57,6 +57,11 @@ def cluster_shape(num_devices: int, cluster: Cluster) -> ClusterShape:
         per_node = per_node or DEVICES_PER_NODE
         num_nodes = -(-num_devices // per_node)
         per_node = min(per_node, num_devices)
+    elif num_nodes > num_devices:
+        raise ConfigError(
+            f"cluster.num_nodes = {num_nodes}, but num_devices = {num_devices}: every node needs a device. Raise "
+            "num_devices, or lower cluster.num_nodes."
+        )
     elif per_node is None:
         per_node = num_devices // num_nodes
     if num_nodes * per_node != num_devices:

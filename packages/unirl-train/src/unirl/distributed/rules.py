@@ -31,5 +31,12 @@ def devices_exist(run: ComposedRun, machine: Machine) -> Messages:
         )
 
 
-RULES = (local_runtime_has_one_device,)
+def nodes_need_ray(run: ComposedRun) -> Messages:
+    """One process is on one node."""
+    num_nodes = run.file.cluster.num_nodes
+    if run.runtime == "local" and num_nodes is not None and num_nodes > 1:
+        yield f"cluster.num_nodes = {num_nodes} needs runtime: ray. Set it, or remove cluster.num_nodes."
+
+
+RULES = (local_runtime_has_one_device, nodes_need_ray)
 MACHINE_RULES = (devices_exist,)

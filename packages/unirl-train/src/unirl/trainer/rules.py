@@ -19,13 +19,16 @@ def geometry_divides(run: ComposedRun) -> Messages:
         yield f"selection.best_of = {best_of} exceeds sampling.samples_per_prompt = {repeats}. Lower it."
         return
     total, devices = prompts * repeats, len(groups_of_run(run)[0].devices)
+    placed = run.file.placement.train
+    over = "num_devices" if placed is None else f"devices of placement.train = {placed}"
+    key = "num_devices" if placed is None else "placement.train"
     product = f"batch_size * sampling.samples_per_prompt = {prompts} * {repeats} = {total}"
     is_cut = best_of is None and total % devices
     for policy in run.policies.values():
         name, updates = f"{policy.stack.at}.num_updates_per_batch", policy.stack.get("num_updates_per_batch", 1)
         if best_of is not None and (prompts * best_of) % (devices * updates):
             yield (
-                f"batch_size * selection.best_of = {prompts} * {best_of} samples do not divide into num_devices * "
+                f"batch_size * selection.best_of = {prompts} * {best_of} samples do not divide into {over} * "
                 f"{name} = {devices * updates}. Change one of them."
             )
         if best_of is None and not is_cut and (total // devices) % updates:
@@ -34,10 +37,8 @@ def geometry_divides(run: ComposedRun) -> Messages:
                 f"of: batch_size, sampling.samples_per_prompt, {name}."
             )
     if total % devices:
-        yield (
-            f"{product} is not divisible by num_devices = {devices}. "
-            "Change one of: batch_size, sampling.samples_per_prompt, num_devices."
-        )
+        count = f"num_devices = {devices}" if placed is None else f"the {devices} {over}"
+        yield (f"{product} is not divisible by {count}. Change one of: batch_size, sampling.samples_per_prompt, {key}.")
 
 
 def tracks_have_algorithms(run: ComposedRun) -> Messages:
