@@ -166,3 +166,19 @@ def test_the_roles_say_what_concerns_all_tracks():
     assert made.stack.trained_tracks() == ["question", "answer"] and made.stack.samples_per_unit() == 1
     said = made.stack.old_logp()
     assert said is not None and said.startswith("question: replay") and "; answer: replay" in said
+
+
+class _Consuming(ARGRPO):
+    """Turns what it measured into another metric, as value losses do with their sums."""
+
+    def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
+        super().after_update(metrics, num_samples)
+        metrics["policy/loss_twice"] = 2 * metrics.pop("policy/loss")
+
+
+def test_an_algorithm_takes_its_own_metrics_away_also_among_several_tracks() -> None:
+    made = Made()
+    made.algorithms["question"].__class__ = _Consuming
+    metrics = made.train().metrics
+    assert "question/policy/loss" not in metrics and "question/policy/loss_twice" in metrics
+    assert "answer/policy/loss" in metrics and "train/grad_norm" in metrics

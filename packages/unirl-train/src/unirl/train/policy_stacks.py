@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
+from unirl.train.names import below, joined
 from unirl.train.stack import TrainStack, TrainStepResult
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp
@@ -55,26 +56,23 @@ class PolicyStacks:
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def state_dict(self) -> dict[str, float]:
         """See `TrainStack.state_dict`."""
-        return {
-            f"{name}/{key}": value for name, stack in self._stacks.items() for key, value in stack.state_dict().items()
-        }
+        return joined({name: stack.state_dict() for name, stack in self._stacks.items()})
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_state_dict(self, state: dict[str, float]) -> None:
         """See `TrainStack.load_state_dict`."""
         for name, stack in self._stacks.items():
-            own = f"{name}/"
-            stack.load_state_dict({k.removeprefix(own): value for k, value in state.items() if k.startswith(own)})
+            stack.load_state_dict(below(state, f"{name}/"))
 
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
     def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
         """See `TrainStack.train`; every policy trains its tracks on this rank's shard."""
         results = {name: stack.train(resp, progress=progress) for name, stack in self._stacks.items()}
         updates = [
-            {f"{name}/{key}": value for name, own in zip(results, each, strict=True) for key, value in own.items()}
+            joined(dict(zip(results, each, strict=True)))
             for each in itertools.zip_longest(*(result.updates for result in results.values()), fillvalue={})
         ]
-        metrics = {f"{name}/{key}": value for name, result in results.items() for key, value in result.metrics.items()}
+        metrics = joined({name: result.metrics for name, result in results.items()})
         metrics[GRAD_NORM] = max(result.metrics[GRAD_NORM] for result in results.values())
         metrics[SKIPPED] = sum(result.metrics[SKIPPED] for result in results.values())
         return TrainStepResult(metrics, updates)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor
 
+from unirl.train.names import below, joined
 from unirl.types.errors import CheckpointError
 from unirl.types.protocols import TrainBackend
-
-ValueT = TypeVar("ValueT")
 
 
 class SavedState(Protocol):
@@ -67,7 +66,7 @@ class SavedPolicies:
     @property
     def counters(self) -> dict[str, int]:
         """See SavedState."""
-        return self._joined({policy: own.counters for policy, own in self._backends.items()})
+        return joined({policy: own.counters for policy, own in self._backends.items()})
 
     def keep_policy(self, name: str) -> None:
         """See SavedState. Raises CheckpointError for a policy that is not there."""
@@ -81,17 +80,13 @@ class SavedPolicies:
 
     def state_dict(self) -> dict[str, Tensor]:
         """See SavedState."""
-        return self._joined({policy: own.state_dict() for policy, own in self._backends.items()})
+        return joined({policy: own.state_dict() for policy, own in self._backends.items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """See SavedState."""
         for policy, own in self._backends.items():
-            prefix = f"{policy}/"
-            own.load_state_dict({k.removeprefix(prefix): value for k, value in state.items() if k.startswith(prefix)})
+            own.load_state_dict(below(state, f"{policy}/"))
 
     def architecture(self) -> dict[str, list[object]]:
         """See SavedState."""
-        return self._joined({policy: own.architecture() for policy, own in self._backends.items()})
-
-    def _joined(self, parts: Mapping[str, Mapping[str, ValueT]]) -> dict[str, ValueT]:
-        return {f"{policy}/{name}": value for policy, own in parts.items() for name, value in own.items()}
+        return joined({policy: own.architecture() for policy, own in self._backends.items()})

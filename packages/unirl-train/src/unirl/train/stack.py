@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import torch
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
+from unirl.config.schema import DEFAULT_TRACK
+from unirl.train.names import below
 from unirl.train.slicing import training_slices
 from unirl.train.track_loss import TrackLoss, track_losses
 from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
@@ -25,9 +27,6 @@ from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
-
-DEFAULT_TRACK = "image"
-"""What a single algorithm trains where nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,6 @@ class TrainStack:
         ]
         self.rollout_policy()
 
-    @property
-    def tracks(self) -> list[str]:
-        """Names of the tracks that train."""
-        return [part.name for part in self._parts]
-
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:
         """Let the algorithms make the named policies they need. Called once, before training or resuming."""
@@ -106,7 +100,7 @@ class TrainStack:
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def trained_tracks(self) -> list[str]:
         """Names of the tracks that train, which need advantages."""
-        return self.tracks
+        return [part.name for part in self._parts]
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def rollout_policy(self) -> str | None:
@@ -141,10 +135,7 @@ class TrainStack:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore `state_dict` on every rank."""
         for part in self._parts:
-            cut = len(part.prefix)
-            part.algorithm.load_state_dict(
-                {name[cut:]: value for name, value in state.items() if name.startswith(part.prefix)}
-            )
+            part.algorithm.load_state_dict(below(state, part.prefix))
         if len(self._parts) > 1:
             self._num_updates_done = int(state["num_updates"])
 
@@ -253,12 +244,10 @@ class TrainStack:
 
     @staticmethod
     def _after_update(part: _Part, metrics: dict[str, float], num_samples: int) -> None:
-        """Show the algorithm its own metrics and those of the step under plain names, and take what it adds."""
-        if not part.prefix:
-            part.algorithm.after_update(metrics, num_samples)
-            return
-        cut = len(part.prefix)
-        own = {name[cut:]: value for name, value in metrics.items() if name.startswith(part.prefix)}
+        """Let the algorithm change its own metrics, which it sees under plain names."""
+        own = below(metrics, part.prefix)
+        for name in own:
+            del metrics[part.prefix + name]
         part.algorithm.after_update(own, num_samples)
         metrics.update({part.prefix + name: value for name, value in own.items()})
 
