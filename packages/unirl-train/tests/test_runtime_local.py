@@ -80,9 +80,9 @@ def test_a_held_value_inside_a_list_is_refused_when_it_would_travel(runtime) -> 
 
 def test_a_method_that_holds_returns_something_with_metadata(runtime) -> None:
     with pytest.raises(ContractError, match="source.where is collected by HOLD but returned a tuple"):
-        runtime.call("source", "where", Dispatch.BROADCAST, Collect.HOLD, (), {})
+        runtime.submit("source", "where", Dispatch.BROADCAST, Collect.HOLD, (), {}).result()
     with pytest.raises(ContractError, match="RANK_ZERO makes it on one"):
-        runtime.call("source", "where", Dispatch.RANK_ZERO, Collect.HOLD, (), {})
+        runtime.submit("source", "where", Dispatch.RANK_ZERO, Collect.HOLD, (), {}).result()
 
 
 def test_what_leaves_a_process_takes_only_its_own_storage() -> None:

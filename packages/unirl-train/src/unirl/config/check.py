@@ -26,9 +26,9 @@ from unirl.types.recipe import RULES_OF, Machine, Part
 
 Value = Any  # Any: a recipe's scalar, list or mapping
 
-OF_POLICIES = tuple(field.name for field in dataclasses.fields(PolicySections))
+OF_POLICIES = schema.keys(PolicySections)
 """Every key that a policy may have."""
-TOP_LEVEL = (*(field.name for field in dataclasses.fields(schema.Recipe)), *OF_POLICIES)
+TOP_LEVEL = (*schema.keys(schema.Recipe), *OF_POLICIES)
 """Every key that a recipe may have."""
 KEYWORDS_OF, NUM_INPUTS = "keywords_of", "num_inputs"
 """Constants of a class with `**kwargs` for a function that the recipe names: which argument names it, and how many
@@ -220,13 +220,12 @@ def _component_nodes(recipe: Resolved) -> Iterator[tuple[str, Resolved, Componen
         if recipe.get(key) or (key in schema.required(schema.Recipe)):
             yield key, recipe[key], component
     for prefix, sections in policy_sections(recipe).values():
-        found = components(PolicySections)
-        for key in ("bundle", "pipeline", "backend", "algorithm", "stack", "sync"):
+        for key, component in components(PolicySections).items():
             if key in schema.SEVERAL:
                 for place, node in one_or_several(sections, prefix, key).values():
-                    yield place, node, found[key]
-            elif sections.get(key) is not None:
-                yield f"{prefix}{key}", sections[key], found[key]
+                    yield place, node, component
+            elif key not in schema.SEVERAL.values() and sections.get(key) is not None:
+                yield f"{prefix}{key}", sections[key], component
 
 
 def _bound(node: Mapping[str, Value], place: str, component: Component = Component()) -> Iterator[str]:  # noqa: B008

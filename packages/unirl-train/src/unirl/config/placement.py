@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from unirl.config.runs import ComposedRun
-from unirl.config.schema import Cluster, Placement, built
+from unirl.config.schema import Cluster, Placement
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Messages
 
@@ -118,14 +117,8 @@ def worker_groups(num_devices: int, cluster: Cluster, placement: Placement) -> l
     return [WorkerGroup(names[0], tuple(names), own) for own, names in holders.items()]
 
 
-def groups_of(recipe: Mapping[str, Any]) -> list[WorkerGroup]:  # Any: a recipe's values
-    """The worker groups of a resolved recipe. Raises as `worker_groups` does."""
-    cluster = built(Cluster, recipe.get("cluster") or {})
-    return worker_groups(recipe["num_devices"], cluster, built(Placement, recipe.get("placement") or {}))
-
-
 def groups_of_run(run: ComposedRun) -> list[WorkerGroup]:
-    """As `groups_of`, of a composed recipe."""
+    """The worker groups of a recipe. Raises as `worker_groups` does."""
     return worker_groups(run.num_devices, run.file.cluster, run.file.placement)
 
 

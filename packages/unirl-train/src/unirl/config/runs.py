@@ -19,6 +19,7 @@ from unirl.config.schema import (
     Recipe,
     built,
     components,
+    keys,
 )
 from unirl.config.signatures import Target, read_target
 from unirl.types.errors import ConfigError
@@ -42,10 +43,10 @@ class ComposedRun(Run):
 def policy_sections(recipe: Resolved) -> dict[str, tuple[str, Resolved]]:
     """Policy -> (prefix of its places in the recipe, its sections). Raises ConfigError for sections of both kinds and
     for a name that is none."""
-    keys = built_keys(PolicySections)
+    known = keys(PolicySections)
     if not recipe.get("policies"):
-        return {DEFAULT_POLICY: ("", {key: recipe[key] for key in keys if key in recipe})}
-    beside = [key for key in keys if recipe.get(key) is not None]
+        return {DEFAULT_POLICY: ("", {key: recipe[key] for key in known if key in recipe})}
+    beside = [key for key in known if recipe.get(key) is not None]
     if beside:
         raise ConfigError(
             f"{', '.join(beside)}: a recipe with policies has no such section of its own. Move it to "
@@ -55,13 +56,8 @@ def policy_sections(recipe: Resolved) -> dict[str, tuple[str, Resolved]]:
         if not _POLICY_NAME.fullmatch(str(name)):
             raise ConfigError(f"policies: {name!r} must be a word of letters, digits, _ and -: folders are called so.")
         if not isinstance(sections, Mapping):
-            raise ConfigError(f"policies.{name} = {sections!r} must be a mapping of {', '.join(keys)}.")
+            raise ConfigError(f"policies.{name} = {sections!r} must be a mapping of {', '.join(known)}.")
     return {str(name): (f"policies.{name}.", sections) for name, sections in recipe["policies"].items()}
-
-
-def built_keys(section: type) -> tuple[str, ...]:
-    """Keys of a section, in order."""
-    return tuple(read_target(f"{section.__module__}.{section.__qualname__}").parameters)
 
 
 def run_of(recipe: Resolved) -> ComposedRun:
@@ -86,7 +82,7 @@ def run_of(recipe: Resolved) -> ComposedRun:
         evaluation=optional["eval"],
         guardrails=optional["guardrails"],
         selection=optional["selection"],
-        file=built(Recipe, {key: value for key, value in recipe.items() if key in built_keys(Recipe)}),
+        file=built(Recipe, {key: value for key, value in recipe.items() if key in keys(Recipe)}),
         resolved=recipe,
         **{key: _section(recipe, key, found[key]) for key in _ALWAYS},
     )

@@ -273,6 +273,12 @@ def plain_sections(section: type = Recipe) -> Mapping[str, type]:
 
 
 @functools.cache
+def keys(section: type) -> tuple[str, ...]:
+    """Every key of a section, in order."""
+    return tuple(inspect.signature(section).parameters)
+
+
+@functools.cache
 def required(section: type = Recipe) -> tuple[str, ...]:
     """Keys that must be given."""
     return tuple(name for name, item in inspect.signature(section).parameters.items() if item.default is item.empty)

@@ -294,18 +294,6 @@ class Runtime(ABC):
         """Whether the workers built a component of that name."""
         return name in self._infos()
 
-    def call(
-        self,
-        role: str,
-        method: str,
-        dispatch: Dispatch,
-        collect: Collect,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Dispatch one marked method and collect its results."""
-        return self.submit(role, method, dispatch, collect, args, kwargs).result()
-
     def submit(
         self,
         role: str,

@@ -15,7 +15,7 @@ import torch
 from unirl.algorithms.advantages import Advantages
 from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
-from unirl.config.placement import EVERYTHING, cluster_shape, groups_of
+from unirl.config.placement import EVERYTHING, cluster_shape, groups_of_run
 from unirl.config.runs import ComposedRun, named_copy, run_of
 from unirl.config.schema import PolicySections, components
 from unirl.data.data_source import MultimodalRLDataSource
@@ -181,18 +181,19 @@ def _start_on_ray(recipe: Recipe, builder: Callable[..., Mapping[str, object]]) 
     from unirl.distributed.group.ray_runtime import RayRuntime
     from unirl.distributed.group.start import GroupPlan, start_groups
 
-    cluster = run_of(recipe).file.cluster
+    run = run_of(recipe)
+    cluster = run.file.cluster
     options: dict[str, Any] = {
-        "num_devices": recipe["num_devices"],
-        "device": recipe["device"],
-        "num_nodes": cluster_shape(recipe["num_devices"], cluster).num_nodes,
+        "num_devices": run.num_devices,
+        "device": run.device,
+        "num_nodes": cluster_shape(run.num_devices, cluster).num_nodes,
         "cpus_per_device": cluster.cpus_per_device,
         "address": cluster.address,
         "timeout_s": cluster.timeout_s,
         "start_timeout_s": cluster.start_timeout_s,
     }
-    groups = groups_of(recipe)
-    if len(groups) == 1 and len(groups[0].devices) == recipe["num_devices"]:
+    groups = groups_of_run(run)
+    if len(groups) == 1 and len(groups[0].devices) == run.num_devices:
         return RayRuntime(builder, **options)
     plans = [
         GroupPlan(
