@@ -11,8 +11,10 @@ import torch
 from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.rollout.engine.trainside.base import DirectSampling
-from unirl.types.protocols import ChunkListener
+from unirl.types.precision import dtype_named
+from unirl.types.protocols import ChunkListener, ModelBundle, PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.sampling import Precision
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
 
@@ -30,6 +32,15 @@ class PushedSampling(DirectSampling):
     announces_chunks: ClassVar[bool] = False  # the canary of a push would be announced too
 
     _weights: ReplicaWeights
+
+    def _own(self, bundle: ModelBundle, dtype: Precision, device: str, policies: PolicyStore | None) -> None:
+        """Take the modules of the bundle, which start as the policy of `policies`. Arguments: ReplicaRolloutEngine."""
+        self._weights = ReplicaWeights(
+            bundle.trainable_modules(),
+            dtype_named(dtype, "engine.dtype"),
+            torch.device(device),
+            0 if policies is None else policies.policy_version,
+        )
 
     def _policy(self, name: str | None) -> AbstractContextManager[None]:
         self._weights.pushes.require(name)

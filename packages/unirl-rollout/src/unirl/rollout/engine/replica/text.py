@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from unirl.rollout.engine.replica.base import PushedSampling
-from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.precision import dtype_named
 from unirl.types.protocols import AutoregressivePipeline, ModelBundle, PolicyStore
 from unirl.types.sampling import Precision
 
@@ -33,9 +29,4 @@ class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
         super().__init__(
             pipeline, None, forward_batch_size=forward_batch_size, rank=rank, dump_dir=dump_dir, track=track
         )
-        self._weights = ReplicaWeights(
-            bundle.trainable_modules(),
-            dtype_named(dtype, "engine.dtype"),
-            torch.device(device),
-            0 if policies is None else policies.policy_version,
-        )
+        self._own(bundle, dtype, device, policies)
