@@ -57,10 +57,7 @@ def write_video(folder: Path, name: str, frames: Tensor, fps: float | None) -> P
 
 
 def _write_mp4(av: ModuleType, path: Path, pictures: Sequence[Image.Image], fps: float) -> None:
-    width, height = (
-        pictures[0].width // 2 * 2,
-        pictures[0].height // 2 * 2,
-    )  # the pixel format has a colour per 2 x 2 pixels
+    width, height = (side // 2 * 2 for side in pictures[0].size)  # the pixel format has a colour per 2 x 2 pixels
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=fractions.Fraction(fps).limit_denominator(1000))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
