@@ -1,56 +1,12 @@
 """Stopping and resuming is as if the run had never stopped, whatever stopped it."""
 
-import threading
-
 import pytest
 import torch
+from stopping import comparable, run
 
-from unirl.trainer.wiring import run_recipe
 from unirl.types.storage import load_rollout
 
 pytestmark = pytest.mark.slow
-
-
-class StopAfter:
-    """A tracker that asks the run to stop once a number of rollouts is logged."""
-
-    def __init__(self, event, after):
-        self.event, self.after, self.records = event, after, {}
-
-    def start(self, config, run_dir, step=0):
-        pass
-
-    def log(self, metrics, step):
-        self.records[step] = metrics
-        if step >= self.after:
-            self.event.set()
-
-    def image(self, name, picture, step, captions):
-        pass
-
-    def video(self, name, files, step, captions):
-        pass
-
-    def table(self, name, rows, step):
-        pass
-
-    def finish(self, summary):
-        pass
-
-    def close(self):
-        pass
-
-
-def run(recipe, run_dir, after=10**9):
-    event = threading.Event()
-    tracker = StopAfter(event, after)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    summary = run_recipe(recipe, run_dir, [tracker], event)
-    return summary, tracker.records
-
-
-def comparable(metrics):
-    return {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))}
 
 
 @pytest.mark.parametrize(("name", "is_async"), [("sd3_shapes", False), ("sd3_shapes_flowgrpo", True)])

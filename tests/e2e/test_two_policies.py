@@ -1,15 +1,16 @@
 """Two policies, each with weights, optimizer and stack of its own, learn from one rollout."""
 
 import copy
-import threading
 
 import pytest
+import stopping
 import torch
 from safetensors.torch import load_file
+from stopping import comparable
 
 from unirl.config.check import check_recipe
 from unirl.train.backend.manifest import read_manifest
-from unirl.trainer.wiring import build_components, export_recipe, run_recipe
+from unirl.trainer.wiring import build_components, export_recipe
 from unirl.types.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -17,41 +18,9 @@ pytestmark = pytest.mark.slow
 OF_POLICIES = ("bundle", "pipeline", "backend", "algorithm", "stack")
 
 
-class Kept:
-    """A tracker that keeps every metric, and stops the run after some rollouts."""
-
-    def __init__(self, after):
-        self.stop, self.after, self.records = threading.Event(), after, {}
-
-    def start(self, config, run_dir, step=0):
-        pass
-
-    def log(self, metrics, step):
-        self.records[step] = {k: v for k, v in metrics.items() if "timing_s/" not in k and "perf/" not in k}
-        if step >= self.after:
-            self.stop.set()
-
-    def image(self, name, picture, step, captions):
-        pass
-
-    def video(self, name, files, step, captions):
-        pass
-
-    def table(self, name, rows, step):
-        pass
-
-    def finish(self, summary):
-        pass
-
-    def close(self):
-        pass
-
-
 def run(recipe, run_dir, after=10**9):
-    run_dir.mkdir(exist_ok=True)
-    tracker = Kept(after)
-    run_recipe(recipe, run_dir, [tracker], tracker.stop)
-    return tracker.records
+    _, records = stopping.run(recipe, run_dir, after)
+    return {step: comparable(metrics) for step, metrics in records.items()}
 
 
 @pytest.fixture
