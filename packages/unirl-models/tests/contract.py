@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +32,14 @@ class Case:
     params: DiffusionSamplingParams
     frozen: list[nn.Module]
     """Modules that must never receive a gradient."""
+    inputs: Callable[[int], dict[str, Primitive]] = lambda num_samples: {}
+    """What a request brings beside its texts."""
+    unguided: Mapping[str, Any] = field(default_factory=lambda: {"guidance_scale": 1.0})
+    """What switches guidance off."""
 
     @property
     def primitives(self) -> dict[str, Primitive]:
-        return {"text": Texts(texts=list(TEXTS))}
+        return {"text": Texts(texts=list(TEXTS)), **self.inputs(len(TEXTS))}
 
     def rollout(self) -> tuple[dict[str, Condition], LatentSegment]:
         """Conditions and trajectory of the three prompts."""
@@ -50,7 +56,7 @@ class Case:
 
     def without_guidance(self) -> DiffusionSamplingParams:
         """The same sampling with guidance off."""
-        return dataclasses.replace(self.params, guidance_scale=1.0)
+        return dataclasses.replace(self.params, **self.unguided)
 
 
 def latent_shape_is_what_diffuse_returns(case: Case) -> None:
@@ -90,7 +96,7 @@ def guidance_one_is_no_guidance(case: Case) -> None:
     conditions, segment = case.rollout()
     off = case.without_guidance()
     alone = case.pipeline.encode(case.primitives, off)
-    assert set(alone) == {"text"}
+    assert set(alone) == {name for name in conditions if not name.startswith("negative_")}
     x, sigma, step = _mixed_rows(segment)
     with case.pipeline.evaluating():
         plain = case.pipeline.velocity(alone, x, sigma, step, off)
@@ -140,7 +146,8 @@ def samples_with_one_start_take_their_first_steps_together(case: Case) -> None:
     pipeline, keys = case.pipeline, ["a:0", "b:0", "a:1", "b:1"]
     starts = ["a", "b", "a", "b"]
     with pipeline.evaluating():
-        conditions = pipeline.encode({"text": Texts(texts=[TEXTS[0], TEXTS[1]] * 2)}, params)
+        inputs = {name: value.select([0, 1, 0, 1]) for name, value in case.inputs(2).items()}
+        conditions = pipeline.encode({"text": Texts(texts=[TEXTS[0], TEXTS[1]] * 2), **inputs}, params)
         noise = initial_noise(starts, params.seed, pipeline.latent_shape(params))
         sigmas = pipeline.sigmas(params)
         apart = pipeline.diffuse(conditions, noise, sigmas, params, noise_keys=keys)
@@ -190,7 +197,7 @@ def conditions_survive_select_and_concat(case: Case) -> None:
 def decode_gives_pixels(case: Case) -> None:
     _, segment = case.rollout()
     with case.pipeline.evaluating():
-        media = case.pipeline.decode(segment.clean_latents)
+        media = case.pipeline.decode(segment.clean_latents, case.params)
     params = case.params
     pixels = media.pixels if isinstance(media, Images) else media.frames
     num_frames = 1 if isinstance(media, Images) else params.num_frames

@@ -141,7 +141,7 @@ class TwoExpertAdapter(DiffusionAdapter):
         ]
         return routed(experts, lambda sigma_R: (sigma_R < self.boundary).long(), self.bundle.any_rank)
 
-    def decode(self, latents: Tensor) -> Videos:
+    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Videos:
         frames = []
         for latent in latents.float():
             clip = nn.functional.interpolate(latent, scale_factor=4).transpose(0, 1)
@@ -236,7 +236,7 @@ class PackedAdapter(DiffusionAdapter):
         score = (q.flatten(0, 1) @ torch.cat(keys).T / WIDTH**0.5).masked_fill(~allowed, -torch.inf)
         return model["out"](score.softmax(-1) @ torch.cat(values)).reshape(rows, tokens, -1)
 
-    def decode(self, latents: Tensor) -> Images:
+    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images:
         side = int(latents.shape[1] ** 0.5)
         grid = latents.float().transpose(1, 2).reshape(len(latents), self.token_width, side, side)
         return Images(pixels=nn.functional.interpolate(grid, scale_factor=4).sigmoid())

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.models.diffusers_pipeline.components import processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.embedding_cache import EmbeddingCache
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
@@ -44,11 +47,19 @@ class RaggedTextEncoders(TextEncoders):
         return TextEmbedCondition(embeds=embeds, attention_mask=mask)
 
 
+class PlainTextEncoders(TextEncoders):
+    """One number a text."""
+
+    def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+        return TextEmbedCondition(embeds=torch.tensor([float(len(text)) for text in texts])[:, None, None])
+
+
 class EditBundle(DiffusersBundle):
     """A family whose texts are ragged. Nothing is loaded: the adapter's part of the contract alone is tested."""
 
     family = "Edit"
-    pipeline_class = "EditPipeline"
+    pipeline_classes = ("EditPipeline",)
+    components = {}
     block_class_names = ()
     lora_target_modules = ()
 
@@ -64,28 +75,29 @@ class EditAdapter(TextConditionedAdapter[EditBundle]):
     default_sequence_length = 8
     longest_sequence = 16
 
-    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
-        self.check_params(params)
-        return (1,)
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(1, 8)
 
-    def image_seq_len(self, params: DiffusionSamplingParams) -> int:
-        return 1
-
-    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
+    def encode_inputs(
+        self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
+    ) -> dict[str, Condition]:
         images = primitives["image"]
         assert isinstance(images, Images)
-        reference = ImageLatentCondition(latents=images.pixels.mean(dim=(1, 2, 3))[:, None, None, None])
-        return {**super().encode(primitives, params), "reference": reference}
+        return {"reference": ImageLatentCondition(latents=images.pixels.mean(dim=(1, 2, 3))[:, None, None, None])}
 
-    def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions) -> Tensor:
+    def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         assert set(conditions) == {"text", "reference"}
         text = require_condition(conditions, "text", TextEmbedCondition)
         reference = require_condition(conditions, "reference", ImageLatentCondition)
         assert text.attention_mask is not None
         return x_R + text.embeds.sum(1) / text.attention_mask.sum(1, keepdim=True) + reference.latents.flatten(1)
 
-    def decode(self, latents: Tensor) -> Images:
+    def to_vae(self, latents: Tensor) -> Tensor:
         raise AssertionError("no test decodes")
+
+    def from_vae(self, latents: Tensor) -> Tensor:
+        raise AssertionError("no test encodes")
 
 
 class DistilledAdapter(EditAdapter):
@@ -164,16 +176,16 @@ class TwoExperts(DiffusersBundle):
     """Two transformers of one pipeline, as Wan 2.2 has."""
 
     family = "Experts"
-    pipeline_class = "StableDiffusion3Pipeline"
+    pipeline_classes = ("StableDiffusion3Pipeline",)
+    components = {
+        "transformer": trained(SD3Transformer2DModel),
+        "transformer_2": trained(SD3Transformer2DModel, is_optional=True),
+        "text_encoder_3": text_encoder(transformers.T5EncoderModel),
+        "tokenizer_3": processor(),
+    }
+    text_class = PlainTextEncoders
     block_class_names = ("JointTransformerBlock",)
     lora_target_modules = ("attn.to_q",)
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), "cpu")
-        experts: dict[str, type[nn.Module]] = dict.fromkeys(("transformer", "transformer_2"), SD3Transformer2DModel)
-        self.require(experts, ())
-        for name in experts:
-            self.load(name, SD3Transformer2DModel, torch.float32, trains=True)
 
 
 @pytest.fixture
@@ -183,7 +195,7 @@ def two_experts(sd3_folder: Path, tmp_path: Path) -> TwoExperts:
     index = json.loads((folder / "model_index.json").read_text())
     index["transformer_2"] = index["transformer"]
     (folder / "model_index.json").write_text(json.dumps(index))
-    return TwoExperts(folder)
+    return TwoExperts(str(folder))
 
 
 def test_every_expert_is_exported_with_its_own_weights(two_experts: TwoExperts, tmp_path: Path) -> None:
@@ -197,7 +209,7 @@ def test_every_expert_is_exported_with_its_own_weights(two_experts: TwoExperts, 
     modules["transformer_2"].__class__ = type("Wrapped", (SD3Transformer2DModel,), {})
     state = {name: {key: value.detach() for key, value in m.named_parameters()} for name, m in modules.items()}
     two_experts.export_merged(str(tmp_path / "merged"), state)
-    found = TwoExperts(tmp_path / "merged").trainable_modules()
+    found = TwoExperts(str(tmp_path / "merged")).trainable_modules()
     for name, module in modules.items():
         assert torch.equal(found[name].get_parameter("proj_out.bias"), module.get_parameter("proj_out.bias"))
         config = json.loads((tmp_path / "merged" / name / "config.json").read_text())

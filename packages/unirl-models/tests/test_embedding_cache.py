@@ -19,7 +19,8 @@ class Encoder:
 
 
 def _lookup(cache: EmbeddingCache, encoder: Encoder, texts: list[str]) -> list[float]:
-    rows = cache.lookup(texts, lambda text: content_key("test", text), encoder, batch_size=2)
+    keys = [content_key("test", text) for text in texts]
+    rows = cache.lookup(keys, lambda part: encoder([texts[place] for place in part]), batch_size=2)
     return [row["embeds"][0].item() for row in rows]
 
 

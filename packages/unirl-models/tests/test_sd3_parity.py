@@ -38,7 +38,7 @@ def _sample(pipeline: SD3Pipeline, params: DiffusionSamplingParams) -> tuple[tor
         conditions = pipeline.encode({"text": Texts(texts=PROMPTS)}, params)
         noise = initial_noise(PROMPTS, params.seed, pipeline.latent_shape(params))
         segment = pipeline.diffuse(conditions, noise, pipeline.sigmas(params), params, noise_keys=PROMPTS)
-        media = pipeline.decode(segment.clean_latents)
+        media = pipeline.decode(segment.clean_latents, params)
     assert isinstance(media, Images)
     return noise, segment.clean_latents, media.pixels
 
@@ -160,8 +160,8 @@ def test_a_half_precision_checkpoint_samples_in_its_own_dtype(sd3_folder: Path) 
 
 def test_decoding_in_slices_equals_decoding_at_once(sd3_bundle: SD3Bundle) -> None:
     latents = torch.randn(5, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    whole = SD3Pipeline(sd3_bundle, FlowSDEStrategy(), decode_batch_size=8).decode(latents)
-    sliced = SD3Pipeline(sd3_bundle, FlowSDEStrategy(), decode_batch_size=2).decode(latents)
+    whole = SD3Pipeline(sd3_bundle, FlowSDEStrategy(), decode_batch_size=8).decode(latents, _params())
+    sliced = SD3Pipeline(sd3_bundle, FlowSDEStrategy(), decode_batch_size=2).decode(latents, _params())
     assert isinstance(whole, Images) and isinstance(sliced, Images)
     torch.testing.assert_close(sliced.pixels, whole.pixels, rtol=1e-5, atol=1e-6)
 

@@ -63,7 +63,7 @@ class LinearPipeline:
             sde_logp=found.sde_logp,
         )
 
-    def decode(self, latents):
+    def decode(self, latents, params):
         return Images(pixels=latents.sigmoid())
 
     def drop_text_encoders(self):

@@ -214,7 +214,7 @@ class FieldPipeline:
             params=params,
         )
 
-    def decode(self, latents: Tensor) -> Images:
+    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images:
         """Latents squashed to pixels."""
         return Images(pixels=latents.sigmoid())
 
@@ -311,7 +311,7 @@ class FieldEngine:
         with self.pipeline.evaluating(), inside:
             conditions = self.pipeline.encode(req.primitives, params)
             segment = self.pipeline.diffuse(conditions, start, req.sigmas, params, noise_keys=keys)
-        decoded = self.pipeline.decode(segment.clean_latents)
+        decoded = self.pipeline.decode(segment.clean_latents, params)
         track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
         return RolloutResp(tracks={"image": track})
 

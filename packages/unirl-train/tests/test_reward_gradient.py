@@ -376,7 +376,7 @@ def test_decoder_and_reward_get_no_gradient(way: str):
     kind, options = WAYS[way]
     made, resp = made_with(kind, **options)
     decoder = nn.Linear(2, 2)
-    made.pipeline.decode = lambda latents: Images(pixels=decoder(latents).sigmoid())
+    made.pipeline.decode = lambda latents, params: Images(pixels=decoder(latents).sigmoid())
     metrics = made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0).metrics
     assert float(made.backend.gradients[0]["transformer.scale"].abs()) > 0
     assert metrics["reward_gradient/pixel_grad_norm"] > 0 and metrics["reward_gradient/latent_grad_norm"] > 0

@@ -89,8 +89,9 @@ class DiffusionAdapter(ABC):
         raise ConfigError(f"{type(self).__name__} has no text encoders to drop. Set engine.drop_text_encoders: false.")
 
     @abstractmethod
-    def decode(self, latents: Tensor) -> Images | Videos:
-        """Media of clean latents [B, ...]: float32 in [0, 1]. Differentiable when gradients are on."""
+    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
+        """Media of clean latents [B, ...] that were sampled with `params`: float32 in [0, 1]. Differentiable when
+        gradients are on."""
 
 
 def check_multiples(params: DiffusionSamplingParams, multiple: int, *, reason: str) -> None:

@@ -87,30 +87,31 @@ class EmbeddingCache:
 
     def lookup(
         self,
-        texts: Sequence[str],
-        key_of: Callable[[str], str],
-        encode: Callable[[list[str]], Sequence[Embedding]],
+        keys: Sequence[str],
+        encode: Callable[[list[int]], Sequence[Embedding]],
         *,
         batch_size: int,
     ) -> list[Embedding]:
-        """The embedding of each text, on the CPU; only the unique and unknown ones are encoded.
+        """The embedding of each key, on the CPU; only the unique and unknown ones are encoded.
 
-        encode(at most batch_size unique texts) -> one embedding per text; their lengths may differ.
+        encode(at most batch_size places in `keys`, of different keys) -> one embedding per place; their lengths may
+        differ.
         """
         found: dict[str, Embedding] = {}
-        unknown: list[str] = []
-        for text in dict.fromkeys(texts):
-            embedding = self.get(key_of(text))
+        unknown: list[int] = []
+        first_places = {key: place for place, key in reversed(list(enumerate(keys)))}
+        for key, place in sorted(first_places.items(), key=lambda item: item[1]):
+            embedding = self.get(key)
             if embedding is None:
-                unknown.append(text)
+                unknown.append(place)
             else:
-                found[text] = embedding
+                found[key] = embedding
         for start in range(0, len(unknown), batch_size):
             part = unknown[start : start + batch_size]
-            for text, encoded in zip(part, encode(part), strict=True):
-                found[text] = {name: tensor.detach().to("cpu") for name, tensor in encoded.items()}
-                self.put(key_of(text), found[text])
-        return [found[text] for text in texts]
+            for place, encoded in zip(part, encode(part), strict=True):
+                found[keys[place]] = {name: tensor.detach().to("cpu") for name, tensor in encoded.items()}
+                self.put(keys[place], found[keys[place]])
+        return [found[key] for key in keys]
 
     def _path(self, key: str) -> Path:
         if self.folder is None:

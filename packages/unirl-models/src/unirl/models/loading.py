@@ -72,8 +72,8 @@ class PipelineFolder:
             )
 
 
-def open_pipeline_folder(pretrained_model: str, pipeline_class: str) -> PipelineFolder:
-    """The pipeline of a local folder or hub id, checked to be a `pipeline_class`. Reads no weights.
+def open_pipeline_folder(pretrained_model: str, pipeline_classes: Sequence[str]) -> PipelineFolder:
+    """The pipeline of a local folder or hub id, checked to be one of `pipeline_classes`. Reads no weights.
 
     Raises CheckpointError where there is no such folder or no index in it, ConfigError for another pipeline class.
     """
@@ -94,10 +94,10 @@ def open_pipeline_folder(pretrained_model: str, pipeline_class: str) -> Pipeline
         )
     index = _read_json(path / INDEX_FILE, "the pipeline")
     name = index.get("_class_name")
-    if name != pipeline_class:
+    if name not in pipeline_classes:
         raise ConfigError(
-            f"{path} holds a {name}; this model needs a {pipeline_class}. Point PRETRAINED_MODEL at such a checkpoint "
-            "or choose the model group of the recipe that fits it."
+            f"{path} holds a {name}; this model needs a {' or '.join(pipeline_classes)}. Point PRETRAINED_MODEL at "
+            "such a checkpoint or choose the model group of the recipe that fits it."
         )
     folder = PipelineFolder(path=path, index=index)
     if is_on_hub:

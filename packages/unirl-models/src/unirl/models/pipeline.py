@@ -96,9 +96,9 @@ class DiffusionPipeline:
             keep_means=keep_means,
         )
 
-    def decode(self, latents: Tensor) -> Images | Videos:
-        """Media of clean latents [B, ...], float32 in [0, 1]."""
-        return self.adapter.decode(latents)
+    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
+        """Media of clean latents [B, ...] that were sampled with `params`, float32 in [0, 1]."""
+        return self.adapter.decode(latents, params)
 
     def encode_media(self, media: Images | Videos) -> Tensor:
         """Clean latents [B, ...] of media, float32, without gradient, see `DiffusionAdapter.encode_media`."""

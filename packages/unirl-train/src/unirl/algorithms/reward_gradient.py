@@ -69,7 +69,7 @@ class Denoising:
                 "Set sampling.keep_latents: all."
             )
         self._pipeline = pipeline
-        self._params = params
+        self.params = params
         self._is_checkpointed = is_checkpointed
         self._known: dict[tuple[int, ...], Tensor] = {}
         self.track = track
@@ -120,7 +120,7 @@ class Denoising:
         conditions = {name: item.select(sample_R) for name, item in self.track.conditions.items()}
 
         def forward(x_R: Tensor) -> Tensor:
-            return self._pipeline.velocity(conditions, x_R, self.sigmas[step_R], step_R, self._params).float()
+            return self._pipeline.velocity(conditions, x_R, self.sigmas[step_R], step_R, self.params).float()
 
         if self._is_checkpointed and torch.is_grad_enabled():
             return checkpoint(forward, x_R, use_reentrant=False)
@@ -247,7 +247,7 @@ class RewardGradient(PenalisedAlgorithm):
             raise ContractError(f"{type(self).__name__} was given no reward; call use_reward first")
         with torch.enable_grad():
             latents.requires_grad_()
-            images = self._pipeline.decode(latents)
+            images = self._pipeline.decode(latents, steps.params)
             if not isinstance(images, Images):
                 raise ConfigError(
                     f"{type(self).__name__} trains through rewards of images, this model makes {type(images).__name__}"

@@ -86,8 +86,8 @@ class DiffusionPipeline(Protocol):
         """
         ...
 
-    def decode(self, latents: Tensor) -> Images | Videos:
-        """Media of clean latents [B, ...]."""
+    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
+        """Media of clean latents [B, ...] that were sampled with `params`."""
         ...
 
     def encode_media(self, media: Images | Videos) -> Tensor:

@@ -1,7 +1,7 @@
-"""The adapter of diffusers families that are conditioned on text: everything but geometry, velocity and decoding.
+"""The adapter of diffusers families that are conditioned on text: everything but geometry and velocity.
 
-Sketches of Qwen-Image, FLUX.2-Klein, Z-Image and Wan 2.2 on it: docs/design/model-adapter.md. Shape letters: see
-`unirl.models`.
+How the families answer it: docs/design/model-adapter.md. Shape letters: see `unirl.models`; F frames of pixels, f of
+latents.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from unirl.models.adapter import DiffusionAdapter, refuse_ignored, refuse_unread, require_condition
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.embedding_cache import Embedding, EmbeddingCache, content_key
 from unirl.models.guidance import INTERVAL_KEY, Guidance, classifier_free, extrapolate, require_negative_prompt
 from unirl.sde.loop import Velocity
+from unirl.sde.schedule import SigmaSchedule
 from unirl.types.conditions import Condition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import Primitive, Texts
+from unirl.types.media import Images, Modality, Primitive, Texts, Videos
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -33,9 +36,9 @@ NEGATIVE = "negative_"
 class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     """Conditions: "text", and "negative_text" where guidance is on, each a TextEmbedCondition.
 
-    A family says which sampling parameters it uses and answers `latent_shape`, `image_seq_len`, `predict` and
-    `decode`. One with more inputs (a reference image) extends `encode` and `read_slots`, and `predict`
-    finds the slot; one with several experts or state across steps answers `bind` itself.
+    A family says which sampling parameters it uses and answers `geometry`, `predict`, `to_vae` and `from_vae`. One with
+    more inputs (a reference image) answers `encode_inputs` and extends `read_slots`, and `predict` finds the slot; one
+    with several experts or state across steps answers `bind` itself.
     decode_batch_size, encode_batch_size: most images or prompts in one call of the VAE or of the text encoders.
     embedding_cache: None remembers prompts in memory; a folder also on disk; or a cache to share between adapters.
     """
@@ -50,6 +53,8 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     """Tokens of a text where the request does not say."""
     longest_sequence: ClassVar[int]
     """Most tokens of a text that the model was trained with."""
+    fps: ClassVar[float | None] = None
+    """Frames per second of the videos that the model was trained on."""
 
     def __init__(
         self,
@@ -74,13 +79,50 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         """The modules."""
         return self._bundle
 
+    # What a family answers -------------------------------------------------------------------------------------------
+
+    @property
     @abstractmethod
-    def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions) -> Tensor:
+    def geometry(self) -> Geometry:
+        """The factors of this checkpoint."""
+
+    @abstractmethod
+    def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         """Velocity [R, ...] without guidance; `conditions` has one row per row of x and no negative slots."""
+
+    @abstractmethod
+    def to_vae(self, latents: Tensor) -> Tensor:
+        """What the VAE decodes of latents [B, ...] as they are sampled: unpacked and denormalised, in its dtype."""
+
+    @abstractmethod
+    def from_vae(self, latents: Tensor) -> Tensor:
+        """The inverse of `to_vae`."""
 
     def combine(self, cond_R: Tensor, uncond_R: Tensor, scale: float) -> Tensor:
         """The guided velocity of rows, float32. A family that rescales it overrides this."""
         return extrapolate(cond_R, uncond_R, scale)
+
+    def encode_inputs(
+        self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
+    ) -> dict[str, Condition]:
+        """Conditions of what a request brings beside its texts, one row a sample."""
+        del primitives, params
+        return {}
+
+    def schedule(self, convention: Literal["linear", "diffusers"] | None) -> SigmaSchedule:
+        """The noise levels of this checkpoint; None is the convention of the family."""
+        return SigmaSchedule.from_scheduler_config(self.bundle.scheduler_config, convention)
+
+    # What follows from it --------------------------------------------------------------------------------------------
+
+    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
+        """(C, h, w), or (C, f, h, w) of a family of videos."""
+        self.check_params(params)
+        return self.geometry.latent_shape(params)
+
+    def image_seq_len(self, params: DiffusionSamplingParams) -> int:
+        """Tokens of one sample."""
+        return self.geometry.num_tokens(params)
 
     def check_params(self, params: DiffusionSamplingParams) -> None:
         """Raises ConfigError for what this family would ignore, and for texts longer than it knows."""
@@ -104,7 +146,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         if params.uses_guidance:
             negative = [require_negative_prompt(params)] * len(texts.texts)
             conditions[NEGATIVE + "text"] = self._encode_texts(negative, length)
-        return conditions
+        return conditions | self.encode_inputs(primitives, params)
 
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
         """One forward a step over [unconditional rows, conditional rows]; no state.
@@ -117,7 +159,49 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
             require_condition(conditions, NEGATIVE + "text", TextEmbedCondition)
         conditional = {name: value for name, value in conditions.items() if not name.startswith(NEGATIVE)}
         negative = {name.removeprefix(NEGATIVE): conditions[name] for name in conditions if name not in conditional}
-        return classifier_free(self.predict, conditional, negative, guidance, combine=self.combine)
+
+        def predict(x_R: Tensor, sigma_R: Tensor, rows: Conditions) -> Tensor:
+            return self.predict(x_R, sigma_R, rows, params)
+
+        return classifier_free(predict, conditional, negative, guidance, combine=self.combine)
+
+    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
+        """Pixels float32 in [0, 1], `decode_batch_size` samples at a time: [B, 3, H, W], or F frames of each sample."""
+        del params
+        pixels = torch.cat(
+            [
+                (self.bundle.vae.decode(self.to_vae(part), return_dict=False)[0].float() * 0.5 + 0.5).clamp(0, 1)
+                for part in latents.split(self.decode_batch_size)
+            ]
+        )
+        if self.modality is Modality.VIDEO:
+            return Videos.pack(frames=list(pixels.movedim(1, 2)), fps=self.fps)
+        return Images(pixels=pixels if pixels.ndim == 4 else pixels[:, :, 0])
+
+    @torch.no_grad()
+    def encode_media(self, media: Images | Videos) -> Tensor:
+        """Latents float32 of media, `decode_batch_size` at a time: the mode of the posterior, normalised as the
+        transformer is trained on. Raises ConfigError for media of another kind or videos of different lengths."""
+        pixels = self._pixels(media)
+        vae = self.bundle.vae
+        latents = []
+        for part in pixels.split(self.decode_batch_size):
+            mode = vae.encode((part * 2 - 1).to(self.bundle.device, vae.dtype)).latent_dist.mode()
+            latents.append(self.from_vae(mode).float())
+        return torch.cat(latents)
+
+    def _pixels(self, media: Images | Videos) -> Tensor:
+        """[B, 3, H, W] of images for a VAE of images, else [B, 3, F, H, W]."""
+        wanted = Videos if self.modality is Modality.VIDEO else Images
+        if not isinstance(media, wanted):
+            raise ConfigError(f"{self.bundle.family} encodes {wanted.__name__.lower()}, got {type(media).__name__}")
+        if isinstance(media, Images):
+            is_3d = any(isinstance(module, torch.nn.Conv3d) for module in self.bundle.vae.modules())
+            return media.pixels[:, :, None] if is_3d else media.pixels
+        lengths = sorted(set(media.lengths.tolist()))
+        if len(lengths) > 1:
+            raise ConfigError(f"videos of {lengths} frames cannot be encoded together. Cut them to one length.")
+        return media.frames.unflatten(0, (-1, lengths[0])).movedim(1, 2)
 
     def drop_text_encoders(self) -> None:
         """Free the text encoders; prompts in the embedding cache still encode."""
@@ -127,9 +211,8 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         encoders = self.bundle.text
         family = self.bundle.family.lower()
         rows = self.embedding_cache.lookup(
-            texts,
-            lambda text: content_key(family, encoders.fingerprint, length, text),
-            lambda part: _rows(encoders.encode(part, length)),
+            [content_key(family, encoders.fingerprint, length, text) for text in texts],
+            lambda part: _rows(encoders.encode([texts[index] for index in part], length)),
             batch_size=self.encode_batch_size,
         )
         device = self.bundle.device

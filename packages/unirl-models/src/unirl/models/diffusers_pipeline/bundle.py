@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,10 +11,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unirl.models.bundle import Bundle
+from unirl.models.diffusers_pipeline.components import Component, Role
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.loading import open_pipeline_folder
-from unirl.types.errors import CheckpointError, ContractError
+from unirl.types.errors import CheckpointError, ConfigError, ContractError
+from unirl.types.precision import dtype_named
 
 try:
     import transformers
@@ -26,57 +28,152 @@ except ImportError as error:
 
 
 class DiffusersBundle(Bundle):
-    """Base of the bundles of diffusers families.
+    """Base of the bundles of diffusers families: a family is a table of components and what training needs to know.
 
-    A family sets the class attributes and loads its components in its constructor: `require` all of them, `load` each,
-    and set `text`. Raises CheckpointError where the folder is missing or incomplete, ConfigError for another pipeline
-    class, both before weights are read.
+    pretrained_model: a diffusers pipeline folder or a hub id. dtype: of what trains, "fp32", "bf16" or "fp16";
+    text_encoder_dtype: of the text encoders, None takes `dtype`; vae_dtype: of the VAE, float32 by default because
+    half-precision decoding shows. device: where all of it lives; text_encoder_device: where the text encoders do
+    instead, "cpu" to keep them out of a GPU's memory. trains: the components that train; None for all that can.
+    vae_tiling: whether media larger than a tile are encoded and decoded tile by tile, which bounds the VAE's memory
+    and changes the seams.
+    Only what trains keeps requires_grad. Raises CheckpointError or ConfigError before weights are read where the
+    folder is missing, incomplete or of another pipeline class, and CheckpointError for weights that do not fit.
     """
 
     recipe_rules: ClassVar[str] = "unirl.models.diffusers_pipeline.rules"
     family: ClassVar[str]
     """Name for messages and cache keys."""
-    pipeline_class: ClassVar[str]
-    """Class that `model_index.json` must name."""
+    pipeline_classes: ClassVar[tuple[str, ...]]
+    """Classes of which `model_index.json` must name one."""
+    components: ClassVar[Mapping[str, Component]]
+    """The components that the family uses."""
+    text_class: ClassVar[type[TextEncoders]]
+    """How its text encoders read prompts."""
     block_class_names: ClassVar[tuple[str, ...]]
     """The transformer blocks, sharded, checkpointed and compiled one by one."""
     lora_target_modules: ClassVar[tuple[str, ...]]
     """Suffixes of the linear layers that LoRA adapts."""
-    text: TextEncoders
-    """Text encoders and tokenizers."""
+    latent_divisor: ClassVar[int] = 16
+    """Pixels that a side of the released checkpoints must divide into: VAE times patch."""
+    latent_patch: ClassVar[int] = 0
+    """Latent elements per token on a side where the family packs them itself; 0 where the transformer's patch_size says
+    it."""
+    frame_divisor: ClassVar[int] = 0
+    """Frames per latent frame after the first (frames are this times k, plus 1); 0 for a family of images."""
 
-    def __init__(self, pretrained_model: str, device: str | torch.device) -> None:
+    def __init__(
+        self,
+        pretrained_model: str,
+        dtype: str = "fp32",
+        device: str | torch.device = "cpu",
+        vae_dtype: str = "fp32",
+        *,
+        text_encoder_dtype: str | None = None,
+        text_encoder_device: str | None = None,
+        trains: Sequence[str] | None = None,
+        vae_tiling: bool = False,
+    ) -> None:
+        model_dtype = dtype_named(dtype, "dtype")
+        dtypes = {
+            Role.TRAINED: model_dtype,
+            Role.FROZEN: model_dtype,
+            Role.AUTOENCODER: dtype_named(vae_dtype, "vae_dtype"),
+            Role.TEXT: dtype_named(dtype if text_encoder_dtype is None else text_encoder_dtype, "text_encoder_dtype"),
+        }
         self.pretrained_model = pretrained_model
-        self.folder = open_pipeline_folder(pretrained_model, self.pipeline_class)
+        self.folder = open_pipeline_folder(pretrained_model, self.pipeline_classes)
         self.device = torch.device(device)
+        text_device = self.device if text_encoder_device is None else torch.device(text_encoder_device)
         self.scheduler_config = self.folder.config("scheduler", "scheduler_config.json")
         self._trained: dict[str, nn.Module] = {}
         # Kept, because wrapping for training changes the class of a module.
         self._classes: dict[str, type[Any]] = {}  # Any: as in `load`
+        present = self._require_components()
+        trainable = [name for name, component in present.items() if component.role is Role.TRAINED]
+        self._check_trains(trains, trainable)
+
+        self.modules: dict[str, Any] = {}  # Any: as in `load`
+        """Every model but the text encoders by component."""
+        self.processors: dict[str, Any] = {}  # Any: tokenizers and image processors share no base class
+        """Every tokenizer and image processor by component."""
+        # Of a component that is left out None, which an embedding depends on too.
+        encoders: dict[str, Any | None] = dict.fromkeys(self._of(Role.TEXT))  # Any: as in `load`
+        for name, component in present.items():
+            if component.role is Role.PROCESSOR:
+                self.processors[name] = self.load_processor(name)
+            elif component.role is Role.TEXT:
+                encoders[name] = self.load(name, component, dtypes[component.role], text_device)
+            else:
+                does_train = name in (trainable if trains is None else trains)
+                model = self.load(name, component, dtypes[component.role], self.device, trains=does_train)
+                self.modules[name] = _arranged(model, vae_tiling, name) if component.role is Role.AUTOENCODER else model
+        self.text = self.make_text(encoders, {name: self.processors.get(name) for name in self._of(Role.PROCESSOR)})
+        """Text encoders and tokenizers."""
+
+    @property
+    def transformer(self) -> Any:  # Any: as in `load`
+        """The model that trains, the first of several."""
+        return self.modules["transformer"]
+
+    @property
+    def vae(self) -> Any:  # Any: as in `load`
+        """The autoencoder."""
+        return self.modules["vae"]
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
-    def require(self, models: Mapping[str, type[nn.Module]], tokenizers: Sequence[str]) -> None:
-        """Checks that the folder holds the components, models of these classes and with weights. Reads no weights.
+    def leaves_out(self) -> Collection[str]:
+        """Components that are not loaded even where the folder has them."""
+        return ()
+
+    def make_text(
+        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
+    ) -> TextEncoders:  # Any: models and tokenizers of transformers
+        """What reads prompts, of the text encoders and all processors by component; what is left out is None."""
+        return self.text_class(encoders, processors)
+
+    def _require_components(self) -> dict[str, Component]:
+        """The components to load, checked to be in the folder, of these classes and with weights. Reads no weights.
 
         Raises CheckpointError or ConfigError naming the component, what is wrong and what to do.
         """
-        for component, model_class in models.items():
-            self.folder.require(component, (model_class.__name__,))
-        for component in tokenizers:
-            if self.folder.class_of(component) is None or not (self.folder.path / component).is_dir():
+        present = {}
+        for name, component in self.components.items():
+            is_there = self.folder.class_of(name) is not None
+            if name in self.leaves_out() or (component.is_optional and not is_there):
+                continue
+            present[name] = component
+            if component.role is not Role.PROCESSOR:
+                self.folder.require(name, component.class_names)
+            elif not is_there or not (self.folder.path / name).is_dir():
                 raise CheckpointError(
-                    f"{self.folder.path} has no {component}/. Use a complete {self.pipeline_class} folder."
+                    f"{self.folder.path} has no {name}/. Use a complete {' or '.join(self.pipeline_classes)} folder."
                 )
+        return present
+
+    def _of(self, role: Role) -> list[str]:
+        return [name for name, component in self.components.items() if component.role is role]
+
+    def _check_trains(self, trains: Sequence[str] | None, trainable: Sequence[str]) -> None:
+        if trains is not None and (not trains or set(trains) - set(trainable)):
+            raise ConfigError(f"trains = {list(trains)}: of this checkpoint {list(trainable)} can train. Name some.")
 
     def load(
-        self, component: str, model_class: type[Any], dtype: torch.dtype, *, trains: bool = False
+        self,
+        name: str,
+        component: Component,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        trains: bool = False,
     ) -> Any:  # Any: a model of diffusers or of transformers, which share `from_pretrained` but no base class
         """A component in evaluation mode on the device, frozen unless it trains.
 
         Raises CheckpointError where it does not load, or where a weight of the model is not in the file.
         """
-        path = self.folder.path / component
+        path, model_class = self.folder.path / name, component.model_class
+        if model_class is None:
+            raise ContractError(f"{name} is a processor, which has no weights")
         keyword = "torch_dtype" if issubclass(model_class, ModelMixin) else "dtype"
         try:
             model, info = model_class.from_pretrained(path, output_loading_info=True, **{keyword: dtype})
@@ -88,21 +185,22 @@ class DiffusersBundle(Bundle):
             raise CheckpointError(
                 f"{path} does not hold all weights of {model_class.__name__}: {wrong}. Fetch it again."
             )
-        model = model.to(self.device).eval()
+        model = model.to(device).eval()
         if trains:
-            self._trained[component], self._classes[component] = model, model_class
+            self._trained[name], self._classes[name] = model, model_class
             return model
         return model.requires_grad_(False)
 
-    def load_tokenizer(self, component: str) -> transformers.PreTrainedTokenizerBase:
-        """A tokenizer by the class that the index names. Raises CheckpointError where it does not load."""
-        class_name = str(self.folder.class_of(component))
-        path = self.folder.path / component
-        tokenizer_class = vars(transformers).get(class_name) or getattr(transformers, class_name, None)
-        if tokenizer_class is None:
+    def load_processor(self, name: str) -> Any:  # Any: tokenizers and image processors share no base class
+        """A tokenizer or image processor by the class that the index names. Raises CheckpointError where it does not
+        load."""
+        class_name = str(self.folder.class_of(name))
+        path = self.folder.path / name
+        found = vars(transformers).get(class_name) or getattr(transformers, class_name, None)
+        if found is None:
             raise CheckpointError(f"{path}: transformers {transformers.__version__} has no class {class_name}.")
         try:
-            return tokenizer_class.from_pretrained(path)
+            return found.from_pretrained(path)
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} does not load as {class_name}: {error}") from error
 
@@ -149,3 +247,15 @@ class DiffusersBundle(Bundle):
     def _check_components(self, state: Mapping[str, object]) -> None:
         if set(state) != set(self._trained):
             raise ContractError(f"{self.family} trains {sorted(self._trained)}; got the components {sorted(state)}")
+
+
+def _arranged(vae: Any, tiling: bool, name: str) -> Any:  # Any: as in `load`
+    """A VAE as it is used: images without a change of layout around each convolution, and tiled where asked."""
+    if not any(isinstance(module, nn.Conv3d) for module in vae.modules()):
+        # A third less time on a CPU, tensor cores on a GPU.
+        vae.to(memory_format=torch.channels_last)
+    if tiling:
+        if not hasattr(vae, "enable_tiling"):
+            raise ConfigError(f"vae_tiling: the {type(vae).__name__} of {name} cannot work in tiles. Set it to false.")
+        vae.enable_tiling()
+    return vae

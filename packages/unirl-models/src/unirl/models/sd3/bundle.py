@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.sd3.text import SD3TextEncoders
-from unirl.types.precision import dtype_named
 
 try:
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-    from transformers import CLIPTextModelWithProjection, PreTrainedModel, T5EncoderModel
+    from transformers import CLIPTextModelWithProjection, T5EncoderModel
 except ImportError as error:
     raise ImportError(
         "unirl.models.sd3 needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
@@ -19,18 +21,24 @@ except ImportError as error:
 
 
 class SD3Bundle(DiffusersBundle):
-    """Transformer, VAE, text encoders and tokenizers of one checkpoint, in evaluation mode.
+    """Transformer, VAE, text encoders and tokenizers of one checkpoint, see `DiffusersBundle`.
 
-    pretrained_model: a diffusers pipeline folder or a hub id. dtype: of the transformer, "fp32", "bf16" or "fp16";
-    text_encoder_dtype: of the text encoders, None takes `dtype`; vae_dtype: of the VAE, float32 by default because
-    half-precision decoding shows. device: where all of it lives. load_t5: False leaves the T5 encoder out even where
-    the checkpoint has it; its part of the sequence is zeros then, as in diffusers.
-    The transformer alone keeps requires_grad. Raises CheckpointError or ConfigError before weights are read where the
-    folder is missing, incomplete or of another pipeline class, and CheckpointError for weights that do not fit.
+    load_t5: False leaves the T5 encoder out even where the checkpoint has it; its part of the sequence is zeros then,
+    as in diffusers.
     """
 
     family = "SD3"
-    pipeline_class = "StableDiffusion3Pipeline"
+    pipeline_classes = ("StableDiffusion3Pipeline",)
+    components = {
+        "transformer": trained(SD3Transformer2DModel),
+        "vae": autoencoder(AutoencoderKL),
+        "text_encoder": text_encoder(CLIPTextModelWithProjection),
+        "text_encoder_2": text_encoder(CLIPTextModelWithProjection),
+        "text_encoder_3": text_encoder(T5EncoderModel, is_optional=True),
+        "tokenizer": processor(),
+        "tokenizer_2": processor(),
+        "tokenizer_3": processor(is_optional=True),
+    }
     block_class_names = ("JointTransformerBlock",)
     # The projections of the joint attention, image and text side.
     lora_target_modules = (
@@ -44,41 +52,21 @@ class SD3Bundle(DiffusersBundle):
         "attn.to_add_out",
     )
 
-    def __init__(
-        self,
-        pretrained_model: str,
-        dtype: str = "fp32",
-        device: str | torch.device = "cpu",
-        vae_dtype: str = "fp32",
-        *,
-        text_encoder_dtype: str | None = None,
-        load_t5: bool = True,
-    ) -> None:
-        transformer_dtype = dtype_named(dtype, "dtype")
-        text_dtype = dtype_named(dtype if text_encoder_dtype is None else text_encoder_dtype, "text_encoder_dtype")
-        decoder_dtype = dtype_named(vae_dtype, "vae_dtype")
-        super().__init__(pretrained_model, device)
-        clip = CLIPTextModelWithProjection
-        encoders: dict[str, type[PreTrainedModel]] = {"text_encoder": clip, "text_encoder_2": clip}
-        tokenizers = ["tokenizer", "tokenizer_2"]
-        has_t5 = load_t5 and self.folder.class_of("text_encoder_3") is not None
-        if has_t5:
-            encoders["text_encoder_3"] = T5EncoderModel
-            tokenizers.append("tokenizer_3")
-        self.require({"transformer": SD3Transformer2DModel, "vae": AutoencoderKL, **encoders}, tokenizers)
+    # Any: the keywords of DiffusersBundle.
+    def __init__(self, pretrained_model: str, *, load_t5: bool = True, **options: Any) -> None:
+        self._load_t5 = load_t5
+        super().__init__(pretrained_model, **options)
 
-        self.transformer: SD3Transformer2DModel = self.load(
-            "transformer", SD3Transformer2DModel, transformer_dtype, trains=True
-        )
-        self.vae: AutoencoderKL = self.load("vae", AutoencoderKL, decoder_dtype)
-        # Convolutions without a layout change around each: a third less time on a CPU, tensor cores on a GPU.
-        self.vae.to(memory_format=torch.channels_last)
-        loaded = {name: self.load(name, model_class, text_dtype) for name, model_class in encoders.items()}
-        self.text = SD3TextEncoders(
-            loaded if has_t5 else {**loaded, "text_encoder_3": None},
-            {name: self.load_tokenizer(name) for name in tokenizers},
-            width=self.transformer.config["joint_attention_dim"],
-        )
+    def leaves_out(self) -> Collection[str]:
+        """T5, where the recipe says so or the folder has none."""
+        has_t5 = self._load_t5 and self.folder.class_of("text_encoder_3") is not None
+        return () if has_t5 else ("text_encoder_3", "tokenizer_3")
+
+    def make_text(
+        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
+    ) -> TextEncoders:  # Any: models and tokenizers of transformers
+        """The encoders of prompts, padded to the width of the joint attention."""
+        return SD3TextEncoders(encoders, processors, width=self.transformer.config["joint_attention_dim"])
 
     @property
     def vae_scale_factor(self) -> int:

@@ -97,7 +97,7 @@ class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
         )
         segment = segment.replace(params=params)
         verify_segment(segment, sigmas, params)
-        decoded = self._pipeline.decode(segment.clean_latents)
+        decoded = self._pipeline.decode(segment.clean_latents, params)
         track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
         track.policy_versions = self._versions(req.batch_size)
         return RolloutResp(tracks={self._track: track})

@@ -1,0 +1,1 @@
+"""Qwen-Image through the classes of diffusers and transformers (extra `diffusers`)."""
