@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -15,6 +17,19 @@ def save_half(model: PreTrainedModel, out: Path, state: Mapping[str, Tensor] | N
     state = model.state_dict() if state is None else state
     model.save_pretrained(out, state_dict={name: tensor.half() for name, tensor in state.items()})
     load_in_fp32(out / "config.json")
+
+
+def save_pipeline_half(pipeline: DiffusionPipeline, out: Path) -> None:
+    """Write a pipeline with all weights in fp16; it loads in fp32 unless asked otherwise."""
+    modules = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    for name, module in modules.items():
+        setattr(pipeline, name, copy.deepcopy(module).half())
+    pipeline.save_pretrained(out, safe_serialization=True)
+    for name, module in modules.items():
+        setattr(pipeline, name, module)
+    # Where nobody asks for a dtype, transformers takes the one of the configuration, diffusers always fp32.
+    for path in out.glob("text_encoder*/config.json"):
+        load_in_fp32(path)
 
 
 def load_in_fp32(config: Path) -> None:

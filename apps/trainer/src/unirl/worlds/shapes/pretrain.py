@@ -3,14 +3,14 @@
 Four stages, each with a fixed number of steps: text encoders, autoencoder, a bank of encoded images, transformer. The
 result is a folder for `StableDiffusion3Pipeline.from_pretrained`. docs/shapes_world.md has the time and the figures.
 
-Shape letters: B samples, C H W latent, J drawings of one layout, L layouts, P prompts.
+Shape letters: B samples, C H W latent.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
-from unirl.pretraining.fit import fit
-from unirl.pretraining.saving import load_in_fp32
+from unirl.pretraining.flow_matching import LatentBank, train_on_bank
+from unirl.pretraining.saving import save_pipeline_half
 from unirl.reward.worlds.shapes_grammar import parse_prompt
 from unirl.worlds.shapes import text, world
 from unirl.worlds.shapes.evaluate import Conditioning, encode_prompts, evaluate
@@ -53,17 +53,6 @@ class Budget:
     text: int = 300
     autoencoder: int = 700
     transformer: int = 4000
-
-
-@dataclass(frozen=True)
-class PictureBank:
-    """Encoded drawings of every layout, and for every prompt the layouts that its caption comes with."""
-
-    mean_LJCHW: Tensor
-    std_LJCHW: Tensor
-    layouts_PN: Tensor
-    """Layout indices, near misses included."""
-    prompt_weights_P: Tensor
 
 
 def main() -> None:
@@ -109,7 +98,7 @@ def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -
 
     def snapshot(averaged: SD3Transformer2DModel) -> None:
         pipeline.transformer = averaged
-        save(pipeline, out)
+        save_pipeline_half(pipeline, out)
         logger.info("held-out: %s", evaluate(pipeline, world.split_prompts()[1], num_samples=256, num_steps=10))
 
     train_transformer(
@@ -186,7 +175,7 @@ def train_autoencoder(
 
 
 @torch.no_grad()
-def fill_bank(vae: AutoencoderKL, prompts: list[str], rng: np.random.Generator) -> PictureBank:
+def fill_bank(vae: AutoencoderKL, prompts: list[str], rng: np.random.Generator) -> LatentBank:
     """Encode DRAWINGS_PER_LAYOUT drawings of every layout, and draw the layouts that captions come with."""
     layouts = world.all_layouts()
     means, stds = [], []
@@ -205,88 +194,47 @@ def fill_bank(vae: AutoencoderKL, prompts: list[str], rng: np.random.Generator) 
         for spec in specs
     ]
     sizes = {category: sum(spec.category == category for spec in specs) for category in CATEGORY_SHARES}
-    bank = PictureBank(
-        mean_LJCHW=torch.cat(means).unflatten(0, by_layout),
-        std_LJCHW=torch.cat(stds).unflatten(0, by_layout),
-        layouts_PN=torch.tensor(captioned),
+    bank = LatentBank(
+        mean_LJ=torch.cat(means).unflatten(0, by_layout),
+        std_LJ=torch.cat(stds).unflatten(0, by_layout),
+        scenes_PN=torch.tensor(captioned),
         prompt_weights_P=torch.tensor([CATEGORY_SHARES[spec.category] / sizes[spec.category] for spec in specs]),
     )
-    logger.info("bank of %d drawings, posterior std %.3f", len(means) * 256, bank.std_LJCHW.mean().item())
+    logger.info("bank of %d drawings, posterior std %.3f", len(means) * 256, bank.std_LJ.mean().item())
     return bank
 
 
 def train_transformer(
     transformer: SD3Transformer2DModel,
-    bank: PictureBank,
+    bank: LatentBank,
     conditioning: Conditioning,
     *,
     num_steps: int,
-    snapshot,
+    snapshot: Callable[[SD3Transformer2DModel], None],
     every: int,
-    batch_size: int = 128,
-    muon_rate: float = 0.02,
-    adam_rate: float = 1.5e-3,
-    average: float = 0.998,
 ) -> None:
-    """Flow matching on captioned layouts; `snapshot` gets the averaged weights every `every` steps and at the end.
+    """Flow matching on captioned layouts; see `train_on_bank`."""
 
-    Noise levels are uniform on the sampler's own grid, sigma = 3u / (1 + 2u), so training is dense where sampling is.
-    """
-    averaged = copy.deepcopy(transformer).requires_grad_(False)
-    null_row = len(bank.prompt_weights_P)
-
-    def batch_loss() -> Tensor:
-        prompt_B = torch.multinomial(bank.prompt_weights_P, batch_size, replacement=True)
-        layout_B = bank.layouts_PN[prompt_B, torch.randint(bank.layouts_PN.shape[1], (batch_size,))]
-        drawing_B = torch.randint(bank.mean_LJCHW.shape[1], (batch_size,))
-        clean = bank.mean_LJCHW[layout_B, drawing_B]
-        clean = clean + bank.std_LJCHW[layout_B, drawing_B] * torch.randn_like(clean)
-        row_B = torch.where(torch.rand(batch_size) < NULL_PROMPT_FRACTION, null_row, prompt_B)
-        # Stratified over the batch: every batch sees every noise level.
-        u_B = (torch.randperm(batch_size) + torch.rand(batch_size)) / batch_size
-        sigma_B = SHIFT * u_B / (1 + (SHIFT - 1) * u_B)
-        noise = torch.randn_like(clean)
-        velocity = transformer(
-            hidden_states=torch.lerp(clean, noise, sigma_B[:, None, None, None]),
+    def predict_velocity(noisy_BCHW: Tensor, sigma_B: Tensor, row_B: Tensor) -> Tensor:
+        return transformer(
+            hidden_states=noisy_BCHW,
             timestep=1000 * sigma_B,
             encoder_hidden_states=conditioning.tokens_BTD[row_B],
             pooled_projections=conditioning.pooled_BD[row_B],
             return_dict=False,
         )[0]
-        return nn.functional.mse_loss(velocity, noise - clean)
 
-    @torch.no_grad()
-    def after_step(step: int) -> None:
-        decay = min(average, (1 + step) / (10 + step))
-        for slow, fast in zip(averaged.parameters(), transformer.parameters(), strict=True):
-            slow.lerp_(fast, 1 - decay)
-        if step == num_steps or (every and step % every == 0):
-            snapshot(averaged)
-
-    fit(
+    train_on_bank(
         transformer,
-        batch_loss,
+        bank,
+        predict_velocity,
         num_steps=num_steps,
-        muon_rate=muon_rate,
-        adam_rate=adam_rate,
+        shift=SHIFT,
+        null_fraction=NULL_PROMPT_FRACTION,
         is_hidden=lambda name: ".attn." in name or ".ff" in name,
-        warm_up=100,
-        decay=0.45,
-        after_step=after_step,
+        snapshot=snapshot,
+        every=every,
     )
-
-
-def save(pipeline: StableDiffusion3Pipeline, out: Path) -> None:
-    """Write the pipeline with all weights in fp16, half the bytes; it loads in fp32 unless asked otherwise."""
-    modules = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
-    for name, module in modules.items():
-        setattr(pipeline, name, copy.deepcopy(module).half())
-    pipeline.save_pretrained(out, safe_serialization=True)
-    for name, module in modules.items():
-        setattr(pipeline, name, module)
-    # Where nobody asks for a dtype, transformers takes the one of the configuration, diffusers always fp32.
-    for path in out.glob("text_encoder*/config.json"):
-        load_in_fp32(path)
 
 
 def _draw(layouts: list[world.Layout], rng: np.random.Generator, repeats: int) -> Tensor:

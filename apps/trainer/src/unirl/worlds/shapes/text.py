@@ -10,11 +10,6 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.normalizers import Replace
-from tokenizers.pre_tokenizers import Split
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
@@ -24,6 +19,7 @@ from transformers import (
     T5EncoderModel,
 )
 
+from unirl.pretraining.probing import SPECIALS, fact_losses, token_ids, word_loss, word_tokenizer
 from unirl.reward.worlds.shapes_grammar import CATEGORIES, COLORS, NUMBERS, RELATIONS, SHAPES, parse_prompt
 
 logger = logging.getLogger(__name__)
@@ -32,8 +28,6 @@ CLIP_TOKENS = 7
 """Longest prompt, five words, between two markers; the pipeline pads CLIP prompts to this."""
 T5_TOKENS = 6
 """Longest prompt and its end marker: the `max_sequence_length` to give to the pipeline."""
-SPECIALS = ("<pad>", "<s>", "<unk>", "</s>")
-"""The end marker must not be number 2: transformers reads that as an old CLIP and then pools at the largest number."""
 WORDS = ("and", *RELATIONS, *NUMBERS, *COLORS, *SHAPES, *(f"{shape}s" for shape in SHAPES))
 VOCABULARY = {word: index for index, word in enumerate((*SPECIALS, *WORDS))}
 
@@ -43,25 +37,8 @@ T5_WIDTH = 2 * _CLIP_WIDTH
 
 
 def make_tokenizer(*, has_start: bool, max_length: int) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer; CLIP wraps a prompt in <s> </s>, T5 only ends it with </s>.
-
-    "left of" and "right of" are one word and the article is dropped: text tokens are half the cost of the transformer.
-    """
-    tokenizer = Tokenizer(WordLevel(VOCABULARY, unk_token="<unk>"))
-    tokenizer.normalizer = Replace(Regex(r"\ba "), "")
-    tokenizer.pre_tokenizer = Split(Regex(r"left of|right of|\w+"), behavior="removed", invert=True)
-    tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A </s>" if has_start else "$A </s>",
-        special_tokens=[("<s>", VOCABULARY["<s>"]), ("</s>", VOCABULARY["</s>"])],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=max_length,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-    )
+    """A word-level tokenizer for which "left of" and "right of" are one word."""
+    return word_tokenizer(VOCABULARY, joined=("left of", "right of"), has_start=has_start, max_length=max_length)
 
 
 def make_clip() -> CLIPTextModelWithProjection:
@@ -115,8 +92,8 @@ def pretrain_text_encoders(
     Read are: of CLIP the projected end token and `hidden_states[-2]`, of T5 the last hidden state.
     """
     facts_PF = torch.tensor([_facts(prompt) for prompt in prompts])
-    clip_ids_PT = _token_ids(make_tokenizer(has_start=True, max_length=CLIP_TOKENS), prompts)
-    t5_ids_PT = _token_ids(make_tokenizer(has_start=False, max_length=T5_TOKENS), prompts)
+    clip_ids_PT = token_ids(make_tokenizer(has_start=True, max_length=CLIP_TOKENS), prompts)
+    t5_ids_PT = token_ids(make_tokenizer(has_start=False, max_length=T5_TOKENS), prompts)
     fact_sizes = (facts_PF.amax(0) + 1).tolist()
     fact_probes = nn.ModuleList(nn.Linear(width, sum(fact_sizes)) for width in (_CLIP_WIDTH, _CLIP_WIDTH, T5_WIDTH))
     word_probes = nn.ModuleList(nn.Linear(width, 3 * len(VOCABULARY)) for width in (_CLIP_WIDTH, _CLIP_WIDTH, T5_WIDTH))
@@ -130,11 +107,11 @@ def pretrain_text_encoders(
         losses, hits = [], []
         for index, clip in enumerate(clips):
             output = clip(clip_ids, output_hidden_states=True)
-            losses += _fact_losses(fact_probes[index](output.text_embeds), facts, fact_sizes, hits)
-            losses.append(_word_loss(word_probes[index](output.hidden_states[-2]), clip_ids, has_next=False))
+            losses += fact_losses(fact_probes[index](output.text_embeds), facts, fact_sizes, hits)
+            losses.append(word_loss(word_probes[index](output.hidden_states[-2]), clip_ids, has_next=False))
         hidden = t5(t5_ids)[0]
-        losses += _fact_losses(fact_probes[2](hidden.mean(1)), facts, fact_sizes, hits)
-        losses.append(_word_loss(word_probes[2](hidden), t5_ids, has_next=True))
+        losses += fact_losses(fact_probes[2](hidden.mean(1)), facts, fact_sizes, hits)
+        losses.append(word_loss(word_probes[2](hidden), t5_ids, has_next=True))
         loss = torch.stack(losses).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -163,33 +140,9 @@ def _facts(prompt: str) -> list[int]:
     ]
 
 
-def _fact_losses(logits: Tensor, facts: Tensor, sizes: Sequence[int], hits: list[Tensor]) -> list[Tensor]:
-    losses = []
-    for column, part in enumerate(logits.split(list(sizes), dim=-1)):
-        losses.append(nn.functional.cross_entropy(part, facts[:, column]))
-        hits.append((part.argmax(-1) == facts[:, column]).float().mean())
-    return losses
-
-
-def _word_loss(logits_BTV: Tensor, ids_BT: Tensor, *, has_next: bool) -> Tensor:
-    """Cross entropy of each token's own word, the one before and, for T5, the one after."""
-    own, before, after = logits_BTV.chunk(3, dim=-1)
-    pairs = [(own, ids_BT), (before[:, 1:], ids_BT[:, :-1])]
-    if has_next:
-        pairs.append((after[:, :-1], ids_BT[:, 1:]))
-    return torch.stack([nn.functional.cross_entropy(a.flatten(0, 1), b.flatten()) for a, b in pairs]).mean()
-
-
 @torch.no_grad()
 def _standardise_projections(clips: Sequence[CLIPTextModelWithProjection], clip_ids_PT: Tensor) -> None:
     """Scale the projection so that a pooled feature has unit mean square over the prompts."""
     for clip in clips:
         pooled = clip(clip_ids_PT).text_embeds
         clip.text_projection.weight /= pooled.square().mean().sqrt()
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> Tensor:
-    encoded = tokenizer(
-        list(prompts), padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
-    )
-    return encoded.input_ids

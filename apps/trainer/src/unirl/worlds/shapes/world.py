@@ -178,18 +178,22 @@ def sample_layout(spec: PromptSpec, rng: np.random.Generator, near_miss_fraction
 
 def render(layout: Layout, rng: np.random.Generator) -> np.ndarray:
     """Draw a layout with jittered centres and sizes; uint8 [3, 32, 32], black background, antialiased."""
-    fine = IMAGE_SIDE * _SUPERSAMPLING
-    axis = (np.arange(fine) + 0.5) / _SUPERSAMPLING
     picture = np.zeros((3, IMAGE_SIDE, IMAGE_SIDE))
     for (row, column), item in zip(QUADRANTS, layout, strict=True):
         if item is None:
             continue
         center = (np.array([row, column]) + 0.5) * IMAGE_SIDE / 2 + rng.uniform(-_CENTER_JITTER, _CENTER_JITTER, 2)
-        radius = rng.uniform(*_RADIUS_RANGE)
-        y, x = (axis - center[0])[:, None] / radius, (axis - center[1])[None, :] / radius
-        cover = _inside(item.shape, y, x).reshape(IMAGE_SIDE, _SUPERSAMPLING, IMAGE_SIDE, _SUPERSAMPLING).mean((1, 3))
+        cover = coverage(item.shape, center, rng.uniform(*_RADIUS_RANGE))
         picture += cover * np.array(PALETTE[item.color])[:, None, None]
     return np.round(np.clip(picture, 0, 1) * 255).astype(np.uint8)
+
+
+def coverage(shape: str, center_yx: np.ndarray, radius: float) -> np.ndarray:
+    """Share of each pixel that a shape of half height `radius` covers, [32, 32] in [0, 1]; lengths in pixels."""
+    fine = IMAGE_SIDE * _SUPERSAMPLING
+    axis = (np.arange(fine) + 0.5) / _SUPERSAMPLING
+    y, x = (axis - center_yx[0])[:, None] / radius, (axis - center_yx[1])[None, :] / radius
+    return _inside(shape, y, x).reshape(IMAGE_SIDE, _SUPERSAMPLING, IMAGE_SIDE, _SUPERSAMPLING).mean((1, 3))
 
 
 def _inside(shape: str, y: np.ndarray, x: np.ndarray) -> np.ndarray:
