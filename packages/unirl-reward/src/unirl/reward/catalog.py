@@ -259,6 +259,17 @@ CATALOG: dict[str, ScorerCard] = {
         typical="0 or 1",
         source="multiple-choice benchmarks as MMLU, arXiv 2009.03300",
     ),
+    "moves": ScorerCard(
+        target="unirl.reward.worlds.moves_scorer.MovesRewardScorer",
+        summary="does the video show what a prompt of the moves world asks for: objects, colours, steady motion",
+        media=("video",),
+        needs="prompt",
+        low=0,
+        high=2,
+        typical="strict (0 or 1) + soft in [0, 1]",
+        extra="shapes",
+        source="the moves world of this project",
+    ),
     "ocr": ScorerCard(
         target="unirl.reward.local.ocr.rapid_ocr.RapidOCRScorer",
         summary="the text that the prompt quotes stands in the picture, as RapidOCR reads; offline",

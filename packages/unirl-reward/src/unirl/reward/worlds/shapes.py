@@ -15,7 +15,7 @@ import torch
 from scipy import ndimage
 from torch import Tensor
 
-from unirl.reward.worlds.shapes_grammar import COLORS, PALETTE, RELATIONS, SHAPES, PromptSpec, parse_prompt
+from unirl.reward.worlds.shapes_grammar import COLORS, PALETTE, RELATIONS, SHAPES, PromptSpec, ShapeObject, parse_prompt
 
 BACKGROUND_VALUE = 0.4
 """Pixels whose largest channel is below this are background: half way down an antialiased edge."""
@@ -67,14 +67,18 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Objects:
+class Objects:
     """All objects of a batch, one entry per object."""
 
     image_K: np.ndarray
     color_K: np.ndarray
+    """Index into COLORS; len(COLORS): a colour that is not of the palette."""
     shape_K: np.ndarray
+    """Index into SHAPES; len(SHAPES): no template fits."""
     center_K2: np.ndarray
+    """y, x in pixels from the top left."""
     area_K: np.ndarray
+    """Pixels."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,8 @@ class _Request:
 
 def verify(image: Tensor | np.ndarray, spec: PromptSpec) -> Verdict:
     """Judge one image [3, H, W], float in [0, 1] or uint8, against `spec`."""
-    pixels_BCHW = _as_unit_float(image)[None]
-    objects = _find_objects(_name_pixels(pixels_BCHW))
+    pixels_BCHW = as_unit_float(image)[None]
+    objects = find_objects(pixels_BCHW)
     strict_B, soft_B = _judge(objects, [_request(spec)], pixels_BCHW.shape[-1])
     details = tuple(
         FoundObject(
@@ -122,12 +126,13 @@ def score_shapes(pixels_BCHW: Tensor, prompts: Sequence[str]) -> tuple[Tensor, T
     requests = [_request(parse_prompt(prompt)) for prompt in prompts]
     if not requests:
         return torch.zeros(0), torch.zeros(0)
-    objects = _find_objects(_name_pixels(_as_unit_float(pixels_BCHW)))
+    objects = find_objects(as_unit_float(pixels_BCHW))
     strict_B, soft_B = _judge(objects, requests, pixels_BCHW.shape[-1])
     return torch.from_numpy(strict_B.astype(np.float32)), torch.from_numpy(soft_B.astype(np.float32))
 
 
-def _as_unit_float(image: Tensor | np.ndarray) -> np.ndarray:
+def as_unit_float(image: Tensor | np.ndarray) -> np.ndarray:
+    """Pixels of any shape as float32 in [0, 1], clipped; uint8 is divided by 255."""
     array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
     if array.dtype == np.uint8:
         return array.astype(np.float32) / 255.0
@@ -150,8 +155,12 @@ def _name_pixels(pixels_BCHW: np.ndarray) -> np.ndarray:
     return names_BHW
 
 
-def _find_objects(names_BHW: np.ndarray) -> _Objects:
-    """Connected regions of one colour with at least MIN_CLUTTER_PIXELS pixels, for the whole batch at once."""
+def find_objects(pixels_BCHW: np.ndarray) -> Objects:
+    """Connected regions of one colour with at least MIN_CLUTTER_PIXELS pixels, for the whole batch at once.
+
+    pixels_BCHW: float in [0, 1].
+    """
+    names_BHW = _name_pixels(pixels_BCHW)
     num_images, height, width = names_BHW.shape
     num_names = len(COLORS) + 1
     masks = names_BHW[None] == np.arange(num_names, dtype=np.uint8)[:, None, None, None]
@@ -170,7 +179,7 @@ def _find_objects(names_BHW: np.ndarray) -> _Objects:
         np.minimum.at(low[:, column], label_N, axis)
         np.maximum.at(high[:, column], label_N, axis)
     kept = np.flatnonzero(area >= MIN_CLUTTER_PIXELS)
-    return _Objects(
+    return Objects(
         image_K=plane[kept] % num_images,
         color_K=plane[kept] // num_images,
         shape_K=_name_shapes(labels, kept, plane[kept], low[kept], high[kept] + 1, area[kept]),
@@ -207,37 +216,54 @@ def _templates() -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _request(spec: PromptSpec) -> _Request:
-    classes = [COLORS.index(item.color) * (len(SHAPES) + 1) + SHAPES.index(item.shape) for item in spec.objects]
-    histogram = np.bincount(classes, minlength=_NUM_CLASSES)
+    histogram = class_histogram(spec.objects)
     if spec.relation is None:
         return _Request(histogram, axis=0, sign=0, first=-1, second=-1)
     index = RELATIONS.index(spec.relation)
     sign = 1 if spec.relation in ("right of", "below") else -1
-    return _Request(histogram, axis=1 if index < 2 else 0, sign=sign, first=classes[0], second=classes[1])
+    first, second = (_class_of(item) for item in spec.objects)
+    return _Request(histogram, axis=1 if index < 2 else 0, sign=sign, first=first, second=second)
 
 
-def _judge(objects: _Objects, requests: Sequence[_Request], side: int) -> tuple[np.ndarray, np.ndarray]:
+def _judge(objects: Objects, requests: Sequence[_Request], side: int) -> tuple[np.ndarray, np.ndarray]:
     """Compare what was found with what was asked for; bool strict_B and float64 soft_B."""
-    num_images = len(requests)
+    strict_B, soft_B = match_objects(objects, np.stack([request.histogram for request in requests]))
+    sign_B = np.array([request.sign for request in requests])
+    class_K = objects.color_K * (len(SHAPES) + 1) + objects.shape_K
+    holds_B = _relation_holds(objects, class_K, requests, side)
+    soft_B = np.where(sign_B == 0, soft_B, (1 - RELATION_WEIGHT) * soft_B + RELATION_WEIGHT * holds_B)
+    return strict_B & ((sign_B == 0) | holds_B), soft_B
+
+
+def match_objects(objects: Objects, asked_BN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whether every image has exactly the objects asked for (bool [B]), and partial credit (float64 [B]).
+
+    asked_BN: histograms by `class_histogram`.
+    """
+    num_images = len(asked_BN)
     class_K = objects.color_K * (len(SHAPES) + 1) + objects.shape_K
     found = np.bincount(objects.image_K * _NUM_CLASSES + class_K, minlength=num_images * _NUM_CLASSES)
     found = found.reshape(num_images, len(COLORS) + 1, len(SHAPES) + 1)
-    asked = np.stack([request.histogram for request in requests]).reshape(found.shape)
+    asked = asked_BN.reshape(found.shape)
     exact = np.minimum(found, asked)
     found_rest, asked_rest = found - exact, asked - exact
     by_color = np.minimum(found_rest.sum(2), asked_rest.sum(2))[:, : len(COLORS)].sum(1)
     by_shape = np.minimum(found_rest.sum(1), asked_rest.sum(1))[:, : len(SHAPES)].sum(1)
     total = np.maximum(found.sum((1, 2)), asked.sum((1, 2)))
     soft_B = (exact.sum((1, 2)) + 0.5 * np.maximum(by_color, by_shape)) / total
-    strict_B = (found == asked).all(axis=(1, 2))
-
-    sign_B = np.array([request.sign for request in requests])
-    holds_B = _relation_holds(objects, class_K, requests, side)
-    soft_B = np.where(sign_B == 0, soft_B, (1 - RELATION_WEIGHT) * soft_B + RELATION_WEIGHT * holds_B)
-    return strict_B & ((sign_B == 0) | holds_B), soft_B
+    return (found == asked).all(axis=(1, 2)), soft_B
 
 
-def _relation_holds(objects: _Objects, class_K: np.ndarray, requests: Sequence[_Request], side: int) -> np.ndarray:
+def class_histogram(items: Sequence[ShapeObject]) -> np.ndarray:
+    """How many objects of each (colour, shape) class `items` are."""
+    return np.bincount([_class_of(item) for item in items], minlength=_NUM_CLASSES)
+
+
+def _class_of(item: ShapeObject) -> int:
+    return COLORS.index(item.color) * (len(SHAPES) + 1) + SHAPES.index(item.shape)
+
+
+def _relation_holds(objects: Objects, class_K: np.ndarray, requests: Sequence[_Request], side: int) -> np.ndarray:
     """Whether both objects were found, apart in the direction asked for; False where no relation is asked for."""
     axis_B = np.array([request.axis for request in requests])
     sign_B = np.array([request.sign for request in requests])
