@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from unirl.types.recipe import Machine
 
-WORLDS = ("shapes", "arithmetic")
+WORLDS = ("shapes", "arithmetic", "moves")
 """Packages with a small model and data of their own."""
 _GPU_DEVICE = re.compile(r"nvidia\d+")
 
@@ -80,7 +80,7 @@ def _num_gpus(visible: str | None, devices: Path) -> int:
 
 
 def register_resolvers() -> None:
-    """`${shapes:PATH}` and `${arithmetic:PATH}` in recipes: a file of a world that comes with the trainer."""
+    """`${shapes:PATH}`, and so for every world, in recipes: a file of a world that comes with the trainer."""
     for world in WORLDS:
         OmegaConf.register_new_resolver(world, functools.partial(packaged_path, world), replace=True)
 
