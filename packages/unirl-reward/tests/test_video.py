@@ -130,3 +130,41 @@ def test_impossible_arguments_say_what_to_change(clip_folder):
         FrameScorer(scorer=FunctionRewardScorer(brightness), num_frames=0)
     with pytest.raises(ConfigError, match="num_frames = 0 must be at least 1"):
         VideoPickScoreScorer(model=clip_folder, processor=clip_folder, num_frames=0)
+
+
+def differentiable(name: str, clip_folder):
+    """A scorer of videos and the shares of what its value is made of."""
+    if name == "video":
+        return FrameScorer(scorer=PickScoreRewardScorer(model=str(clip_folder), processor=None), num_frames=2)
+    return VideoPickScoreScorer(model=str(clip_folder), processor=None, num_frames=2)
+
+
+@pytest.mark.parametrize("name", ["video", "video_pickscore"])
+def test_the_gradient_reaches_the_frames_that_are_looked_at(clip_folder, name):
+    """Value of `score` but for the rounding to bytes; gradient against a finite difference along itself, in fp64."""
+    scorer = differentiable(name, clip_folder)
+    coarse = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    frames = 0.1 + 0.8 * torch.nn.functional.interpolate(coarse, (32, 32), mode="bilinear")
+    expected = scorer.score(request_of(list(frames.float().split(3)))).rewards
+    torch.testing.assert_close(
+        scorer.score_with_gradient(request_of(list(frames.float().split(3)))), expected, rtol=0, atol=0.01
+    )
+    for module in scorer.modules():
+        module.double()
+    frames.requires_grad_()
+    value = scorer.score_with_gradient(request_of(list(frames.split(3)))).double().sum()
+    (gradient,) = torch.autograd.grad(value, frames)
+    seen = gradient.flatten(1).norm(dim=1) > 0
+    assert seen.tolist() == ([True] * 6 if name == "video" else [True, False, True] * 2)
+    step = 1e-3 * gradient / gradient.norm()
+    ends = [
+        scorer.score_with_gradient(request_of(list((frames.detach() + sign * step).split(3)))).double().sum()
+        for sign in (1, -1)
+    ]
+    assert float(ends[0] - ends[1]) / 2e-3 == pytest.approx(float(gradient.norm()), rel=1e-2)
+
+
+def test_frames_of_a_scorer_without_gradient_have_none():
+    scorer = FrameScorer(scorer=FunctionRewardScorer(brightness))
+    with pytest.raises(ConfigError, match="is not differentiable"):
+        scorer.score_with_gradient(request_of(videos()))

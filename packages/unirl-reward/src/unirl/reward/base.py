@@ -174,9 +174,9 @@ class LocalScorer(ABC):
         )
 
     def score_with_gradient(self, request: RewardRequest) -> Tensor:
-        """Rewards float32 [B] whose gradient flows to the pixels of the request's images, on their device.
+        """Rewards float32 [B] whose gradient flows to the pixels of the request's images or videos, on their device.
 
-        Pixels are float [B, 3, H, W] in [0, 1]; `batch_size` samples are scored at a time, and the activations of all
+        Pixels are float in [0, 1]; `batch_size` samples are scored at a time, and the activations of all
         stay in memory until backward. Values equal those of `score` but for the rounding of pixels to bytes there.
         Raises ConfigError where the scorer is not differentiable, RewardError for pixels or values that are not finite
         and while offloaded.
@@ -201,7 +201,7 @@ class LocalScorer(ABC):
         }
         if wrong:
             raise RewardError(describe_failures(self.name, wrong))
-        return rewards_B.to(request.pixels.device)
+        return rewards_B.to(device_of(request))
 
     def _check_ready(self, request: RewardRequest) -> None:
         if not request.sample_ids:
@@ -317,6 +317,14 @@ def describe_failures(scorer: str, failed: Mapping[str, str]) -> str:
 def _listed(ids: list[str]) -> str:
     more = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
     return ", ".join(ids[:_MAX_NAMED]) + more
+
+
+def device_of(request: RewardRequest) -> torch.device:
+    """Where the generated images or videos live; the CPU where there are none."""
+    for media in request.generated.values():
+        if isinstance(media, (Images, Videos)):
+            return (media.pixels if isinstance(media, Images) else media.frames).device
+    return torch.device("cpu")
 
 
 def _non_finite_media(request: RewardRequest) -> list[int]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from unirl.reward.asking import FailurePolicy, ask_again, ask_scorer
-from unirl.reward.base import LocalScorer
+from unirl.reward.base import LocalScorer, device_of
 from unirl.reward.compose import Aggregation, checked_weights, composed, failed_groups
 from unirl.reward.scorer_queues import ScorerQueues, Stream, Ticket, gauges
 from unirl.reward.shaping import LengthShaping, TruncatedReward
@@ -226,7 +226,7 @@ class RewardService:
             stream.cancel()
 
     def score_with_gradient(self, request: RewardRequest) -> Tensor:
-        """The reward float32 [B] as `score` composes it, with gradients to the pixels of the request's images.
+        """The reward float32 [B] as `score` composes it, with gradients to the pixels of the media.
 
         Scorers of weight 0 are left out: they add nothing. Called in the process that trains, not over the runtime.
         Raises ConfigError naming the scorers with a weight that are not differentiable, and RewardError whatever
@@ -243,7 +243,7 @@ class RewardService:
                 f"scorers {', '.join(wrong)} are not differentiable, so this reward has no gradient. Use "
                 "differentiable scorers, or give these the weight 0 in reward.weights, so that they only report."
             )
-        zero_B = torch.zeros(len(request.sample_ids), device=request.pixels.device)
+        zero_B = torch.zeros(len(request.sample_ids), device=device_of(request))
         rewards = {
             name: scorer.score_with_gradient(request) if name in used and isinstance(scorer, LocalScorer) else zero_B
             for name, scorer in self.scorers.items()

@@ -247,20 +247,17 @@ class RewardGradient(PenalisedAlgorithm):
             raise ContractError(f"{type(self).__name__} was given no reward; call use_reward first")
         with torch.enable_grad():
             latents.requires_grad_()
-            images = self._pipeline.decode(latents, steps.params)
-            if not isinstance(images, Images):
-                raise ConfigError(
-                    f"{type(self).__name__} trains through rewards of images, this model makes {type(images).__name__}"
-                )
+            media = self._pipeline.decode(latents, steps.params)
+            pixels = media.pixels if isinstance(media, Images) else media.frames
             repeats = latents.shape[0] // steps.num_samples
             track = steps.track if repeats == 1 else _repeated(steps.track, repeats)
-            reward = self._reward.score_with_gradient(request_for_track(track, images))
+            reward = self._reward.score_with_gradient(request_for_track(track, media))
             loss_B = self.reward_loss(reward).view(steps.num_samples, repeats).mean(dim=1)
-            at_pixels, at_latents = torch.autograd.grad(loss_B.sum(), (images.pixels, latents))
+            at_pixels, at_latents = torch.autograd.grad(loss_B.sum(), (pixels, latents))
         metrics.mean("reward_gradient/reward", reward)
         if self.margin < math.inf:
             metrics.mean("reward_gradient/above_margin_fraction", (reward >= self.margin).double())
-        metrics.mean("reward_gradient/pixel_grad_norm", at_pixels.flatten(1).norm(dim=1))
+        metrics.mean("reward_gradient/pixel_grad_norm", at_pixels.view(len(latents), -1).norm(dim=1))
         metrics.mean("reward_gradient/latent_grad_norm", at_latents.flatten(1).norm(dim=1))
         return loss_B.detach(), at_latents
 

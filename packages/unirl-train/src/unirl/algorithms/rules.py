@@ -77,9 +77,11 @@ def reward_has_gradient(own: Part, run: Run) -> Messages:
         return
     weights = run.reward.get("weights") or {}
     for name, scorer in run.reward.inside("scorers").items():
-        if weights.get(name) != 0 and not scorer.takes_any and not scorer.ability("is_differentiable"):
+        parts = [scorer, *(part for part in scorer.inner.values() if "is_differentiable" in part.abilities)]
+        wrong = [part.name for part in parts if not part.takes_any and not part.ability("is_differentiable")]
+        if weights.get(name) != 0 and wrong:
             yield (
-                f"{own.name} trains through the reward, but reward.scorers.{name} ({scorer.name}) is not "
+                f"{own.name} trains through the reward, but reward.scorers.{name} ({wrong[0]}) is not "
                 "differentiable. Use a scorer that is, or give it the weight 0 in reward.weights, so that it only "
                 "reports."
             )

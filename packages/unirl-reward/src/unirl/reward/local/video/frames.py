@@ -6,6 +6,8 @@ Legend: T frames of a video.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from unirl.reward.base import LocalScorer, Scored
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.images.pickscore import PickScoreRewardScorer
 from unirl.reward.local.judges.judge import spread
+from unirl.reward.local.pixels import check_pixels
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ContractError
 from unirl.types.media import Images, Videos
@@ -30,9 +33,10 @@ class FrameScorer(LocalScorer):
     scorer: of single images; asked with each frame and the video's own prompt and metadata. The frames lie evenly
     from the first to the last; all of a shorter video. consistency: see `temporal_consistency`.
     The consistency lies in [0, 1], so the scorer should too: PickScore and CLIP do with their normalisation.
-    A frame that cannot be scored fails its video.
+    A frame that cannot be scored fails its video. Differentiable where the scorer of images is.
     """
 
+    is_differentiable: ClassVar[bool] = True
     card = CATALOG["video"]
 
     def __init__(
@@ -72,11 +76,8 @@ class FrameScorer(LocalScorer):
     def score_batch(self, request: RewardRequest) -> Scored:
         """Mean score of the frames and consistency, float32 [b]."""
         videos = frames_of(request)
-        places = [spread(len(video), self.num_frames) for video in videos]
-        rows = [row for row, chosen in enumerate(places) for _ in chosen]
-        pictures = Images(pixels=torch.cat([video[chosen] for video, chosen in zip(videos, places, strict=True)]))
-        named = [f"{request.sample_ids[row]} frame {place}" for row, place in zip(rows, sum(places, []), strict=True)]
-        asked = request.select(rows).replace(sample_ids=named, generated={"image": pictures})
+        asked, rows = self._asked(request, videos)
+        named = asked.sample_ids
         answer = self._scorer.score_isolated(asked, "batch")
         means, reasons = [], []
         for row in range(len(videos)):
@@ -87,15 +88,30 @@ class FrameScorer(LocalScorer):
         consistency = torch.stack([temporal_consistency(video).cpu() for video in videos])
         return Scored({"frames": torch.tensor(means), "consistency": consistency}, reasons)
 
+    def score_batch_with_gradient(self, request: RewardRequest) -> dict[str, Tensor]:
+        """The same [b] with gradients to the frames."""
+        videos = frames_of(request)
+        asked, rows = self._asked(request, videos)
+        scores = self._scorer.score_with_gradient(asked)
+        frames = torch.stack([each.mean() for each in scores.split([rows.count(row) for row in range(len(videos))])])
+        return {"frames": frames, "consistency": torch.stack([temporal_consistency(video) for video in videos])}
+
+    def _asked(self, request: RewardRequest, videos: list[Tensor]) -> tuple[RewardRequest, list[int]]:
+        """What the scorer of images is asked, frame by frame, and which video each frame is of."""
+        places = [spread(len(video), self.num_frames) for video in videos]
+        rows = [row for row, chosen in enumerate(places) for _ in chosen]
+        pictures = Images(pixels=torch.cat([video[chosen] for video, chosen in zip(videos, places, strict=True)]))
+        named = [f"{request.sample_ids[row]} frame {place}" for row, place in zip(rows, sum(places, []), strict=True)]
+        return request.select(rows).replace(sample_ids=named, generated={"image": pictures}), rows
+
 
 @bounded("scorer")
 class VideoPickScoreScorer(PickScoreRewardScorer):
     """PickScore of a video's first frame, or the mean over `num_frames` frames from the first to the last.
 
-    Other arguments as in PickScoreRewardScorer. No gradients.
+    Other arguments as in PickScoreRewardScorer.
     """
 
-    is_differentiable = False
     card = CATALOG["video_pickscore"]
 
     def __init__(
@@ -123,9 +139,17 @@ class VideoPickScoreScorer(PickScoreRewardScorer):
 
     def score_batch(self, request: RewardRequest) -> Tensor:
         """Mean PickScore of the frames, float32 [b]."""
+        return self._mean_scores(request, self.model_input)
+
+    def score_batch_with_gradient(self, request: RewardRequest) -> Tensor:
+        """The same [b] with gradients to the frames."""
+        check_pixels(torch.cat(frames_of(request)))
+        return self._mean_scores(request, self.model_input_with_gradient)
+
+    def _mean_scores(self, request: RewardRequest, model_input: Callable[[Tensor], Tensor]) -> Tensor:
         chosen = [video[spread(len(video), self.num_frames)] for video in frames_of(request)]
         prompts = [prompt for prompt, frames in zip(request.prompts, chosen, strict=True) for _ in frames]
-        scores = self._scores(prompts, self.model_input(torch.cat(chosen)))
+        scores = self._scores(prompts, model_input(torch.cat(chosen)))
         return torch.stack([each.mean() for each in scores.split([len(frames) for frames in chosen])])
 
 
