@@ -18,7 +18,7 @@ from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.geometry import Geometry
-from unirl.models.diffusers_pipeline.text import TextEncoders
+from unirl.models.diffusers_pipeline.text import TextEncoders, ragged
 from unirl.models.embedding_cache import EmbeddingCache
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
@@ -45,6 +45,14 @@ class RaggedTextEncoders(TextEncoders):
             embeds[row, : len(text), 0] = torch.tensor([float(ord(char)) for char in text])
             mask[row, : len(text)] = 1
         return TextEmbedCondition(embeds=embeds, attention_mask=mask)
+
+
+class TwoStreamTextEncoders(RaggedTextEncoders):
+    """A second stream of width 2: what stands between quotation marks, which may be nothing."""
+
+    def _encode_beside(self, texts: Sequence[str]) -> dict[str, TextEmbedCondition]:
+        quoted = [text.split("'")[1] if "'" in text else "" for text in texts]
+        return {"text_2": ragged([torch.full((len(text), 2), float(len(text))) for text in quoted])}
 
 
 class PlainTextEncoders(TextEncoders):
@@ -127,6 +135,24 @@ def test_texts_of_different_lengths_are_cached_without_padding_and_padded_when_t
     assert both.attention_mask is not None and both.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert both.embeds[1, :, 0].tolist() == [97.0, 98.0, 0.0, 0.0]
     assert isinstance(bundle.text, RaggedTextEncoders) and bundle.text.num_texts == 2
+
+
+def test_a_second_stream_is_cached_with_its_text_and_has_a_negative_slot_too() -> None:
+    bundle = EditBundle()
+    bundle.text = TwoStreamTextEncoders()
+    adapter = EditAdapter(bundle)
+    params = _params(guidance_scale=2.0, negative_prompt="no 'x'")
+    for _ in range(2):
+        conditions = adapter.encode(_primitives("say 'hi'", "fog"), params)
+        first, other = (
+            require_condition(conditions, slot, TextEmbedCondition) for slot in ("text_2", "negative_text_2")
+        )
+        assert first.attention_mask is not None and first.attention_mask.tolist() == [[1, 1], [0, 0]]
+        assert first.embeds.tolist() == [[[2.0, 2.0], [2.0, 2.0]], [[0.0, 0.0], [0.0, 0.0]]]
+        assert other.embeds.tolist() == [[[1.0, 1.0]], [[1.0, 1.0]]]
+    assert bundle.text.num_texts == 3
+    without = require_condition(adapter.encode(_primitives("fog"), _params()), "text_2", TextEmbedCondition)
+    assert without.embeds.shape == (1, 0, 2)
 
 
 def test_a_slot_beside_the_text_reaches_guided_and_unguided_rows() -> None:

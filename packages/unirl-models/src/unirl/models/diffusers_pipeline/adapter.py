@@ -142,10 +142,10 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
                 f"{self.bundle.family} is conditioned on text: primitives need 'text': Texts of B prompts, got {got}"
             )
         length = self.default_sequence_length if params.max_sequence_length is None else params.max_sequence_length
-        conditions: dict[str, Condition] = {"text": self._encode_texts(texts.texts, length)}
+        conditions: dict[str, Condition] = {**self._encode_texts(texts.texts, length)}
         if params.uses_guidance:
-            negative = [require_negative_prompt(params)] * len(texts.texts)
-            conditions[NEGATIVE + "text"] = self._encode_texts(negative, length)
+            negative = self._encode_texts([require_negative_prompt(params)] * len(texts.texts), length)
+            conditions |= {NEGATIVE + slot: condition for slot, condition in negative.items()}
         return conditions | self.encode_inputs(primitives, params)
 
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
@@ -207,36 +207,53 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         """Free the text encoders; prompts in the embedding cache still encode."""
         self.bundle.drop_text_encoders()
 
-    def _encode_texts(self, texts: list[str], length: int) -> TextEmbedCondition:
+    def _encode_texts(self, texts: list[str], length: int) -> dict[str, TextEmbedCondition]:
+        """Every stream of the texts by slot, each distinct text encoded once."""
         encoders = self.bundle.text
         family = self.bundle.family.lower()
         rows = self.embedding_cache.lookup(
             [content_key(family, encoders.fingerprint, length, text) for text in texts],
-            lambda part: _rows(encoders.encode([texts[index] for index in part], length)),
+            lambda part: _rows(encoders.encode_streams([texts[index] for index in part], length)),
             batch_size=self.encode_batch_size,
         )
-        device = self.bundle.device
-        return TextEmbedCondition.concat(
-            [
-                TextEmbedCondition(
-                    embeds=row["embeds"][None],
-                    pooled=row["pooled"][None] if "pooled" in row else None,
-                    attention_mask=row["attention_mask"][None] if "attention_mask" in row else None,
-                )
-                for row in rows
-            ]
-        ).to(device)
+        return {slot: _joined(rows, slot).to(self.bundle.device) for slot in _slots(rows[0])}
 
 
-def _rows(condition: TextEmbedCondition) -> list[Embedding]:
-    """One embedding per row; of a row with a mask, the tokens that count."""
-    rows = []
-    for row, embeds in enumerate(condition.embeds):
-        embedding = {"embeds": embeds}
-        if condition.pooled is not None:
-            embedding["pooled"] = condition.pooled[row]
-        if condition.attention_mask is not None:
-            counts = condition.attention_mask[row].bool()
-            embedding |= {"embeds": embeds[counts], "attention_mask": condition.attention_mask[row][counts]}
-        rows.append(embedding)
+def _rows(streams: Mapping[str, TextEmbedCondition]) -> list[Embedding]:
+    """One embedding per row, of all its streams; of one with a mask, the tokens that count."""
+    rows: list[Embedding] = [{} for _ in range(streams["text"].batch_size)]
+    for slot, condition in streams.items():
+        for row, embeds in enumerate(condition.embeds):
+            embedding = {"embeds": embeds}
+            if condition.pooled is not None:
+                embedding["pooled"] = condition.pooled[row]
+            if condition.attention_mask is not None:
+                counts = condition.attention_mask[row].bool()
+                embedding |= {"embeds": embeds[counts], "attention_mask": condition.attention_mask[row][counts]}
+            rows[row] |= {_prefix(slot) + name: tensor for name, tensor in embedding.items()}
     return rows
+
+
+def _joined(rows: list[Embedding], slot: str) -> TextEmbedCondition:
+    """A stream of all rows, padded to the longest where it is ragged."""
+    at = _prefix(slot)
+    return TextEmbedCondition.concat(
+        [
+            TextEmbedCondition(
+                embeds=row[at + "embeds"][None],
+                pooled=row[at + "pooled"][None] if at + "pooled" in row else None,
+                attention_mask=row[at + "attention_mask"][None] if at + "attention_mask" in row else None,
+            )
+            for row in rows
+        ]
+    )
+
+
+def _prefix(slot: str) -> str:
+    """Of the names of a stream's tensors in an embedding; those of "text" stand alone."""
+    return "" if slot == "text" else f"{slot}."
+
+
+def _slots(embedding: Embedding) -> list[str]:
+    names = [name for name in embedding if name.endswith("embeds")]
+    return [name.removesuffix("embeds").removesuffix(".") or "text" for name in names]

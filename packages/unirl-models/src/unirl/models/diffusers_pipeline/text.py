@@ -68,6 +68,26 @@ class TextEncoders(ABC):
             )
         return self._encode(texts, max_sequence_length)
 
+    def encode_streams(self, texts: Sequence[str], max_sequence_length: int) -> dict[str, TextEmbedCondition]:
+        """Everything that the model reads of the texts, by slot: "text", and the streams beside it. See `encode`."""
+        text = self.encode(texts, max_sequence_length)
+        with torch.no_grad():
+            return {"text": text, **self._encode_beside(texts)}
+
+    def _encode_beside(self, texts: Sequence[str]) -> dict[str, TextEmbedCondition]:
+        """Streams of another width than "text", by slot. A family that has some overrides this."""
+        del texts
+        return {}
+
+
+def ragged(rows: Sequence[Tensor]) -> TextEmbedCondition:
+    """Texts [L_i, D] of different lengths, padded with zeros to the longest, and the mask of what counts."""
+    lengths = [len(row) for row in rows]
+    embeds = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    places = torch.arange(embeds.shape[1], device=embeds.device)
+    mask = (places[None] < torch.tensor(lengths, device=embeds.device)[:, None]).long()
+    return TextEmbedCondition(embeds=embeds, attention_mask=mask)
+
 
 def _fingerprint(encoders: Iterable[nn.Module | None], tokenizers: Iterable[PreTrainedTokenizerBase]) -> str:
     digest = hashlib.blake2b(digest_size=16)

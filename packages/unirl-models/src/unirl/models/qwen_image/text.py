@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from unirl.models.diffusers_pipeline.text import TextEncoders
+from unirl.models.diffusers_pipeline.text import TextEncoders, ragged
 from unirl.types.conditions import TextEmbedCondition
 
 SYSTEM_PROMPT = (
@@ -42,12 +39,3 @@ class QwenImageTextEncoders(TextEncoders):
                 for row, mask in zip(hidden, tokens.attention_mask, strict=True)
             ]
         )
-
-
-def ragged(rows: Sequence[Tensor]) -> TextEmbedCondition:
-    """Texts [L_i, D] of different lengths, padded with zeros to the longest, and the mask of what counts."""
-    lengths = [len(row) for row in rows]
-    embeds = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-    places = torch.arange(embeds.shape[1], device=embeds.device)
-    mask = (places[None] < torch.tensor(lengths, device=embeds.device)[:, None]).long()
-    return TextEmbedCondition(embeds=embeds, attention_mask=mask)
