@@ -9,7 +9,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
 from unirl.sde.diffusers_scheduler import FlowMatchSDEScheduler
-from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowSDEStrategy
+from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy, FlowSDEStrategy
 from unirl.sde.loop import replay, sample, transition_rows
 from unirl.sde.noise import step_noise
 
@@ -63,7 +63,7 @@ def test_stock_sd3_pipeline_collects_log_probs_and_latents(pipe):
     assert torch.isfinite(trajectory.sde_logp).all()
 
 
-@pytest.mark.parametrize("kernel_class", [FlowSDEStrategy, DanceSDEStrategy, CPSSDEStrategy])
+@pytest.mark.parametrize("kernel_class", [FlowSDEStrategy, DanceSDEStrategy, CPSSDEStrategy, DDIMStrategy])
 def test_replay_of_the_pipeline_trajectory_gives_its_log_probs(pipe, kernel_class):
     """The transitions of a stock pipeline call replay through `unirl.sde.loop` with the pipeline's own transformer."""
     scheduler = sde(eta=0.7, strategy=kernel_class.name)
@@ -102,6 +102,14 @@ def test_replay_of_the_pipeline_trajectory_gives_its_log_probs(pipe, kernel_clas
     # The double shift leaves steps of std 0.006 at the end, which divide the float32 rounding of the network.
     assert trajectory.sde_logp is not None
     torch.testing.assert_close(again.logp_R.view(2, -1), trajectory.sde_logp, rtol=1e-4, atol=1e-4)
+
+
+def test_ddim_leaves_out_the_last_step_of_a_pipeline_and_refuses_it_by_name(pipe):
+    scheduler = sde(eta=0.7, strategy="ddim")
+    run(pipe, scheduler, keys=KEYS)
+    assert scheduler.trajectory().sde_indices == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"sde_indices = \[4\]: the ddim kernel adds no noise on the last step"):
+        sde(eta=0.7, strategy="ddim", sde_indices=[4]).set_timesteps(5)
 
 
 def test_noise_is_that_of_the_keys(pipe):
@@ -160,8 +168,8 @@ def test_configuration_survives_from_config_and_saving(tmp_path):
 
 
 def test_common_mistakes_are_named(pipe):
-    with pytest.raises(ValueError, match="strategy = 'ddim'"):
-        sde(strategy="ddim")
+    with pytest.raises(ValueError, match="strategy = 'heun'"):
+        sde(strategy="heun")
     with pytest.raises(ValueError, match="eta = -1"):
         sde(eta=-1.0)
     with pytest.raises(ValueError, match="stochastic_sampling = True"):

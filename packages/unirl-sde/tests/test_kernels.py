@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowSDEStrategy, SDEStrategy
+from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy, FlowSDEStrategy, SDEStrategy
 from unirl.sde.likelihood import transition_kl
 from unirl.sde.schedule import diffusers_sigmas, linear_sigmas
 
-KERNELS = [FlowSDEStrategy, DanceSDEStrategy, CPSSDEStrategy]
+KERNELS = [FlowSDEStrategy, DanceSDEStrategy, CPSSDEStrategy, DDIMStrategy]
 SHAPE = (3, 2, 4, 5)
 N = 2 * 4 * 5
 SIGMA_R = torch.tensor([1.0, 0.75, 0.4286])
@@ -22,11 +22,14 @@ def draw(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def reference_step(name: str, x: Tensor, v: Tensor, sigma: float, sigma_next: float, eta: float, sigma_max: float):
-    """Mean and std of one row in float64, written from the papers: drift plus score for the SDEs, the angle for CPS."""
+    """Mean and std of one row in float64, from the papers: drift plus score for the SDEs, kept noise for the others."""
     x, v = x.double(), v.double()
     x0, eps = x - sigma * v, x + (1 - sigma) * v
-    if name == "cps":
-        c = sigma_next * math.sin(eta * math.pi / 2)
+    if name in ("cps", "ddim"):
+        share = math.sin(eta * math.pi / 2)
+        if name == "ddim":
+            share = eta * math.sqrt(1 - (sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))) ** 2)
+        c = sigma_next * share
         return (1 - sigma_next) * x0 + math.sqrt(max(sigma_next**2 - c**2, 0)) * eps, c
     dt = sigma_next - sigma
     q = eta if name == "dance" else eta * math.sqrt(sigma / (1 - (sigma_max if sigma == 1 else sigma)))
@@ -103,7 +106,7 @@ def test_half_precision_inputs_are_computed_in_float32(kernel_class):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kernel_class", KERNELS)
 def test_gradient_with_respect_to_velocity_is_the_closed_form(kernel_class, reduction):
-    """d logp / d v = kappa (y - mean) / (N s^2) for the SDEs and 2 kappa (y - mean) / N for CPS."""
+    """d logp / d v = kappa (y - mean) / (N s^2), and 2 kappa (y - mean) / N for CPS, kappa = d mean / d v."""
     kernel, eta = kernel_class(reduction=reduction), 0.7
     v = draw(1).requires_grad_()
     out = take_step(kernel, eta=eta, velocity=v, noise=draw(2))
@@ -112,9 +115,9 @@ def test_gradient_with_respect_to_velocity_is_the_closed_form(kernel_class, redu
     for row in range(3):
         sigma, sigma_next = SIGMA_R[row].item(), SIGMA_NEXT_R[row].item()
         y, mean, std = out.next[row].detach().double(), out.mean[row].detach().double(), out.std_R[row].item()
-        if kernel.name == "cps":
-            kappa = -sigma * (1 - sigma_next) + (1 - sigma) * math.sqrt(sigma_next**2 - std**2)
-            expected = 2 * kappa * (y - mean) / share
+        if kernel.name in ("cps", "ddim"):
+            kappa = -sigma * (1 - sigma_next) + (1 - sigma) * math.sqrt(max(sigma_next**2 - std**2, 0))
+            expected = kappa * (y - mean) / share * (2 if kernel.name == "cps" else 1 / std**2)
         else:
             dt = sigma_next - sigma
             q = std / math.sqrt(-dt)
@@ -146,7 +149,7 @@ def test_gradient_agrees_with_float64_finite_differences(kernel_class):
         assert gradient[row].flatten()[element].item() == pytest.approx(difference, rel=1e-4, abs=1e-7)
 
 
-@pytest.mark.parametrize("kernel_class", [FlowSDEStrategy, DanceSDEStrategy])
+@pytest.mark.parametrize("kernel_class", [FlowSDEStrategy, DanceSDEStrategy, DDIMStrategy])
 def test_log_ratio_is_the_noise_along_the_shift_minus_the_kl(kernel_class):
     """log r = mean(eps Delta) / s - K with K the exact KL; E = -K and Var = 2 K / N over the noise."""
     num_draws, elements, shift = 4000, 64, 0.3
@@ -206,10 +209,11 @@ def marginal_variance(kernel: SDEStrategy, sigmas: list[float], eta: float) -> f
     return variance
 
 
+@pytest.mark.parametrize("kernel_class", [CPSSDEStrategy, DDIMStrategy])
 @pytest.mark.parametrize("eta", [0.2, 0.7, 1.0])
-def test_cps_preserves_the_marginal_exactly(eta):
+def test_cps_and_ddim_preserve_the_marginal_exactly(kernel_class, eta):
     for sigmas in ([0.6, 0.45], [1.0, 0.6, 0.1], [0.9, 0.0]):
-        assert marginal_variance(CPSSDEStrategy(), sigmas, eta) == pytest.approx(sigmas[-1] ** 2, abs=1e-6)
+        assert marginal_variance(kernel_class(), sigmas, eta) == pytest.approx(sigmas[-1] ** 2, abs=1e-6)
 
 
 @pytest.mark.parametrize(("substeps", "measured"), [(1, 0.2381), (2, 0.2157), (4, 0.2083), (8, 0.2048)])
@@ -229,6 +233,19 @@ def test_flow_and_dance_agree_when_their_diffusion_coefficients_do():
     torch.testing.assert_close(flow.logp_R, dance.logp_R, rtol=1e-6, atol=1e-6)
 
 
+def test_short_ddim_steps_are_those_of_the_flow_kernel_with_more_noise():
+    """q of DDIM tends to eta sqrt(2 sigma / (1 - sigma)); first order in the step, so ten times closer at a tenth."""
+    eta, sigma = 0.5, torch.full((3,), 0.6)
+    gaps = []
+    for length in (1e-2, 1e-3):
+        given = {"sigma_R": sigma, "sigma_next_R": sigma - length, "noise": draw(2)}
+        flow, ddim = take_step(FlowSDEStrategy(), eta * math.sqrt(2), **given), take_step(DDIMStrategy(), eta, **given)
+        gaps.append((flow.std_R / ddim.std_R - 1).abs().max().item())
+        drift = (flow.mean - draw(0)).norm() / length
+        assert (flow.mean - ddim.mean).norm() / length < 3 * length * drift
+    assert gaps[1] == pytest.approx(gaps[0] / 10, rel=0.2)
+
+
 @pytest.mark.parametrize("sigma", [1.0, 1 - 1e-7])
 def test_sigma_one_takes_the_second_sigma_of_the_schedule(sigma):
     x = torch.zeros(1, 4)
@@ -242,7 +259,7 @@ def test_sigma_one_takes_the_second_sigma_of_the_schedule(sigma):
 
 
 def test_std_and_q_differ_by_the_root_of_the_step():
-    for kernel in (FlowSDEStrategy(), DanceSDEStrategy()):
+    for kernel in (FlowSDEStrategy(), DanceSDEStrategy(), DDIMStrategy()):
         out = kernel.transition(draw(0), draw(1), SIGMA_R, SIGMA_NEXT_R, eta=0.7, sigma_max=SIGMA_MAX)
         assert out.q_R is not None
         torch.testing.assert_close(out.std_R, out.q_R * (SIGMA_R - SIGMA_NEXT_R).sqrt())
@@ -294,9 +311,10 @@ def test_bad_eta_is_named(kernel_class, eta):
         take_step(kernel_class(), eta=eta, noise=draw(2))
 
 
-def test_cps_eta_above_one_is_an_error():
-    with pytest.raises(ValueError, match=r"eta = 1.5 of the cps kernel must lie in \[0, 1\]"):
-        take_step(CPSSDEStrategy(), eta=1.5, noise=draw(2))
+@pytest.mark.parametrize("kernel_class", [CPSSDEStrategy, DDIMStrategy])
+def test_eta_above_one_is_an_error_where_it_is_a_share(kernel_class):
+    with pytest.raises(ValueError, match=rf"eta = 1.5 of the {kernel_class.name} kernel must lie in \[0, 1\]"):
+        take_step(kernel_class(), eta=1.5, noise=draw(2))
 
 
 @pytest.mark.parametrize("kernel_class", KERNELS)
@@ -318,9 +336,11 @@ def test_common_mistakes_are_named(kernel_class):
         kernel_class(reduction="median")
 
 
-def test_only_cps_is_not_gaussian():
+def test_only_cps_is_not_gaussian_and_only_ddim_has_no_last_step():
     assert [(kernel.name, kernel.is_gaussian) for kernel in KERNELS] == [
         ("flow", True),
         ("dance", True),
         ("cps", False),
+        ("ddim", True),
     ]
+    assert [kernel.name for kernel in KERNELS if not kernel.takes_last_step] == ["ddim"]

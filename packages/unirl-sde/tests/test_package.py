@@ -77,6 +77,12 @@ def test_readme_example_for_a_strangers_project_runs_at_ratio_one():
     assert names["model"].weight.grad.abs().sum() > 0
 
 
+def test_readme_example_of_ddim_runs():
+    names: dict[str, Any] = {}
+    exec(readme_example("Epsilon- and v-prediction: DDIM"), names)
+    assert torch.isfinite(names["ddpo"]).all() and names["trajectory"].sde_logp.shape == (2, 19)
+
+
 def test_readme_example_runs_in_a_stock_pipeline(monkeypatch, capsys):
     diffusers: Any = pytest.importorskip("diffusers")
     pytest.importorskip("transformers")

@@ -1,10 +1,11 @@
-"""Stochastic samplers with exact log-probabilities for flow-matching models.
+"""Stochastic samplers with exact log-probabilities for flow-matching and variance-preserving models.
 
 Everything here takes tensors, numbers and a callable `velocity(x, sigma, step)`; nothing takes a configuration object,
 reads the environment or knows what a model is. `kernels` holds one stochastic step, `loop` walks a schedule with it
 and replays stored transitions, `schedule` makes sigmas, `noise` makes seeded Gaussian noise, `windows` chooses which
 steps are stochastic, `solvers` are the deterministic steps of evaluation, `likelihood` the log-probability and the KL,
-`forward` the noising process. `diffusers_scheduler` (extra `diffusers`) puts the same step into a stock pipeline.
+`forward` the noising process. `variance_preserving` and `timesteps` bring models of DDPM and DDIM (SDXL, CogVideoX)
+into the same coordinates. `diffusers_scheduler` (extra `diffusers`) puts the same step into a stock pipeline.
 
 Conventions. sigma falls from 1 (noise) to 0 (data); x_sigma = (1 - sigma) x0 + sigma eps; a model predicts the velocity
 v = eps - x0; dt = sigma_next - sigma < 0. Shape letters, used as suffixes in every module:
@@ -18,18 +19,21 @@ v = eps - x0; dt = sigma_next - sigma < 0. Shape letters, used as suffixes in ev
     ...  the latent shape, for example C H W or C F H W
 """
 
-from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowSDEStrategy, StepOut, Transition
+from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy, FlowSDEStrategy, StepOut, Transition
 from unirl.sde.loop import Replay, Trajectory, replay, sample, transition_rows
 from unirl.sde.noise import initial_noise, step_noise
 from unirl.sde.schedule import SigmaSchedule
+from unirl.sde.timesteps import TimestepSchedule
 
 __all__ = [
     "CPSSDEStrategy",
+    "DDIMStrategy",
     "DanceSDEStrategy",
     "FlowSDEStrategy",
     "Replay",
     "SigmaSchedule",
     "StepOut",
+    "TimestepSchedule",
     "Trajectory",
     "Transition",
     "initial_noise",

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Generator, Tensor
 
-from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowSDEStrategy, SDEStrategy
+from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy, FlowSDEStrategy, SDEStrategy
 from unirl.sde.likelihood import Reduction
 from unirl.sde.loop import Trajectory
 from unirl.sde.noise import step_noise
@@ -32,7 +32,7 @@ except ImportError as error:
 
 # A scheduler configuration is a JSON file, so it holds the kernel's name and not the kernel.
 _KERNELS: dict[str, type[SDEStrategy]] = {
-    kernel.name: kernel for kernel in (FlowSDEStrategy, DanceSDEStrategy, CPSSDEStrategy)
+    kernel.name: kernel for kernel in (FlowSDEStrategy, DanceSDEStrategy, CPSSDEStrategy, DDIMStrategy)
 }
 
 
@@ -42,7 +42,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     The settings up to `stochastic_sampling` are the parent's; `from_config` of a parent's configuration keeps them.
     eta: noise level of the stochastic steps; 0 turns them off and leaves exactly the parent.
     strategy, reduction: the kernel by name, and how it reduces the log-probability; see `unirl.sde.kernels`.
-    sde_indices: the stochastic steps; None means all.
+    sde_indices: the stochastic steps; None means all, but for the last where the kernel adds no noise there.
     noise_seed: base seed of keyed noise (`unirl.sde.noise.step_noise`), which then needs one key per sample, here as
     noise_keys or by `set_noise_keys`. None draws from the generator given to `step`, or from torch's global one; a
     stock pipeline passes none.
@@ -70,7 +70,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         time_shift_type: Literal["exponential", "linear"] = "exponential",
         stochastic_sampling: bool = False,
         eta: float = 0.7,
-        strategy: Literal["flow", "dance", "cps"] = "flow",
+        strategy: Literal["flow", "dance", "cps", "ddim"] = "flow",
         reduction: Reduction = "mean",
         sde_indices: list[int] | None = None,
         noise_seed: int | None = None,
@@ -128,9 +128,15 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         parent.set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
         self._forget()
         num_steps = len(self.sigmas) - 1
-        chosen = range(num_steps) if self._chosen_indices is None else self._chosen_indices
+        num_noisy = num_steps if self._kernel.takes_last_step else num_steps - 1
+        chosen = range(num_noisy) if self._chosen_indices is None else self._chosen_indices
         if len(set(chosen)) != len(chosen) or any(not 0 <= index < num_steps for index in chosen):
             raise ValueError(f"sde_indices = {list(chosen)} must be distinct and within 0 .. {num_steps - 1}.")
+        if self._eta > 0 and any(index >= num_noisy for index in chosen):
+            raise ValueError(
+                f"sde_indices = {list(chosen)}: the {self._kernel.name} kernel adds no noise on the last step, which "
+                f"then has no log-probability. Leave {num_steps - 1} out."
+            )
         self._sde_indices = frozenset(chosen if self._eta > 0 else ())
         self._levels = self.sigmas.tolist()
 

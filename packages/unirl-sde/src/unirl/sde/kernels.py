@@ -2,9 +2,10 @@
 
 With dt = sigma_next - sigma < 0 and the predicted noise eps_hat = x + (1 - sigma) v, the SDE kernels are
     mean = x + v dt + (q^2 / (2 sigma)) eps_hat dt        std = q sqrt(-dt)
-and differ only in the diffusion coefficient q; eta = 0 is the Euler step of the ODE. CPS keeps the marginal exactly for
-any step length instead. Arithmetic is float32 whatever comes in. Every row carries its own sigma, because a batched
-replay mixes steps; `sigma_max` is the second sigma of the active schedule. Shape letters: see `unirl.sde`.
+and differ only in the diffusion coefficient q; eta = 0 is the Euler step of the ODE. CPS and DDIM keep the marginal
+exactly for any step length instead: with x0 = x - sigma v, mean = (1 - sigma_next) x0 + sqrt(sigma_next^2 - std^2)
+eps_hat. Arithmetic is float32 whatever comes in. Every row carries its own sigma, because a batched replay mixes steps;
+`sigma_max` is the second sigma of the active schedule. Shape letters: see `unirl.sde`.
 """
 
 import math
@@ -50,7 +51,7 @@ class StepOut:
 
 
 class SDEStrategy(ABC):
-    """What the three kernels share: the step around `transition` and `log_prob`.
+    """What the kernels share: the step around `transition` and `log_prob`.
 
     reduction: "mean" or "sum" of the log-probability over the N latent elements; see `unirl.sde.likelihood`.
     """
@@ -60,6 +61,8 @@ class SDEStrategy(ABC):
     """False when `log_prob` is not the logarithm of the transition density."""
     max_eta: ClassVar[float | None] = None
     """Largest eta; None: any. `check_eta` enforces it."""
+    takes_last_step: ClassVar[bool] = True
+    """False when the step to sigma = 0 has no noise, and so no log-probability: keep it out of the stochastic steps."""
 
     def __init__(self, reduction: Reduction = "mean") -> None:
         check_reduction(reduction)
@@ -94,7 +97,7 @@ class SDEStrategy(ABC):
         """Samples the next latent from `noise`, or evaluates the given `next_sample`; pass exactly one of them.
 
         x, velocity, noise, next_sample: [R, ...], any float dtype. sigma_R, sigma_next_R: [R], sigma > sigma_next >= 0.
-        eta: the noise level, >= 0 (CPS: at most 1). At 0 the step is Euler, the log-probability is None, and neither
+        eta: the noise level, >= 0 (at most `max_eta`). At 0 the step is Euler, the log-probability is None, and neither
         noise nor next_sample is needed.
         sigma_max: the second sigma of the schedule, which replaces sigma = 1 where 1 - sigma divides.
         storage_dtype: sampling rounds the next latent through it before the log-probability is taken, so that the
@@ -126,6 +129,8 @@ class SDEStrategy(ABC):
         """Raises ValueError unless eta is a noise level that this kernel can use."""
         if not (math.isfinite(eta) and eta >= 0):
             raise ValueError(f"eta = {eta} of the {self.name} kernel must be finite and at least 0.")
+        if self.max_eta is not None and eta > self.max_eta:
+            raise ValueError(f"eta = {eta} of the {self.name} kernel must lie in [0, {self.max_eta:g}].")
 
     def _check(
         self, x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, eta: float, sigma_max: float
@@ -145,6 +150,14 @@ class SDEStrategy(ABC):
         v_weight_R = dt_R * (1 + drift_R * (1 - sigma_R))
         mean = over_rows(x_weight_R, x) * x.float() + over_rows(v_weight_R, x) * velocity.float()
         return Transition(mean=mean, std_R=q_R * (-dt_R).sqrt(), q_R=q_R)
+
+
+def _marginal_mean(x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, kept_R: Tensor) -> Tensor:
+    """(1 - sigma_next) x0 + kept eps_hat: the mean of a step that keeps `kept` of the predicted noise."""
+    x, velocity = x.float(), velocity.float()
+    x0 = x - over_rows(sigma_R, x) * velocity
+    noise = x + over_rows(1 - sigma_R, x) * velocity
+    return over_rows(1 - sigma_next_R, x) * x0 + over_rows(kept_R, x) * noise
 
 
 def _rounded(x: Tensor, storage_dtype: torch.dtype | None) -> Tensor:
@@ -190,7 +203,8 @@ class DanceSDEStrategy(SDEStrategy):
 class CPSSDEStrategy(SDEStrategy):
     """Coefficients-preserving sampling: the marginal at sigma_next is exact for any step length.
 
-    std = sigma_next sin(eta pi / 2); mean = (1 - sigma_next) x0 + sigma_next cos(eta pi / 2) eps_hat; eta in [0, 1].
+    std = sigma_next sin(eta pi / 2); mean = (1 - sigma_next) x0 + sigma_next cos(eta pi / 2) eps_hat; eta in [0, 1] is
+    the share of a right angle by which the noise is turned.
     `log_prob` is the published -(y - mean)^2, without 1 / (2 std^2) and without constants: not a density, and finite on
     the last step, where std is 0. `sigma_max` does not enter. Source: Flow-CPS (arXiv 2509.05952).
     """
@@ -199,12 +213,6 @@ class CPSSDEStrategy(SDEStrategy):
     is_gaussian = False
     max_eta = 1.0
 
-    def check_eta(self, eta: float) -> None:
-        """Raises ValueError unless 0 <= eta <= 1: eta is the share of a right angle by which the noise is turned."""
-        super().check_eta(eta)
-        if eta > 1:
-            raise ValueError(f"eta = {eta} of the cps kernel must lie in [0, 1].")
-
     def transition(
         self, x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, *, eta: float, sigma_max: float
     ) -> Transition:
@@ -212,14 +220,42 @@ class CPSSDEStrategy(SDEStrategy):
         self._check(x, velocity, sigma_R, sigma_next_R, eta, sigma_max)
         sigma_R, sigma_next_R = sigma_R.float(), sigma_next_R.float()
         angle = eta * math.pi / 2
-        x, velocity = x.float(), velocity.float()
-        x0 = x - over_rows(sigma_R, x) * velocity
-        noise = x + over_rows(1 - sigma_R, x) * velocity
-        kept_R = sigma_next_R * math.cos(angle)
-        mean = over_rows(1 - sigma_next_R, x) * x0 + over_rows(kept_R, x) * noise
+        mean = _marginal_mean(x, velocity, sigma_R, sigma_next_R, sigma_next_R * math.cos(angle))
         return Transition(mean=mean, std_R=sigma_next_R * math.sin(angle), q_R=None)
 
     def log_prob(self, y: Tensor, transition: Transition) -> Tensor:
         """-(y - mean)^2 averaged or summed over the elements, [R] float32. y [R, ...] is detached."""
         check_same_shape(transition.mean, y=y)
         return -reduce_elements((y.detach().float() - transition.mean).square(), self.reduction)
+
+
+class DDIMStrategy(SDEStrategy):
+    """DDIM with the noise level eta: 0 is its deterministic step, 1 the ancestral step of DDPM; eta in [0, 1].
+
+    With rho = sigma_next (1 - sigma) / (sigma (1 - sigma_next)), the quotient of the two noise-to-signal ratios,
+        std = eta sigma_next sqrt(1 - rho^2),    mean = (1 - sigma_next) x0 + sqrt(sigma_next^2 - std^2) eps_hat.
+    In the coordinates of `unirl.sde.variance_preserving` this is the step of Song et al. and of diffusers'
+    DDIMScheduler, whose log-probability `published_log_prob` gives; it serves a flow-matching model as well, where
+    short steps are those of the Flow kernel with sqrt(2) eta. A density, so `kl` and trust regions are exact. The step
+    to sigma = 0 has no noise. `sigma_max` does not enter.
+    Sources: DDIM (arXiv 2010.02502), equations 12 and 16; as a policy DDPO (arXiv 2305.13301).
+    """
+
+    name = "ddim"
+    max_eta = 1.0
+    takes_last_step = False
+
+    def transition(
+        self, x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, *, eta: float, sigma_max: float
+    ) -> Transition:
+        """See `SDEStrategy.transition`."""
+        self._check(x, velocity, sigma_R, sigma_next_R, eta, sigma_max)
+        sigma_R, sigma_next_R = sigma_R.float(), sigma_next_R.float()
+        step_R = sigma_R - sigma_next_R
+        rho_R = sigma_next_R * (1 - sigma_R) / (sigma_R * (1 - sigma_next_R))
+        # 1 - rho and 1 - eta^2 (1 - rho^2), written so that nothing cancels for short steps or at eta = 1.
+        one_minus_rho_R = step_R / (sigma_R * (1 - sigma_next_R))
+        std_R = sigma_next_R * eta * (one_minus_rho_R * (1 + rho_R)).sqrt()
+        kept_R = sigma_next_R * (1 - eta**2 + eta**2 * rho_R.square()).sqrt()
+        mean = _marginal_mean(x, velocity, sigma_R, sigma_next_R, kept_R)
+        return Transition(mean=mean, std_R=std_R, q_R=std_R / step_R.sqrt())

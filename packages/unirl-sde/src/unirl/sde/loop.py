@@ -116,6 +116,11 @@ def sample(
             f"stochastic steps {sde_steps} need a strategy, step_noise and eta > 0; got strategy = {strategy}, "
             f"step_noise = {step_noise}, eta = {eta}. Pass sde_indices=[] for a deterministic trajectory."
         )
+    if strategy is not None and not strategy.takes_last_step and last_sde == num_steps - 1 and levels[-1] == 0:
+        raise ValueError(
+            f"the {strategy.name} kernel adds no noise on the step to sigma = 0, which then has no log-probability. "
+            f"Leave step {last_sde} out of the stochastic ones ({sde_steps})."
+        )
     if keep_means and not sde_steps:
         raise ValueError("keep_means needs stochastic steps: sde_indices is empty.")
     if solver is not None:

@@ -12,7 +12,7 @@ A third, dynamic, moves the shift with the resolution. `SigmaSchedule` names the
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -78,6 +78,14 @@ def dynamic_sigmas(
     """
     name = f"dynamic_sigmas({num_steps}, {mu}, {time_shift_type!r}, {shift_terminal})"
     return _finished(_dynamic_grid(num_steps, mu, time_shift_type), shift_terminal, name)
+
+
+class Schedule(Protocol):
+    """Anything that names the noise levels of a trajectory: `SigmaSchedule`, `unirl.sde.timesteps.TimestepSchedule`."""
+
+    def sigmas(self, num_steps: int, image_seq_len: int | None = None) -> Tensor:
+        """The T + 1 sigmas, float32, strictly decreasing within [0, 1]."""
+        ...
 
 
 @dataclass(frozen=True)

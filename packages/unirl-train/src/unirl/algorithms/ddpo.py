@@ -1,7 +1,7 @@
 """DDPO: the denoising trajectory as an episode, its policy gradient as a score function or with importance sampling.
 
-Source: Black et al. 2023 (arXiv 2305.13301); here with the kernels of flow matching. Its running statistics of each
-prompt are `unirl.algorithms.prompt_statistics`.
+Source: Black et al. 2023 (arXiv 2305.13301). Its kernel is `unirl.sde.kernels.DDIMStrategy`; any other serves as well.
+Its running statistics of each prompt are `unirl.algorithms.prompt_statistics`.
 """
 
 from __future__ import annotations
