@@ -120,6 +120,11 @@ MISTAKES = [
         {"sampling.scheduler": {"_target_": "unirl.sde.windows.AllSteps", "num_steps": 6}},
         "sampling.post_solver = dpmpp_2m is for the steps",
     ),
+    (
+        "flowgrpo",
+        {"pipeline.strategy._target_": f"{KERNELS}.DDIMStrategy"},
+        "the ddim kernel adds no noise on the last step, which then has no log-probability. Set sampling.scheduler",
+    ),
     ("dancegrpo", {"selection": {"best_of": 26}}, "best_of = 26 exceeds sampling.samples_per_prompt = 24"),
 ]
 
@@ -136,6 +141,7 @@ RIGHT = [
     ("ddpo", {"sampling.samples_per_prompt": 1, "batch_size": 48}),
     ("ddpo", {"algorithm.estimator": "importance_sampling", "stack.num_updates_per_batch": 4}),
     ("dancegrpo", {"selection": {"best_of": 12}}),
+    ("dancegrpo", {"pipeline.strategy._target_": f"{KERNELS}.DDIMStrategy"}),
 ]
 
 

@@ -1,9 +1,10 @@
-"""Two hand-written models that stand for the families whose shape differs most from SD3.
+"""Three hand-written models that stand for the families whose shape differs most from SD3.
 
 `TwoExpertAdapter` stands for Wan 2.2: video latents [C, F, H, W], two transformers of which one serves the rows with
 sigma >= boundary and the other the rest, each with its own guidance scale; both train.
 `PackedAdapter` stands for BAGEL: latents are a sequence [L, D], samples have different numbers of text tokens and are
 packed end to end into one sequence, the text part is frozen and its keys and values are computed once when bound.
+`TimestepAdapter` stands for SDXL: a variance-preserving model of z and an integer timestep that predicts the noise.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from unirl.models.adapter import DiffusionAdapter, check_multiples, require_cond
 from unirl.models.experts import RankFollowing, routed
 from unirl.models.guidance import Guidance, classifier_free, require_negative_prompt
 from unirl.sde.loop import Velocity
+from unirl.sde.timesteps import TimestepSchedule
+from unirl.sde.variance_preserving import flow_velocity, from_flow, to_flow
 from unirl.types.conditions import Condition, TextEmbedCondition, TextTokenCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Modality, Primitive, Texts, Videos
@@ -240,3 +243,72 @@ class PackedAdapter(DiffusionAdapter):
         side = int(latents.shape[1] ** 0.5)
         grid = latents.float().transpose(1, 2).reshape(len(latents), self.token_width, side, side)
         return Images(pixels=nn.functional.interpolate(grid, scale_factor=4).sigmoid())
+
+
+class NoisePredictor(nn.Module):
+    """The noise in z [R, C, H, W] at integer timesteps, given one text vector."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.into = nn.Conv2d(channels, WIDTH, 1)
+        self.time = nn.Embedding(1000, WIDTH)
+        self.text = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Conv2d(WIDTH, channels, 1)
+
+    def forward(self, z_R: Tensor, timestep_R: Tensor, text_RP: Tensor) -> Tensor:
+        shift = self.time(timestep_R) + self.text(text_RP)
+        return self.out(torch.tanh(self.into(z_R) + shift[:, :, None, None]))
+
+
+class TimestepAdapter(DiffusionAdapter):
+    """See the module docstring. Pixels are 4 per latent element on a side."""
+
+    channels = 3
+
+    def __init__(self, schedule: TimestepSchedule) -> None:
+        torch.manual_seed(0)
+        modules: dict[str, nn.Module] = {"unet": NoisePredictor(self.channels)}
+        modules["text_encoder"] = nn.Embedding(256, WIDTH)
+        self.schedule = schedule
+        self._bundle = FakeBundle(modules, trains=("unet",))
+
+    @property
+    def bundle(self) -> FakeBundle:
+        return self._bundle
+
+    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
+        check_multiples(params, 4, reason="VAE 4")
+        return self.channels, params.height // 4, params.width // 4
+
+    def image_seq_len(self, params: DiffusionSamplingParams) -> int:
+        return params.height // 4 * (params.width // 4)
+
+    @torch.no_grad()
+    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
+        texts = _texts(primitives)
+        conditions: dict[str, Condition] = {"text": self._embed(texts)}
+        if params.uses_guidance:
+            conditions["negative_text"] = self._embed([require_negative_prompt(params)] * len(texts))
+        return conditions
+
+    def _embed(self, texts: list[str]) -> TextEmbedCondition:
+        encoder = self.bundle.modules["text_encoder"]
+        pooled = torch.stack([encoder(torch.tensor([1, *text.encode()])).mean(0) for text in texts])
+        return TextEmbedCondition(embeds=pooled[:, None], pooled=pooled)
+
+    def to_flow(self, latents: Tensor, sigma: float) -> Tensor:
+        return to_flow(latents, torch.full(latents.shape[:1], sigma))
+
+    def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
+        negative = {"text": conditions["negative_text"]} if params.uses_guidance else None
+        return classifier_free(self._predict, {"text": conditions["text"]}, negative, Guidance.from_params(params))
+
+    def _predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions) -> Tensor:
+        pooled = require_condition(conditions, "text", TextEmbedCondition).pooled
+        timestep_R = self.schedule.timestep_of(sigma_R)
+        output = self.bundle.modules["unet"](from_flow(x_R, sigma_R), timestep_R, pooled)
+        return flow_velocity(output, x_R, sigma_R, "epsilon")
+
+    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images:
+        pixels = latents.repeat_interleave(4, dim=-1).repeat_interleave(4, dim=-2)
+        return Images(pixels=(pixels / 2 + 0.5).clamp(0, 1))

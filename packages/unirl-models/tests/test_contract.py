@@ -7,16 +7,20 @@ import pytest
 import torch
 from torch import nn
 
+from unirl.models.adapter import require_condition
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.pipeline import SD3Pipeline
-from unirl.sde.kernels import CPSSDEStrategy, FlowSDEStrategy
+from unirl.sde.kernels import CPSSDEStrategy, DDIMStrategy, FlowSDEStrategy
 from unirl.sde.loop import transition_rows
+from unirl.sde.noise import initial_noise
 from unirl.sde.schedule import SigmaSchedule
+from unirl.sde.timesteps import TimestepSchedule
+from unirl.types.conditions import TextEmbedCondition
 from unirl.types.sampling import DiffusionSamplingParams
 
-from .contract import CHECKS, Case
-from .fakes import FakeBundle, PackedAdapter, TwoExpertAdapter
+from .contract import CHECKS, KEYS, Case
+from .fakes import FakeBundle, PackedAdapter, TimestepAdapter, TwoExpertAdapter
 
 
 def _params(**changes: Any) -> DiffusionSamplingParams:
@@ -54,8 +58,16 @@ def packed() -> Case:
     return Case(pipeline, _params(eta=0.5), [adapter.bundle.modules["understanding"]])
 
 
+@pytest.fixture(scope="module")
+def timesteps() -> Case:
+    schedule = TimestepSchedule(steps_offset=1)
+    adapter = TimestepAdapter(schedule)
+    pipeline = DiffusionPipeline(adapter, DDIMStrategy(), schedule)
+    return Case(pipeline, _params(eta=1.0, sde_indices=[0, 1, 2, 3]), [adapter.bundle.modules["text_encoder"]])
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", ["sd3", "two_experts", "packed"])
+@pytest.mark.parametrize("name", ["sd3", "two_experts", "packed", "timesteps"])
 def test_adapter_contract(name: str, check: Callable[[Case], None], request: pytest.FixtureRequest) -> None:
     check(request.getfixturevalue(name))
 
@@ -122,3 +134,25 @@ def test_a_bound_velocity_reads_its_conditions_once(packed: Case) -> None:
     before = adapter.num_text_passes
     packed.sample(conditions, ["a", "b", "c"])
     assert adapter.num_text_passes == before + 2  # the text and the negative text, for all five steps
+
+
+def test_a_variance_preserving_model_samples_as_diffusers_ddim_does(timesteps: Case) -> None:
+    """Without guidance, from the same unit noise, one start and no step noise; float32 on both sides."""
+    diffusers = pytest.importorskip("diffusers")
+    adapter, params = timesteps.pipeline.adapter, _params(eta=0.0, guidance_scale=1.0)
+    assert isinstance(adapter, TimestepAdapter)
+    noise = initial_noise(KEYS, params.seed, adapter.latent_shape(params))
+    scheduler = diffusers.DDIMScheduler(
+        beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1, clip_sample=False
+    )
+    scheduler.set_timesteps(5)
+    with timesteps.pipeline.evaluating():
+        conditions = timesteps.pipeline.encode(timesteps.primitives, params)
+        pooled, z = require_condition(conditions, "text", TextEmbedCondition).pooled, noise
+        for timestep in scheduler.timesteps:
+            output = adapter.bundle.modules["unet"](z, timestep.expand(3), pooled)
+            z = scheduler.step(output, timestep, z, return_dict=False)[0]
+        segment = timesteps.pipeline.diffuse(
+            conditions, noise, timesteps.pipeline.sigmas(params), params, noise_keys=KEYS
+        )
+    torch.testing.assert_close(segment.clean_latents, z, rtol=1e-5, atol=1e-5)

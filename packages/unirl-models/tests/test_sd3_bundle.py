@@ -161,7 +161,8 @@ def test_prompts_are_required(pipeline: SD3Pipeline) -> None:
 
 def test_the_schedule_comes_from_the_checkpoint_unless_given(sd3_bundle: SD3Bundle, pipeline: SD3Pipeline) -> None:
     assert pipeline.schedule == SigmaSchedule("linear", shift=3.0)
-    assert SD3Pipeline(sd3_bundle, FlowSDEStrategy(), "diffusers").schedule.convention == "diffusers"
+    schedule = SD3Pipeline(sd3_bundle, FlowSDEStrategy(), "diffusers").schedule
+    assert isinstance(schedule, SigmaSchedule) and schedule.convention == "diffusers"
     given = SigmaSchedule("linear", shift=5.0)
     assert SD3Pipeline(sd3_bundle, FlowSDEStrategy(), given).schedule is given
 

@@ -74,6 +74,15 @@ class DiffusionAdapter(ABC):
         Gradients flow to the modules that train when gradients are on.
         """
 
+    def to_flow(self, latents: Tensor, sigma: float) -> Tensor:
+        """The latents [B, ...] that a trajectory starts from, in the coordinates of flow matching at `sigma`.
+
+        latents: as the model's own pipeline takes them, unit noise for most. A flow-matching model keeps them; one of
+        the variance-preserving process scales them, see `unirl.sde.variance_preserving`.
+        """
+        del sigma
+        return latents
+
     def encode_media(self, media: Images | Videos) -> Tensor:
         """Clean latents [B, ...] of media, float32, without gradient: the mode of the encoder's distribution.
 

@@ -15,7 +15,7 @@ from unirl.models.adapter import DiffusionAdapter
 from unirl.models.diffusion import DiffusionStage, ReplayedTransitions
 from unirl.models.evaluation_mode import evaluating
 from unirl.sde.kernels import SDEStrategy
-from unirl.sde.schedule import SigmaSchedule
+from unirl.sde.schedule import Schedule
 from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Videos
 from unirl.types.protocols import Conditions, ModelBundle
@@ -39,7 +39,7 @@ class DiffusionPipeline:
         self,
         adapter: DiffusionAdapter,
         strategy: SDEStrategy,
-        schedule: SigmaSchedule,
+        schedule: Schedule,
         *,
         forward_batch_size: int | None = None,
     ) -> None:

@@ -54,14 +54,7 @@ def post_steps_exist(own: Part, run: Run) -> Messages:
     changed = [name for name, usual in plain.items() if own.get(name, usual) != usual]
     if not changed or not own.get("eta", 0.0):
         return
-    explicit, scheduler = own.get("sde_indices"), own.inner.get("scheduler")
-    if explicit is not None:
-        reaches_end = own.get("num_inference_steps", 1) - 1 in explicit
-    elif scheduler is None:
-        reaches_end = own.get("scheduler") is None
-    else:
-        reaches_end = scheduler.ability("takes_every_step") and not scheduler.get("exclude_last", False)
-    if reaches_end:
+    if last_step_is_stochastic(own):
         yield (
             f"sampling.{changed[0]} = {own.get(changed[0])} is for the steps behind the last stochastic one, but the "
             "last step is stochastic. Give sampling.scheduler a window that ends earlier, or remove it."
@@ -104,6 +97,18 @@ def no_stochastic_steps(sampling: Part) -> str | None:
         if value == 0 or value == []:
             return f"sampling.scheduler.{name} = {value}"
     return None
+
+
+def last_step_is_stochastic(sampling: Part) -> bool:
+    """Whether the last step is stochastic in every rollout, as far as a check can tell."""
+    if not sampling.get("eta", 0.0):
+        return False
+    explicit, scheduler = sampling.get("sde_indices"), sampling.inner.get("scheduler")
+    if explicit is not None:
+        return sampling.get("num_inference_steps", 1) - 1 in explicit
+    if scheduler is None:
+        return sampling.get("scheduler") is None
+    return bool(scheduler.ability("takes_every_step")) and not scheduler.get("exclude_last", False)
 
 
 def num_stochastic_steps(sampling: Part) -> int | None:
