@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition, select_rows
-from unirl.models.guidance import Guidance, classifier_free, extrapolate
+from unirl.models.guidance import Guidance, check_distilled_guidance, classifier_free, extrapolate
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import Conditions
@@ -138,3 +138,13 @@ def test_the_interval_comes_from_sampler_kwargs() -> None:
         Guidance.from_params(params([0.8, 0.2]))
     with pytest.raises(ConfigError, match=r"must be two sigmas \[low, high\]"):
         Guidance.from_params(params(0.8))
+
+
+def test_guidance_as_an_input_is_asked_for_where_the_checkpoint_takes_it_and_refused_elsewhere() -> None:
+    given, absent = DiffusionSamplingParams(distilled_guidance_scale=3.5), DiffusionSamplingParams()
+    check_distilled_guidance(given, "X", takes=True, released=3.5)
+    check_distilled_guidance(absent, "X", takes=False, released=3.5)
+    with pytest.raises(ConfigError, match=r"Set sampling.distilled_guidance_scale \(released with 3.5"):
+        check_distilled_guidance(absent, "X", takes=True, released=3.5)
+    with pytest.raises(ConfigError, match=r"distilled_guidance_scale = 3.5 means nothing to this X checkpoint"):
+        check_distilled_guidance(given, "X", takes=False, released=3.5)

@@ -510,6 +510,8 @@ def test_text_embeddings_pad_to_the_longest_with_masked_zeros():
     assert joined.attention_mask[0].tolist() == [True, False, False]
     assert joined.attention_mask[1:].all()
     assert Condition.concat([short, long]).equals(joined)
+    assert joined.mask is joined.attention_mask
+    assert TextEmbedCondition(embeds=torch.ones(2, 3, 2)).mask.tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
 def test_text_embeddings_without_a_mask_do_not_pad():

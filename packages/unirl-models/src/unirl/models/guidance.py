@@ -74,6 +74,24 @@ def require_negative_prompt(params: DiffusionSamplingParams) -> str:
     return params.negative_prompt
 
 
+def check_distilled_guidance(params: DiffusionSamplingParams, family: str, *, takes: bool, released: float) -> None:
+    """Raises ConfigError where a checkpoint takes its guidance as an input and gets none, or the other way round.
+
+    takes: whether the transformer embeds it. released: the scale that the checkpoint was published with.
+    """
+    scale = params.distilled_guidance_scale
+    if takes and scale is None:
+        raise ConfigError(
+            f"this {family} checkpoint takes its guidance as an input. Set sampling.distilled_guidance_scale (released "
+            f"with {released:g}; a model that is trained without guidance takes 1)."
+        )
+    if not takes and scale is not None:
+        raise ConfigError(
+            f"distilled_guidance_scale = {scale} means nothing to this {family} checkpoint, which embeds no guidance. "
+            "Set sampling.distilled_guidance_scale: null."
+        )
+
+
 def extrapolate(cond_R: Tensor, uncond_R: Tensor, scale: float) -> Tensor:
     """v_uncond + scale (v_cond - v_uncond), elementwise."""
     return uncond_R + scale * (cond_R - uncond_R)

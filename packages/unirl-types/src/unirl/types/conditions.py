@@ -50,6 +50,13 @@ class TextEmbedCondition(Condition):
         super().__post_init__()
         _check_mask(self.embeds, self.attention_mask, "TextEmbedCondition.embeds")
 
+    @property
+    def mask(self) -> Tensor:
+        """`attention_mask`, for models that want one; ones where it is absent."""
+        if self.attention_mask is not None:
+            return self.attention_mask
+        return torch.ones(self.embeds.shape[:2], dtype=torch.long, device=self.embeds.device)
+
     @classmethod
     def _align(cls, parts: list[Self]) -> list[Self]:
         length = max((part.embeds.shape[1] for part in parts), default=0)

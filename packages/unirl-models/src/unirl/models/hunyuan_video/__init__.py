@@ -1,0 +1,1 @@
+"""HunyuanVideo through the classes of diffusers and transformers (extra `diffusers`)."""

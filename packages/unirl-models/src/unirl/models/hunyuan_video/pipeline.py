@@ -1,0 +1,12 @@
+"""HunyuanVideo as the pipeline that recipes name."""
+
+from __future__ import annotations
+
+from unirl.models.diffusers_pipeline.pipeline import DiffusersPipeline
+from unirl.models.hunyuan_video.adapter import HunyuanVideoAdapter
+
+
+class HunyuanVideoPipeline(DiffusersPipeline):
+    """HunyuanVideo, see `unirl.models.diffusers_pipeline.pipeline.DiffusersPipeline`."""
+
+    adapter_class = HunyuanVideoAdapter

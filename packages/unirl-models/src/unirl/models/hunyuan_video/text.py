@@ -1,0 +1,56 @@
+"""Text of HunyuanVideo: a hidden state of Llama over a fixed request for a description, and CLIP's pooled vector.
+
+Equal to HunyuanVideoPipeline.encode_prompt of diffusers, but for the padding, which is left out. Shape letters: see
+`unirl.models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from unirl.models.diffusers_pipeline.text import TextEncoders, ragged
+from unirl.types.conditions import TextEmbedCondition
+
+TEMPLATE = (
+    "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
+    "1. The main content and theme of the video."
+    "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects."
+    "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects."
+    "4. background environment, light, style and atmosphere."
+    "5. camera angles, movements, and transitions used in the video:<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+)
+TEMPLATE_TOKENS = 95
+"""Tokens of the template before the prompt, which are cut off. A fixed number, as in the published pipeline."""
+HIDDEN_STATE = -3
+"""The transformer was trained on the states two layers below the last."""
+CLIP_TOKENS = 77
+
+
+class HunyuanVideoTextEncoders(TextEncoders):
+    """Ragged texts with a mask: the tokens of the prompt and of the template's end; pooled of CLIP."""
+
+    def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+        encoder = self.encoders["text_encoder"]
+        tokens = self.tokenizers["tokenizer"](
+            [TEMPLATE.format(text) for text in texts],
+            max_length=TEMPLATE_TOKENS + max_sequence_length,
+            padding=True,
+            truncation=True,
+            return_tensors="pt",
+        ).to(encoder.device)
+        out = encoder(
+            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True, use_cache=False
+        )
+        hidden = out.hidden_states[HIDDEN_STATE]
+        rows = [row[mask.bool()][TEMPLATE_TOKENS:] for row, mask in zip(hidden, tokens.attention_mask, strict=True)]
+        return ragged(rows).replace(pooled=self._pooled(texts))
+
+    def _pooled(self, texts: Sequence[str]) -> Tensor:
+        encoder = self.encoders["text_encoder_2"]
+        ids = self.tokenizers["tokenizer_2"](
+            list(texts), padding="max_length", max_length=CLIP_TOKENS, truncation=True, return_tensors="pt"
+        ).input_ids
+        return encoder(ids.to(encoder.device)).pooler_output
