@@ -13,6 +13,7 @@ from unirl.sde.schedule import (
     dynamic_mu,
     dynamic_sigmas,
     linear_sigmas,
+    unipc_sigmas,
 )
 
 UNKNOWN: Any = "unknown"
@@ -47,6 +48,20 @@ def test_diffusers_convention_follows_the_number_of_training_timesteps(num_train
     scheduler = scheduler_of(shift=3.0, num_train_timesteps=num_train_timesteps)
     scheduler.set_timesteps(10)
     agree(diffusers_sigmas(10, 3.0, num_train_timesteps), scheduler.sigmas)
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("num_steps", STEPS)
+def test_unipc_convention_equals_set_timesteps(num_steps, shift):
+    diffusers = pytest.importorskip("diffusers")
+    scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+    )
+    scheduler.set_timesteps(num_steps)
+    sigmas = unipc_sigmas(num_steps, shift)
+    agree(sigmas[1:], scheduler.sigmas[1:])
+    assert sigmas[0] == 1 and scheduler.sigmas[0] == pytest.approx(1 - 1e-6, abs=1e-7)
+    assert torch.equal(SigmaSchedule(convention="unipc", shift=shift).sigmas(num_steps), sigmas)
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
@@ -110,7 +125,7 @@ def test_the_two_conventions_at_ten_steps_and_shift_three():
     shift=st.floats(0.2, 20),
     tokens=st.integers(16, 20_000),
     terminal=st.none() | st.floats(0.005, 0.3),
-    convention=st.sampled_from(["linear", "diffusers", "dynamic"]),
+    convention=st.sampled_from(["linear", "diffusers", "unipc", "dynamic"]),
 )
 def test_every_schedule_falls_strictly_from_one_to_exactly_zero(num_steps, shift, tokens, terminal, convention):
     if num_steps == 1:
@@ -155,7 +170,8 @@ def test_a_checkpoint_configuration_is_read():
     assert SigmaSchedule.from_scheduler_config(sd3) == SigmaSchedule(convention="linear", shift=3.0)
     assert SigmaSchedule.from_scheduler_config(sd3, convention="diffusers").convention == "diffusers"
     wan = {"_class_name": "UniPCMultistepScheduler", "flow_shift": 5.0, "use_flow_sigmas": True}
-    assert SigmaSchedule.from_scheduler_config(wan).shift == 5.0
+    assert SigmaSchedule.from_scheduler_config(wan) == SigmaSchedule(convention="unipc", shift=5.0)
+    assert SigmaSchedule.from_scheduler_config(wan, "linear") == SigmaSchedule(convention="linear", shift=5.0)
 
 
 def test_a_diffusers_scheduler_and_its_configuration_give_the_same_sigmas():
@@ -171,6 +187,7 @@ def test_a_diffusers_scheduler_and_its_configuration_give_the_same_sigmas():
         (lambda: linear_sigmas(4, 0.0), "shift = 0.0"),
         (lambda: linear_sigmas(4, math.inf), "shift = inf"),
         (lambda: diffusers_sigmas(4, 3.0, 1), "num_train_timesteps = 1"),
+        (lambda: unipc_sigmas(4, 3.0, 1), "num_train_timesteps = 1"),
         (lambda: linear_sigmas(10_000, 1e4), "not strictly decreasing in float32"),
         (lambda: dynamic_sigmas(4, math.nan), "mu = nan"),
         (lambda: dynamic_sigmas(4, -1.0, "linear"), "mu = -1.0"),

@@ -6,7 +6,8 @@ Two conventions exist for a static shift, and published SD3 runs used both (T = 
 The first shifts linspace(1, 0, T + 1) once. The second is what diffusers' `set_timesteps(T)` does: its grid ends at the
 already shifted smallest sigma and is shifted again (huggingface/diffusers issue 13243), so the last step is nearly
 empty.
-A third, dynamic, moves the shift with the resolution. `SigmaSchedule` names the choice once.
+"unipc" is the grid of diffusers' UniPC scheduler with flow sigmas (Wan), "linear" to within its last level. "dynamic"
+moves the shift with the resolution. `SigmaSchedule` names the choice once.
 """
 
 import math
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from unirl.sde.bounds import Bounds, check_bounds
 
-Convention = Literal["linear", "diffusers", "dynamic"]
+Convention = Literal["linear", "diffusers", "unipc", "dynamic"]
 TimeShift = Literal["exponential", "linear"]
 
 # Settings of a diffusers scheduler that change the sigmas in ways this module does not compute.
@@ -43,6 +44,17 @@ def diffusers_sigmas(num_steps: int, shift: float = 3.0, num_train_timesteps: in
     """
     name = f"diffusers_sigmas({num_steps}, {shift}, {num_train_timesteps})"
     return _finished(_diffusers_grid(num_steps, shift, num_train_timesteps), None, name)
+
+
+def unipc_sigmas(num_steps: int, shift: float = 3.0, num_train_timesteps: int = 1000) -> Tensor:
+    """The schedule of diffusers' UniPCMultistepScheduler with use_flow_sigmas and flow_shift. [T + 1] float32.
+
+    linspace(1, 1 / num_train_timesteps, T + 1) without its end, shifted once, then 0. diffusers lowers the first level
+    by 1e-6 to keep its logarithms finite; here it is 1.
+    Raises ValueError for a bad num_steps, shift or num_train_timesteps.
+    """
+    name = f"unipc_sigmas({num_steps}, {shift}, {num_train_timesteps})"
+    return _finished(_unipc_grid(num_steps, shift, num_train_timesteps), None, name)
 
 
 def dynamic_mu(
@@ -93,7 +105,7 @@ class SigmaSchedule:
     """A named schedule with its constants; `sigmas` evaluates it for a number of steps and a resolution."""
 
     convention: Convention = "linear"
-    """"linear" and "diffusers" are the two static conventions of the module docstring; "dynamic" follows resolution."""
+    """The static "linear", "diffusers" and "unipc" of the module docstring; "dynamic" follows the resolution."""
     shift: Annotated[float, Bounds(gt=0)] = 3.0
     """Static shift, > 0; unused by "dynamic"."""
     base_shift: Annotated[float, Bounds()] = 0.5
@@ -122,6 +134,8 @@ class SigmaSchedule:
             grid = _linear_grid(num_steps, self.shift)
         elif self.convention == "diffusers":
             grid = _diffusers_grid(num_steps, self.shift, 1000)
+        elif self.convention == "unipc":
+            grid = _unipc_grid(num_steps, self.shift, 1000)
         elif image_seq_len is None:
             raise ValueError(f"{self} needs image_seq_len: its shift depends on the resolution.")
         else:
@@ -134,8 +148,9 @@ class SigmaSchedule:
     def from_scheduler_config(cls, config: Mapping[str, Any], convention: Convention | None = None) -> Self:
         """The schedule of a checkpoint's `scheduler_config.json`, given as a mapping.
 
-        convention: None takes "dynamic" if the file says use_dynamic_shifting and "linear" otherwise; a static
-        checkpoint's stock pipeline is "diffusers". Missing constants of the dynamic shift take diffusers' defaults.
+        convention: None takes "dynamic" if the file says use_dynamic_shifting, "unipc" for a UniPC scheduler with flow
+        sigmas, and "linear" otherwise; the stock pipeline of any other static checkpoint is "diffusers". Missing
+        constants of the dynamic shift take diffusers' defaults.
         Raises ValueError if a static convention finds neither `shift` nor `flow_shift`, or the file asks for Karras,
         exponential, beta or inverted sigmas.
         """
@@ -143,7 +158,8 @@ class SigmaSchedule:
         if unsupported:
             raise ValueError(f"the scheduler config sets {unsupported}, which no sigma schedule here reproduces.")
         if convention is None:
-            convention = "dynamic" if config.get("use_dynamic_shifting") else "linear"
+            is_unipc = config.get("_class_name") == "UniPCMultistepScheduler" and config.get("use_flow_sigmas")
+            convention = "dynamic" if config.get("use_dynamic_shifting") else "unipc" if is_unipc else "linear"
         shift = config.get("shift", config.get("flow_shift"))
         if shift is None:
             if convention != "dynamic":
@@ -195,10 +211,16 @@ def _linear_grid(num_steps: int, shift: float) -> Tensor:
 def _diffusers_grid(num_steps: int, shift: float, num_train_timesteps: int) -> Tensor:
     _check_num_steps(num_steps)
     _check_shift(shift)
-    if num_train_timesteps < 2:
-        raise ValueError(f"num_train_timesteps = {num_train_timesteps} must be at least 2.")
+    _check_train_timesteps(num_train_timesteps)
     smallest = shift / (num_train_timesteps + shift - 1)
     return _shifted(_linspace(1, smallest, num_steps), shift)
+
+
+def _unipc_grid(num_steps: int, shift: float, num_train_timesteps: int) -> Tensor:
+    _check_num_steps(num_steps)
+    _check_shift(shift)
+    _check_train_timesteps(num_train_timesteps)
+    return _shifted(_linspace(1, 1 / num_train_timesteps, num_steps + 1)[:-1], shift)
 
 
 def _dynamic_grid(num_steps: int, mu: float, time_shift_type: TimeShift) -> Tensor:
@@ -226,6 +248,11 @@ def _finished(grid: Tensor, shift_terminal: float | None, name: str) -> Tensor:
 def _check_num_steps(num_steps: int) -> None:
     if num_steps < 1:
         raise ValueError(f"num_steps = {num_steps} must be at least 1.")
+
+
+def _check_train_timesteps(num_train_timesteps: int) -> None:
+    if num_train_timesteps < 2:
+        raise ValueError(f"num_train_timesteps = {num_train_timesteps} must be at least 2.")
 
 
 def _check_shift(shift: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.embedding_cache import Embedding, EmbeddingCache, content_key
 from unirl.models.guidance import INTERVAL_KEY, Guidance, classifier_free, extrapolate, require_negative_prompt
 from unirl.sde.loop import Velocity
-from unirl.sde.schedule import SigmaSchedule
+from unirl.sde.schedule import Convention, SigmaSchedule
 from unirl.types.conditions import Condition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Modality, Primitive, Texts, Videos
@@ -109,7 +109,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         del primitives, params
         return {}
 
-    def schedule(self, convention: Literal["linear", "diffusers"] | None) -> SigmaSchedule:
+    def schedule(self, convention: Convention | None) -> SigmaSchedule:
         """The noise levels of this checkpoint; None is the convention of the family."""
         return SigmaSchedule.from_scheduler_config(self.bundle.scheduler_config, convention)
 
@@ -123,6 +123,10 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     def image_seq_len(self, params: DiffusionSamplingParams) -> int:
         """Tokens of one sample."""
         return self.geometry.num_tokens(params)
+
+    def sequence_length(self, params: DiffusionSamplingParams) -> int:
+        """Most tokens of a text."""
+        return self.default_sequence_length if params.max_sequence_length is None else params.max_sequence_length
 
     def check_params(self, params: DiffusionSamplingParams) -> None:
         """Raises ConfigError for what this family would ignore, and for texts longer than it knows."""
@@ -141,7 +145,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
             raise ContractError(
                 f"{self.bundle.family} is conditioned on text: primitives need 'text': Texts of B prompts, got {got}"
             )
-        length = self.default_sequence_length if params.max_sequence_length is None else params.max_sequence_length
+        length = self.sequence_length(params)
         conditions: dict[str, Condition] = {**self._encode_texts(texts.texts, length)}
         if params.uses_guidance:
             negative = self._encode_texts([require_negative_prompt(params)] * len(texts.texts), length)

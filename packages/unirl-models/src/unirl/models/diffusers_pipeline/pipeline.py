@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.embedding_cache import EmbeddingCache
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.sde.kernels import SDEStrategy
-from unirl.sde.schedule import SigmaSchedule
+from unirl.sde.schedule import Convention, SigmaSchedule
 from unirl.types.bounds import PositiveInt, bounded
 
 
@@ -31,7 +31,7 @@ class DiffusersPipeline(DiffusionPipeline):
         self,
         bundle: DiffusersBundle,
         strategy: SDEStrategy,
-        schedule: SigmaSchedule | Literal["linear", "diffusers"] | None = None,
+        schedule: SigmaSchedule | Convention | None = None,
         *,
         decode_batch_size: PositiveInt = 8,
         encode_batch_size: PositiveInt = 32,
