@@ -6,34 +6,25 @@ moves and nothing else does, the first ratio is 1, and sampling afterwards runs 
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from family_steps import SAMPLES_PER_PROMPT, clean_latents, kit, request_of
 from torch import Tensor
 
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.drtune import DRTune
-from unirl.data.data_source import PromptRow
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.sde.windows import MixGRPOWindow
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack
-from unirl.trainer.request import build_request
 from unirl.types.media import Videos
 from unirl.types.reward import RewardRequest
-from unirl.types.rollout import RolloutReq, RolloutResp
-from unirl.types.segments import LatentSegment
-
-kit: Any = importlib.import_module("packages.unirl-models.tests.families.kit")
-"""The families as the package's own tests have them."""
-
-SAMPLES_PER_PROMPT = 2
+from unirl.types.rollout import RolloutResp
 
 
 class Brightness:
@@ -73,34 +64,10 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def request_of(family: Any, engine: TrainsideRolloutEngine, params: Any, rollout_id: int) -> RolloutReq:
-    """Two prompts, two samples each."""
-    rows = [PromptRow(text, text, {}) for text in kit.TEXTS[:2]]
-    params = params.resolved(rollout_id)
-    plan = engine.plan(params)
-    req = build_request(rows, params, sigmas=plan.sigmas, latent_shape=plan.latent_shape, rollout_id=rollout_id)
-    inputs = {name: value.repeat_interleave(SAMPLES_PER_PROMPT) for name, value in family.inputs(len(rows)).items()}
-    return dataclasses.replace(req, primitives={**req.primitives, **inputs})
-
-
-def clean_latents(resp: RolloutResp) -> Tensor:
-    """Of the root track."""
-    segment = resp.root_track().segment
-    assert isinstance(segment, LatentSegment)
-    return segment.clean_latents
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where every family's folder is written once."""
-    return tmp_path_factory.mktemp("folders")
-
-
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 @pytest.mark.parametrize("name", sorted(kit.families()))
 def test_an_algorithm_takes_two_steps_on_a_family(name: str, method: str, folders: Path) -> None:
-    loaded = kit.load(name, folders / name)
-    family, pipeline = loaded.family, loaded.ours
+    family, pipeline = kit.families()[name], kit.ours(name, folders / name)
     make, changes = ALGORITHMS[method]
     params = family.sampling(num_inference_steps=4, samples_per_prompt=SAMPLES_PER_PROMPT, **changes)
     backend = FSDPBackend(pipeline.bundle, optimizer=OptimizerConfig(learning_rate=1e-2), device="cpu")

@@ -207,13 +207,20 @@ def families() -> dict[str, Family]:
     return found
 
 
-def load(name: str, folder: Path) -> Loaded:
-    """A family saved as a real folder and loaded by our code and by the stock class."""
+def ours(name: str, folder: Path) -> DiffusersPipeline:
+    """A family by our code, from a folder that is written where it is not there yet."""
     family = families()[name]
     if not folder.exists():
-        family.tiny().save_pretrained(folder)
-    ours = family.pipeline(family.bundle(str(folder)), FlowSDEStrategy())
-    return Loaded(family, folder, ours, stock_of(family, folder))
+        partial = folder.with_suffix(".partial")
+        family.tiny().save_pretrained(partial)
+        partial.rename(folder)
+    return family.pipeline(family.bundle(str(folder)), FlowSDEStrategy())
+
+
+def load(name: str, folder: Path) -> Loaded:
+    """A family saved as a real folder and loaded by our code and by the stock class."""
+    pipeline = ours(name, folder)
+    return Loaded(families()[name], folder, pipeline, stock_of(families()[name], folder))
 
 
 def stock_of(family: Family, folder: Path) -> Any:
