@@ -12,6 +12,7 @@ from unirl.sde.schedule import (
     diffusers_sigmas,
     dynamic_mu,
     dynamic_sigmas,
+    empirical_mu,
     linear_sigmas,
     unipc_sigmas,
 )
@@ -111,6 +112,18 @@ def test_dynamic_mu_equals_the_pipelines():
     assert dynamic_mu(1024, max_seq_len=8192, max_shift=0.9) == pytest.approx(0.5387, abs=1e-4)
 
 
+@pytest.mark.parametrize("num_steps", [1, 4, 10, 28, 50, 200])
+@pytest.mark.parametrize("tokens", [16, 1024, 4096, 4300, 4301, 16384])
+def test_the_empirical_shift_equals_flux2s(tokens, num_steps):
+    pipeline = pytest.importorskip("diffusers.pipelines.flux2.pipeline_flux2_klein")
+    mu = pipeline.compute_empirical_mu(tokens, num_steps)
+    # The published lines are evaluated in another order, in float64 both.
+    assert empirical_mu(tokens, num_steps) == pytest.approx(mu, rel=1e-12)
+    scheduler = scheduler_of(use_dynamic_shifting=True)
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64).tolist(), mu=mu)
+    agree(SigmaSchedule(convention="empirical").sigmas(num_steps, tokens), scheduler.sigmas)
+
+
 def test_the_two_conventions_at_ten_steps_and_shift_three():
     twice = [1, 0.9601, 0.9133, 0.8577, 0.7904, 0.7073, 0.6022, 0.4649, 0.2780, 0.0089, 0]
     once = [1, 0.9643, 0.9231, 0.8750, 0.8182, 0.7500, 0.6667, 0.5625, 0.4286, 0.2500, 0]
@@ -125,7 +138,7 @@ def test_the_two_conventions_at_ten_steps_and_shift_three():
     shift=st.floats(0.2, 20),
     tokens=st.integers(16, 20_000),
     terminal=st.none() | st.floats(0.005, 0.3),
-    convention=st.sampled_from(["linear", "diffusers", "unipc", "dynamic"]),
+    convention=st.sampled_from(["linear", "diffusers", "unipc", "dynamic", "empirical"]),
 )
 def test_every_schedule_falls_strictly_from_one_to_exactly_zero(num_steps, shift, tokens, terminal, convention):
     if num_steps == 1:
@@ -197,6 +210,8 @@ def test_a_diffusers_scheduler_and_its_configuration_give_the_same_sigmas():
         (lambda: dynamic_mu(0), "image_seq_len = 0"),
         (lambda: dynamic_mu(10, 256, 256), "base_seq_len = max_seq_len = 256"),
         (lambda: SigmaSchedule(convention=UNKNOWN), "convention = 'unknown'"),
+        (lambda: empirical_mu(0, 4), "image_seq_len = 0"),
+        (lambda: empirical_mu(16, 0), "num_steps = 0"),
         (lambda: SigmaSchedule(convention="dynamic").sigmas(4), "needs image_seq_len"),
         (lambda: SigmaSchedule.from_scheduler_config({}), "neither shift nor flow_shift"),
         (lambda: SigmaSchedule.from_scheduler_config({"shift": 1.0, "use_karras_sigmas": True}), "use_karras_sigmas"),

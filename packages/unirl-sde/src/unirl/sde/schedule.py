@@ -7,7 +7,8 @@ The first shifts linspace(1, 0, T + 1) once. The second is what diffusers' `set_
 already shifted smallest sigma and is shifted again (huggingface/diffusers issue 13243), so the last step is nearly
 empty.
 "unipc" is the grid of diffusers' UniPC scheduler with flow sigmas (Wan), "linear" to within its last level. "dynamic"
-moves the shift with the resolution. `SigmaSchedule` names the choice once.
+moves the shift with the resolution, "empirical" with the resolution and the number of steps (FLUX.2). `SigmaSchedule`
+names the choice once.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from unirl.sde.bounds import Bounds, check_bounds
 
-Convention = Literal["linear", "diffusers", "unipc", "dynamic"]
+Convention = Literal["linear", "diffusers", "unipc", "dynamic", "empirical"]
 TimeShift = Literal["exponential", "linear"]
 
 # Settings of a diffusers scheduler that change the sigmas in ways this module does not compute.
@@ -78,6 +79,22 @@ def dynamic_mu(
     return base_shift + slope * (image_seq_len - base_seq_len)
 
 
+def empirical_mu(image_seq_len: int, num_steps: int) -> float:
+    """FLUX.2's shift: lines in the number of tokens were fitted at 10 and at 200 steps, and mu goes straight between.
+
+    Beyond 4300 tokens the line of 200 steps serves any number of steps. Equal to `compute_empirical_mu` of diffusers'
+    Flux2Pipeline and Flux2KleinPipeline.
+    """
+    if image_seq_len < 1:
+        raise ValueError(f"image_seq_len = {image_seq_len} must be at least 1.")
+    _check_num_steps(num_steps)
+    at_200 = 0.00016927 * image_seq_len + 0.45666666
+    if image_seq_len > 4300:
+        return at_200
+    at_10 = 8.73809524e-05 * image_seq_len + 1.89833333
+    return at_200 + (at_10 - at_200) * (200 - num_steps) / 190
+
+
 def dynamic_sigmas(
     num_steps: int, mu: float, time_shift_type: TimeShift = "exponential", shift_terminal: float | None = None
 ) -> Tensor:
@@ -105,9 +122,10 @@ class SigmaSchedule:
     """A named schedule with its constants; `sigmas` evaluates it for a number of steps and a resolution."""
 
     convention: Convention = "linear"
-    """The static "linear", "diffusers" and "unipc" of the module docstring; "dynamic" follows the resolution."""
+    """The static "linear", "diffusers" and "unipc" of the module docstring; "dynamic" and "empirical" follow the
+    resolution."""
     shift: Annotated[float, Bounds(gt=0)] = 3.0
-    """Static shift, > 0; unused by "dynamic"."""
+    """Static shift, > 0; unused by "dynamic" and "empirical"."""
     base_shift: Annotated[float, Bounds()] = 0.5
     """mu at base_seq_len; "dynamic" only, as are the three below."""
     max_shift: Annotated[float, Bounds()] = 1.15
@@ -126,7 +144,7 @@ class SigmaSchedule:
     def sigmas(self, num_steps: int, image_seq_len: int | None = None) -> Tensor:
         """The T + 1 sigmas, float32, from 1 to exactly 0, strictly decreasing.
 
-        image_seq_len: tokens of one image; required by "dynamic", no influence on the static conventions.
+        image_seq_len: tokens of one image; required by "dynamic" and "empirical", no influence on the others.
         Raises ValueError if it is missing or a constant makes the schedule impossible.
         """
         name = f"{self}.sigmas({num_steps}, {image_seq_len})"
@@ -139,9 +157,13 @@ class SigmaSchedule:
         elif image_seq_len is None:
             raise ValueError(f"{self} needs image_seq_len: its shift depends on the resolution.")
         else:
-            mu = dynamic_mu(image_seq_len, self.base_seq_len, self.max_seq_len, self.base_shift, self.max_shift)
-            grid = _dynamic_grid(num_steps, mu, self.time_shift_type)
+            grid = _dynamic_grid(num_steps, self._mu(num_steps, image_seq_len), self.time_shift_type)
         return _finished(grid, self.shift_terminal, name)
+
+    def _mu(self, num_steps: int, image_seq_len: int) -> float:
+        if self.convention == "empirical":
+            return empirical_mu(image_seq_len, num_steps)
+        return dynamic_mu(image_seq_len, self.base_seq_len, self.max_seq_len, self.base_shift, self.max_shift)
 
     # The values of a JSON file: numbers, booleans, strings and null, told apart key by key.
     @classmethod
@@ -162,7 +184,7 @@ class SigmaSchedule:
             convention = "dynamic" if config.get("use_dynamic_shifting") else "unipc" if is_unipc else "linear"
         shift = config.get("shift", config.get("flow_shift"))
         if shift is None:
-            if convention != "dynamic":
+            if convention not in ("dynamic", "empirical"):
                 raise ValueError(f"the scheduler config has neither shift nor flow_shift: {sorted(config)}.")
             shift = 1.0
         return cls(

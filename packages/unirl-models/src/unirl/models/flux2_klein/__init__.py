@@ -1,0 +1,1 @@
+"""FLUX.2 Klein through the classes of diffusers and transformers (extra `diffusers`)."""

@@ -1,0 +1,53 @@
+"""The modules of a FLUX.2 Klein pipeline folder, and what training needs to know of them."""
+
+from __future__ import annotations
+
+from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.flux2_klein.text import Flux2KleinTextEncoders
+
+try:
+    from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+    from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+    from transformers import Qwen3ForCausalLM
+except ImportError as error:
+    raise ImportError(
+        "unirl.models.flux2_klein needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
+    ) from error
+
+
+class Flux2KleinBundle(DiffusersBundle):
+    """Transformer, VAE, Qwen3 and tokenizer of one checkpoint, see `DiffusersBundle`."""
+
+    family = "FLUX.2 Klein"
+    pipeline_classes = ("Flux2KleinPipeline",)
+    components = {
+        "transformer": trained(Flux2Transformer2DModel),
+        "vae": autoencoder(AutoencoderKLFlux2),
+        "text_encoder": text_encoder(Qwen3ForCausalLM),
+        "tokenizer": processor(),
+    }
+    text_class = Flux2KleinTextEncoders
+    block_class_names = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    # Attention and feed-forward of the double blocks, image and text side, and the fused input of the single ones.
+    lora_target_modules = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.linear_in",
+        "ff.linear_out",
+        "ff_context.linear_in",
+        "ff_context.linear_out",
+        "attn.to_qkv_mlp_proj",
+    )
+    latent_patch = 2
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether the checkpoint takes few steps and no guidance, as its index says."""
+        return bool(self.folder.index.get("is_distilled"))
