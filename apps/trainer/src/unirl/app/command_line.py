@@ -20,6 +20,7 @@ VERBS = {
     "export": "write a run's checkpoint for use outside",
     "bench": "where the time of a recipe goes; of several, relative to the first",
     "compare": "train several recipes under one budget (cpu_s=120 seeds=0,1,2) and tabulate them",
+    "data": "data list: the sets of prompts that recipes name; data prepare NAME: make one",
 }
 OPTIONS: dict[str, tuple[str, ...]] = {
     "resolve": ("run", "show"),
@@ -34,10 +35,17 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "jobs": ("compare",),
     "warmup": ("bench",),
     "repeats": ("bench",),
+    "out": ("data",),
+    "from": ("data",),
+    "split": ("data",),
+    "overwrite": ("data",),
+    "partial": ("data",),
 }
 """Option -> the verbs that it means something for."""
 SEVERAL = ("compare", "bench")
 """Verbs that take more than one recipe."""
+DATA_ACTIONS = ("list", "prepare")
+"""What `data` can do."""
 LISTS = ("recipes", "rewards")
 """What `list` can list; the first where nothing is said."""
 EPILOG = """examples:
@@ -48,6 +56,7 @@ EPILOG = """examples:
   trainer check --all                         check every packaged recipe
   trainer list rewards                        the scorers: input, range, what to install
   trainer export runs/diffusion/sd3_shapes/20260101-120000 --to exported
+  trainer data prepare geneval                make a set of prompts; others are downloaded, or converted with --from
   trainer compare sd3_shapes sd3_shapes_flowgrpo cpu_s=120 seeds=0,1,2 --output compared
 """
 
@@ -58,13 +67,14 @@ class Command:
 
     verb: str
     recipe: str
-    """Packaged name, path of a YAML file, or folder of a run; for `list`, one of LISTS."""
+    """Packaged name, path of a YAML file, or folder of a run; for `list`, one of LISTS; for `data`, of DATA_ACTIONS."""
     overrides: tuple[str, ...] = ()
     options: dict[str, str | int | bool] = field(default_factory=dict)
     """The options that were given."""
     is_debug: bool = False
     recipes: tuple[str, ...] = ()
-    """All recipes of `compare` and `bench`, in order; the other verbs take one and leave this empty."""
+    """All recipes of `compare` and `bench`, in order; for `data` the name of a set, if any. Empty for the other verbs,
+    which take one."""
 
 
 def parse(argv: list[str]) -> Command:
@@ -74,6 +84,11 @@ def parse(argv: list[str]) -> Command:
     is_debug, config_name, cfg = given.pop("debug"), given.pop("config_name"), given.pop("cfg")
     _refuse_misspelt_verb(words)
     verb = words.pop(0) if words and words[0] in VERBS else "run"
+    if verb == "data":
+        options = _options(verb, given)
+        if cfg is not None or config_name is not None:
+            raise ConfigError("data takes no recipe. Leave --config-name and --cfg out.")
+        return _data_command(words, options, is_debug)
     recipes = [word for word in words if not _is_override(word)]
     overrides = tuple(word for word in words if _is_override(word))
     if config_name is not None:
@@ -84,16 +99,38 @@ def parse(argv: list[str]) -> Command:
         recipes = recipes or [LISTS[0]]
         if recipes[0] not in LISTS or overrides:
             raise ConfigError(f"list takes one of {', '.join(LISTS)}, not {' '.join([*recipes, *overrides])!r}.")
-    options = {name: value for name, value in given.items() if value is not None and value is not False}
     if cfg is not None:
         if verb != "run":
             raise ConfigError(f"--cfg shows the recipe instead of running it; it does nothing with {verb!r}.")
         verb = "show"
+    options = _options(verb, given)
+    several = tuple(recipes) if verb in SEVERAL else ()
+    return Command(verb, recipes[0] if recipes else DEFAULT_RECIPE, overrides, options, is_debug, several)
+
+
+def _options(verb: str, given: dict[str, str | int | bool | None]) -> dict[str, str | int | bool]:
+    """The options that were given. Raises ConfigError for one that means nothing for the verb."""
+    options = {name: value for name, value in given.items() if value is not None and value is not False}
     for name in options:
         if verb not in OPTIONS[name] or (name == "resolve" and verb == "run"):
             raise ConfigError(f"--{name} does nothing with {verb!r}; it is for: {', '.join(OPTIONS[name])}.")
-    several = tuple(recipes) if verb in SEVERAL else ()
-    return Command(verb, recipes[0] if recipes else DEFAULT_RECIPE, overrides, options, is_debug, several)
+    return options
+
+
+def _data_command(words: list[str], options: dict[str, str | int | bool], is_debug: bool) -> Command:
+    """`data list [NAME]` or `data prepare NAME`. Raises ConfigError."""
+    action, names = words[0] if words else DATA_ACTIONS[0], words[1:]
+    if action not in DATA_ACTIONS:
+        near = difflib.get_close_matches(action, DATA_ACTIONS, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"To make a set: trainer data prepare {action}."
+        raise ConfigError(f"data does one of {', '.join(DATA_ACTIONS)}, not {action!r}. {hint}")
+    if action == "list" and options:
+        raise ConfigError(f"--{next(iter(options))} does nothing with data list; it is for: data prepare.")
+    if action == "prepare" and len(names) != 1:
+        raise ConfigError(f"data prepare takes the name of one set, not {len(names)}. See: trainer data list.")
+    if len(names) > 1:
+        raise ConfigError(f"data list takes the name of one set or none, not {' '.join(names)}.")
+    return Command("data", action, (), options, is_debug, tuple(names))
 
 
 def _refuse_misspelt_verb(words: list[str]) -> None:
@@ -143,5 +180,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, metavar="N", help="compare: runs at a time (1)")
     parser.add_argument("--warmup", type=int, metavar="N", help="bench: steps before timing")
     parser.add_argument("--repeats", type=int, metavar="N", help="bench: timed steps")
+    parser.add_argument("--out", metavar="FOLDER", help="data prepare: where to write (datasets/NAME)")
+    parser.add_argument("--from", metavar="PATH", help="data prepare: a folder or file with what is published")
+    parser.add_argument("--split", metavar="SPLIT", help="data prepare: train or test alone")
+    parser.add_argument("--overwrite", action="store_true", help="data prepare: replace other files that are there")
+    parser.add_argument(
+        "--partial", action="store_true", help="data prepare: accept sources that are not the published ones whole"
+    )
     parser.add_argument("--debug", action="store_true", help="full traceback of an error")
     return parser

@@ -51,6 +51,11 @@ def _dispatch(command: Command) -> int:
     if command.verb == "list":
         _list(command.recipe)
         return 0
+    if command.verb == "data":
+        from unirl.app.data_sets import list_sets, prepare_set
+
+        (list_sets if command.recipe == "list" else prepare_set)(command)
+        return 0
     from unirl.app import verbs
     from unirl.app.environment import prepare_process, start_logging
 

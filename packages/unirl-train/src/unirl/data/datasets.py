@@ -69,7 +69,7 @@ def read_numbered_rows(path: str | Path, split: str | None = None) -> list[tuple
     elif split is not None:
         raise DataError(f"{path}: split = {split!r} means something for a dataset folder only. Remove data.split.")
     else:
-        numbered = _file_rows(path)
+        numbered = file_values(path)
     places = [(where, parse_row(value, index, path, where)) for index, (where, value) in enumerate(numbered)]
     rows = [row for _, row in places]
     if not rows:
@@ -179,7 +179,8 @@ def _image_ref(item: Row, folder: str, where: str) -> MediaRef:
     raise DataError(f"{where} must be a path, or what a table holds for one, {{bytes, path}}; got {str(item)[:80]}.")
 
 
-def _file_rows(path: Path) -> Iterator[tuple[str, Row]]:
+def file_values(path: Path) -> Iterator[tuple[str, Row]]:
+    """(place, decoded value) of every row of a file, in the format of its suffix. Raises DataError."""
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: unknown format {path.suffix!r}. Use {_formats()}.")
     if path.suffix == ".parquet":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from unirl.data.datasets import PromptRow, read_rows
 from unirl.data.pairs import read_pairs
+from unirl.data.sets.catalog import command_for
 from unirl.types.errors import DataError
 from unirl.types.recipe import Machine, Messages, Part, Run
 
@@ -40,7 +41,9 @@ def unreadable(name: str, path: str) -> str | None:
     """What is wrong with a file or folder of prompts before it is read; None where nothing is."""
     place = Path(path).expanduser()
     if not place.exists():
-        return f"{name} = {path}: no such prompt file or dataset folder. Set {name}."
+        command = command_for(path)
+        made = f"Make it with: {command}, or set {name}." if command is not None else f"Set {name}."
+        return f"{name} = {path}: no such prompt file or dataset folder. {made}"
     if place.is_file() and place.stat().st_size == 0:
         return f"{name} = {path} is empty. Write at least one prompt."
     return None

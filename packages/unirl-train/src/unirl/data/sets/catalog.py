@@ -1,0 +1,38 @@
+"""The sets that `trainer data` makes, and which of them a path belongs to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unirl.data.sets.geneval import GENEVAL
+from unirl.data.sets.motion import MOTION
+from unirl.data.sets.ocr import OCR
+from unirl.data.sets.pictures import IMAGE_EDIT, PICTURE_MOTION
+from unirl.data.sets.pictures_of_text import HPDV2, PICKSCORE, PREFERENCES, WISE
+from unirl.data.sets.questions import AIME24, DAPO_MATH, GEO3K
+from unirl.data.sets.records import PromptSet
+
+SETS = {
+    each.name: each
+    for each in (PICKSCORE, HPDV2, WISE, GENEVAL, OCR, MOTION, IMAGE_EDIT, PICTURE_MOTION)
+    + (PREFERENCES, DAPO_MATH, AIME24, GEO3K)
+}
+"""By name."""
+FOLDER = Path("datasets")
+"""Where recipes look for them, below the working directory."""
+
+
+def set_of(path: str | Path) -> PromptSet | None:
+    """The set that a file belongs to, by the names of its folder and of itself; None where none is made there."""
+    path = Path(path)
+    found = SETS.get(path.parent.name)
+    return found if found is not None and path.name in (output.file for output in found.outputs) else None
+
+
+def command_for(path: str | Path) -> str | None:
+    """The command that makes a file, such as `trainer data prepare pickscore`; None where there is none."""
+    found, path = set_of(path), Path(path)
+    if found is None:
+        return None
+    elsewhere = "" if path.parent == FOLDER / found.name else f" --out {path.parent}"
+    return f"trainer data prepare {found.name}{elsewhere}"

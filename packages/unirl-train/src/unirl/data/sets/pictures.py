@@ -1,0 +1,99 @@
+"""Pictures with something to be done to them: instructions that change them, and motion that begins with them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from unirl.data.sets.hub import HubDataset
+from unirl.data.sets.motion import CAMERAS
+from unirl.data.sets.records import Files, Output, Picture, PromptSet, PublishedFile, Row
+from unirl.data.sets.splitting import is_held_out, several_drawn
+from unirl.types.errors import DataError
+
+TABLES = "data/*.parquet"
+LANGUAGE = "en"
+HELD_OUT = 0.15
+"""Of the pictures: one picture has several instructions."""
+MOTIONS_PER_PICTURE = 3
+REPOSITORY = HubDataset(
+    name="stepfun-ai/GEdit-Bench",
+    revision="main",
+    license="see the repository",
+    files=(PublishedFile(TABLES),),
+)
+
+
+def _asked(files: Files, *, held_out: bool) -> Iterator[tuple[Picture, str, str]]:
+    """(picture, instruction, kind of instruction) of every row in English."""
+    columns = ("task_type", "instruction", "instruction_language", "input_image_raw")
+    for where, row in files.rows(TABLES, columns):
+        if row["instruction_language"] != LANGUAGE:
+            continue
+        if not isinstance(row["instruction"], str) or not row["instruction"].strip():
+            raise DataError(f"{where}: instruction = {row['instruction']!r} is not a text.")
+        picture = _picture(row["input_image_raw"], where)
+        if is_held_out(_digest(picture), HELD_OUT) == held_out:
+            yield picture, row["instruction"].strip(), str(row["task_type"])
+
+
+def _edits(files: Files, *, held_out: bool) -> Iterator[Row]:
+    seen: set[tuple[str, str]] = set()
+    for picture, instruction, kind in _asked(files, held_out=held_out):
+        key = (_digest(picture), instruction)
+        if key not in seen:
+            seen.add(key)
+            yield {"prompt": instruction, "images": [picture], "category": kind}
+
+
+def _motions(files: Files, *, held_out: bool) -> Iterator[Row]:
+    """Each picture once for each of some motions of the camera."""
+    seen: set[str] = set()
+    for picture, _, _ in _asked(files, held_out=held_out):
+        digest = _digest(picture)
+        if digest in seen:
+            continue
+        seen.add(digest)
+        for camera in several_drawn(CAMERAS, MOTIONS_PER_PICTURE, f"picture motion {digest}"):
+            prompt = f"The scene comes to life with natural motion, {CAMERAS[camera]}"
+            yield {"prompt": prompt, "images": [picture], "category": camera}
+
+
+def _picture(cell: Any, where: str) -> Picture:  # Any: a cell of a table
+    data = cell.get("bytes") if isinstance(cell, dict) else None
+    if not data:
+        raise DataError(f"{where}: input_image_raw holds no picture. Fetch the file again.")
+    return Picture(data, ".png")
+
+
+def _digest(picture: Picture) -> str:
+    return hashlib.sha256(picture.data).hexdigest()
+
+
+def _outputs(rows: Callable[..., Iterator[Row]]) -> tuple[Output, ...]:
+    return tuple(
+        Output(
+            split=split,
+            file=f"{split}.parquet",
+            rows=lambda files, held_out=split == "test": rows(files, held_out=held_out),
+            reads=(TABLES,),
+        )
+        for split in ("train", "test")
+    )
+
+
+IMAGE_EDIT = PromptSet(
+    name="image_edit",
+    what="a picture and an instruction that changes it",
+    made="instructions in English with their pictures, in a table; 15% of the pictures held out by hash",
+    sources=(REPOSITORY,),
+    outputs=_outputs(_edits),
+)
+PICTURE_MOTION = PromptSet(
+    name="picture_motion",
+    what="a picture that a video begins with, and a motion of the camera",
+    made=f"the pictures of image_edit, each with {MOTIONS_PER_PICTURE} motions by hash; 15% of the pictures held out",
+    sources=(REPOSITORY,),
+    outputs=_outputs(_motions),
+)

@@ -1,0 +1,101 @@
+"""Rows written as a prompt file: `.txt`, `.jsonl` or `.parquet`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unirl.data.sets.manifest import pictures_folder
+from unirl.data.sets.records import Picture, Row
+from unirl.types.errors import DataError
+from unirl.types.preference import IMAGES
+
+ROWS_PER_GROUP = 256
+"""Of a table: what is held in memory at a time."""
+_NEW_LINE = re.compile(r"\s*[\r\n]\s*")
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> int:
+    """Write a new file in the format of its suffix; returns the number of rows. Raises DataError where there is none.
+
+    Pictures stand in a `.parquet` file itself, and beside a `.jsonl` file in `<stem>-pictures`, named by their content.
+    """
+    if path.suffix == ".parquet":
+        num_rows = _write_table(path, rows)
+    else:
+        num_rows = 0
+        with path.open("x", encoding="utf-8", newline="\n") as file:
+            for row in rows:
+                file.write(_line(row, path) + "\n")
+                num_rows += 1
+    if num_rows == 0:
+        raise DataError(f"{path.name}: its sources give no row. Fetch them again.")
+    return num_rows
+
+
+def _line(row: Row, path: Path) -> str:
+    if path.suffix == ".txt":
+        return _NEW_LINE.sub(" ", str(row["prompt"])).strip()
+    return json.dumps(_with_files(row, path), ensure_ascii=False)
+
+
+def _with_files(row: Row, path: Path) -> Mapping[str, Any]:  # Any: JSON values
+    """The row with paths, relative to its file, in the place of pictures."""
+    images = row.get(IMAGES)
+    if images is None:
+        return row
+    folder = pictures_folder(path)
+    folder.mkdir(exist_ok=True)
+    return {**row, IMAGES: [_file_of(picture, folder) for picture in images]}
+
+
+def _file_of(picture: Picture, folder: Path) -> str:
+    name = f"{hashlib.sha256(picture.data).hexdigest()[:24]}{picture.suffix}"
+    (folder / name).write_bytes(picture.data)
+    return f"{folder.name}/{name}"
+
+
+def _write_table(path: Path, rows: Iterable[Row]) -> int:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError("parquet files need pyarrow: pip install 'unirl-train[data]'") from error
+    writer: Any = None  # Any: pyarrow is optional
+    group: list[Mapping[str, Any]] = []
+    num_rows = 0
+
+    def flush() -> None:
+        nonlocal writer
+        table = pyarrow.Table.from_pylist(group, schema=writer.schema if writer is not None else None)
+        writer = writer or parquet.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+        group.clear()
+
+    try:
+        for row in rows:
+            group.append(_with_bytes(row))
+            num_rows += 1
+            if len(group) == ROWS_PER_GROUP:
+                flush()
+        if group:
+            flush()
+    finally:
+        if writer is not None:
+            writer.close()
+    return num_rows
+
+
+def _with_bytes(row: Row) -> Mapping[str, Any]:  # Any: values of a table
+    images = row.get(IMAGES)
+    if images is None:
+        return row
+    names = [f"{hashlib.sha256(picture.data).hexdigest()[:24]}{picture.suffix}" for picture in images]
+    return {
+        **row,
+        IMAGES: [{"bytes": picture.data, "path": name} for picture, name in zip(images, names, strict=True)],
+    }

@@ -1,0 +1,130 @@
+"""Tiny files in the layout that each set is published in."""
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import pyarrow
+from PIL import Image
+from pyarrow import parquet
+
+WISE_KEYS = ("Prompt", "Explanation", "Category", "Subcategory")
+
+
+def picture(colour, size=(24, 16), kind="PNG"):
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, kind)
+    return file.getvalue()
+
+
+def write_text(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def write_table(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def pickscore(folder):
+    write_text(folder / "dataset/pickscore/train.txt", "a cat\n a dog \na cat\n\na  dog\nmúsica, 猫\n")
+    write_text(folder / "dataset/pickscore/test.txt", "a horse\na cow\n")
+
+
+def hpdv2(folder):
+    rows = [
+        {"prompt": text, "human_preference": [1, 0], "image_path": ["a", "b"]} for text in ("x", "y", "x", "anime 3")
+    ]
+    write_text(folder / "train.json", json.dumps(rows))
+    for style in ("anime", "concept-art", "paintings", "photo"):
+        prompts = [f"{style} {number}" for number in range(120)] + [f"{style} 1"]
+        write_text(folder / f"benchmark/{style}.json", json.dumps(prompts))
+
+
+def wise_rows(name, num=40):
+    return [
+        dict(zip(WISE_KEYS, (f"{name} {number}", f"it means {number}", name, "sub"), strict=True))
+        | {"prompt_id": number}
+        for number in range(num)
+    ]
+
+
+def wise(folder):
+    for name in ("cultural_common_sense", "spatio-temporal_reasoning", "natural_science"):
+        write_text(folder / f"data/{name}.json", json.dumps(wise_rows(name)))
+
+
+def preferences(folder):
+    row = {
+        "caption": "a cat",
+        "jpg_0": picture("red", (800, 600), "JPEG"),
+        "jpg_1": picture("blue", (512, 512), "JPEG"),
+    }
+    labels = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]
+    rows = [{**row, "caption": f"cat {i}", "label_0": a, "label_1": b} for i, (a, b) in enumerate(labels)]
+    write_table(folder / "data/train-00003-of-00645-b66ac786bf6fb553.parquet", rows)
+
+
+def dapo_row(problem, answer):
+    turns = [{"content": f"Solve.\n\n{problem}", "role": "user"}]
+    return {"data_source": "math_dapo", "prompt": turns, "reward_model": {"ground_truth": answer, "style": "rule"}}
+
+
+def dapo_math(folder):
+    problems = [("1+1", "2"), ("2+2", "4"), ("1+1", "2"), ("3+3", "6"), ("3+3", "7")]
+    write_table(folder / "data/dapo-math-17k.parquet", [dapo_row(*each) for each in problems])
+
+
+def aime24(folder):
+    rows = [{"ID": "2024-I-1", "Problem": "Find x.", "Solution": "...", "Answer": 204}]
+    write_table(folder / "aime_2024_problems.parquet", rows)
+
+
+def geo3k_archive(path, problems):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = path.stem
+    with zipfile.ZipFile(path, "w") as archive:
+        for number, problem in problems.items():
+            archive.writestr(f"{name}/{number}/data.json", json.dumps(problem))
+            archive.writestr(f"{name}/{number}/img_diagram.png", picture((int(number) % 255, 0, 0)))
+            archive.writestr(f"{name}/{number}/img_problem.png", picture("white"))
+
+
+def geo3k_problem(text="Find x.", answer="C"):
+    return {"problem_text": text, "choices": ["1", "2", "3", "4"], "answer": answer, "compact_text": "x", "id": 3}
+
+
+def geo3k(folder):
+    geo3k_archive(folder / "data/geometry3k/train.zip", {"10": geo3k_problem(), "9": geo3k_problem("Find $y$.", "A")})
+    geo3k_archive(folder / "data/geometry3k/test.zip", {"2401": geo3k_problem()})
+
+
+def edit_rows(num=30):
+    rows = []
+    for number in range(num):
+        image = {"bytes": picture((number, 2 * number, 7)), "path": f"{number}.png"}
+        for language, text in (("en", f"make it {number}"), ("cn", "ni hao"), ("en", "remove it")):
+            rows.append(
+                {"task_type": "subject-remove", "instruction": text, "instruction_language": language}
+                | {"key": f"{number}", "input_image_raw": image, "input_image": image}
+            )
+    return rows
+
+
+def image_edit(folder):
+    rows = edit_rows()
+    write_table(folder / "data/train-00000-of-00002.parquet", rows[:40])
+    write_table(folder / "data/train-00001-of-00002.parquet", rows[40:])
+
+
+PUBLISHED = {
+    each.__name__: each for each in (pickscore, hpdv2, wise, preferences, dapo_math, aime24, geo3k, image_edit)
+} | {"picture_motion": image_edit}
+
+
+def publish(name: str, folder: Path) -> Path:
+    """Write the files of a set below `folder` at their paths in the repository; returns the folder."""
+    PUBLISHED[name](folder)
+    return folder
