@@ -64,6 +64,15 @@ def test_an_interval_without_rows_adds_none() -> None:
     assert rows == [3]
 
 
+def test_rows_below_a_boundary_have_a_scale_of_their_own() -> None:
+    """Alone or mixed, also where an interval leaves some out. At the boundary itself the first scale holds."""
+    sigmas = [1.0, 0.5, 0.25]
+    for interval, scales in (((0.0, 1.0), [3.0, 3.0, 2.0]), ((0.2, 0.9), [1.0, 3.0, 2.0])):
+        found, _ = _run(Guidance(3.0, interval, boundary=0.5, scale_below=2.0), sigmas)
+        expected = [_run(Guidance(scale), sigmas)[0][row] for row, scale in enumerate(scales)]
+        torch.testing.assert_close(found, torch.stack(expected))
+
+
 def test_gradients_flow_through_both_halves() -> None:
     text, negative = _condition([1.0, 2.0]), _condition([0.5, 0.5])
     text.embeds.requires_grad_()

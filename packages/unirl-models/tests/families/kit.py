@@ -69,6 +69,8 @@ class Family:
     """Convention of the stock pipeline where it is not the family's default."""
     tolerance: float = 1e-5
     """Largest relative error against the stock pipeline; a family with more says why beside it."""
+    load_lora: Callable[[Any, Path], None] = lambda stock, folder: stock.load_lora_weights(str(folder))
+    """How a LoRA export is loaded."""
     published: tuple[Published, ...] = ()
 
     def sampling(self, **changes: Any) -> DiffusionSamplingParams:

@@ -171,7 +171,7 @@ def test_the_lora_export_loads_in_the_stock_pipeline(
     state = {key: get_peft_model_state_dict(module) for key, module in bundle.trainable_modules().items()}
     bundle.export_lora(str(tmp_path / "lora"), state, rank=2, alpha=8, target_modules=targets)
     stock = stock_of(loaded.family, loaded.folder)
-    stock.load_lora_weights(str(tmp_path / "lora"))
+    loaded.family.load_lora(stock, tmp_path / "lora")
     found, expected = _first_latents(loaded, stock)
     record_property("error", relative(found, expected))
     assert relative(found, expected) <= loaded.family.tolerance

@@ -3,6 +3,7 @@
 Sampling agrees because both sides walk pinned float levels; the stock scheduler cuts its timesteps to integers.
 """
 
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -17,19 +18,21 @@ from .kit import Family, Published, Request, seeded
 PARAMS = {"num_frames": 5, "max_sequence_length": 32}
 OTHER_SIZE = {"height": 32, "width": 48, "num_frames": 9}
 WAN_1_3B = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+WAN_5B = {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
 
 
-def tiny_vae() -> Any:
+def tiny_vae(**changes: Any) -> Any:
     """Factors of 8 and 4 as in the real one; four channels of different mean and deviation."""
-    return diffusers.AutoencoderKLWan(
-        base_dim=4,
-        z_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.1, -0.2, 0.3, 0.0],
-        latents_std=[1.5, 0.5, 2.0, 1.0],
-    )
+    fields: dict[str, Any] = {
+        "base_dim": 4,
+        "z_dim": 4,
+        "dim_mult": [1, 1, 1, 1],
+        "num_res_blocks": 1,
+        "temperal_downsample": [False, True, True],
+        "latents_mean": [0.1, -0.2, 0.3, 0.0],
+        "latents_std": [1.5, 0.5, 2.0, 1.0],
+    }
+    return diffusers.AutoencoderKLWan(**fields | changes)
 
 
 def tiny_transformer(**changes: Any) -> Any:
@@ -67,9 +70,30 @@ def shared_parts() -> dict[str, Any]:
     }
 
 
-def tiny_t2v() -> Any:
+def tiny_t2v(**changes: Any) -> Any:
     pipeline_class: Any = diffusers.WanPipeline
-    return pipeline_class(transformer=tiny_transformer(), **shared_parts())
+    return pipeline_class(transformer=tiny_transformer(), **{**shared_parts(), **changes})
+
+
+def tiny_two_experts() -> Any:
+    # Of five unshifted levels the first three belong to the first expert.
+    return tiny_t2v(transformer_2=tiny_transformer(), boundary_ratio=0.875)
+
+
+def tiny_vae_16() -> Any:
+    """A factor of 16 by patches of two pixels and residual blocks, as in the VAE of TI2V-5B."""
+    return tiny_vae(
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        is_residual=True,
+        scale_factor_spatial=16,
+        decoder_base_dim=4,
+    )
+
+
+def tiny_ti2v() -> Any:
+    return tiny_t2v(vae=tiny_vae_16(), expand_timesteps=True)
 
 
 def call(request: Request) -> dict[str, Any]:
@@ -81,9 +105,15 @@ def call(request: Request) -> dict[str, Any]:
         "height": params.height,
         "width": params.width,
         "num_frames": params.num_frames,
+        "guidance_scale_2": params.guidance_scale_2,
         "max_sequence_length": params.max_sequence_length,
         "latents": request.noise.clone(),
     }
+
+
+def load_two_loras(stock: Any, folder: Path) -> None:
+    stock.load_lora_weights(str(folder))
+    stock.load_lora_weights(str(folder / "transformer_2"), load_into_transformer_2=True)
 
 
 FAMILIES = [
@@ -101,5 +131,28 @@ FAMILIES = [
             # The class's defaults are the released sizes.
             Published("Wan-AI/Wan2.1-T2V-14B-Diffusers", 14.3, {"transformer": {}}),
         ),
+    ),
+    Family(
+        name="wan22_t2v",
+        bundle=WanBundle,
+        pipeline=WanPipeline,
+        tiny=seeded(tiny_two_experts),
+        params=PARAMS | {"guidance_scale_2": 2.0},
+        other_size=OTHER_SIZE,
+        unguided={"guidance_scale": 1.0, "guidance_scale_2": None},
+        call=call,
+        load_lora=load_two_loras,
+        # Called A14B: 14 active of 28.
+        published=(Published("Wan-AI/Wan2.2-T2V-A14B-Diffusers", 28.6, {"transformer": {}, "transformer_2": {}}),),
+    ),
+    Family(
+        name="wan22_ti2v",
+        bundle=WanBundle,
+        pipeline=WanPipeline,
+        tiny=seeded(tiny_ti2v),
+        params=PARAMS,
+        other_size={"height": 64, "width": 32, "num_frames": 9},
+        call=call,
+        published=(Published("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 5.0, {"transformer": WAN_5B}),),
     ),
 ]

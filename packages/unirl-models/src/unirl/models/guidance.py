@@ -34,6 +34,10 @@ class Guidance:
     """At most 1 means no guidance, as in diffusers."""
     interval: tuple[float, float] = (0.0, 1.0)
     """Rows with low <= sigma <= high are guided; the others take the conditional velocity."""
+    boundary: float = 0.0
+    """Noise level of a row below which `scale_below` holds instead."""
+    scale_below: float | None = None
+    """None: `scale` for all."""
 
     def __post_init__(self) -> None:
         low, high = self.interval
@@ -52,6 +56,16 @@ class Guidance:
     def is_on(self) -> bool:
         """Whether any row can be guided."""
         return self.scale > 1
+
+    def combined(
+        self, cond_R: Tensor, uncond_R: Tensor, sigma_R: Tensor, combine: Callable[[Tensor, Tensor, float], Tensor]
+    ) -> Tensor:
+        """combine(conditional, unconditional, scale) with the scale of each row's noise level."""
+        above = combine(cond_R, uncond_R, self.scale)
+        if self.scale_below is None:
+            return above
+        is_below = (sigma_R < self.boundary).view(-1, *(1 for _ in cond_R.shape[1:]))
+        return torch.where(is_below, combine(cond_R, uncond_R, self.scale_below), above)
 
     def guided_rows(self, sigma_R: Tensor) -> list[int] | None:
         """Which rows are guided; None means all. Reads `sigma_R` from its device only where there is an interval."""
@@ -139,11 +153,11 @@ def classifier_free(
         if rows is None:
             both = predict(torch.cat([x_R, x_R]), torch.cat([sigma_R, sigma_R]), everything).float()
             uncond, cond = both.split([num_rows, num_rows])
-            return combine(cond, uncond, guidance.scale)
+            return guidance.combined(cond, uncond, sigma_R, combine)
         index = torch.tensor(rows, device=x_R.device)
         chosen = select_rows(everything, [*rows, *range(num_rows, 2 * num_rows)])
         both = predict(torch.cat([x_R[index], x_R]), torch.cat([sigma_R[index], sigma_R]), chosen).float()
         uncond, cond = both.split([len(rows), num_rows])
-        return cond.index_copy(0, index, combine(cond[index], uncond, guidance.scale))
+        return cond.index_copy(0, index, guidance.combined(cond[index], uncond, sigma_R[index], combine))
 
     return guided

@@ -38,7 +38,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
 
     A family says which sampling parameters it uses and answers `geometry`, `predict`, `to_vae` and `from_vae`. One with
     more inputs (a reference image) answers `encode_inputs` and extends `read_slots`, and `predict` finds the slot; one
-    with several experts or state across steps answers `bind` itself.
+    with state across steps answers `bind` itself.
     decode_batch_size, encode_batch_size: most images or prompts in one call of the VAE or of the text encoders.
     embedding_cache: None remembers prompts in memory; a folder also on disk; or a cache to share between adapters.
     """
@@ -53,7 +53,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     """Tokens of a text where the request does not say."""
     longest_sequence: ClassVar[int]
     """Most tokens of a text that the model was trained with."""
-    fps: ClassVar[float | None] = None
+    fps: float | None = None
     """Frames per second of the videos that the model was trained on."""
 
     def __init__(
@@ -101,6 +101,10 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     def combine(self, cond_R: Tensor, uncond_R: Tensor, scale: float) -> Tensor:
         """The guided velocity of rows, float32. A family that rescales it overrides this."""
         return extrapolate(cond_R, uncond_R, scale)
+
+    def guidance(self, params: DiffusionSamplingParams) -> Guidance:
+        """How strongly rows are guided. A family with a scale per expert overrides this."""
+        return Guidance.from_params(params)
 
     def encode_inputs(
         self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
@@ -157,7 +161,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
 
         Slots without a negative one are the same in both kinds of rows.
         """
-        guidance = Guidance.from_params(params)
+        guidance = self.guidance(params)
         require_condition(conditions, "text", TextEmbedCondition)
         if guidance.is_on:
             require_condition(conditions, NEGATIVE + "text", TextEmbedCondition)

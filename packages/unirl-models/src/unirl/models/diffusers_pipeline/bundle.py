@@ -88,6 +88,7 @@ class DiffusersBundle(Bundle):
         self._trained: dict[str, nn.Module] = {}
         # Kept, because wrapping for training changes the class of a module.
         self._classes: dict[str, type[Any]] = {}  # Any: as in `load`
+        self.check_index()
         present = self._require_components()
         trainable = [name for name, component in present.items() if component.role is Role.TRAINED]
         self._check_trains(trains, trainable)
@@ -121,6 +122,9 @@ class DiffusersBundle(Bundle):
         return self.modules["vae"]
 
     # Loading ---------------------------------------------------------------------------------------------------------
+
+    def check_index(self) -> None:
+        """Raises ConfigError for settings of `model_index.json` that the family cannot use. Before weights are read."""
 
     def leaves_out(self) -> Collection[str]:
         """Components that are not loaded even where the folder has them."""

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from unirl.models.adapter import TIMESTEPS_PER_SIGMA, require_condition
+from unirl.models.adapter import TIMESTEPS_PER_SIGMA, require_condition, select_rows
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.diffusers_pipeline.normalisation import standardised, unstandardised
+from unirl.models.experts import routed
+from unirl.models.guidance import Guidance
 from unirl.models.wan.bundle import WanBundle
 from unirl.types.conditions import TextEmbedCondition
+from unirl.types.errors import ConfigError
 from unirl.types.media import Modality
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 
 class WanAdapter(TextConditionedAdapter[WanBundle]):
-    """Conditions: "text" with a mask, and "negative_text" where guidance is on. Latents are [16, f, h, w]."""
+    """Conditions: "text" with a mask, and "negative_text" where guidance is on. Latents are [16, f, h, w].
+
+    Of two experts, `transformer` takes the rows at and above the boundary and `transformer_2` the others, each with its
+    own guidance scale.
+    """
 
     modality = Modality.VIDEO
-    used_params = TextConditionedAdapter.used_params | {"num_frames"}
+    used_params = TextConditionedAdapter.used_params | {"num_frames", "guidance_scale_2"}
     default_sequence_length = 512
     longest_sequence = 512
     fps = 16.0
@@ -34,9 +44,52 @@ class WanAdapter(TextConditionedAdapter[WanBundle]):
             vae["z_dim"], vae["scale_factor_spatial"], patch, vae["scale_factor_temporal"], frame_patch=frame_patch
         )
 
+    def check_params(self, params: DiffusionSamplingParams) -> None:
+        """Raises ConfigError for a second scale that nothing reads, too."""
+        super().check_params(params)
+        if params.guidance_scale_2 is None:
+            return
+        if self.bundle.boundary is None:
+            raise ConfigError(
+                f"guidance_scale_2 = {params.guidance_scale_2} is for a second expert; "
+                f"{self.bundle.pretrained_model} has one transformer. Set sampling.guidance_scale_2: null."
+            )
+        if not params.uses_guidance and params.guidance_scale_2 > 1:
+            raise ConfigError(
+                f"guidance_scale_2 = {params.guidance_scale_2} guides nothing: guidance_scale = "
+                f"{params.guidance_scale} alone switches guidance on. Raise it above 1 or set guidance_scale_2: null."
+            )
+
+    def guidance(self, params: DiffusionSamplingParams) -> Guidance:
+        """With the second scale below the boundary."""
+        guidance = super().guidance(params)
+        if self.bundle.boundary is None or params.guidance_scale_2 is None:
+            return guidance
+        return replace(guidance, boundary=self.bundle.boundary, scale_below=params.guidance_scale_2)
+
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
-        """Velocity [R, C, f, h, w] of the transformer, fed 1000 sigma."""
-        transformer = self.bundle.transformer
+        """Velocity [R, C, f, h, w], of the expert of each row's noise level where there are two."""
+        boundary = self.bundle.boundary
+        if boundary is None:
+            return self.predict_by("transformer", x_R, sigma_R, conditions, params)
+
+        def expert(name: str, rows: list[int], x: Tensor, sigma: Tensor, step: Tensor) -> Tensor:
+            del step
+            own = conditions if len(rows) == len(x_R) else select_rows(conditions, rows)
+            return self.predict_by(name, x, sigma, own, params)
+
+        velocity = routed(
+            [partial(expert, "transformer"), partial(expert, "transformer_2")],
+            lambda sigma_R: (sigma_R < boundary).long(),
+            self.bundle.any_rank,
+        )
+        return velocity(x_R, sigma_R, sigma_R)  # neither expert asks for the step
+
+    def predict_by(
+        self, name: str, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams
+    ) -> Tensor:
+        """Velocity [R, C, f, h, w] of one transformer, fed 1000 sigma."""
+        transformer = self.bundle.modules[name]
         # Not the first weight: scales and time embedding stay float32 in a checkpoint that is loaded in bfloat16.
         dtype = transformer.patch_embedding.weight.dtype
         return transformer(

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.export import write_lora
+from unirl.models.experts import RankFollowing
 from unirl.models.wan.text import WanTextEncoders
+from unirl.types.bounds import OpenUnitInterval, bounded
+from unirl.types.errors import ConfigError
 
 try:
     from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
@@ -16,13 +26,21 @@ except ImportError as error:
     ) from error
 
 
-class WanBundle(DiffusersBundle):
-    """Transformer, VAE, UMT5 and tokenizer of a checkpoint that makes videos of text, see `DiffusersBundle`."""
+@bounded("bundle")
+class WanBundle(RankFollowing, DiffusersBundle):
+    """Transformers, VAE, UMT5 and tokenizer of a checkpoint that makes videos of text, see `DiffusersBundle`.
+
+    boundary_ratio: noise level below which the second transformer of Wan 2.2 takes over; None takes the checkpoint's.
+        Exports keep the checkpoint's in any case.
+    Raises ConfigError where it lies outside (0, 1), or where only one of the second transformer and a boundary is
+    there.
+    """
 
     family = "Wan"
     pipeline_classes = ("WanPipeline",)
     components = {
         "transformer": trained(WanTransformer3DModel),
+        "transformer_2": trained(WanTransformer3DModel, is_optional=True),
         "vae": autoencoder(AutoencoderKLWan),
         "text_encoder": text_encoder(UMT5EncoderModel),
         "tokenizer": processor(),
@@ -41,3 +59,51 @@ class WanBundle(DiffusersBundle):
         "attn2.to_out.0",
     )
     frame_divisor = 4
+
+    # Any: the keywords of DiffusersBundle.
+    def __init__(
+        self, pretrained_model: str, *, boundary_ratio: OpenUnitInterval | None = None, **options: Any
+    ) -> None:
+        self._boundary_ratio = boundary_ratio
+        super().__init__(pretrained_model, **options)
+
+    @property
+    def boundary(self) -> float | None:
+        """Noise level below which `transformer_2` takes over; None for one transformer."""
+        return self.folder.index.get("boundary_ratio") if self._boundary_ratio is None else self._boundary_ratio
+
+    @property
+    def masks_timesteps(self) -> bool:
+        """Whether frames that are given have a timestep of 0 (Wan 2.2 TI2V-5B) instead of channels of their own."""
+        return bool(self.folder.index.get("expand_timesteps"))
+
+    def export_lora(
+        self,
+        folder: str,
+        lora_state: Mapping[str, Mapping[str, Tensor]],
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: Sequence[str],
+    ) -> None:
+        """Writes one file for `load_lora_weights(folder)`, and that of the second expert into `folder/transformer_2`
+        for `load_lora_weights(folder/transformer_2, load_into_transformer_2=True)`, which knows one name of a model."""
+        self._check_components(lora_state)
+        for name, state in lora_state.items():
+            target = folder if name == "transformer" else str(Path(folder) / name)
+            write_lora(target, {"transformer": state}, rank=rank, alpha=alpha, target_modules=target_modules)
+
+    def check_index(self) -> None:
+        """Raises ConfigError for a boundary without a second transformer, the reverse, or one outside (0, 1)."""
+        has_second = self.folder.class_of("transformer_2") is not None
+        if has_second != (self.boundary is not None):
+            raise ConfigError(
+                f"{self.folder.path} has {'a' if has_second else 'no'} transformer_2 and boundary_ratio = "
+                f"{self.boundary}: two experts need both, one transformer neither. Mend model_index.json or set "
+                "bundle.boundary_ratio."
+            )
+        if self.boundary is not None and not 0 < self.boundary < 1:
+            raise ConfigError(
+                f"boundary_ratio = {self.boundary} of {self.folder.path} must lie in (0, 1). Mend model_index.json or "
+                "set bundle.boundary_ratio."
+            )
