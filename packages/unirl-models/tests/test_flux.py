@@ -31,7 +31,7 @@ def test_texts_of_flux2_equal_the_stock_encoders_bit_for_bit(klein: Path) -> Non
     pipeline = family.pipeline(family.bundle(str(klein)), FlowSDEStrategy())
     found = pipeline.encode({"text": Texts(texts=texts)}, family.sampling(guidance_scale=1.0))["text"]
     with torch.no_grad():
-        expected, _ = stock_of(family, klein).encode_prompt(texts, max_sequence_length=64)
+        expected, _ = stock_of(klein).encode_prompt(texts, max_sequence_length=64)
     assert isinstance(found, TextEmbedCondition)
     assert torch.equal(found.embeds, expected) and found.attention_mask is None
 

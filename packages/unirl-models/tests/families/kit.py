@@ -222,14 +222,21 @@ def ours(name: str, folder: Path) -> DiffusersPipeline:
 def load(name: str, folder: Path) -> Loaded:
     """A family saved as a real folder and loaded by our code and by the stock class."""
     pipeline = ours(name, folder)
-    return Loaded(families()[name], folder, pipeline, stock_of(families()[name], folder))
+    return Loaded(families()[name], folder, pipeline, stock_of(folder))
 
 
-def stock_of(family: Family, folder: Path) -> Any:
+def stock_of(folder: Path) -> Any:
     """The stock pipeline of a folder. Its weights are read-only; tests set its scheduler."""
-    index = json.loads((folder / "model_index.json").read_text())
-    stock_class = getattr(diffusers, index["_class_name"])
-    return quiet(stock_class.from_pretrained(folder))
+    return quiet(getattr(diffusers, _index(folder)["_class_name"]).from_pretrained(folder))
+
+
+def scheduler_of(folder: Path) -> Any:
+    """The scheduler of a folder as its pipeline has it."""
+    return getattr(diffusers, _index(folder)["scheduler"][1]).from_pretrained(folder, subfolder="scheduler")
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "model_index.json").read_text())
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
