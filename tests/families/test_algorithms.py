@@ -26,6 +26,8 @@ from unirl.types.media import Videos
 from unirl.types.reward import RewardRequest
 from unirl.types.rollout import RolloutResp
 
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+
 
 class Brightness:
     """A reward that every decoder reaches: the mean of the red channel."""

@@ -10,7 +10,7 @@ import torch
 from family_steps import all_gradients, gradients, kit
 from torch import Tensor
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 
 ranks_of_train: Any = importlib.import_module("ranks")
 """Processes of a gloo group, as the tests of unirl-train start them."""
