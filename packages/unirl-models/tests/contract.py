@@ -20,7 +20,7 @@ from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
-TEXTS = ["a red cat", "two blue dogs on a hill", "fog"]
+TEXTS = ["a red cat", 'two blue dogs on a "hill"', "fog"]
 KEYS = ["r0:a", "r0:b", "r0:c"]
 
 

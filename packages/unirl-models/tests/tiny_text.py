@@ -81,8 +81,11 @@ VISION_TEMPLATE = (
 PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16}
 
 
-def qwen_vl(model_type: str) -> Any:
-    """Two decoder layers of width 64 and a vision tower of two blocks of width 32; three-axis rotary embeddings."""
+def qwen_vl(model_type: str, **changes: Any) -> Any:
+    """Two decoder layers of width 64 and a vision tower of two blocks of width 32; three-axis rotary embeddings.
+
+    changes: of the text part.
+    """
     ids = text_tokenizer().convert_tokens_to_ids
     torch.manual_seed(0)
     text: dict[str, Any] = {
@@ -97,6 +100,7 @@ def qwen_vl(model_type: str) -> Any:
         "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4},
         "eos_token_id": ids(END),
         "pad_token_id": ids(SPECIAL[0]),
+        **changes,
     }
     vision: dict[str, Any] = {
         "depth": 2,

@@ -28,7 +28,7 @@ from unirl.sde.noise import initial_noise
 from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.sampling import DiffusionSamplingParams
 
-TEXTS = ["a red cat", "two blue dogs on a hill", "fog"]
+TEXTS = ["a red cat", 'two blue dogs on a "hill"', "fog"]
 KEYS = ["r0:a", "r0:b", "r0:c"]
 
 
@@ -58,6 +58,8 @@ class Family:
     """Keywords of the stock pipeline's call beside steps, generator and output type."""
     from_stock: Callable[[Tensor, Request], Tensor] = lambda latents, _: latents
     """Our latents of those that the stock pipeline returns for output_type="latent"."""
+    arrange: Callable[[Any, Request], object] = lambda stock, request: None
+    """Sets what the stock pipeline takes as attributes, not as keywords of its call."""
     other_size: Mapping[str, Any] = field(default_factory=lambda: {"height": 32, "width": 48})
     unguided: Mapping[str, Any] | None = field(default_factory=lambda: {"guidance_scale": 1.0})
     """What switches guidance off; None for a family that has none to switch."""
@@ -175,6 +177,7 @@ class Loaded:
     def reference(self, request: Request, sigmas: Tensor, output_type: str = "latent") -> Any:
         """What the stock pipeline makes of the same request and sigmas."""
         self.stock.scheduler = pinned(sigmas)
+        self.family.arrange(self.stock, request)
         call = self.family.call(request)
         with torch.no_grad():
             return self.stock(

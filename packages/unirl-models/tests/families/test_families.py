@@ -80,7 +80,9 @@ def test_the_schedule_is_the_stock_pipelines(loaded: Loaded) -> None:
     for num_steps, changes in ((4, {}), (7, loaded.family.other_size)):
         params = loaded.family.sampling(num_inference_steps=num_steps, **changes)
         loaded.stock.scheduler = scheduler_of(loaded.folder)
-        call = loaded.family.call(loaded.request(params))
+        request = loaded.request(params)
+        loaded.family.arrange(loaded.stock, request)
+        call = loaded.family.call(request)
         with torch.no_grad():
             loaded.stock(**call, num_inference_steps=num_steps, output_type="latent")
         schedule = adapter.schedule(loaded.family.schedule)

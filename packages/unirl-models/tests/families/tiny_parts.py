@@ -1,10 +1,13 @@
 """Random text encoders, tokenizers and schedulers that several families share. Any: classes of both libraries."""
 
-import itertools
+from pathlib import Path
 from typing import Any
 
 import diffusers
+import transformers
 from tokenizers import AddedToken
+
+from unirl.models.diffusers_pipeline.export import LORA_FILE
 
 from ..tiny_text import text_tokenizer
 
@@ -24,13 +27,25 @@ def dynamic_scheduler(**changes: Any) -> Any:
 
 
 def template_tokenizer(prefix: str, num_tokens: int) -> Any:
-    """Bytes, and `num_tokens` words that `prefix` is made of: as long in tokens as the real tokenizer makes it."""
+    """Bytes, and one word that makes `prefix` as long in tokens as the real tokenizer makes it."""
     tokenizer = text_tokenizer()
-    size = len(prefix) // num_tokens
-    cuts = [*(place * size for place in range(num_tokens)), len(prefix)]
-    words = [prefix[start:end] for start, end in itertools.pairwise(cuts)]
-    # Vocabulary entries that are no text of their own, so that every cut of the prefix is found first.
-    tokenizer.add_tokens([AddedToken(word, normalized=False, special=True) for word in dict.fromkeys(words)])
-    found = len(tokenizer(prefix).input_ids)
-    assert found == num_tokens, f"{found} tokens instead of {num_tokens}"
+
+    def count(text: str) -> int:
+        return len(tokenizer(text).input_ids)
+
+    cut = next(place for place in reversed(range(len(prefix))) if count(prefix[place:]) == num_tokens - 1)
+    tokenizer.add_tokens([AddedToken(prefix[:cut], normalized=False, special=True)])
+    assert count(prefix) == num_tokens
     return tokenizer
+
+
+def byt5() -> Any:
+    """Two layers of width 12 over bytes."""
+    return transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=300, d_model=12, d_kv=6, d_ff=16, num_layers=2, num_heads=2)
+    )
+
+
+def load_lora_by_model(stock: Any, folder: Path) -> None:
+    """For a pipeline class of diffusers without `load_lora_weights`: its transformer loads the file."""
+    stock.transformer.load_lora_adapter(str(folder), prefix="transformer", weight_name=LORA_FILE)

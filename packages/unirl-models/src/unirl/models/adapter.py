@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from unirl.sde.loop import Velocity
@@ -101,6 +102,15 @@ class DiffusionAdapter(ABC):
     def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
         """Media of clean latents [B, ...] that were sampled with `params`: float32 in [0, 1]. Differentiable when
         gradients are on."""
+
+
+def timesteps(sigma_R: Tensor, dtype: torch.dtype) -> Tensor:
+    """1000 sigma for a model that embeds its timestep in the timestep's own type, [R].
+
+    dtype: of the model's weights. Under autocast, which casts for the weights, the embedding keeps float32.
+    """
+    is_mixed = torch.is_autocast_enabled(sigma_R.device.type)
+    return (sigma_R * TIMESTEPS_PER_SIGMA).to(torch.float32 if is_mixed else dtype)
 
 
 def check_multiples(params: DiffusionSamplingParams, multiple: int, *, reason: str) -> None:

@@ -124,7 +124,7 @@ class DiffusersBundle(Bundle):
     # Loading ---------------------------------------------------------------------------------------------------------
 
     def check_index(self) -> None:
-        """Raises ConfigError for settings of `model_index.json` that the family cannot use. Before weights are read."""
+        """Raises ConfigError for settings of the folder that the family cannot use. Before weights are read."""
 
     def leaves_out(self) -> Collection[str]:
         """Components that are not loaded even where the folder has them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,20 @@ def ragged(rows: Sequence[Tensor]) -> TextEmbedCondition:
     places = torch.arange(embeds.shape[1], device=embeds.device)
     mask = (places[None] < torch.tensor(lengths, device=embeds.device)[:, None]).long()
     return TextEmbedCondition(embeds=embeds, attention_mask=mask)
+
+
+# Any: models and tokenizers of transformers type their calls by keyword.
+def language_states(encoder: Any, tokens: Any, *, layer: int, start: int) -> TextEmbedCondition:
+    """Hidden states of a language model over tokens with a mask: ragged, and without the template before the prompt.
+
+    layer: of `hidden_states`; -1 is the last. start: tokens of the template.
+    """
+    tokens = tokens.to(encoder.device)
+    out = encoder(
+        input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True, use_cache=False
+    )
+    hidden = out.hidden_states[layer]
+    return ragged([row[mask.bool()][start:] for row, mask in zip(hidden, tokens.attention_mask, strict=True)])
 
 
 def _fingerprint(encoders: Iterable[nn.Module | None], tokenizers: Iterable[PreTrainedTokenizerBase]) -> str:

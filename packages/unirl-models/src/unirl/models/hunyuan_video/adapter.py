@@ -6,42 +6,26 @@ from torch import Tensor
 
 from unirl.models.adapter import TIMESTEPS_PER_SIGMA, require_condition
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
-from unirl.models.diffusers_pipeline.geometry import Geometry
-from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
 from unirl.models.guidance import check_distilled_guidance
 from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle
+from unirl.models.hunyuan_video.latents import ScaledVideoLatents
 from unirl.types.conditions import TextEmbedCondition
-from unirl.types.media import Modality
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 RELEASED_GUIDANCE = 6.0
 
 
-class HunyuanVideoAdapter(TextConditionedAdapter[HunyuanVideoBundle]):
+class HunyuanVideoAdapter(ScaledVideoLatents[HunyuanVideoBundle]):
     """Conditions: "text" with mask and pooled vectors, and "negative_text" where guidance is on.
 
     The released model takes its guidance as an input, `distilled_guidance_scale`; `guidance_scale` above 1 is
     classifier-free guidance on top, the `true_cfg_scale` of the stock pipeline.
     """
 
-    modality = Modality.VIDEO
-    fps = 24.0
-    used_params = frozenset({"num_frames", "guidance_scale", "distilled_guidance_scale", "max_sequence_length"})
+    used_params = TextConditionedAdapter.used_params | {"num_frames", "distilled_guidance_scale"}
     default_sequence_length = 256
     longest_sequence = 256
-
-    @property
-    def geometry(self) -> Geometry:
-        """(16, f, H / 8, W / 8) latents in patches of 1 x 2 x 2 for the released checkpoints; 4 frames a latent one."""
-        transformer, vae = self.bundle.transformer.config, self.bundle.vae.config
-        return Geometry(
-            transformer["out_channels"],
-            vae["spatial_compression_ratio"],
-            transformer["patch_size"],
-            vae["temporal_compression_ratio"],
-            transformer["patch_size_t"],
-        )
 
     def check_params(self, params: DiffusionSamplingParams) -> None:
         """Raises ConfigError also where a distilled checkpoint gets no guidance as an input."""
@@ -64,11 +48,3 @@ class HunyuanVideoAdapter(TextConditionedAdapter[HunyuanVideoBundle]):
             guidance=None if scale is None else x_R.new_full((len(x_R),), scale * TIMESTEPS_PER_SIGMA),
             return_dict=False,
         )[0]
-
-    def to_vae(self, latents: Tensor) -> Tensor:
-        """Scaled back."""
-        return unscaled(latents.to(self.bundle.vae.dtype), self.bundle.vae.config)
-
-    def from_vae(self, latents: Tensor) -> Tensor:
-        """Scaled."""
-        return scaled(latents, self.bundle.vae.config)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unirl.models.diffusers_pipeline.text import TextEncoders, ragged
+from unirl.models.diffusers_pipeline.text import TextEncoders, language_states
 from unirl.types.conditions import TextEmbedCondition
 
 TEMPLATE = (
@@ -33,20 +33,15 @@ class HunyuanVideoTextEncoders(TextEncoders):
     """Ragged texts with a mask: the tokens of the prompt and of the template's end; pooled of CLIP."""
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        encoder = self.encoders["text_encoder"]
         tokens = self.tokenizers["tokenizer"](
             [TEMPLATE.format(text) for text in texts],
             max_length=TEMPLATE_TOKENS + max_sequence_length,
             padding=True,
             truncation=True,
             return_tensors="pt",
-        ).to(encoder.device)
-        out = encoder(
-            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True, use_cache=False
         )
-        hidden = out.hidden_states[HIDDEN_STATE]
-        rows = [row[mask.bool()][TEMPLATE_TOKENS:] for row, mask in zip(hidden, tokens.attention_mask, strict=True)]
-        return ragged(rows).replace(pooled=self._pooled(texts))
+        text = language_states(self.encoders["text_encoder"], tokens, layer=HIDDEN_STATE, start=TEMPLATE_TOKENS)
+        return text.replace(pooled=self._pooled(texts))
 
     def _pooled(self, texts: Sequence[str]) -> Tensor:
         encoder = self.encoders["text_encoder_2"]

@@ -1,0 +1,1 @@
+"""HunyuanVideo 1.5 through the classes of diffusers and transformers (extra `diffusers`)."""

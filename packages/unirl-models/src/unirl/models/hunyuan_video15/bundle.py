@@ -1,0 +1,78 @@
+"""The modules of a HunyuanVideo 1.5 pipeline folder, and what training needs to know of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.hunyuan_video15.text import HunyuanVideo15TextEncoders
+from unirl.types.errors import ConfigError
+
+try:
+    from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
+    from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
+    from transformers import Qwen2_5_VLTextModel, T5EncoderModel
+except ImportError as error:
+    raise ImportError(
+        "unirl.models.hunyuan_video15 needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
+    ) from error
+
+# Of a guider that does no more than classifier-free guidance at a scale.
+_PLAIN_GUIDER = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+
+
+class HunyuanVideo15Bundle(DiffusersBundle):
+    """Transformer, VAE, the text part of Qwen2.5-VL, ByT5 and tokenizers of one checkpoint, see `DiffusersBundle`."""
+
+    family = "HunyuanVideo 1.5"
+    pipeline_classes = ("HunyuanVideo15Pipeline",)
+    components = {
+        "transformer": trained(HunyuanVideo15Transformer3DModel),
+        "vae": autoencoder(AutoencoderKLHunyuanVideo15),
+        "text_encoder": text_encoder(Qwen2_5_VLTextModel),
+        "text_encoder_2": text_encoder(T5EncoderModel),
+        "tokenizer": processor(),
+        "tokenizer_2": processor(),
+    }
+    text_class = HunyuanVideo15TextEncoders
+    block_class_names = ("HunyuanVideo15TransformerBlock",)
+    # Attention and feed-forward layers of both streams and of the text refiner.
+    lora_target_modules = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )
+    frame_divisor = 4
+    is_distilled = False
+    """Whether the checkpoint was distilled to work without classifier-free guidance."""
+
+    # Any: the keywords of DiffusersBundle.
+    def __init__(self, pretrained_model: str, **options: Any) -> None:
+        super().__init__(pretrained_model, **options)
+        self.vae.enable_slicing()  # its attention takes one video at a time
+
+    def check_index(self) -> None:
+        """Raises ConfigError for a mean-flow transformer and for a guider that does more than one scale says."""
+        if self.folder.config("transformer").get("use_meanflow"):
+            raise ConfigError(
+                f"{self.pretrained_model} is a mean-flow checkpoint, whose velocity depends on the next noise level "
+                "too. Use one with use_meanflow: false in transformer/config.json."
+            )
+        guider = self.folder.config("guider", "guider_config.json")
+        self.is_distilled = not guider.get("enabled", True)
+        other = {name: guider.get(name, plain) for name, plain in _PLAIN_GUIDER.items()}
+        if self.folder.class_of("guider") != "ClassifierFreeGuidance" or other != _PLAIN_GUIDER:
+            raise ConfigError(
+                f"the guider of {self.pretrained_model} is a {self.folder.class_of('guider')} with {other}; this "
+                f"family knows ClassifierFreeGuidance with {_PLAIN_GUIDER}. Edit guider/guider_config.json."
+            )

@@ -1,0 +1,102 @@
+"""What only the HunyuanVideo and HunyuanImage families have: words to draw, distilled guidance, refused settings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import HunyuanImagePipeline, extract_glyph_text
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
+    HunyuanVideo15Pipeline,
+    extract_glyph_texts,
+)
+
+from unirl.models.hunyuan_image import text as image_text
+from unirl.models.hunyuan_image.bundle import HunyuanImageBundle
+from unirl.models.hunyuan_image.pipeline import HunyuanImagePipeline as OurImagePipeline
+from unirl.models.hunyuan_video15 import text as video15_text
+from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
+from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline as OurVideo15Pipeline
+from unirl.sde.kernels import FlowSDEStrategy
+from unirl.types.errors import ConfigError
+
+from .families.kit import families, stock_of
+
+PROMPTS = [
+    "a sign",
+    'a sign that says "OPEN" and "CLOSED", "OPEN" twice',
+    "a cat's toy and a dog's",
+    "\N{LEFT DOUBLE QUOTATION MARK}caf\N{LATIN SMALL LETTER E WITH ACUTE}\N{RIGHT DOUBLE QUOTATION MARK} and 'tea'",
+    '""',
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in ("hunyuan_video15_t2v", "hunyuan_image21")}
+    for name, folder in made.items():
+        families()[name].tiny().save_pretrained(folder)
+    return made
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_words_to_draw_are_the_stock_pipelines(prompt: str) -> None:
+    for ours, theirs in ((video15_text.quoted, extract_glyph_texts), (image_text.quoted, extract_glyph_text)):
+        words = ours(prompt)
+        assert "".join(f'Text "{word}". ' for word in words) == (theirs(prompt) or "")
+
+
+def test_the_templates_are_the_stock_pipelines() -> None:
+    video: Any = HunyuanVideo15Pipeline
+    defaults = video._get_mllm_prompt_embeds.__defaults__
+    assert video15_text.SYSTEM_PROMPT in defaults and video15_text.TEMPLATE_TOKENS in defaults
+    image: Any = HunyuanImagePipeline
+    defaults = image._get_qwen_prompt_embeds.__defaults__
+    assert image_text.TEMPLATE in defaults and image_text.TEMPLATE_TOKENS in defaults
+
+
+def test_texts_and_words_equal_the_stock_encoders(folders: dict[str, Path]) -> None:
+    """1e-5: the stock pipeline pads to a fixed length, which changes the order of float32 sums."""
+    for name, bundle_class in (("hunyuan_video15_t2v", HunyuanVideo15Bundle), ("hunyuan_image21", HunyuanImageBundle)):
+        bundle = bundle_class(str(folders[name]))
+        stock = stock_of(folders[name])
+        stock.tokenizer_max_length, stock.tokenizer_2_max_length = 96, 64
+        with torch.no_grad():
+            embeds, mask, embeds_2, mask_2 = stock.encode_prompt(PROMPTS, batch_size=len(PROMPTS))
+        found = bundle.text.encode_streams(PROMPTS, 96)
+        for slot, states, counts in (("text", embeds, mask), ("text_2", embeds_2, mask_2)):
+            for row in range(len(PROMPTS)):
+                ours = found[slot].embeds[row][found[slot].mask[row].bool()]
+                torch.testing.assert_close(ours, states[row][counts[row].bool()], rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoints_that_cannot_be_replayed_are_refused_before_weights_are_read(folders: dict[str, Path]) -> None:
+    for name, bundle_class in (("hunyuan_video15_t2v", HunyuanVideo15Bundle), ("hunyuan_image21", HunyuanImageBundle)):
+        config = folders[name] / "transformer" / "config.json"
+        before = config.read_text()
+        config.write_text(json.dumps({**json.loads(before), "use_meanflow": True}))
+        with pytest.raises(ConfigError, match="is a mean-flow checkpoint"):
+            bundle_class(str(folders[name]))
+        config.write_text(before)
+
+
+def test_the_guider_of_a_checkpoint_is_read(folders: dict[str, Path]) -> None:
+    folder = folders["hunyuan_video15_t2v"]
+    file = folder / "guider" / "guider_config.json"
+    before = file.read_text()
+    file.write_text(json.dumps({**json.loads(before), "guidance_rescale": 0.7}))
+    with pytest.raises(ConfigError, match=r"the guider of .* is a .*guidance_rescale': 0.7"):
+        HunyuanVideo15Bundle(str(folder))
+    file.write_text(json.dumps({**json.loads(before), "enabled": False}))
+    distilled = OurVideo15Pipeline(HunyuanVideo15Bundle(str(folder)), FlowSDEStrategy())
+    with pytest.raises(ConfigError, match="was distilled to work without guidance. Set sampling.guidance_scale: 1"):
+        distilled.latent_shape(families()["hunyuan_video15_t2v"].sampling())
+    file.write_text(before)
+
+
+def test_guidance_with_a_memory_is_refused_by_name(folders: dict[str, Path]) -> None:
+    pipeline = OurImagePipeline(HunyuanImageBundle(str(folders["hunyuan_image21"])), FlowSDEStrategy())
+    kwargs = {"adaptive_projected_guidance_momentum": -0.5}
+    with pytest.raises(ConfigError, match=r"adaptive_projected_guidance_momentum'\]: this guidance averages over all"):
+        pipeline.latent_shape(families()["hunyuan_image21"].sampling(sampler_kwargs=kwargs))
