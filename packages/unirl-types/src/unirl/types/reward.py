@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unirl.types.batch import Batch, peak, per_sample, shared
-from unirl.types.errors import ContractError
-from unirl.types.media import Audios, Images, Primitive, Texts, Videos
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.media import Audios, ImageLists, Images, Primitive, Texts, Videos
 from unirl.types.rollout import RolloutResp, RolloutTrack
 
 NumberT = TypeVar("NumberT", int, float)
@@ -38,6 +38,20 @@ class RewardRequest(Batch):
         if not isinstance(texts, Texts):
             raise ContractError(f"this request has no text input; it has {sorted(self.primitives)}")
         return texts.texts
+
+    @property
+    def sources(self) -> list[list[Tensor]]:
+        """The images [C, H, W] that each sample was given, as many as it brings. Raises ConfigError where the request
+        has none."""
+        images = self.primitives.get("image")
+        if isinstance(images, Images):
+            return [[pixels] for pixels in images.pixels]
+        if isinstance(images, ImageLists):
+            return images.images
+        raise ConfigError(
+            f"scorers ask for the images that samples were given; the request has the inputs "
+            f"{sorted(self.primitives)}. Give the data rows an image."
+        )
 
     @property
     def pixels(self) -> Tensor:

@@ -88,10 +88,7 @@ def samples_of(request: RewardRequest, pixels: Pixels = "lossless") -> list[Wire
     [(slot, generated)] = request.generated.items()
     ids = request.sample_ids
     media = _media_of(generated, slot, ids, pixels)
-    sources = request.primitives.get("image")
-    if sources is not None and not isinstance(sources, Images):
-        raise ContractError(f"the input image must be Images, got {type(sources).__name__}")
-    arrays = [None] * len(ids) if sources is None else _arrays(list(sources.pixels), ids, pixels)
+    arrays = [None] * len(ids) if "image" not in request.primitives else _arrays(_one_each(request), ids, pixels)
     prompts = request.prompts if "text" in request.primitives else [None] * len(ids)
     return [
         WireSample(
@@ -141,6 +138,14 @@ def request_of(samples: Sequence[WireSample]) -> RewardRequest:
 
 
 _KINDS: dict[type, Kind] = {Images: "image", Videos: "video", Texts: "text"}
+
+
+def _one_each(request: RewardRequest) -> list[Tensor]:
+    """The input image of each sample."""
+    counts = sorted({len(sample) for sample in request.sources})
+    if counts != [1]:
+        raise ContractError(f"one input image a sample can be sent to a reward server; the samples have {counts}")
+    return [image for (image,) in request.sources]
 
 
 def _media_of(generated: Primitive, slot: str, ids: list[str], pixels: Pixels) -> list[np.ndarray] | list[str]:

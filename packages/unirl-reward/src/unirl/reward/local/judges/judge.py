@@ -16,7 +16,7 @@ from torch import nn
 
 from unirl.reward.local.pixels import to_pictures
 from unirl.types.errors import ConfigError, RewardError
-from unirl.types.media import Images, Videos
+from unirl.types.media import Videos
 from unirl.types.reward import RewardRequest
 
 
@@ -84,11 +84,16 @@ def spread(num_frames: int, num_wanted: int) -> list[int]:
 
 
 def sources_of(request: RewardRequest, scorer: str) -> list[Image.Image]:
-    """The images that an edit started from. Raises ConfigError where the request has none."""
-    images = request.primitives.get("image")
-    if not isinstance(images, Images):
+    """The images that edits started from. Raises ConfigError where the request has none, or several for a sample."""
+    if "image" not in request.primitives:
         raise ConfigError(
             f"scorer {scorer} compares an edit with the image it started from, but the request has inputs "
             f"{sorted(request.primitives)}. Give the data rows an image."
         )
-    return to_pictures(images.pixels)
+    counts = sorted({len(sample) for sample in request.sources})
+    if counts != [1]:
+        raise ConfigError(
+            f"scorer {scorer} compares an edit with the one image it started from; the samples bring {counts} images. "
+            "Give each data row one image, or take another scorer."
+        )
+    return [to_pictures(image[None])[0] for (image,) in request.sources]
