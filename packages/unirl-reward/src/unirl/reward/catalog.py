@@ -105,6 +105,17 @@ CATALOG: dict[str, ScorerCard] = {
         extra="judge",
         source="dimensions of EditReward, arXiv 2509.26346",
     ),
+    "edits": ScorerCard(
+        target="unirl.reward.worlds.edits_scorer.EditsRewardScorer",
+        summary="was an instruction of the edits world carried out on the picture given, and all else left as it was",
+        media=("image",),
+        needs="prompt, input image",
+        low=0,
+        high=2,
+        typical="strict (0 or 1) + soft in [0, 1]",
+        extra="shapes",
+        source="the edits world of this project",
+    ),
     "exact_match": ScorerCard(
         target="unirl.reward.local.texts.exact_match.ExactMatchScorer",
         summary="is the text, or what a pattern finds in it, the answer",
