@@ -10,6 +10,7 @@ from unirl.sde.schedule import (
     SigmaSchedule,
     compressed_tail,
     diffusers_sigmas,
+    dpm_sigmas,
     dynamic_mu,
     dynamic_sigmas,
     empirical_mu,
@@ -63,6 +64,20 @@ def test_unipc_convention_equals_set_timesteps(num_steps, shift):
     agree(sigmas[1:], scheduler.sigmas[1:])
     assert sigmas[0] == 1 and scheduler.sigmas[0] == pytest.approx(1 - 1e-6, abs=1e-7)
     assert torch.equal(SigmaSchedule(convention="unipc", shift=shift).sigmas(num_steps), sigmas)
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("num_steps", STEPS)
+def test_dpm_convention_equals_set_timesteps(num_steps, shift):
+    diffusers = pytest.importorskip("diffusers")
+    scheduler = diffusers.DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+    )
+    scheduler.set_timesteps(num_steps)
+    agree(dpm_sigmas(num_steps, shift), scheduler.sigmas)
+    agree(SigmaSchedule(convention="dpm", shift=shift).sigmas(num_steps), scheduler.sigmas)
+    saved = {**scheduler.config, "_class_name": "DPMSolverMultistepScheduler"}
+    assert SigmaSchedule.from_scheduler_config(saved) == SigmaSchedule(convention="dpm", shift=shift)
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
@@ -138,7 +153,7 @@ def test_the_two_conventions_at_ten_steps_and_shift_three():
     shift=st.floats(0.2, 20),
     tokens=st.integers(16, 20_000),
     terminal=st.none() | st.floats(0.005, 0.3),
-    convention=st.sampled_from(["linear", "diffusers", "unipc", "dynamic", "empirical"]),
+    convention=st.sampled_from(["linear", "diffusers", "unipc", "dpm", "dynamic", "empirical"]),
 )
 def test_every_schedule_falls_strictly_from_one_to_exactly_zero(num_steps, shift, tokens, terminal, convention):
     if num_steps == 1:
@@ -146,7 +161,11 @@ def test_every_schedule_falls_strictly_from_one_to_exactly_zero(num_steps, shift
     schedule = SigmaSchedule(convention=convention, shift=shift, shift_terminal=terminal)
     sigmas = schedule.sigmas(num_steps, image_seq_len=tokens)
     assert sigmas.shape == (num_steps + 1,) and sigmas.dtype == torch.float32 and sigmas.device.type == "cpu"
-    assert sigmas[0] == 1 and sigmas[-1] == 0
+    assert sigmas[-1] == 0
+    if convention != "dpm":
+        assert sigmas[0] == 1
+    elif terminal is None:
+        assert sigmas[0].item() == pytest.approx(0.999 * shift / (1 + (shift - 1) * 0.999))
     assert (sigmas.diff() < 0).all()
     if terminal is not None:
         assert sigmas[-2].item() == pytest.approx(terminal, rel=1e-5)
@@ -201,6 +220,7 @@ def test_a_diffusers_scheduler_and_its_configuration_give_the_same_sigmas():
         (lambda: linear_sigmas(4, math.inf), "shift = inf"),
         (lambda: diffusers_sigmas(4, 3.0, 1), "num_train_timesteps = 1"),
         (lambda: unipc_sigmas(4, 3.0, 1), "num_train_timesteps = 1"),
+        (lambda: dpm_sigmas(4, 3.0, 1), "num_train_timesteps = 1"),
         (lambda: linear_sigmas(10_000, 1e4), "not strictly decreasing in float32"),
         (lambda: dynamic_sigmas(4, math.nan), "mu = nan"),
         (lambda: dynamic_sigmas(4, -1.0, "linear"), "mu = -1.0"),

@@ -1,4 +1,4 @@
-"""Sigma schedules: T + 1 noise levels from 1 down to exactly 0, float64 inside and float32 outside.
+"""Sigma schedules: T + 1 noise levels from 1 (or .9997) down to exactly 0, float64 inside and float32 outside.
 
 Two conventions exist for a static shift, and published SD3 runs used both (T = 10, shift 3):
     linear     1 .9643 .9231 .8750 .8182 .7500 .6667 .5625 .4286 .2500 0    DanceGRPO, MixGRPO, UniRL
@@ -6,9 +6,9 @@ Two conventions exist for a static shift, and published SD3 runs used both (T = 
 The first shifts linspace(1, 0, T + 1) once. The second is what diffusers' `set_timesteps(T)` does: its grid ends at the
 already shifted smallest sigma and is shifted again (huggingface/diffusers issue 13243), so the last step is nearly
 empty.
-"unipc" is the grid of diffusers' UniPC scheduler with flow sigmas (Wan), "linear" to within its last level. "dynamic"
-moves the shift with the resolution, "empirical" with the resolution and the number of steps (FLUX.2). `SigmaSchedule`
-names the choice once.
+"unipc" is the grid of diffusers' UniPC scheduler with flow sigmas (Wan), "linear" to within its last level; "dpm" that
+of its DPM-Solver with flow sigmas (Sana), "linear" to within its first, which is .9997. "dynamic" moves the shift with
+the resolution, "empirical" with the resolution and the number of steps (FLUX.2). `SigmaSchedule` names the choice once.
 """
 
 import math
@@ -21,9 +21,11 @@ from torch import Tensor
 
 from unirl.sde.bounds import Bounds, check_bounds
 
-Convention = Literal["linear", "diffusers", "unipc", "dynamic", "empirical"]
+Convention = Literal["linear", "diffusers", "unipc", "dpm", "dynamic", "empirical"]
 TimeShift = Literal["exponential", "linear"]
 
+# Schedulers of diffusers with a setting use_flow_sigmas.
+_FLOW_SIGMAS: Mapping[str, Convention] = {"UniPCMultistepScheduler": "unipc", "DPMSolverMultistepScheduler": "dpm"}
 # Settings of a diffusers scheduler that change the sigmas in ways this module does not compute.
 _UNSUPPORTED_SETTINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
 
@@ -56,6 +58,16 @@ def unipc_sigmas(num_steps: int, shift: float = 3.0, num_train_timesteps: int = 
     """
     name = f"unipc_sigmas({num_steps}, {shift}, {num_train_timesteps})"
     return _finished(_unipc_grid(num_steps, shift, num_train_timesteps), None, name)
+
+
+def dpm_sigmas(num_steps: int, shift: float = 3.0, num_train_timesteps: int = 1000) -> Tensor:
+    """The schedule of diffusers' DPMSolverMultistepScheduler with use_flow_sigmas and flow_shift. [T + 1] float32.
+
+    linspace(1 - 1 / num_train_timesteps, 0, T + 1), shifted once. Its pipelines still start from pure noise.
+    Raises ValueError for a bad num_steps, shift or num_train_timesteps.
+    """
+    name = f"dpm_sigmas({num_steps}, {shift}, {num_train_timesteps})"
+    return _finished(_dpm_grid(num_steps, shift, num_train_timesteps), None, name)
 
 
 def dynamic_mu(
@@ -122,8 +134,7 @@ class SigmaSchedule:
     """A named schedule with its constants; `sigmas` evaluates it for a number of steps and a resolution."""
 
     convention: Convention = "linear"
-    """The static "linear", "diffusers" and "unipc" of the module docstring; "dynamic" and "empirical" follow the
-    resolution."""
+    """The static ones of the module docstring, or "dynamic" or "empirical", which follow the resolution."""
     shift: Annotated[float, Bounds(gt=0)] = 3.0
     """Static shift, > 0; unused by "dynamic" and "empirical"."""
     base_shift: Annotated[float, Bounds()] = 0.5
@@ -142,7 +153,7 @@ class SigmaSchedule:
         _check_time_shift_type(self.time_shift_type)
 
     def sigmas(self, num_steps: int, image_seq_len: int | None = None) -> Tensor:
-        """The T + 1 sigmas, float32, from 1 to exactly 0, strictly decreasing.
+        """The T + 1 sigmas, float32, from 1 (about .9997 for "dpm") to exactly 0, strictly decreasing.
 
         image_seq_len: tokens of one image; required by "dynamic" and "empirical", no influence on the others.
         Raises ValueError if it is missing or a constant makes the schedule impossible.
@@ -154,6 +165,8 @@ class SigmaSchedule:
             grid = _diffusers_grid(num_steps, self.shift, 1000)
         elif self.convention == "unipc":
             grid = _unipc_grid(num_steps, self.shift, 1000)
+        elif self.convention == "dpm":
+            grid = _dpm_grid(num_steps, self.shift, 1000)
         elif image_seq_len is None:
             raise ValueError(f"{self} needs image_seq_len: its shift depends on the resolution.")
         else:
@@ -170,9 +183,9 @@ class SigmaSchedule:
     def from_scheduler_config(cls, config: Mapping[str, Any], convention: Convention | None = None) -> Self:
         """The schedule of a checkpoint's `scheduler_config.json`, given as a mapping.
 
-        convention: None takes "dynamic" if the file says use_dynamic_shifting, "unipc" for a UniPC scheduler with flow
-        sigmas, and "linear" otherwise; the stock pipeline of any other static checkpoint is "diffusers". Missing
-        constants of the dynamic shift take diffusers' defaults.
+        convention: None takes "dynamic" if the file says use_dynamic_shifting, "unipc" or "dpm" for a UniPC or
+        DPM-Solver scheduler with flow sigmas, and "linear" otherwise; the stock pipeline of any other static checkpoint
+        is "diffusers". Missing constants of the dynamic shift take diffusers' defaults.
         Raises ValueError if a static convention finds neither `shift` nor `flow_shift`, or the file asks for Karras,
         exponential, beta or inverted sigmas.
         """
@@ -180,8 +193,8 @@ class SigmaSchedule:
         if unsupported:
             raise ValueError(f"the scheduler config sets {unsupported}, which no sigma schedule here reproduces.")
         if convention is None:
-            is_unipc = config.get("_class_name") == "UniPCMultistepScheduler" and config.get("use_flow_sigmas")
-            convention = "dynamic" if config.get("use_dynamic_shifting") else "unipc" if is_unipc else "linear"
+            by_class = _FLOW_SIGMAS.get(config.get("_class_name", "")) if config.get("use_flow_sigmas") else None
+            convention = "dynamic" if config.get("use_dynamic_shifting") else by_class or "linear"
         shift = config.get("shift", config.get("flow_shift"))
         if shift is None:
             if convention not in ("dynamic", "empirical"):
@@ -243,6 +256,13 @@ def _unipc_grid(num_steps: int, shift: float, num_train_timesteps: int) -> Tenso
     _check_shift(shift)
     _check_train_timesteps(num_train_timesteps)
     return _shifted(_linspace(1, 1 / num_train_timesteps, num_steps + 1)[:-1], shift)
+
+
+def _dpm_grid(num_steps: int, shift: float, num_train_timesteps: int) -> Tensor:
+    _check_num_steps(num_steps)
+    _check_shift(shift)
+    _check_train_timesteps(num_train_timesteps)
+    return _shifted(_linspace(1 - 1 / num_train_timesteps, 0, num_steps + 1)[:-1], shift)
 
 
 def _dynamic_grid(num_steps: int, mu: float, time_shift_type: TimeShift) -> Tensor:
