@@ -116,7 +116,8 @@ def per_row_sigmas_equal_per_step_calls(case: Case) -> None:
             one = {name: condition.select([row]) for name, condition in conditions.items()}
             cut = slice(row, row + 1)
             alone = case.pipeline.velocity(one, x[cut], sigma[cut], step[cut], case.params)
-            torch.testing.assert_close(mixed[cut], alone, rtol=1e-5, atol=1e-6)
+            # A velocity may be a small difference of large numbers, so its size is what rounding is measured by.
+            torch.testing.assert_close(mixed[cut], alone, rtol=1e-5, atol=1e-6 * max(1.0, float(mixed.abs().max())))
     assert mixed.dtype == torch.float32
 
 

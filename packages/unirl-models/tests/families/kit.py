@@ -67,6 +67,10 @@ class Family:
     """What a request brings beside its texts."""
     is_latent_batch: bool = True
     """Whether the stock pipeline takes several prompts at once; else the reference runs prompt by prompt."""
+    keeps_scheduler: bool = False
+    """Whether the stock pipeline walks its own scheduler instead of our levels pinned."""
+    levels: Callable[[Any], Tensor] = lambda scheduler: scheduler.sigmas
+    """Sigmas [T + 1] of flow matching of the stock pipeline's scheduler, its timesteps set."""
     schedule: str | None = None
     """Convention of the stock pipeline where it is not the family's default."""
     tolerance: float = 1e-5
@@ -176,7 +180,8 @@ class Loaded:
 
     def reference(self, request: Request, sigmas: Tensor, output_type: str = "latent") -> Any:
         """What the stock pipeline makes of the same request and sigmas."""
-        self.stock.scheduler = pinned(sigmas)
+        if not self.family.keeps_scheduler:
+            self.stock.scheduler = pinned(sigmas)
         self.family.arrange(self.stock, request)
         call = self.family.call(request)
         with torch.no_grad():

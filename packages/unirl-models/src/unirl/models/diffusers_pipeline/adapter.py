@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.embedding_cache import Embedding, EmbeddingCache, content_key
 from unirl.models.guidance import INTERVAL_KEY, Guidance, classifier_free, extrapolate, require_negative_prompt
 from unirl.sde.loop import Velocity
-from unirl.sde.schedule import Convention, SigmaSchedule
+from unirl.sde.schedule import Convention, Schedule, SigmaSchedule
+from unirl.sde.timesteps import Spacing
 from unirl.types.conditions import Condition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Modality, Primitive, Texts, Videos
@@ -98,6 +99,15 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     def from_vae(self, latents: Tensor) -> Tensor:
         """The inverse of `to_vae`."""
 
+    def texts_to_encode(self, texts: list[str], *, is_negative: bool) -> list[str]:
+        """Prompts, or negative ones, as the text encoders are given them."""
+        del is_negative
+        return texts
+
+    def mode_of(self, encoded: Any) -> Tensor:  # Any: what the encode of a VAE of diffusers returns
+        """The latents of what the VAE's encoder returned: the mode of its distribution."""
+        return encoded.latent_dist.mode()
+
     def combine(self, cond_R: Tensor, uncond_R: Tensor, scale: float) -> Tensor:
         """The guided velocity of rows, float32. A family that rescales it overrides this."""
         return extrapolate(cond_R, uncond_R, scale)
@@ -113,9 +123,16 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         del primitives, params
         return {}
 
-    def schedule(self, convention: Convention | None) -> SigmaSchedule:
+    def schedule(self, convention: Convention | None) -> Schedule:
         """The noise levels of this checkpoint; None is the convention of the family."""
         return SigmaSchedule.from_scheduler_config(self.bundle.scheduler_config, convention)
+
+    def spaced(self, spacing: Spacing) -> Schedule:
+        """The noise levels of this checkpoint, its timesteps spaced so. Raises ConfigError for a family without."""
+        raise ConfigError(
+            f"schedule = {spacing!r} spaces integer timesteps, which {self.bundle.family} has none of. Use one of "
+            f"{get_args(Convention)}."
+        )
 
     # What follows from it --------------------------------------------------------------------------------------------
 
@@ -150,9 +167,11 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
                 f"{self.bundle.family} is conditioned on text: primitives need 'text': Texts of B prompts, got {got}"
             )
         length = self.sequence_length(params)
-        conditions: dict[str, Condition] = {**self._encode_texts(texts.texts, length)}
+        prompts = self.texts_to_encode(texts.texts, is_negative=False)
+        conditions: dict[str, Condition] = {**self._encode_texts(prompts, length)}
         if params.uses_guidance:
-            negative = self._encode_texts([require_negative_prompt(params)] * len(texts.texts), length)
+            prompts = self.texts_to_encode([require_negative_prompt(params)] * len(texts.texts), is_negative=True)
+            negative = self._encode_texts(prompts, length)
             conditions |= {NEGATIVE + slot: condition for slot, condition in negative.items()}
         return conditions | self.encode_inputs(primitives, params)
 
@@ -194,8 +213,8 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         vae = self.bundle.vae
         latents = []
         for part in pixels.split(self.decode_batch_size):
-            mode = vae.encode((part * 2 - 1).to(self.bundle.device, vae.dtype)).latent_dist.mode()
-            latents.append(self.from_vae(mode).float())
+            encoded = vae.encode((part * 2 - 1).to(self.bundle.device, vae.dtype))
+            latents.append(self.from_vae(self.mode_of(encoded)).float())
         return torch.cat(latents)
 
     def _pixels(self, media: Images | Videos) -> Tensor:

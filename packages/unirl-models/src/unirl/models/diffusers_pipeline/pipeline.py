@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast, get_args
 
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.embedding_cache import EmbeddingCache
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.sde.kernels import SDEStrategy
-from unirl.sde.schedule import Convention, SigmaSchedule
+from unirl.sde.schedule import Convention, Schedule, SigmaSchedule
+from unirl.sde.timesteps import Spacing, TimestepSchedule
 from unirl.types.bounds import PositiveInt, bounded
 
 
@@ -18,8 +19,9 @@ from unirl.types.bounds import PositiveInt, bounded
 class DiffusersPipeline(DiffusionPipeline):
     """Base of the pipelines of diffusers families, see `unirl.models.pipeline.DiffusionPipeline`.
 
-    schedule: a SigmaSchedule, or the name of a convention of `unirl.sde.schedule` with the checkpoint's own constants.
-    None is the one of the family's stock pipeline, except where the family says otherwise.
+    schedule: a SigmaSchedule (TimestepSchedule for SDXL and CogVideoX), or the name of a convention of
+    `unirl.sde.schedule` (of a spacing of `unirl.sde.timesteps`) with the checkpoint's own constants. None is the one of
+    the family's stock pipeline, except where the family says otherwise.
     decode_batch_size, encode_batch_size, embedding_cache: see `TextConditionedAdapter`.
     forward_batch_size: see `DiffusionStage`.
     """
@@ -31,7 +33,7 @@ class DiffusersPipeline(DiffusionPipeline):
         self,
         bundle: DiffusersBundle,
         strategy: SDEStrategy,
-        schedule: SigmaSchedule | Convention | None = None,
+        schedule: SigmaSchedule | TimestepSchedule | Convention | Spacing | None = None,
         *,
         decode_batch_size: PositiveInt = 8,
         encode_batch_size: PositiveInt = 32,
@@ -44,6 +46,11 @@ class DiffusersPipeline(DiffusionPipeline):
             encode_batch_size=encode_batch_size,
             embedding_cache=embedding_cache,
         )
-        if not isinstance(schedule, SigmaSchedule):
-            schedule = adapter.schedule(schedule)
-        super().__init__(adapter, strategy, schedule, forward_batch_size=forward_batch_size)
+        levels: Schedule
+        if isinstance(schedule, SigmaSchedule | TimestepSchedule):
+            levels = schedule
+        elif schedule in get_args(Spacing):
+            levels = adapter.spaced(cast(Spacing, schedule))
+        else:
+            levels = adapter.schedule(cast(Convention | None, schedule))
+        super().__init__(adapter, strategy, levels, forward_batch_size=forward_batch_size)

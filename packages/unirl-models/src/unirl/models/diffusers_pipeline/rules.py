@@ -45,15 +45,15 @@ def _latent_divisor(model: str | None, released: int, patch: int) -> int:
     folder = Path(model).expanduser()
     try:
         vae = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
-        transformer = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
-        return _vae_factor(vae) * (patch or _patch(transformer))
+        return _vae_factor(vae) * (patch or _patch(folder / "transformer" / "config.json"))
     except (OSError, ValueError, KeyError, TypeError):
         return released  # `unirl.models.rules.model_exists` says what is wrong with the folder
 
 
 def _vae_factor(config: dict[str, object]) -> int:
     """Pixels per latent element on a side, by the names that the VAEs of diffusers give it."""
-    factor, levels = config.get("spatial_compression_ratio"), config.get("block_out_channels")
+    factor = config.get("spatial_compression_ratio")
+    levels = config.get("block_out_channels") or config.get("encoder_block_out_channels")
     temporal, scale = config.get("temperal_downsample"), config.get("scale_factor_spatial")
     if isinstance(scale, int):
         return scale
@@ -66,9 +66,9 @@ def _vae_factor(config: dict[str, object]) -> int:
     raise KeyError("no factor")
 
 
-def _patch(config: dict[str, object]) -> int:
+def _patch(file: Path) -> int:
     """Latent elements per token on a side."""
-    patch = config["patch_size"]
+    patch = json.loads(file.read_text(encoding="utf-8"))["patch_size"]
     if isinstance(patch, list) and isinstance(patch[-1], int):
         return patch[-1]
     if isinstance(patch, int):

@@ -1,0 +1,1 @@
+"""CogVideoX through the classes of diffusers and transformers (extra `diffusers`)."""

@@ -1,0 +1,1 @@
+"""Sana through the classes of diffusers and transformers (extra `diffusers`)."""

@@ -1,0 +1,1 @@
+"""Stable Diffusion XL through the classes of diffusers and transformers (extra `diffusers`)."""
