@@ -60,6 +60,10 @@ class Family:
     """Our latents of those that the stock pipeline returns for output_type="latent"."""
     arrange: Callable[[Any, Request], object] = lambda stock, request: None
     """Sets what the stock pipeline takes as attributes, not as keywords of its call."""
+    latents_of: Callable[[tuple[Any, ...]], Any] = lambda outputs: outputs[0]
+    """What of the stock pipeline's outputs `from_stock` reads for output_type="latent"."""
+    encodes_media: bool = True
+    """Whether media can be made latents; else the adapter refuses them."""
     other_size: Mapping[str, Any] = field(default_factory=lambda: {"height": 32, "width": 48})
     unguided: Mapping[str, Any] | None = field(default_factory=lambda: {"guidance_scale": 1.0})
     """What switches guidance off; None for a family that has none to switch."""
@@ -185,12 +189,13 @@ class Loaded:
         self.family.arrange(self.stock, request)
         call = self.family.call(request)
         with torch.no_grad():
-            return self.stock(
+            outputs = self.stock(
                 **call,
                 num_inference_steps=request.params.num_inference_steps,
                 output_type=output_type,
                 return_dict=False,
-            )[0]
+            )
+        return self.family.latents_of(outputs) if output_type == "latent" else outputs[0]
 
     def reference_latents(self, request: Request) -> Tensor:
         """The stock pipeline's deterministic latents in our layout."""

@@ -95,6 +95,8 @@ class Videos(Batch):
     """[sum T, C, H, W], float in [0, 1]."""
     fps: float | None = shared(default=None)
     """Frames per second."""
+    audio: Audios | None = per_sample(default=None)
+    """The sound of each video, where its model makes it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

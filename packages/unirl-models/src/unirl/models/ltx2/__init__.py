@@ -1,0 +1,1 @@
+"""LTX-2 through the classes of diffusers and transformers (extra `diffusers`)."""

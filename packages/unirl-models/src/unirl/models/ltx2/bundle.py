@@ -1,0 +1,76 @@
+"""The modules of an LTX-2 pipeline folder, and what training needs to know of them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
+from unirl.models.ltx2.text import LTX2TextEncoders
+from unirl.types.errors import ConfigError
+
+try:
+    from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
+    from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderKLLTX2Audio
+    from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
+    from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+    from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+    from transformers import Gemma3ForConditionalGeneration
+except ImportError as error:
+    raise ImportError(
+        "unirl.models.ltx2 needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
+    ) from error
+
+
+class LTX2Bundle(DiffusersBundle):
+    """Transformer, both VAEs, vocoder, Gemma 3, its connectors and tokenizer, see `DiffusersBundle`."""
+
+    family = "LTX-2"
+    pipeline_classes = ("LTX2Pipeline",)
+    components = {
+        "transformer": trained(LTX2VideoTransformer3DModel),
+        "vae": autoencoder(AutoencoderKLLTX2Video),
+        "audio_vae": autoencoder(AutoencoderKLLTX2Audio),
+        "vocoder": frozen(LTX2Vocoder),
+        "text_encoder": text_encoder(Gemma3ForConditionalGeneration),
+        # Between Gemma and the transformer; they see the text alone, so their output is what is cached.
+        "connectors": text_encoder(LTX2TextConnectors),
+        "tokenizer": processor(),
+    }
+    text_class = LTX2TextEncoders
+    block_class_names = ("LTX2VideoTransformerBlock",)
+    # Self attention, attention to the text and to the other medium, of video and audio.
+    lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+    latent_divisor = 32
+    latent_patch = 1
+    frame_divisor = 8
+
+    def check_index(self) -> None:
+        """Raises ConfigError for a transformer that packs its latents and a VAE that denoises while it decodes."""
+        transformer = self.folder.config("transformer")
+        patches = {name: transformer[name] for name in transformer if name.endswith(("patch_size", "patch_size_t"))}
+        if any(patch != 1 for patch in patches.values()):
+            raise ConfigError(
+                f"the transformer of {self.pretrained_model} has {patches}; this family knows patches of 1."
+            )
+        if self.folder.config("vae").get("timestep_conditioning"):
+            raise ConfigError(
+                f"the VAE of {self.pretrained_model} adds noise while it decodes (timestep_conditioning: true), so a "
+                "latent has no picture of its own. Use a checkpoint whose VAE does not."
+            )
+
+    @cached_property
+    def connectors_config(self) -> dict[str, Any]:  # Any: JSON values
+        """Of the connectors, which are freed with the text encoder."""
+        return self.folder.config("connectors")
+
+    @property
+    def audio_vae(self) -> Any:  # Any: as in `DiffusersBundle.load`
+        """The autoencoder of spectrograms."""
+        return self.modules["audio_vae"]
+
+    @property
+    def vocoder(self) -> Any:  # Any: as in `DiffusersBundle.load`
+        """Waveforms of spectrograms."""
+        return self.modules["vocoder"]
