@@ -19,6 +19,7 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack
 from unirl.trainer.request import build_request
+from unirl.types.media import Texts
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.segments import LatentSegment
 from unirl.types.training import StepStats
@@ -81,3 +82,24 @@ def gradients(name: str, folder: Path) -> dict[str, Tensor]:
 def all_gradients(names: list[str], folder: Path) -> dict[str, dict[str, Tensor]]:
     """`gradients` of every family."""
     return {name: gradients(name, folder) for name in names}
+
+
+LEVELS = torch.tensor([1.0, 0.95, 0.5, 0.2])
+"""Of four rows: where two ranks share them, each needs another expert of Wan 2.2."""
+
+
+def expert_gradients(name: str, folder: Path) -> dict[str, Tensor]:
+    """The gradients of the velocities of this rank's share of four rows, averaged over the ranks."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    family, pipeline = kit.families()[name], kit.ours(name, folder / name)
+    params = family.sampling()
+    conditions = pipeline.encode({"text": Texts(texts=[*kit.TEXTS, kit.TEXTS[0]])}, params)
+    noise = torch.randn(len(LEVELS), *pipeline.latent_shape(params), generator=torch.Generator().manual_seed(0))
+    share = len(LEVELS) // world
+    mine = slice(rank * share, (rank + 1) * share)
+    backend = StandingBackend(pipeline.bundle, optimizer=OptimizerConfig(learning_rate=1.0), device="cpu")
+    rows = {slot: condition.slice(mine.start, mine.stop) for slot, condition in conditions.items()}
+    velocity = pipeline.velocity(rows, noise[mine], LEVELS[mine], torch.arange(share), params)
+    (world * velocity.square().sum()).backward()
+    backend.optimizer_step(1.0)
+    return backend.found

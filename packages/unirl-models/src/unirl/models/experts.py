@@ -45,13 +45,15 @@ def routed(
         for_others = 0.0
         for number, expert in enumerate(experts):
             rows = [row for row, own in enumerate(numbers) if own == number]
+            # Before anything runs: a rank with rows would gather shards while one without them still waits to be asked.
+            is_needed = bool(rows) if any_rank is None else any_rank(bool(rows))
             if len(rows) == len(numbers):  # while sampling, all rows have one noise level
                 out = expert(rows, x_R, sigma_R, step_R).float()
             elif rows:
                 index = torch.tensor(rows, device=x_R.device)
                 part = expert(rows, x_R[index], sigma_R[index], step_R[index])
                 out = out.index_copy(0, index, part.float())
-            if any_rank is not None and any_rank(bool(rows)) and not rows:
+            elif is_needed:
                 for_others = for_others + 0.0 * expert([0], x_R[:1], sigma_R[:1], step_R[:1]).float().sum()
         return out + for_others if isinstance(for_others, Tensor) else out
 
