@@ -273,12 +273,13 @@ def test_float32_masters_add_up_small_updates_that_bf16_masters_lose(mode: str, 
         backend.close()
 
 
-def test_inputs_are_cast_but_a_scalar_a_row_keeps_float32():
+@pytest.mark.parametrize("shape", [(8,), (8, 6)])
+def test_inputs_are_cast_but_timesteps_of_rows_or_tokens_keep_float32(shape: tuple[int, ...]):
     bundle = TinyBundle()
     backend = make_backend(bundle, fsdp=FSDPConfig(param_dtype="bf16"))
     try:
         with torch.no_grad():
-            bundle.model(rows(0)[0], timestep_B=torch.full((8,), 963.7))
+            bundle.model(rows(0)[0], timestep_B=torch.full(shape, 963.7))
         assert bundle.model.seen_timestep_dtype == torch.float32
     finally:
         backend.close()

@@ -7,17 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch
 import transformers
+from torch import Tensor
 
-from unirl.models.wan.bundle import WanBundle
-from unirl.models.wan.pipeline import WanPipeline
+from unirl.models.diffusers_pipeline.references import as_pil
+from unirl.models.wan.bundle import WanBundle, WanImageBundle, WanVACEBundle
+from unirl.models.wan.pipeline import WanImagePipeline, WanPipeline, WanVACEPipeline
+from unirl.types.media import ImageLists, Images, Primitive, Videos
 
 from ..tiny import t5_tokenizer
 from .kit import Family, Published, Request, seeded
 
+# Counted by the attention of Wan 2.1 I2V.
+CLIP_TEXT = {"max_sequence_length": 512}
 PARAMS = {"num_frames": 5, "max_sequence_length": 32}
 OTHER_SIZE = {"height": 32, "width": 48, "num_frames": 9}
 WAN_1_3B = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+WAN_21_I2V = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+WAN_VACE_1_3B = WAN_1_3B | {"vace_layers": list(range(0, 30, 2))}
 WAN_5B = {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
 
 
@@ -111,6 +119,101 @@ def call(request: Request) -> dict[str, Any]:
     }
 
 
+CLIP_TOKENS = 5
+
+
+def clip() -> dict[str, Any]:
+    """Features [5, 8] of an image of any size."""
+    config = transformers.CLIPVisionConfig(
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=16,
+        projection_dim=8,
+    )
+    return {
+        "image_encoder": transformers.CLIPVisionModel(config),
+        "image_processor": transformers.CLIPImageProcessor(crop_size=32, size=32),
+    }
+
+
+def tiny_i2v(**changes: Any) -> Any:
+    pipeline_class: Any = diffusers.WanImageToVideoPipeline
+    return pipeline_class(
+        **{"transformer": tiny_transformer(in_channels=12), **shared_parts(), "image_encoder": None, **changes}
+    )
+
+
+def tiny_i2v_clip(**changes: Any) -> Any:
+    transformer = tiny_transformer(in_channels=12, image_dim=8, added_kv_proj_dim=24, **changes)
+    return tiny_i2v(transformer=transformer, **clip())
+
+
+def tiny_i2v_two_experts() -> Any:
+    experts = {name: tiny_transformer(in_channels=12) for name in ("transformer", "transformer_2")}
+    return tiny_i2v(**experts, boundary_ratio=0.9)
+
+
+def pictures(num_samples: int, seed: int = 0) -> Images:
+    """Of 8 bits and another size than the videos."""
+    generator = torch.Generator().manual_seed(seed)
+    return Images(pixels=torch.randint(0, 256, (num_samples, 3, 40, 56), generator=generator) / 255)
+
+
+def first_frames(num_samples: int) -> dict[str, Primitive]:
+    return {"image": pictures(num_samples)}
+
+
+def first_and_last_frames(num_samples: int) -> dict[str, Primitive]:
+    pairs = zip(pictures(num_samples).pixels, pictures(num_samples, seed=1).pixels, strict=True)
+    return {"image": ImageLists(images=[list(pair) for pair in pairs])}
+
+
+def call_with_images(request: Request) -> dict[str, Any]:
+    given = request.inputs["image"]
+    samples = given.images if isinstance(given, ImageLists) else [[each] for each in getattr(given, "pixels", ())]
+    last = {"last_image": as_pil(samples[0][1])} if len(samples[0]) > 1 else {}
+    return call(request) | {"image": as_pil(samples[0][0]), **last}
+
+
+def tiny_vace() -> Any:
+    transformer = diffusers.WanVACETransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=64,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=32,
+        vace_layers=[0],
+        vace_in_channels=2 * 4 + 64,
+    )
+    pipeline_class: Any = diffusers.WanVACEPipeline
+    return pipeline_class(transformer=transformer, transformer_2=None, **shared_parts())
+
+
+def as_pictures(frames: Tensor) -> list[Any]:
+    return [as_pil(frame) for frame in frames]
+
+
+def call_vace(request: Request) -> dict[str, Any]:
+    """One sample, which is all that the stock pipeline takes."""
+    first = {"prompt": request.texts[0], "negative_prompt": request.negative[0], "latents": request.noise[:1].clone()}
+    call_one = call(request) | first
+    for slot, name in (("video", "video"), ("mask", "mask")):
+        media = request.inputs.get(slot)
+        if isinstance(media, Videos):
+            call_one[name] = as_pictures(media.unpack("frames")[0])
+    references = request.inputs.get("image")
+    if isinstance(references, ImageLists):
+        call_one["reference_images"] = [[as_pil(each) for each in references.images[0]]]
+    return call_one
+
+
 def load_two_loras(stock: Any, folder: Path) -> None:
     stock.load_lora_weights(str(folder))
     stock.load_lora_weights(str(folder / "transformer_2"), load_into_transformer_2=True)
@@ -154,5 +257,78 @@ FAMILIES = [
         other_size={"height": 64, "width": 32, "num_frames": 9},
         call=call,
         published=(Published("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 5.0, {"transformer": WAN_5B}),),
+    ),
+    Family(
+        name="wan21_i2v",
+        bundle=WanImageBundle,
+        pipeline=WanImagePipeline,
+        tiny=seeded(tiny_i2v_clip),
+        params=PARAMS | CLIP_TEXT,
+        other_size=OTHER_SIZE,
+        call=call_with_images,
+        inputs=first_frames,
+        is_latent_batch=False,
+        published=(Published("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", 16.4, {"transformer": WAN_21_I2V}),),
+    ),
+    Family(
+        name="wan21_first_last_frame",
+        bundle=WanImageBundle,
+        pipeline=WanImagePipeline,
+        tiny=seeded(lambda: tiny_i2v_clip(pos_embed_seq_len=2 * CLIP_TOKENS)),
+        params=PARAMS | CLIP_TEXT,
+        other_size=OTHER_SIZE,
+        call=call_with_images,
+        inputs=first_and_last_frames,
+        is_latent_batch=False,
+        published=(
+            Published(
+                "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", 16.4, {"transformer": WAN_21_I2V | {"pos_embed_seq_len": 514}}
+            ),
+        ),
+    ),
+    Family(
+        name="wan22_i2v",
+        bundle=WanImageBundle,
+        pipeline=WanImagePipeline,
+        tiny=seeded(tiny_i2v_two_experts),
+        params=PARAMS | {"guidance_scale_2": 2.0},
+        other_size=OTHER_SIZE,
+        unguided={"guidance_scale": 1.0, "guidance_scale_2": None},
+        call=call_with_images,
+        inputs=first_and_last_frames,
+        is_latent_batch=False,
+        load_lora=load_two_loras,
+        published=(
+            Published(
+                "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+                28.6,
+                {"transformer": {"in_channels": 36}, "transformer_2": {"in_channels": 36}},
+            ),
+        ),
+    ),
+    Family(
+        name="wan22_ti2v_image",
+        bundle=WanImageBundle,
+        pipeline=WanImagePipeline,
+        tiny=seeded(lambda: tiny_i2v(transformer=tiny_transformer(), vae=tiny_vae_16(), expand_timesteps=True)),
+        params=PARAMS,
+        other_size={"height": 64, "width": 32, "num_frames": 9},
+        call=call_with_images,
+        inputs=first_frames,
+        is_latent_batch=False,
+    ),
+    Family(
+        name="wan21_vace",
+        bundle=WanVACEBundle,
+        pipeline=WanVACEPipeline,
+        tiny=seeded(tiny_vace),
+        params=PARAMS,
+        other_size=OTHER_SIZE,
+        call=call_vace,
+        is_latent_batch=False,
+        published=(
+            Published("Wan-AI/Wan2.1-VACE-1.3B-diffusers", 2.15, {"transformer": WAN_VACE_1_3B}),
+            Published("Wan-AI/Wan2.1-VACE-14B-diffusers", 17.3, {"transformer": {}}),
+        ),
     ),
 ]

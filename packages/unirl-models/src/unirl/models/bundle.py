@@ -12,5 +12,7 @@ class Bundle:
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     reads_media: ClassVar[bool] = False
     """Whether the model is conditioned on images or videos of a request beside its text."""
+    needs_media: ClassVar[bool] = False
+    """Whether it makes nothing without them."""
     index_file: ClassVar[str] = "model_index.json"
     """What makes a folder one of this bundle's."""

@@ -44,6 +44,13 @@ def content_key(*facts: str | int | None) -> str:
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=20).hexdigest()
 
 
+def tensor_digest(tensor: Tensor) -> str:
+    """A hexadecimal name for shape and content, in float32."""
+    digest = hashlib.blake2b(str(tuple(tensor.shape)).encode(), digest_size=20)
+    digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 class EmbeddingCache:
     """Least recently used in memory, everything on disk.
 

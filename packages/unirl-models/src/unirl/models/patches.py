@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+
+def patched(latents: Tensor, patch: int) -> Tensor:
+    """[B, C, h, w] to tokens [B, (h / patch) (w / patch), patch^2 C] for a patch of 1 or 2."""
+    return packed_2x2(latents) if patch == 2 else latents.flatten(2).mT
+
+
+def places(*sizes: int, device: torch.device, first: int = 0) -> Tensor:
+    """Coordinates [product of sizes, number of axes] of tokens in the order of their axes, the last one fastest.
+
+    first: where the first axis begins, to tell one image from another.
+    """
+    axes = [torch.arange(size, device=device) for size in sizes]
+    return torch.cartesian_prod(axes[0] + first, *axes[1:])
 
 
 def packed_2x2(latents: Tensor) -> Tensor:

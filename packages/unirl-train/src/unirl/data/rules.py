@@ -64,8 +64,14 @@ def rows_without_answers(name: str, path: str, rows: Sequence[PromptRow], run: R
 
 
 def media_reaches_the_model(name: str, path: str, rows: Sequence[PromptRow], run: Run) -> Messages:
-    """Images and videos of the data are read by the model and passed on by the engine."""
+    """Images and videos of the data are read by the model and passed on by the engine, and there where needed."""
     with_media = [row.prompt_id for row in rows if row.media]
+    without = [row.prompt_id for row in rows if not row.media]
+    if without and run.policy.bundle.ability("needs_media"):
+        yield (
+            f"{name} = {path}: {len(without)} rows ({', '.join(without[:4])}) bring no image, which "
+            f"{run.policy.bundle.at} {run.policy.bundle.name} begins with. Add one to each, or choose another model."
+        )
     if not with_media:
         return
     for part, ability in ((run.policy.bundle, "reads_media"), (run.engine, "takes_media")):

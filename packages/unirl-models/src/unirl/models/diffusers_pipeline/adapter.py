@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from unirl.models.adapter import DiffusionAdapter, refuse_ignored, refuse_unread, require_condition
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.geometry import Geometry
+from unirl.models.diffusers_pipeline.text import weights_digest
 from unirl.models.embedding_cache import Embedding, EmbeddingCache, content_key
 from unirl.models.guidance import INTERVAL_KEY, Guidance, classifier_free, extrapolate, require_negative_prompt
 from unirl.sde.loop import Velocity
@@ -216,6 +218,10 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
             encoded = vae.encode((part * 2 - 1).to(self.bundle.device, vae.dtype))
             latents.append(self.from_vae(self.mode_of(encoded)).float())
         return torch.cat(latents)
+
+    @cached_property
+    def _vae_fingerprint(self) -> str:
+        return f"{weights_digest(self.bundle.vae).hex()} tiled {self.bundle.vae_tiling}"
 
     def _pixels(self, media: Images | Videos) -> Tensor:
         """[B, 3, H, W] of images for a VAE of images, else [B, 3, F, H, W]."""

@@ -81,6 +81,7 @@ class DiffusersBundle(Bundle):
             Role.TEXT: dtype_named(dtype if text_encoder_dtype is None else text_encoder_dtype, "text_encoder_dtype"),
         }
         self.pretrained_model = pretrained_model
+        self.vae_tiling = vae_tiling
         self.folder = open_pipeline_folder(pretrained_model, self.pipeline_classes)
         self.device = torch.device(device)
         text_device = self.device if text_encoder_device is None else torch.device(text_encoder_device)

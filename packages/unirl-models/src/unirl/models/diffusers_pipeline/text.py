@@ -61,13 +61,17 @@ class TextEncoders(ABC):
         Families whose texts differ in length set `attention_mask`; the cache then keeps the tokens that count.
         Raises ConfigError where the encoders were dropped.
         """
+        self.require_encoders(texts)
+        return self._encode(texts, max_sequence_length)
+
+    def require_encoders(self, texts: Sequence[str]) -> None:
+        """Raises ConfigError where the encoders that these texts need were dropped."""
         if self.is_dropped:
             raise ConfigError(
                 f"{len(texts)} prompts are not in the embedding cache and the text encoders were dropped; the first is "
                 f"{texts[0]!r}. Encode every prompt of the run before drop_text_encoders(), the negative prompt and "
                 "held-out prompts included and with the same max_sequence_length, or keep the encoders."
             )
-        return self._encode(texts, max_sequence_length)
 
     def encode_streams(self, texts: Sequence[str], max_sequence_length: int) -> dict[str, TextEmbedCondition]:
         """Everything that the model reads of the texts, by slot: "text", and the streams beside it. See `encode`."""
@@ -111,11 +115,11 @@ def _fingerprint(encoders: Iterable[nn.Module | None], tokenizers: Iterable[PreT
         facts = (len(tokenizer), tokenizer.model_max_length, probe)
         digest.update(repr(facts).encode())
     for encoder in encoders:
-        digest.update(b"none" if encoder is None else _weights_digest(encoder))
+        digest.update(b"none" if encoder is None else weights_digest(encoder))
     return digest.hexdigest()
 
 
-def _weights_digest(module: nn.Module) -> bytes:
+def weights_digest(module: nn.Module) -> bytes:
     """A hash of names, shapes, dtypes and a few elements of every weight; one transfer from the device."""
     digest = hashlib.blake2b(digest_size=16)
     samples: list[Tensor] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from unirl.types.media import Modality
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
+WanBundleT = TypeVar("WanBundleT", bound=WanBundle)
 
-class WanAdapter(TextConditionedAdapter[WanBundle]):
+
+class WanAdapter(TextConditionedAdapter[WanBundleT], Generic[WanBundleT]):
     """Conditions: "text" with a mask, and "negative_text" where guidance is on. Latents are [16, f, h, w].
 
     Of two experts, `transformer` takes the rows at and above the boundary and `transformer_2` the others, each with its
@@ -33,7 +36,11 @@ class WanAdapter(TextConditionedAdapter[WanBundle]):
     used_params = TextConditionedAdapter.used_params | {"num_frames", "guidance_scale_2"}
     default_sequence_length = 512
     longest_sequence = 512
-    fps = 16.0
+
+    # Any: the keywords of TextConditionedAdapter.
+    def __init__(self, bundle: WanBundleT, **options: Any) -> None:
+        super().__init__(bundle, **options)
+        self.fps = 24.0 if bundle.masks_timesteps else 16.0
 
     @property
     def geometry(self) -> Geometry:
@@ -88,16 +95,36 @@ class WanAdapter(TextConditionedAdapter[WanBundle]):
     def predict_by(
         self, name: str, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams
     ) -> Tensor:
-        """Velocity [R, C, f, h, w] of one transformer, fed 1000 sigma."""
+        """Velocity [R, C, f, h, w] of one transformer."""
         transformer = self.bundle.modules[name]
         # Not the first weight: scales and time embedding stay float32 in a checkpoint that is loaded in bfloat16.
         dtype = transformer.patch_embedding.weight.dtype
+        inputs = {
+            "hidden_states": x_R,
+            "encoder_hidden_states": self.padded_text(conditions, params),
+            **self.inputs_beside_text(x_R, conditions),
+        }
         return transformer(
-            hidden_states=x_R.to(dtype),
-            timestep=sigma_R * TIMESTEPS_PER_SIGMA,
-            encoder_hidden_states=self.padded_text(conditions, params).to(x_R.device, dtype),
+            **{name: value.to(x_R.device, dtype) for name, value in inputs.items()},
+            **self.transformer_options(params),
+            timestep=self.timesteps(x_R, sigma_R),
             return_dict=False,
         )[0]
+
+    def inputs_beside_text(self, x_R: Tensor, conditions: Conditions) -> dict[str, Tensor]:
+        """Inputs of the transformer by name; "hidden_states" here is read instead of the latents alone."""
+        del x_R, conditions
+        return {}
+
+    def transformer_options(self, params: DiffusionSamplingParams) -> dict[str, Tensor]:
+        """Inputs of the transformer that rows share."""
+        del params
+        return {}
+
+    def timesteps(self, x_R: Tensor, sigma_R: Tensor) -> Tensor:
+        """1000 sigma in float, [R], or [R, L] where tokens differ."""
+        del x_R
+        return sigma_R * TIMESTEPS_PER_SIGMA
 
     def padded_text(self, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         """[R, L, D] of the full length: the model attends to the zeros after a text too."""

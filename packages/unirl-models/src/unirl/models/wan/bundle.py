@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
-from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.export import write_lora
+from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.experts import RankFollowing
 from unirl.models.wan.text import WanTextEncoders
 from unirl.types.bounds import OpenUnitInterval, bounded
@@ -19,7 +20,8 @@ from unirl.types.errors import ConfigError
 try:
     from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
     from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-    from transformers import UMT5EncoderModel
+    from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel
+    from transformers import CLIPVisionModel, UMT5EncoderModel
 except ImportError as error:
     raise ImportError(
         "unirl.models.wan needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
@@ -107,3 +109,64 @@ class WanBundle(RankFollowing, DiffusersBundle):
                 f"boundary_ratio = {self.boundary} of {self.folder.path} must lie in (0, 1). Mend model_index.json or "
                 "set bundle.boundary_ratio."
             )
+
+
+class WanImageBundle(WanBundle):
+    """A checkpoint that makes videos which begin with a given image, and may end with another. See `WanBundle`.
+
+    Wan 2.1 (with a CLIP encoder of images), its first-last-frame model, Wan 2.2 A14B, and TI2V-5B.
+    """
+
+    pipeline_classes = ("WanImageToVideoPipeline", "WanPipeline")
+    components = {
+        **WanBundle.components,
+        "image_encoder": frozen(CLIPVisionModel, is_optional=True),
+        "image_processor": processor(is_optional=True),
+    }
+    reads_media = True
+    needs_media = True
+
+    def make_text(
+        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
+    ) -> TextEncoders:  # Any: models and tokenizers of transformers
+        """Prompts alone; images have a processor of their own."""
+        return super().make_text(encoders, {"tokenizer": processors["tokenizer"]})
+
+    @property
+    def num_images(self) -> tuple[int, int]:
+        """Fewest and most images of a sample: the first frame, and the last where the model reads one."""
+        config = self.transformer.config
+        if config["image_dim"] is None:
+            return (1, 1) if self.masks_timesteps else (1, 2)
+        return (1, 1) if config["pos_embed_seq_len"] is None else (2, 2)
+
+    def check_index(self) -> None:
+        """Raises ConfigError, too, for a checkpoint of text alone and for a CLIP encoder that is missing."""
+        super().check_index()
+        transformer, vae = self.folder.config("transformer"), self.folder.config("vae")
+        # A mask of the frames of one latent frame, and the latents of what is given.
+        channels = 2 * vae.get("z_dim", 16) + vae.get("scale_factor_temporal", 4)
+        if not self.masks_timesteps and transformer["in_channels"] != channels:
+            raise ConfigError(
+                f"{self.folder.path} makes videos of text alone: its transformer reads {transformer['in_channels']} "
+                f"channels, one of images {channels}. Use a checkpoint of image to video, or WanBundle."
+            )
+        has_clip = all(self.folder.class_of(name) for name in ("image_encoder", "image_processor"))
+        if transformer.get("image_dim") is not None and not has_clip:
+            raise ConfigError(
+                f"{self.folder.path} has no image_encoder and image_processor, whose features its transformer reads "
+                f"(image_dim = {transformer['image_dim']}). Fetch the folder again."
+            )
+
+
+class WanVACEBundle(WanBundle):
+    """A checkpoint that fills a video where a mask says so, and follows reference images. See `WanBundle`."""
+
+    pipeline_classes = ("WanVACEPipeline",)
+    components = {
+        **WanBundle.components,
+        "transformer": trained(WanVACETransformer3DModel),
+        "transformer_2": trained(WanVACETransformer3DModel, is_optional=True),
+    }
+    block_class_names = ("WanTransformerBlock", "WanVACETransformerBlock")
+    reads_media = True

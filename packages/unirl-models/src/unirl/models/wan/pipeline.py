@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from unirl.models.diffusers_pipeline.pipeline import DiffusersPipeline
 from unirl.models.wan.adapter import WanAdapter
+from unirl.models.wan.image_adapter import WanImageAdapter
+from unirl.models.wan.vace_adapter import WanVACEAdapter
 
 
 class WanPipeline(DiffusersPipeline):
@@ -14,3 +16,15 @@ class WanPipeline(DiffusersPipeline):
     """
 
     adapter_class = WanAdapter
+
+
+class WanImagePipeline(DiffusersPipeline):
+    """Wan from images, see `WanPipeline`."""
+
+    adapter_class = WanImageAdapter
+
+
+class WanVACEPipeline(DiffusersPipeline):
+    """Wan from a video, a mask and reference images, see `WanPipeline`."""
+
+    adapter_class = WanVACEAdapter

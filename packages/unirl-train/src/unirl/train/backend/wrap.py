@@ -76,9 +76,9 @@ def data_parallel_mesh(topology: TrainTopology, device: torch.device) -> DeviceM
 def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, config: FSDPConfig) -> FSDPModule:
     """Shard each block and then the rest of `module`, in place.
 
-    The model computes as if loaded in `param_dtype`, with one exception to FSDP's habit: inputs of rank 1 (timesteps,
-    noise levels, one per row) keep float32, and blocks get their inputs as they are (rotary tables are float32 by
-    design). bfloat16 would round timestep 963.7 to 964.
+    The model computes as if loaded in `param_dtype`, with one exception to FSDP's habit: inputs of rank 1 (noise levels
+    of rows) and timesteps, be they of rows or of tokens, keep float32, and blocks get their inputs as they are (rotary
+    tables are float32 by design). bfloat16 would round timestep 963.7 to 964.
     """
     param_dtype = dtype_named(config.param_dtype, "fsdp.param_dtype")
     precision = MixedPrecisionPolicy(
@@ -111,7 +111,10 @@ def reshard(modules: Mapping[str, nn.Module]) -> None:
 def _cast_inputs(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: arguments of any model
-    return tuple(_cast(dtype, value) for value in args), {name: _cast(dtype, value) for name, value in kwargs.items()}
+    return (
+        tuple(_cast(dtype, value) for value in args),
+        {name: value if name.startswith("timestep") else _cast(dtype, value) for name, value in kwargs.items()},
+    )
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:  # Any: as above

@@ -1,0 +1,127 @@
+"""Reference images of a request beside its text: as many as a sample brings, of any sizes, as tokens of latents.
+
+Shape letters: see `unirl.models`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from unirl.models.patches import patched
+from unirl.types.conditions import ImagePatchCondition
+from unirl.types.errors import ConfigError, DataError
+from unirl.types.media import ImageLists, Images, Primitive
+
+try:
+    from PIL import Image
+except ImportError as error:
+    raise ImportError("reference images need Pillow: pip install 'unirl-models[diffusers]'") from error
+
+REFERENCE = "reference"
+"""Slot of the condition."""
+
+
+def pictures_of(
+    primitives: Mapping[str, Primitive], family: str, *, fewest: int, most: int, slot: str = "image"
+) -> list[list[Tensor]] | None:
+    """The pictures [3, H, W] of each sample, None where the request has no such slot and may lack it.
+
+    Raises ConfigError for media of another kind, and for a sample with fewer than `fewest` or more than `most`.
+    """
+    media = primitives.get(slot)
+    if media is None and fewest == 0:
+        return None
+    if isinstance(media, Images):
+        samples = [[picture] for picture in media.pixels]
+    elif isinstance(media, ImageLists):
+        samples = media.images
+    else:
+        found = "has none" if media is None else f"holds {type(media).__name__}"
+        raise ConfigError(
+            f"{family} needs images in the slot {slot!r} of a request, which {found}. Name them in the data."
+        )
+    wrong = {row: len(sample) for row, sample in enumerate(samples) if not fewest <= len(sample) <= most}
+    if wrong:
+        row, count = next(iter(wrong.items()))
+        wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+        raise ConfigError(
+            f"{family} takes {wanted} images per sample; sample {row} brings {count} ({len(wrong)} such samples). "
+            "Change the data's media."
+        )
+    for sample in samples:
+        for picture in sample:
+            if picture.shape[0] != 3:
+                raise DataError(f"a reference image is {tuple(picture.shape)}; {family} needs [3, H, W]")
+    return samples
+
+
+def cropped(picture: Tensor, multiple: int) -> Tensor:
+    """The middle of a picture [3, H, W], sides rounded down to multiples. Raises DataError where nothing is left."""
+    height, width = (side // multiple * multiple for side in picture.shape[-2:])
+    if not height or not width:
+        raise DataError(f"a reference image is {tuple(picture.shape[-2:])} pixels; each side needs at least {multiple}")
+    top, left = (picture.shape[-2] - height) // 2, (picture.shape[-1] - width) // 2
+    return picture[:, top : top + height, left : left + width]
+
+
+def resized(picture: Tensor, height: int, width: int) -> Tensor:
+    """A picture [3, H, W] in [0, 1] by Pillow's Lanczos filter in 8 bits, as the stock pipelines resize."""
+    if tuple(picture.shape[-2:]) == (height, width):
+        return picture
+    small = as_pil(picture).resize((width, height), Image.Resampling.LANCZOS)
+    return torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).view(height, width, 3).permute(2, 0, 1) / 255
+
+
+def as_pil(picture: Tensor) -> Image.Image:
+    """A picture [3, H, W] in [0, 1], rounded to 8 bits."""
+    return Image.fromarray((picture * 255).round().clamp(0, 255).byte().permute(1, 2, 0).cpu().numpy())
+
+
+def packed_references(samples: Sequence[Sequence[Tensor]], patch: int, device: torch.device) -> ImagePatchCondition:
+    """Latents [C, h, w] of each sample's pictures as tokens of `patch` latent elements on a side, one row a sample."""
+    tokens = [[patched(latents[None], patch)[0] for latents in sample] for sample in samples]
+    width = next((each.shape[-1] for sample in tokens for each in sample), 1)
+    empty = torch.zeros(0, width, device=device)
+    return ImagePatchCondition.pack(
+        patches=[torch.cat(sample) if sample else empty for sample in tokens],
+        grids=[
+            tuple((1, latents.shape[-2] // patch, latents.shape[-1] // patch) for latents in sample)
+            for sample in samples
+        ],
+    ).to(device)
+
+
+def stacked(reference: ImagePatchCondition, rows: Sequence[int]) -> Tensor:
+    """The tokens [r, L, D] of rows of one grid."""
+    each = reference.unpack("patches")
+    return torch.stack([each[row] for row in rows])
+
+
+def picture_key(picture: Tensor) -> str:
+    """A hexadecimal name of a picture's content."""
+    digest = hashlib.blake2b(repr(tuple(picture.shape)).encode(), digest_size=20)
+    digest.update(picture.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def distinct(samples: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[int]]]:
+    """The pictures that differ, and for each sample where its own stand among them.
+
+    Samples of one prompt share their pictures, so most are known without a look at their content.
+    """
+    pictures: list[Tensor] = []
+    by_object: dict[int, int] = {}
+    by_content: dict[str, int] = {}
+    for sample in samples:
+        for picture in sample:
+            if id(picture) in by_object:
+                continue
+            place = by_content.setdefault(picture_key(picture), len(pictures))
+            by_object[id(picture)] = place
+            if place == len(pictures):
+                pictures.append(picture)
+    return pictures, [[by_object[id(picture)] for picture in sample] for sample in samples]

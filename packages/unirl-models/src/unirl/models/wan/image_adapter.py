@@ -1,0 +1,154 @@
+"""Wan from images: the first frame of a video is given, or the first and the last.
+
+Equal to WanImageToVideoPipeline of diffusers. Shape letters: see `unirl.models`; f latent frames, D width of features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from unirl.models.adapter import require_condition
+from unirl.models.diffusers_pipeline.references import as_pil, pictures_of, resized
+from unirl.models.diffusers_pipeline.text import weights_digest
+from unirl.models.embedding_cache import Embedding, content_key, tensor_digest
+from unirl.models.wan.adapter import WanAdapter
+from unirl.models.wan.bundle import WanImageBundle
+from unirl.types.conditions import Condition, ImageEmbedCondition, ImageLatentCondition
+from unirl.types.errors import ConfigError
+from unirl.types.media import Primitive, Videos
+from unirl.types.protocols import Conditions
+from unirl.types.sampling import DiffusionSamplingParams
+
+GREY = 0.5
+"""Of the frames that are not given; 0 for the VAE."""
+CLIP_TEXT_TOKENS = 512
+"""Where features of images end and text begins: the attention of Wan 2.1 counts them from the end."""
+
+
+class WanImageAdapter(WanAdapter[WanImageBundle]):
+    """Conditions beside those of `WanAdapter`: "image", and "image_embeds" of Wan 2.1.
+
+    "image": latents of the video whose other frames are grey, under a mask of the given frames, [4 + 16, f, h, w]; of
+    TI2V-5B those of the first frame alone. "image_embeds": CLIP features of each image, one after the other.
+    The slot "image" of a request brings the first frame of each sample, or the first and the last; they are resized to
+    the sampled size. Equal images are encoded once.
+    """
+
+    read_slots = WanAdapter.read_slots | {"image"}
+
+    def check_params(self, params: DiffusionSamplingParams) -> None:
+        """Raises ConfigError for another text length than that which Wan 2.1 counts on, too."""
+        super().check_params(params)
+        counts_tokens = self.bundle.transformer.config["added_kv_proj_dim"] is not None
+        if counts_tokens and self.sequence_length(params) != CLIP_TEXT_TOKENS:
+            raise ConfigError(
+                f"max_sequence_length = {params.max_sequence_length}: the transformer of "
+                f"{self.bundle.pretrained_model} needs {CLIP_TEXT_TOKENS}. Set sampling.max_sequence_length: null."
+            )
+
+    def encode_inputs(
+        self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
+    ) -> dict[str, Condition]:
+        """The images of each sample as latents of a video and as features."""
+        fewest, most = self.bundle.num_images
+        samples = pictures_of(primitives, self.bundle.family, fewest=fewest, most=most) or []
+        if params.num_frames == 1 and any(len(sample) > 1 for sample in samples):
+            raise ConfigError("num_frames = 1 has no last frame. Set sampling.num_frames or give one image per sample.")
+        rows = self.embedding_cache.lookup(
+            [self._key(self._vae_fingerprint, params, sample) for sample in samples],
+            lambda part: [self._given_latents(samples[place], params) for place in part],
+            batch_size=1,
+        )
+        latents = torch.stack([row["latents"] for row in rows]).to(self.bundle.device)
+        conditions: dict[str, Condition] = {"image": ImageLatentCondition(latents=latents)}
+        if "image_encoder" in self.bundle.modules:
+            features = self.embedding_cache.lookup(
+                [self._key(self._clip_fingerprint, None, sample) for sample in samples],
+                lambda part: [self._features(samples[place]) for place in part],
+                batch_size=1,
+            )
+            embeds = torch.stack([row["embeds"] for row in features]).to(self.bundle.device)
+            conditions["image_embeds"] = ImageEmbedCondition(embeds=embeds)
+        return conditions
+
+    def inputs_beside_text(self, x_R: Tensor, conditions: Conditions) -> dict[str, Tensor]:
+        """Latents beside the given ones or in their place, and the features of each image."""
+        given = require_condition(conditions, "image", ImageLatentCondition).latents.to(x_R.device)
+        if self.bundle.masks_timesteps:
+            inputs = {"hidden_states": torch.cat([given.to(x_R.dtype), x_R[:, :, 1:]], dim=2)}
+        else:
+            inputs = {"hidden_states": torch.cat([x_R, given.to(x_R.dtype)], dim=1)}
+        if "image_encoder" in self.bundle.modules:
+            embeds = require_condition(conditions, "image_embeds", ImageEmbedCondition).embeds
+            # The transformer joins the two images of each sample itself.
+            inputs["encoder_hidden_states_image"] = embeds.unflatten(1, (self.bundle.num_images[0], -1)).flatten(0, 1)
+        return inputs
+
+    def timesteps(self, x_R: Tensor, sigma_R: Tensor) -> Tensor:
+        """Of TI2V-5B [R, L], 0 for the tokens of the first frame."""
+        timestep_R = super().timesteps(x_R, sigma_R)
+        if not self.bundle.masks_timesteps:
+            return timestep_R
+        frames, height, width = x_R.shape[-3:]
+        per_frame = (height // self.geometry.patch) * (width // self.geometry.patch)
+        is_free = torch.arange(frames * per_frame, device=x_R.device) >= per_frame
+        return timestep_R[:, None] * is_free
+
+    def predict_by(
+        self, name: str, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams
+    ) -> Tensor:
+        """Of TI2V-5B, whose first frame is given, the velocity there leads straight to it: (x - given) / sigma.
+
+        So trajectories end on the image and replay them like any other, where the published sampler walks on noise that
+        it throws away.
+        """
+        velocity = super().predict_by(name, x_R, sigma_R, conditions, params)
+        if not self.bundle.masks_timesteps:
+            return velocity
+        given = require_condition(conditions, "image", ImageLatentCondition).latents.to(x_R.device)
+        first = (x_R[:, :, :1] - given) / sigma_R.view(-1, 1, 1, 1, 1)
+        return torch.cat([first, velocity[:, :, 1:].to(first.dtype)], dim=2)
+
+    def _key(self, fingerprint: str, params: DiffusionSamplingParams | None, sample: list[Tensor]) -> str:
+        size = None if params is None else f"{params.num_frames} x {params.height} x {params.width}"
+        return content_key(self.bundle.family.lower(), "image", fingerprint, size, *map(tensor_digest, sample))
+
+    def _given_latents(self, sample: list[Tensor], params: DiffusionSamplingParams) -> Embedding:
+        """Of one sample, encoded alone so that nothing depends on the batch."""
+        pictures = [resized(picture, params.height, params.width) for picture in sample]
+        if self.bundle.masks_timesteps:
+            return {"latents": self._latents_of(pictures[0][None])}
+        frames = torch.full((params.num_frames, 3, params.height, params.width), GREY)
+        frames[0] = pictures[0]
+        is_given = torch.zeros(params.num_frames)
+        is_given[0] = 1
+        if len(pictures) > 1:
+            frames[-1], is_given[-1] = pictures[1], 1
+        latents = self._latents_of(frames)
+        # The first latent frame is one frame, which stands for all of its mask.
+        group = self.geometry.frame_factor or 1
+        mask = torch.cat([is_given[:1].expand(group), is_given[1:]]).view(-1, group).T
+        mask = mask[:, :, None, None].expand(-1, -1, *latents.shape[-2:]).to(latents)
+        return {"latents": torch.cat([mask, latents])}
+
+    def _latents_of(self, frames: Tensor) -> Tensor:
+        """[C, f, h, w] of frames [F, 3, H, W]."""
+        return self.encode_media(Videos.pack(frames=[frames]))[0]
+
+    @cached_property
+    def _clip_fingerprint(self) -> str:
+        return weights_digest(self.bundle.modules["image_encoder"]).hex()
+
+    @torch.no_grad()
+    def _features(self, sample: list[Tensor]) -> Embedding:
+        """[L, D] of the images, one after the other: the last hidden state but one."""
+        encoder = self.bundle.modules["image_encoder"]
+        inputs = self.bundle.processors["image_processor"](
+            images=[as_pil(each) for each in sample], return_tensors="pt"
+        )
+        pixels = inputs.pixel_values.to(self.bundle.device, encoder.dtype)
+        return {"embeds": encoder(pixels, output_hidden_states=True).hidden_states[-2].flatten(0, 1)}
