@@ -8,10 +8,11 @@ from torch import Tensor
 
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
+from unirl.types.media import ImageLists
 
 from ..tiny_text import qwen3, text_tokenizer
 from .kit import Family, Published, Request, seeded
-from .tiny_parts import dynamic_scheduler
+from .tiny_parts import dynamic_scheduler, pictures, to_pil
 
 MEANS = torch.linspace(-0.3, 0.3, 16)
 VARIANCES = torch.linspace(0.5, 2.0, 16)
@@ -99,6 +100,13 @@ PUBLISHED = (
     published(9.08, num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288),
 )
 
+
+def edit_call(request: Request) -> dict[str, Any]:
+    images = request.inputs["image"]
+    assert isinstance(images, ImageLists)
+    return {**call(request), "image": [to_pil(picture) for picture in images.images[0]]}
+
+
 FAMILIES = [
     Family(
         name="flux2_klein",
@@ -109,5 +117,16 @@ FAMILIES = [
         call=call,
         from_stock=from_stock,
         published=PUBLISHED,
+    ),
+    Family(
+        name="flux2_klein_edit",
+        bundle=Flux2KleinBundle,
+        pipeline=Flux2KleinPipeline,
+        tiny=seeded(tiny),
+        params=PARAMS,
+        call=edit_call,
+        from_stock=from_stock,
+        inputs=pictures,
+        is_latent_batch=False,
     ),
 ]

@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch
 import transformers
+from PIL import Image
 from tokenizers import AddedToken
+from torch import Tensor
 
 from unirl.models.diffusers_pipeline.export import LORA_FILE
+from unirl.types.media import ImageLists, Primitive
 
 from ..tiny_text import text_tokenizer
 
@@ -49,3 +53,53 @@ def byt5() -> Any:
 def load_lora_by_model(stock: Any, folder: Path) -> None:
     """For a pipeline class of diffusers without `load_lora_weights`: its transformer loads the file."""
     stock.transformer.load_lora_adapter(str(folder), prefix="transformer", weight_name=LORA_FILE)
+
+
+def pictures(num_samples: int) -> dict[str, Primitive]:
+    """One image, two of different sizes, one of another size, and so on; sides that are no multiples of 4."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = [[(64, 70)], [(64, 64), (68, 64)], [(66, 72)]]
+    samples = [[rounded(torch.rand(3, *size, generator=generator)) for size in sample] for sample in sizes]
+    return {"image": ImageLists(images=samples[:num_samples])}
+
+
+def rounded(picture: Tensor) -> Tensor:
+    """As an image file holds it."""
+    return (picture * 255).round() / 255
+
+
+def to_pil(picture: Tensor) -> Image.Image:
+    return Image.fromarray((picture * 255).round().byte().permute(1, 2, 0).numpy())
+
+
+def tiny_autoencoder_kl() -> Any:
+    """A factor of 2, four channels."""
+    return diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.0609,
+        scaling_factor=1.5305,
+    )
+
+
+def certain(vae: Any) -> Any:
+    """The autoencoder with next to no variance of its posterior (logarithm -30), which it keeps when saved."""
+    head = vae.encoder.conv_out
+    variances = slice(head.out_channels // 2, None)
+    with torch.no_grad():
+        head.weight[variances] = 0.0
+        head.bias[variances] = -30.0
+    return vae
+
+
+def one_picture_each(num_samples: int) -> dict[str, Primitive]:
+    """The first one of each sample, of three sizes."""
+    images = pictures(num_samples)["image"]
+    assert isinstance(images, ImageLists)
+    return {"image": ImageLists(images=[sample[:1] for sample in images.images])}

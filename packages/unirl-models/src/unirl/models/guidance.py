@@ -106,6 +106,19 @@ def check_distilled_guidance(params: DiffusionSamplingParams, family: str, *, ta
         )
 
 
+def refuse_guidance(params: DiffusionSamplingParams, checkpoint: str, instead: str) -> None:
+    """Raises ConfigError where a checkpoint that is distilled to sample without guidance is asked for some.
+
+    instead: which checkpoint to use for it.
+    """
+    if params.uses_guidance or params.negative_prompt:
+        raise ConfigError(
+            f"{checkpoint} is distilled to sample without guidance; got guidance_scale = {params.guidance_scale}, "
+            f"negative_prompt = {params.negative_prompt!r}. Set sampling.guidance_scale: 1 and "
+            f"sampling.negative_prompt: null, or use {instead}."
+        )
+
+
 def extrapolate(cond_R: Tensor, uncond_R: Tensor, scale: float) -> Tensor:
     """v_uncond + scale (v_cond - v_uncond), elementwise."""
     return uncond_R + scale * (cond_R - uncond_R)

@@ -7,7 +7,7 @@ latents.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
@@ -18,6 +18,7 @@ from torch import Tensor
 from unirl.models.adapter import DiffusionAdapter, refuse_ignored, refuse_unread, require_condition
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.geometry import Geometry
+from unirl.models.diffusers_pipeline.references import picture_key
 from unirl.models.diffusers_pipeline.text import weights_digest
 from unirl.models.embedding_cache import Embedding, EmbeddingCache, content_key
 from unirl.models.guidance import INTERVAL_KEY, Guidance, classifier_free, extrapolate, require_negative_prompt
@@ -218,6 +219,20 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
             encoded = vae.encode((part * 2 - 1).to(self.bundle.device, vae.dtype))
             latents.append(self.from_vae(self.mode_of(encoded)).float())
         return torch.cat(latents)
+
+    def image_latents(self, pictures: Sequence[Tensor]) -> list[Tensor]:
+        """Latents [C, h, w] float32 of pictures [3, H, W] in [0, 1], on the model's device.
+
+        Each distinct picture is encoded once, ever, per embedding cache, and alone, so that its latents do not depend
+        on what else a batch holds.
+        """
+        family, fingerprint = self.bundle.family.lower(), self._vae_fingerprint
+        rows = self.embedding_cache.lookup(
+            [content_key(family, fingerprint, picture_key(each)) for each in pictures],
+            lambda part: [{"latents": self.encode_media(Images(pixels=pictures[place][None]))[0]} for place in part],
+            batch_size=1,
+        )
+        return [row["latents"].to(self.bundle.device) for row in rows]
 
     @cached_property
     def _vae_fingerprint(self) -> str:

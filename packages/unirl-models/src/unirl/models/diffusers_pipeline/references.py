@@ -59,11 +59,17 @@ def pictures_of(
     return samples
 
 
-def cropped(picture: Tensor, multiple: int) -> Tensor:
-    """The middle of a picture [3, H, W], sides rounded down to multiples. Raises DataError where nothing is left."""
+def whole_sides(picture: Tensor, multiple: int) -> tuple[int, int]:
+    """Height and width of a picture [3, H, W], rounded down to multiples. Raises DataError where nothing is left."""
     height, width = (side // multiple * multiple for side in picture.shape[-2:])
     if not height or not width:
         raise DataError(f"a reference image is {tuple(picture.shape[-2:])} pixels; each side needs at least {multiple}")
+    return height, width
+
+
+def cropped(picture: Tensor, multiple: int) -> Tensor:
+    """The middle of a picture [3, H, W], its sides rounded down to multiples."""
+    height, width = whole_sides(picture, multiple)
     top, left = (picture.shape[-2] - height) // 2, (picture.shape[-1] - width) // 2
     return picture[:, top : top + height, left : left + width]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.experts import RankFollowing
 from unirl.models.flux2_klein.text import Flux2KleinTextEncoders
 
 try:
@@ -16,7 +17,7 @@ except ImportError as error:
     ) from error
 
 
-class Flux2KleinBundle(DiffusersBundle):
+class Flux2KleinBundle(RankFollowing, DiffusersBundle):
     """Transformer, VAE, Qwen3 and tokenizer of one checkpoint, see `DiffusersBundle`."""
 
     family = "FLUX.2 Klein"
@@ -46,6 +47,7 @@ class Flux2KleinBundle(DiffusersBundle):
         "attn.to_qkv_mlp_proj",
     )
     latent_patch = 2
+    reads_media = True
 
     @property
     def is_distilled(self) -> bool:
