@@ -137,7 +137,7 @@ def test_pictures_choices_and_scores_of_csv_cells_are_paths_or_json(tmp_path):
         (
             "p.jsonl",
             lines({"prompt": "a", "media": [{"modality": "video", "role": "condition", "uri": "x"}]}),
-            "p.jsonl:1: picture 1 is (video, condition); only (image, condition)",
+            "p.jsonl:1: picture 1 is (video, condition); only images of the roles",
         ),
         (
             "p.jsonl",

@@ -1,5 +1,6 @@
 """From prompt rows to a request: ids, repetition, noise ids, pinned sigmas."""
 
+import pytest
 import torch
 from diffusion_fakes import SHAPE, prompt_rows, sampling
 from hypothesis import given
@@ -91,7 +92,8 @@ def test_images_of_the_rows_are_in_the_request(tmp_path):
     for file, colour in zip(files, ((255, 0, 0), (0, 0, 255)), strict=True):
         Image.new("RGB", (4, 2), colour).save(file)
     rows = [
-        PromptRow(f"repaint {file.stem}", file.stem, media=(MediaRef("image", "prompt", str(file)),)) for file in files
+        PromptRow(f"repaint {file.stem}", file.stem, media=(MediaRef("image", "condition", str(file)),))
+        for file in files
     ]
     found = request(rows, per_prompt=2).primitives["image"]
     assert isinstance(found, ImageLists) and found.batch_size == 4
@@ -102,3 +104,18 @@ def test_images_of_the_rows_are_in_the_request(tmp_path):
         [(0.0, 0.0, 1.0)],
     ]
     assert set(request(prompt_rows(2)).primitives) == {"text"}
+
+
+def test_masks_of_the_rows_are_a_slot_of_their_own(tmp_path):
+    for name, level in (("photo", 100), ("hole", 255)):
+        Image.new("L", (4, 2), level).save(tmp_path / f"{name}.png")
+    refs = (
+        MediaRef("image", "mask", str(tmp_path / "hole.png")),
+        MediaRef("image", "condition", str(tmp_path / "photo.png")),
+    )
+    found = request([PromptRow("a cat", "0", media=refs)], per_prompt=2).primitives
+    assert set(found) == {"text", "image", "mask"}
+    for slot, level in (("image", 100 / 255), ("mask", 1.0)):
+        lists = found[slot]
+        assert isinstance(lists, ImageLists)
+        assert [[float(image.mean()) for image in images] for images in lists.images] == [[pytest.approx(level)]] * 2

@@ -21,7 +21,7 @@ from typing import Any
 
 from unirl.data.choices import multiple_choice
 from unirl.data.comma_separated import read_csv
-from unirl.data.media import MediaRef, picture_problem
+from unirl.data.media import ROLES, MediaRef, picture_problem
 from unirl.types.errors import DataError
 from unirl.types.preference import IMAGES, SCORES
 
@@ -165,8 +165,10 @@ def _media_ref(item: Row, folder: str, where: str) -> MediaRef:
     if not isinstance(item, Mapping) or set(item) != set(MEDIA_FIELDS):
         raise DataError(f"{where} needs exactly {', '.join(MEDIA_FIELDS)}; got {item!r}.")
     ref = MediaRef(str(item["modality"]), str(item["role"]), str(item["uri"]), folder)
-    if (ref.modality, ref.role) != ("image", "condition"):
-        raise DataError(f"{where} is ({ref.modality}, {ref.role}); only (image, condition) is supported.")
+    if ref.modality != "image" or ref.role not in ROLES:
+        raise DataError(
+            f"{where} is ({ref.modality}, {ref.role}); only images of the roles {list(ROLES)} are supported."
+        )
     return ref
 
 

@@ -13,6 +13,9 @@ from PIL import Image, UnidentifiedImageError
 _PART = re.compile(r"(?P<path>.+)#xywh=(?:pixel:)?(?P<box>\d+,\d+,\d+,\d+)")
 """A media fragment of pixels, w3.org/TR/media-frags (section 4.2.2)."""
 
+ROLES = {"condition": "image", "mask": "mask"}
+"""What a picture is to its prompt, and the slot of a request that it becomes: something to look at or to change, or
+white where a picture is to be filled."""
 Box = tuple[int, int, int, int]
 """Left, top, width, height."""
 UNREADABLE = (OSError, UnidentifiedImageError, Image.DecompressionBombError)

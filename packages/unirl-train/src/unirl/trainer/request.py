@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unirl.data.data_source import PromptRow
+from unirl.data.media import ROLES
 from unirl.data.pictures import prompt_pictures
 from unirl.sde.schedule import compressed_tail
 from unirl.types.media import Primitive, Texts
@@ -53,12 +54,14 @@ def repeated(rows: Sequence[PromptRow], repeats: int) -> dict[str, Any]:  # Any:
     """What a request of any modality says of its rows: `repeats` samples of every one, next to each other.
 
     Ids: group `prompt:{id}`, sample `{group}:sample:{j}`; a prompt that occurs twice gets groups of its own. Where rows
-    have pictures, they are the slot "image", which a model reads or refuses. Raises DataError for a picture that cannot
-    be read any more.
+    have pictures, they are the slot "image", and those of the role "mask" the slot "mask", which a model reads or
+    refuses. Raises DataError for a picture that cannot be read any more.
     """
     primitives: dict[str, Primitive] = {"text": Texts(texts=[row.prompt for row in rows for _ in range(repeats)])}
-    if any(row.media for row in rows):
-        primitives["image"] = prompt_pictures([row.media for row in rows]).repeat_interleave(repeats)
+    for role, slot in ROLES.items():
+        pictures = [[ref for ref in row.media if ref.role == role] for row in rows]
+        if any(pictures):
+            primitives[slot] = prompt_pictures(pictures).repeat_interleave(repeats)
     groups = unique_ids([f"prompt:{row.prompt_id}" for row in rows])
     return {
         "sample_ids": [f"{group}:sample:{j}" for group in groups for j in range(repeats)],

@@ -1,0 +1,67 @@
+"""The modules of a FLUX.1 pipeline folder, and what training needs to know of them."""
+
+from __future__ import annotations
+
+from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.experts import RankFollowing
+from unirl.models.flux.text import FluxTextEncoders
+
+try:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+    from transformers import CLIPTextModel, T5EncoderModel
+except ImportError as error:
+    raise ImportError(
+        "unirl.models.flux needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
+    ) from error
+
+
+class FluxBundle(RankFollowing, DiffusersBundle):
+    """FLUX.1 dev and schnell, see `DiffusersBundle`."""
+
+    family = "FLUX.1"
+    pipeline_classes = ("FluxPipeline",)
+    components = {
+        "transformer": trained(FluxTransformer2DModel),
+        "vae": autoencoder(AutoencoderKL),
+        "text_encoder": text_encoder(CLIPTextModel),
+        "text_encoder_2": text_encoder(T5EncoderModel),
+        "tokenizer": processor(),
+        "tokenizer_2": processor(),
+    }
+    text_class = FluxTextEncoders
+    block_class_names = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    # The projections of the attention of both kinds of blocks, image and text side.
+    lora_target_modules = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    )
+    latent_patch = 2
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether the checkpoint takes no guidance at all, neither as an input nor by a second forward (schnell)."""
+        return not self.transformer.config["guidance_embeds"]
+
+
+class FluxKontextBundle(FluxBundle):
+    """FLUX.1 Kontext, which changes an image as the text says."""
+
+    family = "FLUX.1 Kontext"
+    pipeline_classes = ("FluxKontextPipeline",)
+    reads_media = True
+
+
+class FluxFillBundle(FluxBundle):
+    """FLUX.1 Fill, which fills a hole in an image."""
+
+    family = "FLUX.1 Fill"
+    pipeline_classes = ("FluxFillPipeline",)
+    reads_media = True

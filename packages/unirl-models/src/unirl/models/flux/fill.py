@@ -1,0 +1,61 @@
+"""FLUX.1 Fill: the image around a hole, and the hole, beside each latent token. Shape letters: see `unirl.models`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pixel_unshuffle
+
+from unirl.models.adapter import require_condition
+from unirl.models.diffusers_pipeline.references import pictures_of, resized
+from unirl.models.flux.adapter import FluxTextAdapter
+from unirl.models.flux.bundle import FluxFillBundle
+from unirl.models.patches import packed_2x2
+from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
+from unirl.types.errors import ConfigError
+from unirl.types.media import Primitive
+from unirl.types.protocols import Conditions
+from unirl.types.sampling import DiffusionSamplingParams
+
+MASKED = "masked"
+"""Slot of the condition."""
+
+
+class FluxFillAdapter(FluxTextAdapter[FluxFillBundle]):
+    """Conditions: "text" with pooled vectors, and "masked": [B, 80, h, w], the latents of the image without its hole
+    and the hole's pixels by latent element.
+
+    A request brings an "image" and a "mask" per sample, white where to fill; both are resized to the size that is
+    sampled. The guidance is an input (released with 30); the stock pipeline has no other.
+    """
+
+    used_params = frozenset({"distilled_guidance_scale", "max_sequence_length"})
+    used_sampler_kwargs = frozenset()
+    read_slots = frozenset({"text", "image", "mask"})
+
+    def encode_inputs(
+        self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
+    ) -> dict[str, Condition]:
+        """Raises ConfigError for a sample without an image or a mask, or with several."""
+        size = (params.height, params.width)
+        samples = {
+            slot: pictures_of(primitives, self.bundle.family, fewest=1, most=1, slot=slot) or []
+            for slot in ("image", "mask")
+        }
+        pictures = [resized(picture, *size) for (picture,) in samples["image"]]
+        masks = [resized(mask, *size)[0] >= 0.5 for (mask,) in samples["mask"]]
+        if len(pictures) != len(masks):
+            raise ConfigError(f"a request has {len(pictures)} images and {len(masks)} masks; give one mask per image.")
+        # Half grey is 0 in the VAE's range, as the stock pipeline masks.
+        holed = [torch.where(mask, 0.5, picture) for picture, mask in zip(pictures, masks, strict=True)]
+        latents = torch.stack(self.image_latents(holed))
+        by_element = pixel_unshuffle(torch.stack(masks)[:, None].to(latents), self.geometry.vae_factor)
+        return {MASKED: ImageLatentCondition(latents=torch.cat([latents, by_element], dim=1))}
+
+    def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
+        """See `FluxTextAdapter.forward`."""
+        text = require_condition(conditions, "text", TextEmbedCondition)
+        masked = require_condition(conditions, MASKED, ImageLatentCondition)
+        return self.forward(x_R, sigma_R, text, params, beside=packed_2x2(masked.latents.to(x_R.device)))

@@ -1,0 +1,176 @@
+"""FLUX.1 dev, schnell and Kontext as families of the table."""
+
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import Tensor
+
+from unirl.models.flux.bundle import FluxBundle, FluxFillBundle, FluxKontextBundle
+from unirl.models.flux.pipeline import FluxFillPipeline, FluxKontextPipeline, FluxPipeline
+from unirl.models.patches import packed_2x2, unpacked_2x2
+from unirl.types.media import ImageLists, Primitive
+
+from ..tiny import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
+from .kit import Family, Published, Request, seeded
+from .tiny_parts import certain, dynamic_scheduler, one_picture_each, tiny_autoencoder_kl, to_pil
+
+
+def parts(**changes: Any) -> dict[str, Any]:
+    """One block of each kind."""
+    transformer: dict[str, Any] = {
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 48,
+        "pooled_projection_dim": 16,
+        "axes_dims_rope": (4, 6, 6),
+        "guidance_embeds": True,
+    }
+    return {
+        "scheduler": dynamic_scheduler(),
+        "vae": tiny_autoencoder_kl(),
+        "text_encoder": transformers.CLIPTextModel(clip_encoder().config),
+        "tokenizer": clip_tokenizer(),
+        "text_encoder_2": t5_encoder(),
+        "tokenizer_2": t5_tokenizer(),
+        "transformer": diffusers.FluxTransformer2DModel(**transformer | changes),
+    }
+
+
+def dev() -> Any:
+    pipeline_class: Any = diffusers.FluxPipeline
+    return pipeline_class(**parts())
+
+
+def schnell() -> Any:
+    """A static shift of 1 and no guidance."""
+    pipeline_class: Any = diffusers.FluxPipeline
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0)
+    return pipeline_class(**{**parts(guidance_embeds=False), "scheduler": scheduler})
+
+
+def kontext() -> Any:
+    pipeline_class: Any = diffusers.FluxKontextPipeline
+    return pipeline_class(**parts())
+
+
+def fill() -> Any:
+    """Beside 16 latent channels of a token 16 of the image and 4 x 4 of the mask."""
+    pipeline_class: Any = diffusers.FluxFillPipeline
+    built = parts(in_channels=48, out_channels=16)
+    # The stock pipeline draws from the posterior of the image, ours takes its mode: here they are the same.
+    built["vae"] = certain(built["vae"])
+    return pipeline_class(**built)
+
+
+def call(request: Request) -> dict[str, Any]:
+    params = request.params
+    guidance = params.distilled_guidance_scale
+    return {
+        "prompt": request.texts,
+        "negative_prompt": request.negative,
+        "true_cfg_scale": params.guidance_scale,
+        "height": params.height,
+        "width": params.width,
+        "max_sequence_length": params.max_sequence_length,
+        "latents": packed_2x2(request.noise),
+        **({} if guidance is None else {"guidance_scale": guidance}),
+    }
+
+
+def kontext_call(request: Request) -> dict[str, Any]:
+    """The stock pipeline of one sample; it would sample a megapixel otherwise, whatever height and width say."""
+    images = request.inputs["image"]
+    assert isinstance(images, ImageLists)
+    return {
+        **call(request),
+        "image": to_pil(images.images[0][0]),
+        "max_area": request.params.height * request.params.width,
+        "_auto_resize": False,
+    }
+
+
+def fill_call(request: Request) -> dict[str, Any]:
+    images, masks = request.inputs["image"], request.inputs["mask"]
+    assert isinstance(images, ImageLists) and isinstance(masks, ImageLists)
+    fields = call(request)
+    del fields["negative_prompt"], fields["true_cfg_scale"]
+    return {
+        **fields,
+        "image": [to_pil(image) for (image,) in images.images],
+        "mask_image": [to_pil(mask) for (mask,) in masks.images],
+    }
+
+
+def picture_and_mask_each(num_samples: int) -> dict[str, Primitive]:
+    """Masks of other sizes than the pictures, of which a part is white."""
+    generator = torch.Generator().manual_seed(6)
+    masks = [
+        (torch.rand(1, 20 + row, 24, generator=generator) > 0.5).float().expand(3, -1, -1) for row in range(num_samples)
+    ]
+    return {**one_picture_each(num_samples), "mask": ImageLists(images=[[mask] for mask in masks])}
+
+
+def from_stock(latents: Tensor, request: Request) -> Tensor:
+    return unpacked_2x2(latents, *request.noise.shape[-2:])
+
+
+PARAMS = {"max_sequence_length": 32, "distilled_guidance_scale": 3.5}
+
+
+def published(hub_id: str, **changes: Any) -> Published:
+    """The class's defaults are the released sizes."""
+    return Published(f"black-forest-labs/{hub_id}", 11.9, {"transformer": changes})
+
+
+FAMILIES = [
+    Family(
+        name="flux_dev",
+        bundle=FluxBundle,
+        pipeline=FluxPipeline,
+        tiny=seeded(dev),
+        params=PARAMS,
+        call=call,
+        from_stock=from_stock,
+        published=(published("FLUX.1-dev", guidance_embeds=True),),
+    ),
+    Family(
+        name="flux_schnell",
+        bundle=FluxBundle,
+        pipeline=FluxPipeline,
+        tiny=seeded(schnell),
+        params={"max_sequence_length": 32, "guidance_scale": 1.0, "negative_prompt": None},
+        call=call,
+        from_stock=from_stock,
+        unguided=None,
+        published=(published("FLUX.1-schnell"),),
+    ),
+    Family(
+        name="flux_kontext",
+        bundle=FluxKontextBundle,
+        pipeline=FluxKontextPipeline,
+        tiny=seeded(kontext),
+        params={**PARAMS, "sampler_kwargs": {"keeps_reference_size": True}},
+        call=kontext_call,
+        from_stock=from_stock,
+        inputs=one_picture_each,
+        is_latent_batch=False,
+        published=(published("FLUX.1-Kontext-dev", guidance_embeds=True),),
+    ),
+    Family(
+        name="flux_fill",
+        bundle=FluxFillBundle,
+        pipeline=FluxFillPipeline,
+        tiny=seeded(fill),
+        params={**PARAMS, "guidance_scale": 1.0, "negative_prompt": None},
+        call=fill_call,
+        from_stock=from_stock,
+        inputs=picture_and_mask_each,
+        unguided=None,
+        published=(published("FLUX.1-Fill-dev", guidance_embeds=True, in_channels=384, out_channels=64),),
+    ),
+]
