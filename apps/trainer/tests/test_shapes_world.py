@@ -141,6 +141,38 @@ def test_shipped_checkpoint_is_small() -> None:
     assert 1e6 < sum(path.stat().st_size for path in files) <= 8e6
 
 
+def test_the_flux2_checkpoint_is_small_and_draws_far_above_chance() -> None:
+    from unirl.worlds.shapes.evaluate_flux2 import evaluate, load
+
+    folder = FOLDER / "checkpoint_flux2"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert 1e6 < sum(path.stat().st_size for path in files) <= 6e6
+    pipeline = load(folder)
+    prompts = world.split_prompts()[1]
+    found = evaluate(pipeline, prompts, num_samples=len(prompts), num_steps=6, seed=0)
+    # Binomial error over 59 samples is 0.065; chance is about 0.02, see the test below.
+    assert found["strict"] > 0.2
+
+
+def test_the_flux2_autoencoder_is_that_of_sd3_with_standardised_patches() -> None:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+
+    from unirl.worlds.shapes.pretrain import as_vae_input
+    from unirl.worlds.shapes.pretrain_flux2 import moments, patchified
+
+    ours = AutoencoderKLFlux2.from_pretrained(FOLDER / "checkpoint_flux2" / "vae", torch_dtype=torch.float32)
+    sd3s = AutoencoderKL.from_pretrained(FOLDER / "checkpoint" / "vae", torch_dtype=torch.float32)
+    pictures = as_vae_input(drawings(world.all_layouts()[::4]))
+    with torch.no_grad():
+        mean = ours.encode(pictures).latent_dist.mode()
+        assert torch.equal(mean, sd3s.encode(pictures).latent_dist.mode())
+        shift, scale = moments(ours)
+        latents = (patchified(mean) - shift) / scale
+    # The statistics are of samples, whose variance is that of the means and the posterior's, .02 of it.
+    assert latents.mean().abs() < 0.05 and 0.85 < latents.std() < 1.1
+
+
 def test_a_stock_pipeline_draws_with_the_shipped_checkpoint_far_above_chance() -> None:
     from diffusers import StableDiffusion3Pipeline
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -83,21 +84,30 @@ def decode_latents(vae: AutoencoderKL, latents_BCHW: Tensor) -> Tensor:
 def evaluate(
     pipeline: StableDiffusion3Pipeline, prompts: list[str], *, num_samples: int, num_steps: int, seed: int = 1234
 ) -> dict[str, float]:
-    """Strict accuracy over all samples and per category, and the mean soft score.
-
-    The samples go round the prompts in order. Noise depends on `seed` alone.
-    """
+    """`accuracy` of an SD3 checkpoint. Noise depends on `seed` alone."""
     generator = torch.Generator().manual_seed(seed)
-    chosen = [prompts[index % len(prompts)] for index in range(num_samples)]
     sigmas = shifted_sigmas(num_steps, pipeline.scheduler.config["shift"])
-    strict: list[float] = []
-    soft: list[float] = []
     side, channels = pipeline.transformer.config["sample_size"], pipeline.transformer.config["in_channels"]
-    for start in range(0, num_samples, BATCH_SIZE):
-        batch = chosen[start : start + BATCH_SIZE]
+
+    def draw(batch: list[str]) -> Tensor:
         noise = torch.randn(len(batch), channels, side, side, generator=generator)
         latents = sample_latents(pipeline.transformer, encode_prompts(pipeline, batch), noise, sigmas)
-        strict_B, soft_B = score_shapes(decode_latents(pipeline.vae, latents), batch)
+        return decode_latents(pipeline.vae, latents)
+
+    return accuracy(draw, prompts, num_samples=num_samples)
+
+
+def accuracy(draw: Callable[[list[str]], Tensor], prompts: list[str], *, num_samples: int) -> dict[str, float]:
+    """Strict accuracy over all samples and per category, and the mean soft score.
+
+    draw(prompts) -> images [B, 3, 32, 32] in [0, 1]. The samples go round the prompts in order.
+    """
+    chosen = [prompts[index % len(prompts)] for index in range(num_samples)]
+    strict: list[float] = []
+    soft: list[float] = []
+    for start in range(0, num_samples, BATCH_SIZE):
+        batch = chosen[start : start + BATCH_SIZE]
+        strict_B, soft_B = score_shapes(draw(batch), batch)
         strict += strict_B.tolist()
         soft += soft_B.tolist()
     result = {"strict": fmean(strict), "soft": fmean(soft)}
@@ -106,9 +116,11 @@ def evaluate(
     return {name: round(value, 3) for name, value in result.items()}
 
 
-def main() -> None:
-    """Read the command line and print the held-out accuracy of a checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def print_accuracy(
+    judge: Callable[[Path, list[str], argparse.Namespace], dict[str, float]], description: str | None
+) -> None:
+    """Read a command line of a checkpoint and print what `judge` finds on the prompts of RL and on those held out."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--samples", type=int, default=512)
@@ -116,12 +128,18 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
-    pipeline = StableDiffusion3Pipeline.from_pretrained(arguments.checkpoint, torch_dtype=torch.float32)
     for name, prompts in zip(("train", "heldout"), world.split_prompts(), strict=True):
-        figures = evaluate(
-            pipeline, prompts, num_samples=arguments.samples, num_steps=arguments.steps, seed=arguments.seed
-        )
-        logger.info("%s %s", name, figures)
+        logger.info("%s %s", name, judge(arguments.checkpoint, prompts, arguments))
+
+
+def main() -> None:
+    """Print the held-out accuracy of an SD3 checkpoint."""
+
+    def judge(checkpoint: Path, prompts: list[str], options: argparse.Namespace) -> dict[str, float]:
+        pipeline = StableDiffusion3Pipeline.from_pretrained(checkpoint, torch_dtype=torch.float32)
+        return evaluate(pipeline, prompts, num_samples=options.samples, num_steps=options.steps, seed=options.seed)
+
+    print_accuracy(judge, __doc__)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,12 @@ def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -
     text.pretrain_text_encoders(prompts, clips, t5, num_steps=budget.text)
     vae = make_autoencoder()
     train_autoencoder(vae, rng, num_steps=budget.autoencoder)
-    bank = fill_bank(vae, prompts, rng)
+
+    def encode(pictures: Tensor) -> tuple[Tensor, Tensor]:
+        posterior, scale = vae.encode(pictures).latent_dist, vae.config["scaling_factor"]
+        return (posterior.mean - vae.config["shift_factor"]) * scale, posterior.std * scale
+
+    bank = fill_bank(encode, prompts, rng)
     # The pipeline asks for the CLIPTokenizer class; any fast tokenizer with CLIP's markers does.
     pipeline = StableDiffusion3Pipeline(
         transformer=make_transformer(),
@@ -153,11 +158,11 @@ def train_autoencoder(
 ) -> None:
     """Train on drawings of random layouts, then set scale and shift so that latents have mean 0 and variance 1."""
     layouts = world.all_layouts()
-    drawings = _draw(layouts, rng, 6)
+    drawings = draw(layouts, rng, 6)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=num_steps, pct_start=0.1)
     for step in range(num_steps):
-        pictures = _as_vae_input(drawings[torch.randint(len(drawings), (batch_size,))])
+        pictures = as_vae_input(drawings[torch.randint(len(drawings), (batch_size,))])
         posterior = vae.encode(pictures).latent_dist
         restored = vae.decode(posterior.sample()).sample
         error = nn.functional.l1_loss(restored, pictures) + nn.functional.mse_loss(restored, pictures)
@@ -170,19 +175,21 @@ def train_autoencoder(
         if step % 100 == 0 or step == num_steps - 1:
             logger.info("autoencoder step %d loss %.4f error %.4f", step, loss.item(), error.item())
     with torch.no_grad():
-        latents = vae.encode(_as_vae_input(drawings[torch.randint(len(drawings), (1024,))])).latent_dist.sample()
+        latents = vae.encode(as_vae_input(drawings[torch.randint(len(drawings), (1024,))])).latent_dist.sample()
     vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
 
 
 @torch.no_grad()
-def fill_bank(vae: AutoencoderKL, prompts: list[str], rng: np.random.Generator) -> LatentBank:
-    """Encode DRAWINGS_PER_LAYOUT drawings of every layout, and draw the layouts that captions come with."""
+def fill_bank(
+    encode: Callable[[Tensor], tuple[Tensor, Tensor]], prompts: list[str], rng: np.random.Generator
+) -> LatentBank:
+    """Encode DRAWINGS_PER_LAYOUT drawings of every layout, and draw the layouts that captions come with.
+
+    encode: pictures [B, 3, 32, 32] in [-1, 1] to mean and deviation of their latents, as the transformer sees them.
+    """
     layouts = world.all_layouts()
-    means, stds = [], []
-    for drawings in _draw(layouts, rng, DRAWINGS_PER_LAYOUT).split(256):
-        posterior = vae.encode(_as_vae_input(drawings)).latent_dist
-        means.append((posterior.mean - vae.config["shift_factor"]) * vae.config["scaling_factor"])
-        stds.append(posterior.std * vae.config["scaling_factor"])
+    encoded = [encode(as_vae_input(part)) for part in draw(layouts, rng, DRAWINGS_PER_LAYOUT).split(256)]
+    means, stds = zip(*encoded, strict=True)
     by_layout = (len(layouts), DRAWINGS_PER_LAYOUT)
     index = {layout: number for number, layout in enumerate(layouts)}
     specs = [parse_prompt(prompt) for prompt in prompts]
@@ -237,12 +244,13 @@ def train_transformer(
     )
 
 
-def _draw(layouts: list[world.Layout], rng: np.random.Generator, repeats: int) -> Tensor:
+def draw(layouts: list[world.Layout], rng: np.random.Generator, repeats: int) -> Tensor:
     """`repeats` drawings of each layout, uint8 [L * repeats, 3, 32, 32]."""
     return torch.from_numpy(np.stack([world.render(layout, rng) for layout in layouts for _ in range(repeats)]))
 
 
-def _as_vae_input(pictures_B: Tensor) -> Tensor:
+def as_vae_input(pictures_B: Tensor) -> Tensor:
+    """uint8 pictures in [-1, 1]."""
     return pictures_B.float() / 127.5 - 1
 
 

@@ -91,7 +91,7 @@ def pretrain_text_encoders(
 
     Read are: of CLIP the projected end token and `hidden_states[-2]`, of T5 the last hidden state.
     """
-    facts_PF = torch.tensor([_facts(prompt) for prompt in prompts])
+    facts_PF = torch.tensor([facts_of(prompt) for prompt in prompts])
     clip_ids_PT = token_ids(make_tokenizer(has_start=True, max_length=CLIP_TOKENS), prompts)
     t5_ids_PT = token_ids(make_tokenizer(has_start=False, max_length=T5_TOKENS), prompts)
     fact_sizes = (facts_PF.amax(0) + 1).tolist()
@@ -125,7 +125,7 @@ def pretrain_text_encoders(
     return share
 
 
-def _facts(prompt: str) -> list[int]:
+def facts_of(prompt: str) -> list[int]:
     """Category, number, relation, then colour and shape of the first and of the second object; 0 means none."""
     spec = parse_prompt(prompt)
     second = spec.objects[1] if len(spec.objects) > 1 and spec.category != "count" else None
