@@ -82,6 +82,8 @@ class Family:
     load_lora: Callable[[Any, Path], None] = lambda stock, folder: stock.load_lora_weights(str(folder))
     """How a LoRA export is loaded."""
     published: tuple[Published, ...] = ()
+    stock: Callable[[Path], Any] | None = None
+    """Loads the stock pipeline of a folder; None where the class that the folder names does by itself."""
 
     def sampling(self, **changes: Any) -> DiffusionSamplingParams:
         """Five steps in float32, every one stochastic."""
@@ -240,7 +242,11 @@ def load(name: str, folder: Path) -> Loaded:
 
 def stock_of(folder: Path) -> Any:
     """The stock pipeline of a folder. Its weights are read-only; tests set its scheduler."""
-    return quiet(getattr(diffusers, _index(folder)["_class_name"]).from_pretrained(folder))
+    name = _index(folder)["_class_name"]
+    for family in families().values():
+        if family.stock is not None and name in family.bundle.pipeline_classes:
+            return quiet(family.stock(folder))
+    return quiet(getattr(diffusers, name).from_pretrained(folder))
 
 
 def scheduler_of(folder: Path) -> Any:

@@ -7,7 +7,7 @@ latents.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
@@ -171,10 +171,10 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
             )
         length = self.sequence_length(params)
         prompts = self.texts_to_encode(texts.texts, is_negative=False)
-        conditions: dict[str, Condition] = {**self._encode_texts(prompts, length)}
+        conditions: dict[str, Condition] = {**self._encode_texts(prompts, length, primitives)}
         if params.uses_guidance:
             prompts = self.texts_to_encode([require_negative_prompt(params)] * len(texts.texts), is_negative=True)
-            negative = self._encode_texts(prompts, length)
+            negative = self._encode_texts(prompts, length, primitives)
             conditions |= {NEGATIVE + slot: condition for slot, condition in negative.items()}
         return conditions | self.encode_inputs(primitives, params)
 
@@ -255,15 +255,23 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         """Free the text encoders; prompts in the embedding cache still encode."""
         self.bundle.drop_text_encoders()
 
-    def _encode_texts(self, texts: list[str], length: int) -> dict[str, TextEmbedCondition]:
-        """Every stream of the texts by slot, each distinct text encoded once."""
+    def _encode_texts(
+        self, texts: list[str], length: int, primitives: Mapping[str, Primitive]
+    ) -> dict[str, TextEmbedCondition]:
+        """Every stream of the texts by slot. A family whose encoders see more of the request overrides this."""
+        del primitives
         encoders = self.bundle.text
         family = self.bundle.family.lower()
-        rows = self.embedding_cache.lookup(
+        return self._cached_streams(
             [content_key(family, encoders.fingerprint, length, text) for text in texts],
-            lambda part: _rows(encoders.encode_streams([texts[index] for index in part], length)),
-            batch_size=self.encode_batch_size,
+            lambda part: encoders.encode_streams([texts[index] for index in part], length),
         )
+
+    def _cached_streams(
+        self, keys: list[str], encode: Callable[[list[int]], Mapping[str, TextEmbedCondition]]
+    ) -> dict[str, TextEmbedCondition]:
+        """Streams by slot, one row per key, each distinct key encoded once; encode(places in `keys`) -> streams."""
+        rows = self.embedding_cache.lookup(keys, lambda part: _rows(encode(part)), batch_size=self.encode_batch_size)
         return {slot: _joined(rows, slot).to(self.bundle.device) for slot in _slots(rows[0])}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
@@ -34,20 +35,35 @@ class QwenImageAdapter(TextConditionedAdapter[QwenImageBundle]):
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         """Velocity [R, C, h, w] of the transformer, fed sigma."""
         del params
-        text = require_condition(conditions, "text", TextEmbedCondition)
+        return self.velocity_of(x_R, sigma_R, require_condition(conditions, "text", TextEmbedCondition))
+
+    def velocity_of(
+        self,
+        x_R: Tensor,
+        sigma_R: Tensor,
+        text: TextEmbedCondition,
+        reference_RLD: Tensor | None = None,
+        grids: tuple[tuple[int, int, int], ...] = (),
+    ) -> Tensor:
+        """One forward of rows. reference_RLD: tokens of pictures beside the latents, of the same `grids` (frames, rows,
+        columns) in every row; the velocity of the latents alone comes back."""
         transformer = self.bundle.transformer
         dtype = next(transformer.parameters()).dtype
         height, width = x_R.shape[-2:]
         mask = text.attention_mask
-        tokens = transformer(
-            hidden_states=packed_2x2(x_R).to(dtype),
+        tokens = packed_2x2(x_R).to(dtype)
+        num_tokens = tokens.shape[1]
+        if reference_RLD is not None:
+            tokens = torch.cat([tokens, reference_RLD.to(x_R.device, dtype)], dim=1)
+        out = transformer(
+            hidden_states=tokens,
             timestep=sigma_R.to(dtype),
             encoder_hidden_states=text.embeds.to(x_R.device, dtype),
             encoder_hidden_states_mask=None if mask is None or bool(mask.all()) else mask.to(x_R.device),
-            img_shapes=[[(1, height // 2, width // 2)]] * len(x_R),
+            img_shapes=[[(1, height // 2, width // 2), *grids]] * len(x_R),
             return_dict=False,
         )[0]
-        return unpacked_2x2(tokens, height, width)
+        return unpacked_2x2(out[:, :num_tokens], height, width)
 
     def combine(self, cond_R: Tensor, uncond_R: Tensor, scale: float) -> Tensor:
         """Each token of the extrapolated velocity gets the norm of the conditional one."""

@@ -6,16 +6,16 @@ Legend: N patches, D numbers of a patch, P tokens of a prompt.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
 from unirl.models.qwen_vl.bundle import QwenVLBundle
+from unirl.models.qwen_vl.images import Grid, expanded, vision_patches
 from unirl.models.text_adapter import TextAdapter
 from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
-from unirl.types.errors import ConfigError, ContractError, DataError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import ImageLists, Images, Primitive, Texts
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import ARSamplingParams
@@ -25,8 +25,6 @@ PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 
 IMAGE_MARK = "<image>"
 """Where an image stands in a text that says so; data sets of questions are written with it."""
-
-Grid = tuple[int, int, int]
 
 
 class QwenVLAdapter(TextAdapter):
@@ -66,7 +64,12 @@ class QwenVLAdapter(TextAdapter):
             raise ConfigError(f"the slot 'image' has {len(pictures)} samples, 'text' {len(texts.texts)}")
         patches, grids = zip(*self._patches(pictures), strict=True)
         prompts = [
-            self._expanded(self.prompt_tokens(text, num_images=len(grid)), grid)
+            expanded(
+                self.prompt_tokens(text, num_images=len(grid)),
+                grid,
+                self.bundle.image_token_id,
+                self.bundle.patches_per_token,
+            )
             for text, grid in zip(texts.texts, grids, strict=True)
         ]
         self.check_context(
@@ -156,37 +159,13 @@ class QwenVLAdapter(TextAdapter):
             pixels = (image.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy()
             key = (pixels.shape, pixels.tobytes())
             if key not in known:
-                known[key] = self._processed(pixels)
+                known[key] = vision_patches(self.bundle.image_processor, image)
             return known[key]
 
         found = [[processed(image) for image in images] for images in samples]
         return [
             (torch.cat([nothing, *(patches for patches, _ in each)]), tuple(grid for _, grid in each)) for each in found
         ]
-
-    def _processed(self, pixels: Any) -> tuple[Tensor, Grid]:  # Any: an array uint8 [C, H, W]
-        if pixels.shape[0] != 3:
-            raise DataError(
-                f"an image has {pixels.shape[0]} channels; {type(self).__name__} reads RGB images [3, H, W]"
-            )
-        try:
-            out = self.bundle.image_processor(images=[pixels], return_tensors="pt", input_data_format="channels_first")
-        except ValueError as error:
-            height, width = pixels.shape[1:]
-            raise DataError(f"an image of {width} x {height} pixels cannot be resized: {error}") from error
-        frames, rows, columns = (int(size) for size in out["image_grid_thw"][0])
-        return out["pixel_values"], (frames, rows, columns)
-
-    def _expanded(self, tokens: list[int], grids: tuple[Grid, ...]) -> list[int]:
-        """Every placeholder as often as its image has tokens."""
-        placeholder = self.bundle.image_token_id
-        if tokens.count(placeholder) != len(grids):
-            raise ConfigError(
-                f"a prompt with {len(grids)} images has {tokens.count(placeholder)} image placeholders. Remove them "
-                "from its text, or correct the chat template."
-            )
-        sizes = iter([t * h * w // self.bundle.patches_per_token for t, h, w in grids])
-        return [copy for token in tokens for copy in ([token] * next(sizes) if token == placeholder else [token])]
 
     def _prompt_positions(self, prompt: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         if not grids:
