@@ -54,16 +54,55 @@ def train_on_bank(
     Noise levels are uniform on the sampler's own grid, sigma = shift u / (1 + (shift - 1) u), so training is dense
     where sampling is. is_hidden: see `fit`.
     """
-    averaged = copy.deepcopy(transformer).requires_grad_(False)
     null_row = len(bank.prompt_weights_P)
 
-    def batch_loss() -> Tensor:
-        prompt_B = torch.multinomial(bank.prompt_weights_P, batch_size, replacement=True)
-        scene_B = bank.scenes_PN[prompt_B, torch.randint(bank.scenes_PN.shape[1], (batch_size,))]
-        drawing_B = torch.randint(bank.mean_LJ.shape[1], (batch_size,))
+    def draw(num: int) -> tuple[Tensor, Tensor]:
+        prompt_B = torch.multinomial(bank.prompt_weights_P, num, replacement=True)
+        scene_B = bank.scenes_PN[prompt_B, torch.randint(bank.scenes_PN.shape[1], (num,))]
+        drawing_B = torch.randint(bank.mean_LJ.shape[1], (num,))
         clean = bank.mean_LJ[scene_B, drawing_B]
         clean = clean + bank.std_LJ[scene_B, drawing_B] * torch.randn_like(clean)
-        row_B = torch.where(torch.rand(batch_size) < null_fraction, null_row, prompt_B)
+        return clean, torch.where(torch.rand(num) < null_fraction, null_row, prompt_B)
+
+    train_flow(
+        transformer,
+        draw,
+        predict_velocity,
+        num_steps=num_steps,
+        shift=shift,
+        is_hidden=is_hidden,
+        snapshot=snapshot,
+        every=every,
+        batch_size=batch_size,
+        muon_rate=muon_rate,
+        adam_rate=adam_rate,
+        average=average,
+    )
+
+
+def train_flow(
+    transformer: ModelT,
+    draw: Callable[[int], tuple[Tensor, Tensor]],
+    predict_velocity: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    num_steps: int,
+    shift: float,
+    is_hidden: Callable[[str], bool],
+    snapshot: Callable[[ModelT], None],
+    every: int,
+    batch_size: int = 128,
+    muon_rate: float = 0.02,
+    adam_rate: float = 1.5e-3,
+    average: float = 0.998,
+) -> None:
+    """Flow matching on what `draw` gives; see `train_on_bank`.
+
+    draw: (B) to clean latents [B, ...] and a number of each, by which `predict_velocity` finds its conditions.
+    """
+    averaged = copy.deepcopy(transformer).requires_grad_(False)
+
+    def batch_loss() -> Tensor:
+        clean, row_B = draw(batch_size)
         # Stratified over the batch: every batch sees every noise level.
         u_B = (torch.randperm(batch_size) + torch.rand(batch_size)) / batch_size
         sigma_B = shift * u_B / (1 + (shift - 1) * u_B)
