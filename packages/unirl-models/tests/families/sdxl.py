@@ -93,8 +93,6 @@ FAMILIES = [
         call=call,
         keeps_scheduler=True,
         levels=levels,
-        # The stock scheduler's float32 latents start at a standard deviation of 14 and are divided by it again.
-        tolerance=2e-5,
         published=(
             Published(
                 "stabilityai/stable-diffusion-xl-base-1.0",

@@ -34,6 +34,8 @@ class DiffusionPipeline:
 
     recipe_rules: ClassVar[str] = "unirl.models.pipeline_rules"
     """Module with the rules of recipes, see `unirl.types.recipe`."""
+    takes_any_sigma: ClassVar[bool] = True
+    """False for a model that knows the levels of its own timesteps alone."""
 
     def __init__(
         self,

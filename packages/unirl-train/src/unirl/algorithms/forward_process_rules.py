@@ -15,4 +15,16 @@ def levels_exist(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (levels_exist,)
+def levels_are_the_models(own: Part, run: Run) -> Messages:
+    """A model of integer timesteps is trained at levels of its own."""
+    policy, sampler = run.policy_of(own), own.node.get("timestep_sampler", "rollout")
+    track = next(name for name, part in policy.algorithms.items() if part is own)
+    pipeline = policy.pipeline_of(track)
+    if sampler != "rollout" and pipeline.ability("takes_any_sigma") is False:
+        yield (
+            f"{own.at}.timestep_sampler = {sampler} draws any noise level, but {pipeline.name} knows those of its "
+            f"timesteps alone. Set {own.at}.timestep_sampler: rollout."
+        )
+
+
+RULES = (levels_exist, levels_are_the_models)

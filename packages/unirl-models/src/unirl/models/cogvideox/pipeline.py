@@ -13,4 +13,5 @@ class CogVideoXPipeline(DiffusersPipeline):
     steps divides 1000, "trailing" gives the latents of the stock pipeline, see `unirl.sde.timesteps`.
     """
 
+    takes_any_sigma = False
     adapter_class = CogVideoXAdapter

@@ -12,4 +12,5 @@ class SDXLPipeline(DiffusersPipeline):
     The kernel of its published policy gradients (DDPO) is `unirl.sde.kernels.DDIMStrategy`; any other serves as well.
     """
 
+    takes_any_sigma = False
     adapter_class = SDXLAdapter
