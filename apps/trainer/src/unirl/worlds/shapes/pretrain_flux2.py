@@ -156,7 +156,7 @@ def moments(vae: AutoencoderKLFlux2) -> tuple[Tensor, Tensor]:
 
 
 def make_transformer() -> Flux2Transformer2DModel:
-    """The FLUX.2 transformer with two double and three single blocks of width 128; 1.9 M parameters."""
+    """The FLUX.2 transformer with two double and three single blocks of width 128; 1.8 M parameters."""
     return Flux2Transformer2DModel(
         patch_size=1,
         in_channels=16,
