@@ -153,6 +153,18 @@ def test_rows_without_the_image_that_a_model_begins_with_are_refused_by_name(tmp
     assert any(message in each for each in found), found
 
 
+def test_rows_with_more_images_than_a_model_takes_are_refused_by_name(tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "cat.png")
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "join them", "prompt_id": str(count), "images": ["cat.png"] * count} for count in (4, 5)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    register_resolvers()
+    run = run_of(resolve(compose("diffusion/flux2_klein_editreward", [f"data.path={file}"])))
+    found = list(machine_findings(run, Machine(num_cpus=8, num_gpus=8)))
+    message = f"data.path = {file}: 1 rows (5) bring more than the 4 images that bundle Flux2KleinBundle takes"
+    assert any(message in each for each in found), found
+
+
 def test_the_sizes_of_a_video_recipe_are_checked_without_weights():
     for override, message in (
         ("sampling.num_frames=6", "sampling.num_frames = 6 is not 4 k + 1. Set sampling.num_frames: 5 or 9"),

@@ -74,12 +74,23 @@ def media_reaches_the_model(name: str, path: str, rows: Sequence[PromptRow], run
         )
     if not with_media:
         return
+    most = run.policy.bundle.ability("most_images")
+    crowded = [row.prompt_id for row in rows if most is not None and _num_conditions(row) > most]
+    if crowded:
+        yield (
+            f"{name} = {path}: {len(crowded)} rows ({', '.join(crowded[:4])}) bring more than the {most} images that "
+            f"{run.policy.bundle.at} {run.policy.bundle.name} takes. Take some out, or choose another model."
+        )
     for part, ability in ((run.policy.bundle, "reads_media"), (run.engine, "takes_media")):
         if not part.ability(ability):
             yield (
                 f"{name} = {path}: {len(with_media)} rows ({', '.join(with_media[:4])}) bring images, but {part.at} "
                 f"{part.name} has none of them reach the model ({ability}). Take the images out, or choose another."
             )
+
+
+def _num_conditions(row: PromptRow) -> int:
+    return sum(ref.role == "condition" for ref in row.media)
 
 
 def _read_pairs(own: Part, run: Run, path: Path) -> list[PromptRow]:

@@ -6,6 +6,7 @@ Shape letters: see `unirl.models`.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,7 +27,7 @@ REFERENCE = "reference"
 
 
 def pictures_of(
-    primitives: Mapping[str, Primitive], family: str, *, fewest: int, most: int, slot: str = "image"
+    primitives: Mapping[str, Primitive], family: str, *, fewest: int, most: int | None, slot: str = "image"
 ) -> list[list[Tensor]] | None:
     """The pictures [3, H, W] of each sample, None where the request has no such slot and may lack it.
 
@@ -44,10 +45,11 @@ def pictures_of(
         raise ConfigError(
             f"{family} needs images in the slot {slot!r} of a request, which {found}. Name them in the data."
         )
-    wrong = {row: len(sample) for row, sample in enumerate(samples) if not fewest <= len(sample) <= most}
+    limit = math.inf if most is None else most
+    wrong = {row: len(sample) for row, sample in enumerate(samples) if not fewest <= len(sample) <= limit}
     if wrong:
         row, count = next(iter(wrong.items()))
-        wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+        wanted = f"{fewest}" if fewest == most else f"{fewest} to {limit}"
         raise ConfigError(
             f"{family} takes {wanted} images per sample; sample {row} brings {count} ({len(wrong)} such samples). "
             "Change the data's media."

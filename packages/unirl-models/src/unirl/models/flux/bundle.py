@@ -57,6 +57,8 @@ class FluxKontextBundle(FluxBundle):
     family = "FLUX.1 Kontext"
     pipeline_classes = ("FluxKontextPipeline",)
     reads_media = True
+    needs_media = True
+    most_images = 1
 
 
 class FluxFillBundle(FluxBundle):
@@ -65,3 +67,5 @@ class FluxFillBundle(FluxBundle):
     family = "FLUX.1 Fill"
     pipeline_classes = ("FluxFillPipeline",)
     reads_media = True
+    needs_media = True
+    most_images = 1

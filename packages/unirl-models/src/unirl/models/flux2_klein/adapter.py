@@ -30,8 +30,6 @@ from unirl.types.media import Primitive
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
-MOST_IMAGES = 4
-"""Reference images that the released checkpoints take."""
 LARGEST_AREA = 1024 * 1024
 """Pixels of a reference image; a larger one is made smaller."""
 TIME_BETWEEN_IMAGES = 10
@@ -74,7 +72,7 @@ class Flux2KleinAdapter(TextConditionedAdapter[Flux2KleinBundle]):
     ) -> dict[str, Condition]:
         """The latents of the images that a request brings, as tokens; each keeps its size up to a megapixel."""
         del params
-        samples = pictures_of(primitives, self.bundle.family, fewest=0, most=MOST_IMAGES)
+        samples = pictures_of(primitives, self.bundle.family, fewest=0, most=self.bundle.most_images)
         if samples is None:
             return {}
         multiple = self.geometry.vae_factor
@@ -106,7 +104,7 @@ class Flux2KleinAdapter(TextConditionedAdapter[Flux2KleinBundle]):
         height, width = x_R.shape[-2:]
         tokens = patched(x_R, 1).to(dtype)
         img_ids = [places(1, height, width, 1, device=device)]
-        if reference_RLD is not None:
+        if reference_RLD is not None and grids:
             tokens = torch.cat([tokens, reference_RLD.to(device, dtype)], dim=1)
             for number, grid in enumerate(grids, start=1):
                 img_ids.append(places(*grid, 1, device=device, first=TIME_BETWEEN_IMAGES * number))

@@ -48,6 +48,7 @@ class Flux2KleinBundle(RankFollowing, DiffusersBundle):
     )
     latent_patch = 2
     reads_media = True
+    most_images = 4
 
     @property
     def is_distilled(self) -> bool:

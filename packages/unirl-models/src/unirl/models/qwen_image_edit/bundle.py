@@ -37,7 +37,7 @@ class QwenImageEditBundle(RankFollowing, QwenImageBundle):
     """Stands for each picture before the instruction; `{}` is its number, from 1."""
     reads_media = True
     needs_media = True
-    most_images: ClassVar[int] = 1
+    most_images = 1
     """Pictures that a request may bring for a sample."""
     published_condition_area: ClassVar[int] = 1024 * 1024
 
