@@ -6,6 +6,7 @@ from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.qwen_image.one_frame import convolve_images_in_2d
 from unirl.models.qwen_image.text import QwenImageTextEncoders
 from unirl.types.errors import ConfigError
 
@@ -48,6 +49,7 @@ class QwenImageBundle(DiffusersBundle):
     # Any: the keywords of DiffusersBundle.
     def __init__(self, pretrained_model: str, **options: Any) -> None:
         super().__init__(pretrained_model, **options)
+        convolve_images_in_2d(self.vae)
         if self.transformer.config["guidance_embeds"]:
             # Its timestep embedding takes no guidance, so the stock pipeline fails too.
             raise ConfigError(

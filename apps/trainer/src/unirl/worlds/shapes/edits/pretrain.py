@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from unirl.models.patches import packed_2x2, unpacked_2x2
+from unirl.models.qwen_image.one_frame import convolve_images_in_2d
 from unirl.pretraining.flow_matching import train_flow
 from unirl.pretraining.saving import load_in_fp32
 from unirl.reward.worlds.edits_grammar import CATEGORIES, prompt_of
@@ -52,7 +53,7 @@ class Budget:
     """Optimiser steps of each stage."""
 
     encoder: int = 350
-    autoencoder: int = 800
+    autoencoder: int = 2500
     transformer: int = 5000
 
 
@@ -155,6 +156,7 @@ def train_autoencoder(
     kl_weight: float = 1e-3,
 ) -> None:
     """Train on drawings of random scenes, then set mean and deviation of the latents by channel."""
+    convolve_images_in_2d(vae)
     drawings = torch.from_numpy(np.stack([world.render(world.draw_scene(rng, heldout=False)) for _ in range(6000)]))
     optimizer = torch.optim.AdamW(vae.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=num_steps, pct_start=0.1)
