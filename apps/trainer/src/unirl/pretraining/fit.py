@@ -30,15 +30,15 @@ def fit(
     """Take `num_steps` optimiser steps on the losses of `batch_loss`, which draws its own batches; the loss of each.
 
     Parameters that need no gradient stay as they are.
-    is_hidden: whether a parameter of this name is inside the blocks; matrices there are Muon's. warm_up: steps until
-    the full rate. decay: last share of the steps, in which it falls to zero. after_step: called with the number of
-    each step, from 1.
+    is_hidden: whether a parameter of this name is inside the blocks; matrices and convolutions there are Muon's.
+    warm_up: steps until the full rate. decay: last share of the steps, in which it falls to zero.
+    after_step: called with the number of each step, from 1.
     """
     hidden, rest = [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        (hidden if parameter.ndim == 2 and is_hidden(name) else rest).append(parameter)
+        (hidden if parameter.ndim >= 2 and is_hidden(name) else rest).append(parameter)
     optimizers = [
         Muon(hidden, lr=muon_rate),
         torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0),

@@ -14,7 +14,10 @@ _NUM_ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised; the step of a matrix [n, m] is lr * sqrt(max(1, n / m)) in spectral norm."""
+    """Nesterov momentum, orthogonalised; the step of a matrix [n, m] is lr * sqrt(max(1, n / m)) in spectral norm.
+
+    The weight of a convolution [n, ...] counts as the matrix of its n filters.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -26,11 +29,13 @@ class Muon(torch.optim.Optimizer):
             by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"]:
                 by_shape[parameter.shape].append(parameter)
-            for (rows, columns), parameters in by_shape.items():
+            for shape, parameters in by_shape.items():
                 updates = torch.stack([self._momentum(parameter, group["momentum"]) for parameter in parameters])
+                matrices = updates.flatten(2)
+                rows, columns = matrices.shape[1:]
                 scale = group["lr"] * max(1.0, rows / columns) ** 0.5
-                for parameter, update in zip(parameters, orthogonalised(updates), strict=True):
-                    parameter.sub_(update, alpha=scale)
+                for parameter, update in zip(parameters, orthogonalised(matrices), strict=True):
+                    parameter.sub_(update.view(shape), alpha=scale)
 
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         grad = parameter.grad
