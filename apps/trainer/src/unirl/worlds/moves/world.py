@@ -11,7 +11,7 @@ import argparse
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +35,9 @@ TRAVEL = 6.5
 """Pixels from the first frame to the last, at constant speed, centred in the quadrant."""
 OBJECTS: tuple[ShapeObject, ...] = tuple(ShapeObject(color, shape) for color in COLORS for shape in SHAPES)
 HELDOUT_FRACTION = 0.25
-PAIR_FRACTION = 1 / 6
+PAIR_FRACTION = 1 / 18
 """Share of the pairs that the files for RL keep; with all of them 29 rows in 30 would be pairs."""
-NEAR_MISS_FRACTION = 0.45
+NEAR_MISS_FRACTION = 0.35
 """Share of the pretraining videos that are wrong for their caption in one respect."""
 
 Scene = tuple[MovingObject | None, MovingObject | None, MovingObject | None, MovingObject | None]
@@ -99,11 +99,15 @@ def write_prompts(folder: Path) -> None:
 
 def scenes_for(spec: MovesSpec) -> list[Scene]:
     """Every scene that shows exactly what `spec` asks for: 4 of one object, 12 of two."""
-    scenes = []
-    for places in itertools.permutations(range(4), len(spec.objects)):
-        contents = dict(zip(places, spec.objects, strict=True))
-        scenes.append((contents.get(0), contents.get(1), contents.get(2), contents.get(3)))
-    return scenes
+    return [
+        scene_of(dict(zip(places, spec.objects, strict=True)))
+        for places in itertools.permutations(range(4), len(spec.objects))
+    ]
+
+
+def scene_of(contents: Mapping[int, MovingObject]) -> Scene:
+    """The scene with these objects in these quadrants, by index into QUADRANTS."""
+    return (contents.get(0), contents.get(1), contents.get(2), contents.get(3))
 
 
 def near_miss(spec: MovesSpec, rng: np.random.Generator) -> Scene:
