@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import HunyuanImagePipeline, extract_glyph_text
+from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
     HunyuanVideo15Pipeline,
     extract_glyph_texts,
 )
 
+from unirl.models.diffusers_pipeline.references import as_pil, covered
 from unirl.models.hunyuan_image import text as image_text
 from unirl.models.hunyuan_image.bundle import HunyuanImageBundle
 from unirl.models.hunyuan_image.pipeline import HunyuanImagePipeline as OurImagePipeline
@@ -20,8 +22,10 @@ from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
 from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline as OurVideo15Pipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.errors import ConfigError
+from unirl.types.media import Texts
 
-from .families.kit import families, stock_of
+from .families.hunyuan_video15 import first_frames
+from .families.kit import families, load, stock_of
 
 PROMPTS = [
     "a sign",
@@ -100,3 +104,24 @@ def test_guidance_with_a_memory_is_refused_by_name(folders: dict[str, Path]) -> 
     kwargs = {"adaptive_projected_guidance_momentum": -0.5}
     with pytest.raises(ConfigError, match=r"adaptive_projected_guidance_momentum'\]: this guidance averages over all"):
         pipeline.latent_shape(families()["hunyuan_image21"].sampling(sampler_kwargs=kwargs))
+
+
+def test_a_picture_covers_the_size_as_the_stock_processor_makes_it() -> None:
+    processor = HunyuanVideo15ImageProcessor(do_resize=False)
+    pixels = torch.randint(0, 256, (3, 21, 34), generator=torch.Generator().manual_seed(0)) / 255
+    for height, width in ((16, 16), (12, 40), (40, 12), (21, 34)):
+        expected: Any = processor.resize(as_pil(pixels), height=height, width=width, resize_mode="crop")
+        found = covered(pixels, height, width)
+        assert found.shape == (3, height, width) and as_pil(found).tobytes() == expected.tobytes()
+
+
+def test_a_video_without_its_first_frame_is_refused(tmp_path: Path) -> None:
+    loaded = load("hunyuan_video15_i2v", tmp_path / "i2v")
+    params = loaded.family.sampling()
+    with pytest.raises(ConfigError, match=r"needs images in the slot 'image' of a request, which has none"):
+        loaded.ours.encode({"text": Texts(texts=["a cat"])}, params)
+    adapter: Any = loaded.ours.adapter
+    before = adapter.embedding_cache.statistics.num_misses
+    same = first_frames(1)["image"].select([0, 0])
+    loaded.ours.encode({"text": Texts(texts=["a cat", "a cat"]), "image": same}, params)
+    assert adapter.embedding_cache.statistics.num_misses - before == 1  # the image, once for both

@@ -3,11 +3,14 @@
 from typing import Any
 
 import diffusers
+import torch
 import transformers
 
-from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
-from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline
+from unirl.models.diffusers_pipeline.references import as_pil
+from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle, HunyuanVideo15ImageBundle
+from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15ImagePipeline, HunyuanVideo15Pipeline
 from unirl.models.hunyuan_video15.text import SYSTEM_PROMPT, TEMPLATE_TOKENS
+from unirl.types.media import Images, Primitive
 
 from ..tiny import t5_tokenizer
 from ..tiny_text import TEMPLATE
@@ -88,6 +91,28 @@ def tiny() -> Any:
     return pipeline_class(**shared_parts())
 
 
+def tiny_i2v() -> Any:
+    pipeline_class: Any = diffusers.HunyuanVideo15ImageToVideoPipeline
+    encoder = transformers.SiglipVisionModel(
+        transformers.SiglipVisionConfig(
+            hidden_size=12,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        )
+    )
+    extractor = transformers.SiglipImageProcessor(size={"height": 28, "width": 28})
+    return pipeline_class(**shared_parts(task_type="i2v"), image_encoder=encoder, feature_extractor=extractor)
+
+
+def first_frames(num_samples: int) -> dict[str, Primitive]:
+    """Of 8 bits. The stock pipeline finds 16 x 16 to be the size nearest in shape."""
+    generator = torch.Generator().manual_seed(0)
+    return {"image": Images(pixels=torch.randint(0, 256, (num_samples, 3, 24, 28), generator=generator) / 255)}
+
+
 def arrange(stock: Any, request: Request) -> None:
     """The guider's scale, and lengths that keep the reference quick: it pads everything to them."""
     stock.guider = diffusers.ClassifierFreeGuidance(guidance_scale=request.params.guidance_scale)
@@ -109,6 +134,14 @@ def call(request: Request) -> dict[str, Any]:
     }
 
 
+def call_i2v(request: Request) -> dict[str, Any]:
+    """The size follows from the image."""
+    image = request.inputs["image"]
+    assert isinstance(image, Images)
+    without_size = {name: value for name, value in call(request).items() if name not in ("height", "width")}
+    return {**without_size, "image": as_pil(image.pixels[0])}
+
+
 PARAMS: dict[str, Any] = {"num_frames": 5, "max_sequence_length": 64, "height": 16, "width": 16}
 
 FAMILIES = [
@@ -124,5 +157,19 @@ FAMILIES = [
         load_lora=load_lora_by_model,
         # The class's defaults are the released sizes.
         published=(Published("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", 8.3, {"transformer": {}}),),
+    ),
+    Family(
+        name="hunyuan_video15_i2v",
+        bundle=HunyuanVideo15ImageBundle,
+        pipeline=HunyuanVideo15ImagePipeline,
+        tiny=seeded(tiny_i2v),
+        params=PARAMS,
+        other_size={"num_frames": 9},
+        inputs=first_frames,
+        is_latent_batch=False,
+        call=call_i2v,
+        arrange=arrange,
+        load_lora=load_lora_by_model,
+        published=(Published("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v", 8.3, {"transformer": {}}),),
     ),
 ]

@@ -84,6 +84,18 @@ def resized(picture: Tensor, height: int, width: int) -> Tensor:
     return torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).view(height, width, 3).permute(2, 0, 1) / 255
 
 
+def covered(picture: Tensor, height: int, width: int) -> Tensor:
+    """A picture [3, H, W] resized, its shape kept, until it covers the size, and the middle of that."""
+    rows, columns = picture.shape[-2:]
+    if width * rows > columns * height:
+        columns, rows = width, rows * width // columns
+    else:
+        columns, rows = columns * height // rows, height
+    picture = resized(picture, rows, columns)
+    top, left = rows // 2 - height // 2, columns // 2 - width // 2
+    return picture[:, top : top + height, left : left + width]
+
+
 def as_pil(picture: Tensor) -> Image.Image:
     """A picture [3, H, W] in [0, 1], rounded to 8 bits."""
     return Image.fromarray((picture * 255).round().clamp(0, 255).byte().permute(1, 2, 0).cpu().numpy())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
-from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.hunyuan_video15.text import HunyuanVideo15TextEncoders
 from unirl.types.errors import ConfigError
 
 try:
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
     from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
-    from transformers import Qwen2_5_VLTextModel, T5EncoderModel
+    from transformers import Qwen2_5_VLTextModel, SiglipVisionModel, T5EncoderModel
 except ImportError as error:
     raise ImportError(
         "unirl.models.hunyuan_video15 needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
@@ -76,3 +78,22 @@ class HunyuanVideo15Bundle(DiffusersBundle):
                 f"the guider of {self.pretrained_model} is a {self.folder.class_of('guider')} with {other}; this "
                 f"family knows ClassifierFreeGuidance with {_PLAIN_GUIDER}. Edit guider/guider_config.json."
             )
+
+
+class HunyuanVideo15ImageBundle(HunyuanVideo15Bundle):
+    """A checkpoint that makes videos which begin with a given image, see `HunyuanVideo15Bundle`."""
+
+    pipeline_classes = ("HunyuanVideo15ImageToVideoPipeline",)
+    components = {
+        **HunyuanVideo15Bundle.components,
+        "image_encoder": frozen(SiglipVisionModel),
+        "feature_extractor": processor(),
+    }
+    reads_media = True
+    needs_media = True
+
+    def make_text(
+        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
+    ) -> TextEncoders:  # Any: models and tokenizers of transformers
+        """Prompts alone; images have a processor of their own."""
+        return super().make_text(encoders, {name: processors[name] for name in ("tokenizer", "tokenizer_2")})
