@@ -41,7 +41,6 @@ class SD3Adapter(TextConditionedAdapter[SD3Bundle]):
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         """Velocity [R, C, h, w] of the transformer, fed 1000 sigma."""
-        del params
         text = require_condition(conditions, "text", TextEmbedCondition)
         transformer = self.bundle.transformer
         # The first weight, not `transformer.dtype`: adapters in another dtype may follow it.
@@ -51,8 +50,15 @@ class SD3Adapter(TextConditionedAdapter[SD3Bundle]):
             timestep=sigma_R * TIMESTEPS_PER_SIGMA,
             encoder_hidden_states=text.embeds.to(x_R.device, dtype),
             pooled_projections=None if text.pooled is None else text.pooled.to(x_R.device, dtype),
+            block_controlnet_hidden_states=self.control(x_R, sigma_R, conditions, params),
             return_dict=False,
         )[0]
+
+    def control(
+        self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams
+    ) -> list[Tensor] | None:
+        """What is added to the hidden states of the blocks; None for nothing."""
+        del x_R, sigma_R, conditions, params
 
     def to_vae(self, latents: Tensor) -> Tensor:
         """Scaled and shifted back."""
