@@ -31,6 +31,15 @@ def test_the_function_gets_pictures_prompts_metadata_and_keywords(make_request):
     assert seen[1] == ((2, 3, 16, 16), ["prompt 4", "prompt 5"], [{"row": 4}, {"row": 5}])
 
 
+def test_media_kept_as_bytes_are_scored_as_the_floats_they_stand_for(make_request):
+    request = make_request()
+    (slot, media) = next(iter(request.generated.items()))
+    kept = request.replace(generated={slot: media.in_bytes()})
+    expected = FunctionRewardScorer(brightness).score(kept.in_floats()).rewards
+    assert torch.equal(FunctionRewardScorer(brightness).score(kept).rewards, expected)
+    assert (expected - FunctionRewardScorer(brightness).score(request).rewards).abs().max() < 1 / 255
+
+
 def test_a_dotted_path_and_the_callable_give_the_same(make_request, tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def brightness(images, prompts, metadata):\n    return images.mean((1, 2, 3))\n"

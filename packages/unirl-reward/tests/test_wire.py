@@ -175,6 +175,9 @@ def test_pixels_that_bytes_would_round_travel_as_floats_unless_rounding_is_meant
     assert torch.equal(arrived.pixels, pixels) and not arrived.primitives
     with pytest.raises(ContractError, match="would round its float32 pixels"):
         encode_json(samples_of(request), ["r"])
+    kept = samples_of(request.replace(generated={"image": Images(pixels=pixels).in_bytes()}))
+    kept = request_of(decode_json(encode_json(kept, ["r"]), LIMITS).samples)
+    assert np.array_equal(to_bytes(kept.pixels), to_bytes(pixels))
     rounded = samples_of(request, pixels="uint8")
     for call in (decode_json(encode_json(rounded, ["r"]), LIMITS), decode_binary(binary(rounded, ["r"]), LIMITS)):
         assert np.array_equal(to_bytes(request_of(call.samples).pixels), to_bytes(pixels))

@@ -36,6 +36,14 @@ def test_a_response_echoes_the_request_and_carries_versions_and_parameters():
     assert track.decoded.pixels.shape == (4, *SHAPE)
 
 
+def test_media_may_be_kept_as_bytes():
+    floats, kept = (engine(media_bits=bits).generate(request()).root_track().decoded for bits in (32, 8))
+    assert floats.pixels.dtype == torch.float32 and kept.pixels.dtype == torch.uint8
+    assert (kept.in_floats().pixels - floats.pixels).abs().max() <= 0.5 / 255 + 1e-6
+    with pytest.raises(ConfigError, match=r"engine.media_bits = 16 must be one of \(8, 32\)"):
+        engine(media_bits=16)
+
+
 def test_samples_do_not_depend_on_how_they_are_batched():
     whole = engine(forward_batch_size=4).generate(request()).root_track().segment
     pieces = engine(forward_batch_size=3).generate(request()).root_track().segment

@@ -389,8 +389,8 @@ def test_gradients_flow_through_selection_and_joining():
             lambda: Videos.pack(frames=[torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 3)]),
             r"past dimension 0: \['\[1, 2, 2\]', '\[1, 2, 3\]'\]",
         ),
-        (lambda: Images(pixels=torch.zeros(3, 2, 2)), r"float \[B, C, H, W\], got torch.float32 \(3, 2, 2\)"),
-        (lambda: Images(pixels=torch.zeros(1, 3, 2, 2, dtype=torch.uint8)), "got torch.uint8"),
+        (lambda: Images(pixels=torch.zeros(3, 2, 2)), r"float or uint8 \[B, C, H, W\], got torch.float32 \(3, 2, 2\)"),
+        (lambda: Images(pixels=torch.zeros(1, 3, 2, 2, dtype=torch.int32)), "float or uint8 .*, got torch.int32"),
         (lambda: Audios.pack(waveform=[torch.zeros(1, 2, 3)]), r"\[sum L\] or \[sum L, C\]"),
         (lambda: Images.from_list([]), "empty list of images"),
         (lambda: Images.from_list([torch.zeros(3, 2, 2), torch.zeros(3, 2, 4)]), r"\(3, 2, 2\), \(3, 2, 4\).*pad=True"),
@@ -535,3 +535,15 @@ def test_tokens_pad_to_the_longest():
 def test_images_of_different_sizes_pad_right_and_bottom_when_asked():
     padded = Images.from_list([torch.ones(1, 1, 2), torch.ones(1, 2, 1)], pad=True)
     assert padded.pixels.tolist() == [[[[1, 1], [0, 0]]], [[[1, 0], [1, 0]]]]
+
+
+def test_pixels_in_bytes_are_rounded_once_and_come_back_as_the_nearest_floats():
+    pixels = torch.linspace(-0.1, 1.1, 48).reshape(4, 3, 2, 2)
+    for media in (Images(pixels=pixels), Videos.pack(frames=[pixels[:1], pixels[1:]], fps=8.0)):
+        kept = media.in_bytes()
+        assert same_value(kept.in_bytes(), kept) and same_value(media.in_floats(), media)
+        back = kept.in_floats()
+        found = back.pixels if isinstance(back, Images) else back.frames
+        assert found.dtype == torch.float32
+        assert float((found - pixels.clamp(0, 1)).abs().max()) <= 0.5 / 255 + 1e-6
+        assert same_value(back.in_bytes(), kept)

@@ -227,7 +227,7 @@ class LocalScorer(ABC):
         """Write values and errors of `rows`, one batch, which `chosen` holds."""
         ids = [request.sample_ids[row] for row in rows]
         try:
-            scored = self.score_batch(chosen.to(self.device))
+            scored = self.score_batch(chosen.to(self.device).in_floats())
             reasons = list(scored.reasons) if isinstance(scored, Scored) else [None] * len(rows)
             named = self._named(scored.values if isinstance(scored, Scored) else scored, len(rows))
             found = {key: value.detach().to("cpu", torch.float32) for key, value in named.items()}

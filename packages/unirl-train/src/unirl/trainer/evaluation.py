@@ -19,7 +19,7 @@ from unirl.trainer.request import build_request
 from unirl.trainer.roles import DiffusionEngineRole, EngineRole, RewardRole
 from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError, RewardError
-from unirl.types.media import Images, Texts, Videos
+from unirl.types.media import Images, Texts, Videos, pixel_bytes, pixel_floats
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -218,9 +218,9 @@ def take_images(resp: RolloutResp, track: str, count: int) -> Tensor:
         case None:
             return torch.empty(0)
         case Images():
-            return decoded.pixels[:count].cpu().contiguous()
+            return pixel_floats(decoded.pixels[:count]).cpu().contiguous()
         case Videos():
-            return torch.stack([strip(frames.cpu()) for frames in _first_videos(decoded, count)])
+            return torch.stack([strip(pixel_floats(frames).cpu()) for frames in _first_videos(decoded, count)])
         case other:
             raise ContractError(f"track {track!r} holds {type(other).__name__}, which a grid of images cannot show")
 
@@ -231,7 +231,7 @@ def take_videos(resp: RolloutResp, track: str, count: int) -> tuple[list[Tensor]
     decoded = resp.tracks[track].decoded
     if not isinstance(decoded, Videos):
         return [], None
-    videos = [video.clamp(0, 1).mul(255).round().byte().cpu() for video in _first_videos(decoded, count)]
+    videos = [pixel_bytes(video).cpu() for video in _first_videos(decoded, count)]
     return videos, decoded.fps
 
 

@@ -1,6 +1,7 @@
 """What goes in and comes out of a model: texts, images, videos, audio, embeddings.
 
-Pixels are float in [0, 1], channels first. Legend: B samples, C channels, T frames, H W pixels, L waveform samples.
+Pixels are float in [0, 1], channels first; of what a model made also uint8, a quarter of the memory.
+Legend: B samples, C channels, T frames, H W pixels, L waveform samples.
 """
 
 from __future__ import annotations
@@ -26,9 +27,20 @@ class Modality(Enum):
     MULTIMODAL = "multimodal"
 
 
-def _check_media(tensor: Tensor, name: str, layout: str, ndims: tuple[int, ...]) -> None:
-    if tensor.ndim not in ndims or not tensor.is_floating_point():
-        raise ContractError(f"{name} must be float {layout}, got {tensor.dtype} {tuple(tensor.shape)}")
+def _check_media(tensor: Tensor, name: str, layout: str, ndims: tuple[int, ...], *, has_bytes: bool = False) -> None:
+    if tensor.ndim not in ndims or not (tensor.is_floating_point() or (has_bytes and tensor.dtype == torch.uint8)):
+        kinds = "float or uint8" if has_bytes else "float"
+        raise ContractError(f"{name} must be {kinds} {layout}, got {tensor.dtype} {tuple(tensor.shape)}")
+
+
+def pixel_bytes(pixels: Tensor) -> Tensor:
+    """Pixels rounded to uint8; floats outside [0, 1] are cut."""
+    return pixels if pixels.dtype == torch.uint8 else (pixels.clamp(0, 1) * 255).round().byte()
+
+
+def pixel_floats(pixels: Tensor) -> Tensor:
+    """Pixels in [0, 1]; of uint8 the value / 255 in float32, floats as they are."""
+    return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,11 +55,19 @@ class Images(Batch):
     """A batch of images of one size."""
 
     pixels: Tensor = per_sample()
-    """[B, C, H, W], float in [0, 1]."""
+    """[B, C, H, W], float in [0, 1] or uint8."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_media(self.pixels, "Images.pixels", "[B, C, H, W]", (4,))
+        _check_media(self.pixels, "Images.pixels", "[B, C, H, W]", (4,), has_bytes=True)
+
+    def in_bytes(self) -> Self:
+        """The same, rounded to uint8."""
+        return self.replace(pixels=pixel_bytes(self.pixels))
+
+    def in_floats(self) -> Self:
+        """The same in [0, 1]."""
+        return self.replace(pixels=pixel_floats(self.pixels))
 
     @classmethod
     def from_list(cls, images: list[Tensor], *, pad: bool = False) -> Self:
@@ -92,7 +112,7 @@ class Videos(Batch):
     """A batch of videos, frames of all samples end to end. Build with `Videos.pack(frames=[[T, C, H, W], ...])`."""
 
     frames: Tensor = packed()
-    """[sum T, C, H, W], float in [0, 1]."""
+    """[sum T, C, H, W], float in [0, 1] or uint8."""
     fps: float | None = shared(default=None)
     """Frames per second."""
     audio: Audios | None = per_sample(default=None)
@@ -100,7 +120,15 @@ class Videos(Batch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_media(self.frames, "Videos.frames", "[sum T, C, H, W]", (4,))
+        _check_media(self.frames, "Videos.frames", "[sum T, C, H, W]", (4,), has_bytes=True)
+
+    def in_bytes(self) -> Self:
+        """The same, rounded to uint8."""
+        return self.replace(frames=pixel_bytes(self.frames))
+
+    def in_floats(self) -> Self:
+        """The same in [0, 1]."""
+        return self.replace(frames=pixel_floats(self.frames))
 
 
 @dataclass(kw_only=True, eq=False)

@@ -39,13 +39,20 @@ class RewardRequest(Batch):
             raise ContractError(f"this request has no text input; it has {sorted(self.primitives)}")
         return texts.texts
 
+    def in_floats(self) -> Self:
+        """The same with generated images and videos in [0, 1]."""
+        media = self.generated.items()
+        return self.replace(
+            generated={slot: each.in_floats() if isinstance(each, (Images, Videos)) else each for slot, each in media}
+        )
+
     @property
     def sources(self) -> list[list[Tensor]]:
         """The images [C, H, W] that each sample was given, as many as it brings. Raises ConfigError where the request
         has none."""
         images = self.primitives.get("image")
         if isinstance(images, Images):
-            return [[pixels] for pixels in images.pixels]
+            return [[pixels] for pixels in images.in_floats().pixels]
         if isinstance(images, ImageLists):
             return images.images
         raise ConfigError(

@@ -212,7 +212,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     def encode_media(self, media: Images | Videos) -> Tensor:
         """Latents float32 of media, `decode_batch_size` at a time: the mode of the posterior, normalised as the
         transformer is trained on. Raises ConfigError for media of another kind or videos of different lengths."""
-        pixels = self._pixels(media)
+        pixels = self._pixels(media.in_floats() if isinstance(media, (Images, Videos)) else media)
         vae = self.bundle.vae
         latents = []
         for part in pixels.split(self.decode_batch_size):

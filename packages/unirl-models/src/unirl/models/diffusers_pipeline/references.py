@@ -37,7 +37,7 @@ def pictures_of(
     if media is None and fewest == 0:
         return None
     if isinstance(media, Images):
-        samples = [[picture] for picture in media.pixels]
+        samples = [[picture] for picture in media.in_floats().pixels]
     elif isinstance(media, ImageLists):
         samples = media.images
     else:

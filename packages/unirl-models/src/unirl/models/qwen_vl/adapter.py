@@ -55,7 +55,7 @@ class QwenVLAdapter(TextAdapter):
         if images is None:
             return super().encode(primitives, params)
         if isinstance(images, Images):
-            pictures = [[pixels] for pixels in images.pixels]
+            pictures = [[pixels] for pixels in images.in_floats().pixels]
         elif isinstance(images, ImageLists):
             pictures = images.images
         else:

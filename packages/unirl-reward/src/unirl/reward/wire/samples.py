@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unirl.reward.local.pixels import RANGE_TOLERANCE
 from unirl.types.errors import ContractError, DataError
-from unirl.types.media import Images, Primitive, Texts, Videos
+from unirl.types.media import Images, Primitive, Texts, Videos, pixel_floats
 from unirl.types.reward import RewardRequest
 
 Kind = Literal["image", "video", "text"]
@@ -162,7 +162,7 @@ def _arrays(media: list[Tensor], ids: list[str], pixels: Pixels) -> list[np.ndar
     """[..., 3, H, W] -> [..., H, W, 3]. One sample at a time, so that the extra memory stays small."""
     found = []
     for name, value in zip(ids, media, strict=True):
-        value = value.detach().to("cpu", torch.float32)
+        value = pixel_floats(value.detach()).to("cpu", torch.float32)
         if value.shape[-3] != 3:
             raise ContractError(f"sample {name}: media must have 3 channels, got {tuple(value.shape)}")
         low, high = (value.min().item(), value.max().item()) if value.numel() else (math.nan, math.nan)

@@ -35,7 +35,7 @@ def data_uris(images: Primitive) -> list[list[str]]:
     """Images, one a sample, or ImageLists in 8 bits, as the adapters of the models round them. Equal tensors are
     encoded once. Raises ConfigError for anything else."""
     if isinstance(images, Images):
-        samples = [[pixels] for pixels in images.pixels]
+        samples = [[pixels] for pixels in images.in_floats().pixels]
     elif isinstance(images, ImageLists):
         samples = images.images
     else:

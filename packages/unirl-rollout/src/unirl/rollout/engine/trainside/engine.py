@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Literal, get_args
 
 import torch
 
@@ -18,11 +19,14 @@ from unirl.rollout.checks import (
 from unirl.rollout.engine.base import BaseDiffusionEngine
 from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.errors import ConfigError
 from unirl.types.media import Texts
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
+
+MediaBits = Literal[8, 32]
 
 
 @bounded("engine")
@@ -32,6 +36,8 @@ class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
     forward_batch_size: samples denoised together; the memory knob of the rollout. Where it equals the training
         micro-batch, replay one step at a time is bit-exact.
     policies: the backend, when rollouts may be asked for under a named copy of the weights.
+    media_bits: 8 keeps what was made as uint8 until it is scored, a quarter of the memory: rewards then see pixels
+        rounded to 1 / 255. 32 keeps float32.
     drop_text_encoders: encode every prompt of the run before it starts, then free the encoders.
     dump_dir: where requests and responses are written as safetensors, one file a rollout and rank; None writes none.
     """
@@ -44,6 +50,7 @@ class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
         forward_batch_size: PositiveInt,
         device: str = "cpu",
         rank: int = 0,
+        media_bits: MediaBits = 32,
         drop_text_encoders: bool = False,
         dump_dir: str | None = None,
         track: str = "image",
@@ -51,6 +58,9 @@ class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
         super().__init__(policies, forward_batch_size=forward_batch_size, rank=rank, dump_dir=dump_dir)
         self._pipeline = pipeline
         self._device = torch.device(device)
+        if media_bits not in get_args(MediaBits):
+            raise ConfigError(f"engine.media_bits = {media_bits!r} must be one of {get_args(MediaBits)}")
+        self._media_bits = media_bits
         self._drops_text_encoders = drop_text_encoders
         self._track = track
 
@@ -98,6 +108,7 @@ class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
         segment = segment.replace(params=params)
         verify_segment(segment, sigmas, params)
         decoded = self._pipeline.decode(segment.clean_latents, params)
+        decoded = decoded.in_bytes() if self._media_bits == 8 else decoded
         track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
         track.policy_versions = self._versions(req.batch_size)
         return RolloutResp(tracks={self._track: track})
