@@ -11,7 +11,7 @@ import torch
 from family_steps import expert_gradients, kit
 from torch import Tensor
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 
 ranks_of_train: Any = importlib.import_module("ranks")
 NAME = "wan22_t2v"

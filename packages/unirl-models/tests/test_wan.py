@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+from torch import Tensor
 
+from unirl.models.experts import routed
 from unirl.models.wan.adapter import WanAdapter
 from unirl.models.wan.bundle import WanBundle, WanImageBundle
 from unirl.models.wan.image_adapter import WanImageAdapter
@@ -75,6 +78,24 @@ def test_the_experts_see_their_own_rows_and_a_wrong_row_changes_nothing(folders:
     first, second = adapter.bundle.trainable_modules().values()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in second.parameters())
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in first.parameters())
+
+
+def test_every_rank_is_asked_about_an_expert_before_it_runs() -> None:
+    """A rank that ran first would gather shards while the others wait to be asked."""
+    events: list[str] = []
+
+    def expert(name: str, rows: list[int], x: Tensor, sigma: Tensor, step: Tensor) -> Tensor:
+        events.append(f"{name} {rows}")
+        return x
+
+    def any_rank(is_mine: bool) -> bool:
+        events.append(f"asked {is_mine}")
+        return True  # another rank has rows for it
+
+    velocity = routed([partial(expert, "high"), partial(expert, "low")], lambda sigma: (sigma < 0.5).long(), any_rank)
+    x = torch.ones(2, 1)
+    assert torch.equal(velocity(x, torch.tensor([1.0, 0.9]), torch.zeros(2)), x)
+    assert events == ["asked True", "high [0, 1]", "asked False", "low [0]"]
 
 
 def test_the_second_scale_is_the_first_where_none_is_given(folders: Path) -> None:
