@@ -161,3 +161,34 @@ def test_shipped_prompt_files_are_the_split(tmp_path: Path) -> None:
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         assert len({row["prompt_id"] for row in rows}) == len(rows)
         assert all(row["metadata"]["category"] == parse_prompt(row["prompt"]).category for row in rows)
+
+
+def test_shipped_checkpoint_is_small() -> None:
+    files = [path for path in (FOLDER / "checkpoint").rglob("*") if path.is_file()]
+    assert 1e6 < sum(path.stat().st_size for path in files) <= 6e6
+
+
+def test_a_stock_pipeline_draws_with_the_shipped_checkpoint_far_above_chance() -> None:
+    from diffusers import WanPipeline
+
+    from unirl.worlds.moves.text import TOKENS
+
+    pipeline = WanPipeline.from_pretrained(str(FOLDER / "checkpoint"))
+    pipeline.set_progress_bar_config(disable=True)
+    prompts = world.split_prompts()[1] * 4
+    videos = pipeline(
+        prompts,
+        num_inference_steps=6,
+        guidance_scale=1.0,
+        height=32,
+        width=32,
+        num_frames=world.NUM_FRAMES,
+        max_sequence_length=TOKENS,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+    ).frames
+    strict, _ = score_moves(list(videos.float()), prompts)
+    shuffled, _ = score_moves(list(videos.float()), prompts[7:] + prompts[:7])
+    # Binomial error over 116 samples is 0.04; a video drawn for another prompt hardly ever passes.
+    assert strict.mean() > 0.15
+    assert shuffled.mean() < 0.05
