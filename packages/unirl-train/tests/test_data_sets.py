@@ -593,6 +593,8 @@ def hub(tmp_path):
 
 def fetch(name, folder, endpoint, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub-cache")}
+    # Other tests of the process may have said that there is no hub.
+    environment.pop("HF_HUB_OFFLINE", None)
     environment = {key: value for key, value in environment.items() if not key.lower().endswith("_proxy")}
     return subprocess.run(
         [sys.executable, "-c", FETCH, name, str(folder)], env=environment, capture_output=True, text=True, timeout=120

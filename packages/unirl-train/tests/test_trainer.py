@@ -661,7 +661,7 @@ def test_every_metric_is_listed_in_the_documentation(tmp_path: Path, kind: Any, 
     assert [name for name in sorted(names) if not any(pattern.fullmatch(name) for pattern in patterns)] == []
 
 
-def as_video(self: FieldPipeline, latents: Tensor) -> Videos:
+def as_video(self: FieldPipeline, latents: Tensor, params: object) -> Videos:
     """Eight frames that fade in, 16 x 16 pixels."""
     pixels = torch.nn.functional.interpolate(latents.sigmoid(), size=(16, 16))
     return Videos.pack(frames=[torch.linspace(0, 1, 8)[:, None, None, None] * one for one in pixels], fps=4.0)

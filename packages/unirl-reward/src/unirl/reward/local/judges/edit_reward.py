@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.judges.judge import Judge, Question, pictures_of, sources_of
 from unirl.reward.local.judges.rated import RatedScorer, Ratings, Scale
-from unirl.types.bounds import PositiveInt
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.reward import RewardRequest
 
 _QUESTION = """The first picture is the original, the second one an edit of it after this instruction:
@@ -23,6 +23,7 @@ Instruction Following: <rating>
 Visual Quality: <rating>"""
 
 
+@bounded("scorer")
 class EditRewardScorer(RatedScorer):
     """Weighted sum of the ratings edit_following and edit_quality, each 1 to 4; by default their mean.
 
@@ -43,7 +44,7 @@ class EditRewardScorer(RatedScorer):
         judge: Judge,
         component_weights: Mapping[str, float] | None = None,
         ratings: Ratings = "written",
-        max_tokens: int = 64,
+        max_tokens: PositiveInt = 64,
         device: str = "cpu",
         name: str = "edit_reward",
         batch_size: PositiveInt = 8,

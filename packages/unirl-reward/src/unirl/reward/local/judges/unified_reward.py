@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.judges.judge import Judge, Question, pictures_of
 from unirl.reward.local.judges.rated import RatedScorer, Ratings, Scale
-from unirl.types.bounds import PositiveInt
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -29,6 +29,7 @@ Style Score (1-5): Z
 Text Caption: [{prompt}]"""
 
 
+@bounded("scorer")
 class UnifiedRewardScorer(RatedScorer):
     """Weighted sum of the ratings alignment, coherence and style, each 1 to 5; by default their mean.
 
@@ -53,7 +54,7 @@ class UnifiedRewardScorer(RatedScorer):
         normalise: bool = False,
         ratings: Ratings = "written",
         instruction: str = _QUESTION,
-        max_tokens: int = 1024,
+        max_tokens: PositiveInt = 1024,
         device: str = "cpu",
         name: str = "unified_reward",
         batch_size: PositiveInt = 8,

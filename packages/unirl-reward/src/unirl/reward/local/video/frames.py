@@ -17,7 +17,7 @@ from unirl.reward.catalog import CATALOG
 from unirl.reward.local.images.pickscore import PickScoreRewardScorer
 from unirl.reward.local.judges.judge import spread
 from unirl.reward.local.pixels import check_pixels
-from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.bounds import NonNegative, PositiveInt, bounded
 from unirl.types.errors import ContractError
 from unirl.types.media import Images, Videos
 from unirl.types.reward import RewardRequest
@@ -44,8 +44,8 @@ class FrameScorer(LocalScorer):
         *,
         scorer: LocalScorer,
         num_frames: PositiveInt = 8,
-        frames_weight: float = FRAMES,
-        consistency_weight: float = CONSISTENCY,
+        frames_weight: NonNegative = FRAMES,
+        consistency_weight: NonNegative = CONSISTENCY,
         name: str = "video",
         batch_size: PositiveInt = 4,
     ) -> None:
