@@ -2,11 +2,38 @@
 
 import os
 import shutil
+import sys
+from collections.abc import Generator
+from types import ModuleType
 
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("unirl", deadline=None)  # a busy machine is not a failure
+# The tests start some hundred processes that import torch: compiled modules on the disk halve the start of each.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Before anything imports the hub's client, which reads it once: no test fetches anything.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Before anything imports Ray: under `uv run` it would otherwise build an environment for its workers, and its own
+# timeouts take processes that start slowly beside others for dead.
+for _name, _value in {
+    "ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "USAGE_STATS_ENABLED": "0",
+    "memory_monitor_refresh_ms": "0",
+    "worker_register_timeout_seconds": "600",
+    "agent_register_timeout_ms": "600000",
+    "gcs_server_port_wait_time_s": "300",
+    "gcs_server_request_timeout_seconds": "300",
+    "health_check_timeout_ms": "120000",
+}.items():
+    os.environ.setdefault(f"RAY_{_name}", _value)
+
+# A busy machine is not a failure, and every run draws the same examples, so that a failure comes back. New ones:
+# `uv run pytest --hypothesis-profile explore`.
+hypothesis.settings.register_profile("unirl", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("explore", deadline=None, derandomize=False, max_examples=1000)
 hypothesis.settings.load_profile("unirl")
 
 
@@ -19,6 +46,15 @@ def uv() -> str:
     return found
 
 
+@pytest.fixture(scope="session")
+def ray_of_two_cores() -> Generator[ModuleType]:
+    """A local Ray with two cores, shared by the session: starting one takes longer than the tests."""
+    ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
+    yield ray
+    ray.shutdown()
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Spread the whole suite over two processes, a file at a time; what is named on the command line runs in one."""
@@ -26,3 +62,4 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if is_whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses = min(2, os.cpu_count() or 1)
         config.option.dist = "loadfile"
+        config.option.loadscopereorder = False  # which would leave the few long tests of tests/e2e to the end

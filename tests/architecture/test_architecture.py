@@ -73,7 +73,7 @@ def test_every_package_has_its_files():
 
 def test_no_file_names_a_folder_of_one_machine():
     listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     if listed.returncode:
         pytest.skip("not a git checkout")
@@ -96,12 +96,12 @@ for own, optional in (("unirl.types", ()), ("unirl.sde", ("diffusers_scheduler",
     for name in sorted(set(sys.modules) - before):
         top = name.partition(".")[0]
         is_own = name == "unirl" or name == own or name.startswith(own + ".")
-        if not is_own and top not in allowed and top not in ("torch", "numpy", "torchgen", "sympy", "mpmath"):
+        if not is_own and top not in allowed and top not in ("torch", "numpy", "xxhash", "torchgen", "sympy", "mpmath"):
             failed.append(f"{own} imports {name}")
     before = set(sys.modules)
 sys.exit("; ".join(failed) or 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""What makes a recipe on the shapes world small enough for a test."""
+"""What makes a recipe on the shapes world, in two stages or of a unified model, small enough for a test."""
 
 SMALL = [
     "batch_size=4",
@@ -11,4 +11,38 @@ SMALL = [
     "eval.num_images=4",
     "guardrails.action=off",
     "save.interval=1",
+]
+
+SMALL_STAGES = [
+    "batch_size=2",
+    "num_rollouts=2",
+    "policies.writer.sampling.samples_per_prompt=2",
+    "policies.painter.sampling.samples_per_prompt=2",
+    "policies.painter.sampling.num_inference_steps=2",
+    "policies.painter.algorithm.num_timesteps=1",
+    "policies.painter.stack.num_updates_per_batch=2",
+    "eval.num_samples=4",
+    "eval.num_inference_steps=2",
+    "eval.interval=0",
+    "save.interval=1",
+    "media_interval=1",
+    "guardrails.action=off",
+]
+
+SMALL_UNIFIED = [
+    "batch_size=2",
+    "num_rollouts=2",
+    "sampling.ar.samples_per_prompt=2",
+    "sampling.diffusion.samples_per_prompt=4",
+    "sampling.diffusion.num_inference_steps=2",
+    "algorithms.image.num_timesteps=1",
+    "stack.num_updates_per_batch=2",
+    "engine.text_batch_size=4",
+    "engine.forward_batch_size=4",
+    "eval.num_samples=4",
+    "eval.num_inference_steps=2",
+    "eval.interval=0",
+    "save.interval=1",
+    "media_interval=1",
+    "guardrails.action=off",
 ]

@@ -26,7 +26,8 @@ def test_a_report_has_seconds_and_operations_of_every_phase(name, words, samplin
     assert sampling <= report["geometry"]["sampling"].keys()
     for phase in ("rollout", "train"):
         found = report["phases"][phase]
-        assert found["device_s"] == pytest.approx(found["cpu_s"], abs=0.05) and found["peak_device_bytes"] is None
+        # The device is the CPU, and its clock is read inside of the phase's.
+        assert 0.5 * found["cpu_s"] < found["device_s"] <= found["cpu_s"] and found["peak_device_bytes"] is None
         assert found["device_s"] > 0 and found["flops"] > 1e6 and 0 < found["gemm_fraction"] < 1
     ours, plain = (report["variants"][f"replay_{each}_device_s"] for each in variants)
     assert ours > 0 and plain > 0 and report["variants"]["replay_speedup"] > 0

@@ -8,7 +8,7 @@ from small import SMALL
 
 from unirl.app.main import main
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.matrix
 RECIPES = ["diffusion/sd3_shapes"]
 CHANGES = [word for word in SMALL if not word.startswith(("num_rollouts", "batch_size", "save."))]
 

@@ -32,14 +32,14 @@ def stock_images(pipeline, recipe, labels):
     params = evaluator.params
     steps = params.num_inference_steps
     req = build_request(
-        evaluator._rows,
+        evaluator.rows,
         params,
         sigmas=torch.zeros(steps + 1),
         latent_shape=(4, 8, 8),
         rollout_id=EVAL_ROLLOUT_ID,
     )
     noise = initial_noise(req.init_noise_group_ids, params.seed, (4, 8, 8))[: len(labels)]
-    assert evaluator.prompts[: len(labels)] == labels
+    assert [row.prompt for row in evaluator.rows][: len(labels)] == labels
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
         prompt=labels,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from small import SMALL as SMALL_RUN
+from small import SMALL_STAGES
 
 from unirl.app.command_line import VERBS
 from unirl.app.main import USER_ERROR, main
@@ -28,6 +29,7 @@ SMALL = [
     "eval.before=false",
     *(value for value in SMALL_RUN if not value.startswith("num_rollouts=")),
 ]
+SMALL_STAGES_RUN = ["num_rollouts=1", "eval.before=false", *SMALL_STAGES]
 SMALL_TEXTS = [value for value in SMALL if not value.startswith(("engine.", "eval.num_images"))]
 
 
@@ -69,7 +71,8 @@ class Guide:
         if argv and argv[0] in VERBS and argv[0] != "run":
             return argv
         given = {word.split("=")[0] for word in argv}
-        small = SMALL_TEXTS if any(word.startswith("llm/") for word in argv) else SMALL
+        kind = next((word.split("/")[0] for word in argv if "=" not in word), "")
+        small = {"llm": SMALL_TEXTS, "pe": SMALL_STAGES_RUN}.get(kind, SMALL)
         return [*argv, *(word for word in small if word.split("=")[0] not in given)]
 
     def expect(self, text: str) -> None:

@@ -15,7 +15,7 @@ from unirl.reward.worlds.shapes_scorer import ShapesRewardScorer
 from unirl.types.media import Images, Texts
 from unirl.types.reward import RewardRequest
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.matrix]
 
 SERVICE = """
 cluster: {ray_address: "%s"}

@@ -39,7 +39,7 @@ def on_two_workers(recipe, ray_of_two_cores, tmp_path_factory):
 
     recipes = {name: recipe(*words) for name, words in SHARED.items()}
     builder = functools.partial(build_all, recipes, str(tmp_path_factory.mktemp("workers")))
-    with RayRuntime(builder, num_devices=2) as workers:
+    with RayRuntime(builder, num_devices=2, start_timeout_s=600) as workers:
         yield lambda name: RecipeOf(workers, name)
 
 
@@ -85,11 +85,11 @@ def test_one_ray_worker_agrees_with_one_process(recipe, ray_of_two_cores, tmp_pa
     small = recipe(*SHARED["flowgrpo"])
     builder = functools.partial(build_with_probe, small, str(tmp_path))
     expected = one_step(small, LocalRuntime(builder), tmp_path)
-    assert_alike(one_step(small, RayRuntime(builder, num_devices=1), tmp_path), expected)
+    assert_alike(one_step(small, RayRuntime(builder, num_devices=1, start_timeout_s=600), tmp_path), expected)
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("name", ["flowgrpo", "online_dpo"])
+@pytest.mark.parametrize("name", ["flowgrpo", pytest.param("online_dpo", marks=pytest.mark.matrix)])
 def test_two_ray_workers_agree_with_one_process(name, recipe, on_two_workers, tmp_path):
     small = recipe(*SHARED[name])
     expected = one_step(small, LocalRuntime(functools.partial(build_with_probe, small, str(tmp_path))), tmp_path)
@@ -136,5 +136,6 @@ def test_async_rewards_train_alike_in_one_process(recipe, tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.matrix
 def test_async_rewards_train_alike_on_two_ray_workers(recipe, on_two_workers, tmp_path):
     compare(recipe, on_two_workers, tmp_path)

@@ -127,7 +127,7 @@ def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     path = Path(folder)
     store = dist.FileStore(str(path / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
     try:
         rows = slice(2 * rank, 2 * rank + 2)
         results: dict[str, Any] = {

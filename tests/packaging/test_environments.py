@@ -20,7 +20,7 @@ def locked(package):
 def declared(folder):
     """The same, as its pyproject.toml has them."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    for extra, texts in [(None, project["dependencies"]), *project.get("optional-dependencies", {}).items()]:
+    for extra, texts in [(None, project.get("dependencies", [])), *project.get("optional-dependencies", {}).items()]:
         for requirement in map(Requirement, texts):
             yield requirement.name, tuple(sorted(requirement.extras)), requirement.specifier, extra
 

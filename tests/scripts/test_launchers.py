@@ -19,7 +19,7 @@ def launched(script: Path, *words: str, **variables: str) -> subprocess.Complete
     """What the script says with these variables and no others."""
     environment = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "CUDA_VISIBLE_DEVICES": "", **variables}
     command = [str(script), *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def commands(script: Path, *words: str, **variables: str) -> list[list[str]]:

@@ -1,7 +1,9 @@
 """Replicas in this process, and samples for them."""
 
 import asyncio
+import contextlib
 import dataclasses
+import socket
 
 import numpy as np
 
@@ -86,6 +88,16 @@ def reward(name="r", **changes):
 
 def pool_of(make, *, timeout_s=20.0, **changes):
     return RewardPool(reward(**changes), make, Metrics().of("r"), timeout_s, first_backoff_s=0.0)
+
+
+@contextlib.contextmanager
+def held_port():
+    """A free port of 127.0.0.1 that nobody else is given meanwhile: it is bound and not listened on, and a server,
+    which may use an address again, can listen there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 async def until(condition):

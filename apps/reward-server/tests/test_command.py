@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from aiohttp.test_utils import unused_port
 
 from unirl.reward.client import RewardClient
 from unirl.reward.local.images.compressibility import JPEGCompressibilityScorer
@@ -27,7 +26,7 @@ from unirl.reward_server.replica import worker_command, worker_environment
 from unirl.types.media import Images, Texts
 from unirl.types.reward import RewardRequest
 
-from .fakes import reward, sample
+from .fakes import held_port, reward, sample
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 COMMAND = [sys.executable, "-c", "from unirl.reward_server.main import main; main()"]
@@ -36,19 +35,19 @@ SCORERS = {"shapes": ShapesRewardScorer(), "jpeg_compressibility": JPEGCompressi
 
 def opened(url, data=None, kind=JSON_TYPE):
     call = urllib.request.Request(url, data=data, headers={"Content-Type": kind})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(call, timeout=120) as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(call, timeout=600) as answer:
         return answer.read()
 
 
 class Running:
     """A server in a process; its log is read until it listens."""
 
-    def __init__(self, folder, config):
+    def __init__(self, folder, config, port):
         path = folder / "service.yaml"
         path.write_text(config)
-        self.url = f"http://127.0.0.1:{unused_port()}"
+        self.url = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
-            [*COMMAND, "--config", str(path), "--port", self.url.rpartition(":")[2]], stderr=subprocess.PIPE, text=True
+            [*COMMAND, "--config", str(path), "--port", str(port)], stderr=subprocess.PIPE, text=True
         )
         assert self.process.stderr is not None
         self.log = ""
@@ -65,7 +64,7 @@ class Running:
 
     def until(self, condition):
         """What the status says of the reward `shapes` once the condition holds."""
-        end = time.monotonic() + 120
+        end = time.monotonic() + 600
         while True:
             [shapes] = [each for each in self.status()["rewards"] if each["name"] == "shapes"]
             if condition(shapes):
@@ -86,10 +85,11 @@ class Running:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     [config] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    running = Running(tmp_path_factory.mktemp("server"), config)
-    yield running
-    running.process.terminate()
-    assert running.process.wait(timeout=120) == 0
+    with held_port() as port:
+        running = Running(tmp_path_factory.mktemp("server"), config, port)
+        yield running
+        running.process.terminate()
+        assert running.process.wait(timeout=600) == 0
     assert "Traceback" not in running.rest.result()
 
 
@@ -175,9 +175,9 @@ def test_a_scorer_that_cannot_be_built_ends_the_command_with_its_message(tmp_pat
     config = "rewards: [{name: a, scorer: jpeg_compressibility, num_gpus: 0, params: {qualty: 3}}]"
     path = tmp_path / "service.yaml"
     path.write_text(config)
-    done = subprocess.run(
-        [*COMMAND, "--config", str(path), "--port", str(unused_port())], capture_output=True, text=True, timeout=120
-    )
+    with held_port() as port:
+        command = [*COMMAND, "--config", str(path), "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and "reward-server: reward a: ConfigError: scorer unirl.reward." in done.stderr
     assert "unexpected keyword argument 'qualty'" in done.stderr
 
@@ -205,7 +205,7 @@ def test_a_worker_answers_several_tasks_at_a_time_and_ends_with_its_server():
             answers[task] = json.loads(bytes(content))
         assert answers[5] == [{"reward": 0.0, "strict": 0.0, "soft": 0.0}]
         assert "is not a sentence of the shapes world" in answers[6][0]
-    assert worker.wait(timeout=120) == 0
+    assert worker.wait(timeout=600) == 0
 
 
 def test_replicas_run_in_the_environment_that_their_reward_asks_for(monkeypatch):
@@ -237,5 +237,5 @@ def test_packages_of_a_reward_stand_before_those_of_the_server(uv, tmp_path, mon
     *interpreter, _, module = worker_command(settings)
     program = f"import iniconfig, {module}; print(iniconfig.origin)"
     environment = worker_environment(settings, []) | {"UV_OFFLINE": "1"}
-    done = subprocess.run([*interpreter, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*interpreter, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
     assert (done.stdout, done.returncode) == ("of the reward\n", 0), done.stderr

@@ -13,7 +13,6 @@ import time
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import unused_port
 
 from unirl.reward_server.app import CONNECTION_OPTIONS, RewardServer
 from unirl.reward_server.connections import NUM_RESERVED, connection_limit
@@ -21,7 +20,7 @@ from unirl.reward_server.logs import MAX_RECORDS, WINDOW_S, RateLimit
 from unirl.reward_server.settings import ServerSettings, Settings
 from unirl.types.errors import ConfigError
 
-from .fakes import Maker, reward, until
+from .fakes import Maker, held_port, reward, until
 from .test_app import JSON, TOKEN, body
 
 READY = b"GET /ready HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -38,19 +37,20 @@ def listening(test, *, token=None, **server):
     """Run `test(app, make, port)` against a server that accepts its connections as the command does."""
 
     async def run():
-        make, port = Maker(), unused_port()
+        make = Maker()
         app = RewardServer(Settings((reward(),), ServerSettings(**server)), token=token, make_replica=make)
         runner = web.AppRunner(app.application(), access_log=None, shutdown_timeout=0.1, **CONNECTION_OPTIONS)
         await runner.setup()
         assert runner.server is not None
         try:
-            async with app.connections.listening("127.0.0.1", port, runner.server):
-                await until(lambda: app.pools["r"].is_ready)
-                await test(app, make, port)
+            with held_port() as port:
+                async with app.connections.listening("127.0.0.1", port, runner.server):
+                    await until(lambda: app.pools["r"].is_ready)
+                    await test(app, make, port)
         finally:
             await runner.cleanup()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 async def opened(port, app, sent=b"", host="127.0.0.1"):
@@ -207,7 +207,7 @@ def many_files(num):
 def is_ready(port):
     """Whether /ready answers 200. A connection that is refused or answered otherwise counts as no."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as link:
+        with socket.create_connection(("127.0.0.1", port), timeout=600) as link:
             link.sendall(READY)
             return link.recv(100).startswith(b"HTTP/1.1 200 ")
     except OSError:
@@ -216,28 +216,26 @@ def is_ready(port):
 
 @pytest.mark.slow
 def test_two_thousand_slow_connections_neither_starve_readiness_nor_fill_the_log(tmp_path):
-    port, log = unused_port(), tmp_path / "log"
-    config = tmp_path / "service.yaml"
+    log, config = tmp_path / "log", tmp_path / "service.yaml"
     config.write_text("rewards: [{name: jpeg, scorer: jpeg_compressibility, num_gpus: 0}]")
-    with log.open("w") as stream:
+    with contextlib.ExitStack() as stack:
+        port, stream = stack.enter_context(held_port()), stack.enter_context(log.open("w"))
         server = subprocess.Popen(
             [sys.executable, "-c", ATTACKED, "--config", str(config), "--port", str(port)], stderr=stream
         )
-    try:
-        end = time.monotonic() + 120
+        stack.callback(server.wait)
+        stack.callback(server.kill)
+        end = time.monotonic() + 600
         while not is_ready(port):
             assert server.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.05)
         with many_files(4000), contextlib.ExitStack() as attackers:
             for num in range(1, 2001):
-                link = attackers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+                link = attackers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=600))
                 with contextlib.suppress(ConnectionError):  # it has made room for others already
                     link.sendall(UNFINISHED)
                 if num % 50 == 0:
                     assert is_ready(port), f"/ready did not answer beside {num} slow connections"
         server.send_signal(signal.SIGTERM)
         assert server.wait(120) == 0
-    finally:
-        server.kill()
-        server.wait()
     assert "serving" in log.read_text() and log.stat().st_size < 2**20

@@ -80,7 +80,7 @@ for _found in schema.get_all_operations():
 
 def raw(port, content, *, ends=False):
     """The status of what the server answers to these bytes; None where it hangs up. ends: nothing more follows."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as link, contextlib.suppress(ConnectionError):
+    with socket.create_connection(("127.0.0.1", port), timeout=600) as link, contextlib.suppress(ConnectionError):
         link.sendall(content)
         if ends:
             link.shutdown(socket.SHUT_WR)

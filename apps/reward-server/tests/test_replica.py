@@ -33,7 +33,7 @@ while True:
 @pytest.fixture
 def deaf_replica(monkeypatch):
     monkeypatch.setattr(replica_module, "worker_command", lambda _: [sys.executable, "-c", WORKER])
-    return lambda: ProcessReplica(reward(), [], start_timeout_s=60)
+    return lambda: ProcessReplica(reward(), [], start_timeout_s=120)
 
 
 def test_a_call_that_is_cancelled_while_its_samples_are_sent_leaves_whole_frames(deaf_replica):
@@ -54,7 +54,7 @@ def test_a_call_that_is_cancelled_while_its_samples_are_sent_leaves_whole_frames
         await replica.stop()
         return seen
 
-    first, *others = asyncio.run(asyncio.wait_for(run(), 60))
+    first, *others = asyncio.run(asyncio.wait_for(run(), 240))
     kind, task, num_bytes = first
     assert kind == "SCORE" and num_bytes > 3 * 1024**2 and sorted(each[0] for each in others) == ["CANCEL", "SCORE"]
     assert ["CANCEL", task, 0] in others
@@ -72,4 +72,4 @@ def test_stopping_a_replica_that_does_not_read_ends_the_calls_to_it(deaf_replica
         with pytest.raises(ReplicaDied):
             await replica.score([sample("after")])
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 240))

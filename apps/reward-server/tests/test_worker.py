@@ -5,7 +5,7 @@ import threading
 import torch
 
 from unirl.reward.base import LocalScorer
-from unirl.reward_server.worker import Judge
+from unirl.reward_server.worker import Judge, prepared
 
 from .fakes import sample
 
@@ -28,3 +28,19 @@ def test_a_sample_that_cannot_be_scored_is_one_short_line_of_the_log(caplog):
     line = record.getMessage()
     assert line.startswith("reward r: sample b INFO forged: AttributeError: of the client's text xxx")
     assert line.endswith("test_worker.py)") and "\n" not in line and len(line) < 800 and record.exc_info is None
+
+
+def test_a_keyword_that_a_base_does_not_take_is_final():
+    """ShapesRewardScorer hands its keywords on, so that its own signature takes any."""
+    target = "unirl.reward.worlds.shapes_scorer.ShapesRewardScorer"
+    start = {
+        "name": "a",
+        "target": target,
+        "params": {"soft_wait": 1},
+        "device": "cpu",
+        "num_cpus": 1,
+        "warm_up": False,
+    }
+    judge, told = prepared(start)
+    assert judge is None and told["is_final"] and told["kind"] == "ConfigError"
+    assert told["text"].startswith(f"scorer {target}: ") and "unexpected keyword argument 'soft_wait'" in told["text"]

@@ -175,12 +175,12 @@ class Bench:
 
     def timed(self, work: Callable[[list[list[int]]], int], prompts: list[list[int]]) -> Spent:
         """One call: wall seconds, CPU seconds of this process and of vLLM's, tokens."""
-        begin, cpu = time.perf_counter(), time.process_time() + _cpu_s(self.vllm._process.pid)
+        begin, cpu = time.perf_counter(), time.process_time() + _cpu_s(self.vllm.pids[0])
         num_tokens = work(prompts)
         if num_tokens != len(prompts) * self.params.max_new_tokens:
             raise ValueError(f"{num_tokens} tokens for {len(prompts)} prompts: a text ended early")
         spent = time.perf_counter() - begin
-        return Spent(spent, time.process_time() + _cpu_s(self.vllm._process.pid) - cpu, num_tokens)
+        return Spent(spent, time.process_time() + _cpu_s(self.vllm.pids[0]) - cpu, num_tokens)
 
     def generation(self, batches: list[int], length: int, repeats: int) -> list[str]:
         """Rows of the table of tokens per second."""

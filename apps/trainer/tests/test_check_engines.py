@@ -13,6 +13,7 @@ from unirl.types.recipe import Machine
 
 VLLM, SGLANG = "llm/qwen3_grpo_4b_base_dapo_vllm", "llm/qwen3_grpo_4b_base_dapo_sglang"
 SHAPES, REPLICA = "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes_replica"
+APART = ["runtime=ray", "num_devices=2", "+placement.train=0", "+placement.rollout=1"]
 LORA_SYNC = "sync._target_=unirl.distributed.weight_sync.lora.LoraWeightSync"
 
 OWN_ENGINE = """
@@ -38,6 +39,11 @@ def findings(name, *overrides):
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
+        (
+            "llm/qwen3_arithmetic_sglang",
+            ["parts/train=lora", "engine.max_lora_rank=8", LORA_SYNC],
+            "engine.max_lora_rank = 8, but SGLang's adapters need a GPU. Push whole weights",
+        ),
         (SHAPES, ["+residency.sleep_engine=true"], "residency.sleep_engine: true does nothing with device: cpu"),
         (
             SHAPES,
@@ -48,6 +54,36 @@ def findings(name, *overrides):
             SHAPES,
             ["device=cuda", "+residency.offload_weights=true"],
             "residency.offload_weights: true, but TrainsideRolloutEngine samples with the model that trains",
+        ),
+        (
+            SHAPES,
+            ["+bundle.vae_tile_pixels=32"],
+            "bundle.vae_tile_pixels = 32 cuts nothing of 32 x 32 pixels. Set it below 32, or null.",
+        ),
+        (
+            "diffusion/ltx2_t2v_flowgrpo",
+            ["+bundle.vae_tile_pixels=128", "sampling.height=512", "sampling.width=800"],
+            "bundle.vae_tile_pixels = 128 leaves a last tile of 32 of 512 pixels, too narrow for a decoder. Set it to",
+        ),
+        (
+            "diffusion/hunyuan_video15_i2v_nft",
+            ["+bundle.vae_tile_frames=10", "sampling.num_frames=33"],
+            "bundle.vae_tile_frames = 10 is not 4 k + 1 with k of 2 or more. The nearest that is: 9.",
+        ),
+        (
+            "diffusion/ltx2_t2v_flowgrpo",
+            ["+bundle.vae_tile_frames=33"],
+            "bundle.vae_tile_frames = 33 cuts nothing of 25 frames. Set it below, or null.",
+        ),
+        (
+            SHAPES,
+            ["+bundle.vae_tile_frames=9"],
+            "bundle.vae_tile_frames = 9 means nothing to a family of images, or of videos whose VAE works a few frames",
+        ),
+        (
+            SHAPES,
+            ["+engine.decode=false"],
+            "engine.decode: false leaves no pixels to score, which reward.scorers.shapes (ShapesRewardScorer) needs.",
         ),
         (
             VLLM,
@@ -85,6 +121,37 @@ def findings(name, *overrides):
             ["+engine.max_lora_rank=16"],
             "FullWeightSync pushes whole weights, but engine.max_lora_rank = 16. Set engine.max_lora_rank: null",
         ),
+        (VLLM, ["+sync.only_changed=true"], "sync.only_changed: true, but VLLMRolloutEngine takes whole pushes only."),
+        (
+            REPLICA,
+            ["+sync.transport=ipc"],
+            "sync.transport = ipc does nothing: ReplicaRolloutEngine is with what trains. Remove it",
+        ),
+        (
+            REPLICA,
+            ["cluster.transport=rdt"],
+            "cluster.transport = rdt does nothing with runtime: local. Set runtime: ray, or remove it.",
+        ),
+        (
+            REPLICA,
+            [*APART, "+cluster.transfer_queue.backend.storage_backend=MooncakeStore"],
+            "cluster.transfer_queue does nothing with cluster.transport = ray. Set transfer_queue, or remove it.",
+        ),
+        (
+            REPLICA,
+            ["+sync.transfer_dir=/dev/shm"],
+            "sync.transfer_dir does nothing with transport = ray. Set files, or remove it.",
+        ),
+        (
+            REPLICA,
+            [*APART, "num_devices=4", "+cluster.num_nodes=2", "+sync.transport=ipc"],
+            "sync.transport = ipc shares memory of one node, cluster.num_nodes = 2. Set nccl or ray.",
+        ),
+        (
+            REPLICA,
+            [*APART[:2], "device=cuda", "+placement.train=0-1", "+placement.rollout=1", "+sync.transport=nccl"],
+            "sync.transport = nccl needs GPUs of its own for each side, but devices [1] are shared. Set ipc",
+        ),
     ],
 )
 def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
@@ -101,6 +168,8 @@ def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
         (REPLICA, [LORA_SYNC, "parts/train=lora"]),
         (VLLM, ["+placement.train=0-31", "+placement.rollout=16-31"]),
         ("diffusion/sd3_shapes", ["device=cuda", "+residency.offload_optimizer=true"]),
+        (REPLICA, [*APART, "+sync.transport=ipc", "+sync.only_changed=true"]),
+        (REPLICA, [*APART, "+sync.transport=files", "+sync.transfer_dir=/dev/shm"]),
     ],
 )
 def test_what_moves_and_fits_passes(name, overrides):

@@ -1,6 +1,5 @@
 """Mistakes of preference recipes, each with its message before work starts."""
 
-import copy
 import json
 import re
 
@@ -13,7 +12,9 @@ from unirl.config.recipes import compose, resolve
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
 
-ONLINE, OFFLINE, AWM = (f"diffusion/sd3_shapes_{name}" for name in ("online_dpo", "dpo", "awm"))
+from .changed_recipes import changed
+
+ONLINE, OFFLINE, AWM, RAFT = (f"diffusion/sd3_shapes_{name}" for name in ("online_dpo", "dpo", "awm", "raft"))
 PLENTY = Machine(num_cpus=1024, num_gpus=1024)
 
 
@@ -21,22 +22,7 @@ PLENTY = Machine(num_cpus=1024, num_gpus=1024)
 def recipes():
     """The recipes of these tests, resolved once."""
     register_resolvers()
-    return {name: resolve(compose(name)) for name in (ONLINE, OFFLINE, AWM)}
-
-
-def changed(recipe, changes):
-    """A copy with dotted keys set; a value of ... deletes the key."""
-    recipe = copy.deepcopy(recipe)
-    for key, value in changes.items():
-        *path, last = key.split(".")
-        node = recipe
-        for part in path:
-            node = node[part]
-        if value is ...:
-            del node[last]
-        else:
-            node[last] = value
-    return recipe
+    return {name: resolve(compose(name)) for name in (ONLINE, OFFLINE, AWM, RAFT)}
 
 
 @pytest.mark.parametrize(
@@ -53,13 +39,13 @@ def changed(recipe, changes):
             "DiffusionDPO trains on 2 samples of a prompt, but sampling.samples_per_prompt = 8",
         ),
         (ONLINE, {"selection.best_of": 4}, "and selection.best_of = 4. Set selection.best_of: 2"),
-        (ONLINE, {"selection.drop_zero_variance": True}, "drop_zero_variance may part the pairs of DiffusionDPO"),
+        (ONLINE, {"selection.drop_zero_variance": True}, "drop_zero_variance may part the units of DiffusionDPO"),
         (ONLINE, {"stack.micro_batch_size": 7}, "stack.micro_batch_size = 7 must be a multiple of 2"),
         (ONLINE, {"algorithm.rows_per_forward": 5}, "algorithm.rows_per_forward = 5 must be a multiple of 2"),
         (
             OFFLINE,
             {"stack.num_updates_per_batch": 64, "batch_size": 32},
-            "batch_size = 32 pairs do not divide over num_devices * stack.num_updates_per_batch = 64",
+            "batch_size = 32 units do not divide over num_devices * stack.num_updates_per_batch = 64",
         ),
         (
             OFFLINE,
@@ -72,6 +58,17 @@ def changed(recipe, changes):
             "the engine takes the images of the data, but MultimodalRLDataSource brings none",
         ),
         (AWM, {"backend.ema": None}, "algorithm.ema_kl_coef = 2.0 needs a moving average of the weights"),
+        (
+            RAFT,
+            {"advantages": {"preset": "flow_grpo"}},
+            "WeightedMatching fine-tunes on its samples by weights of at least 0, which AdvantageConfig does not make",
+        ),
+        (
+            AWM,
+            {"advantages": {"_target_": "unirl.algorithms.sample_weights.SampleWeights", "kind": "best_of_n"}},
+            "SampleWeights makes weights of at least 0, under which AWM would raise the likelihood of every sample",
+        ),
+        (RAFT, {"advantages.num_best": 0}, "advantages.num_best = 0"),
         (AWM, {"algorithm.weighting": "snr"}, "algorithm.weighting = 'snr' must be one of 'uniform', 't'"),
     ],
 )

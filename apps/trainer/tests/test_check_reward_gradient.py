@@ -10,7 +10,7 @@ from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
 from unirl.types.errors import ConfigError
 
-METHODS = ("drtune", "refl", "draft", "draft_lv", "alignprop")
+METHODS = ("drtune", "refl", "draft", "draft_lv", "alignprop", "srpo")
 STRICT = {"_target_": "unirl.reward.worlds.shapes_scorer.ShapesRewardScorer"}
 SMOOTH = {"_target_": "unirl.reward.worlds.shapes_gradient.ShapesGradientScorer"}
 

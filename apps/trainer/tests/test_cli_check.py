@@ -27,6 +27,8 @@ from unirl.config.signatures import read_module, read_target
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
 
+from .changed_recipes import changed
+
 RECIPES = list(available())
 PLENTY = Machine(num_cpus=1024, num_gpus=1024)
 
@@ -36,21 +38,6 @@ def recipes():
     """Every packaged recipe, resolved once."""
     register_resolvers()
     return {name: resolve(compose(name)) for name in RECIPES}
-
-
-def changed(recipe, changes):
-    """A copy with dotted keys set; a value of ... deletes the key."""
-    recipe = copy.deepcopy(recipe)
-    for key, value in changes.items():
-        *path, last = key.split(".")
-        node = recipe
-        for part in path:
-            node = node[part]
-        if value is ...:
-            del node[last]
-        else:
-            node[last] = value
-    return recipe
 
 
 def test_the_recipes_that_the_readme_promises_are_there():
@@ -85,7 +72,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(
     ("name", "own"),
     [
-        ("sd3_trainside", {"num_devices": 8, "eta": 0.7, "micro": 1, "decay": 0.0, "kernel": "Flow", "same": False}),
+        ("sd3_trainside", {"num_devices": 8, "eta": 0.7, "micro": 4, "decay": 0.0, "kernel": "Flow", "same": False}),
         (
             "sd3_dancegrpo",
             {"num_devices": 16, "eta": 0.3, "micro": 8, "decay": 0.0, "kernel": "Dance", "same": True}
@@ -434,13 +421,28 @@ def test_nft_may_evaluate_its_old_policy(recipes):
     check_recipe(changed(recipes[NFT], {"eval.policy": "old"}))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_takes_lora_from_the_command_line(recipes, name):
-    recipe = resolve(compose(name, ["parts/train=lora"]))
-    assert recipe["backend"]["lora"]["_target_"].endswith(".LoraConfig") and not recipe["backend"]["keep_reference"]
-    assert recipe["backend"]["optimizer"]["learning_rate"] is not None
-    assert recipe["backend"].get("fsdp") == recipes[name]["backend"].get("fsdp"), "the precision is the model's"
+    # One policy stands in flat sections, beside which a teacher that does not train may be named.
+    policies = None if "backend" in recipes[name] else recipes[name]["policies"]
+    words = [f"parts/train@policies.{policy}=lora" for policy in policies] if policies else ["parts/train=lora"]
+    recipe = resolve(compose(name, words))
+    for policy in policies or [None]:
+        backend, plain = (
+            each["policies"][policy]["backend"] if policies else each["backend"] for each in (recipe, recipes[name])
+        )
+        assert backend["lora"]["_target_"].endswith(".LoraConfig") and not backend["keep_reference"]
+        assert backend["optimizer"]["learning_rate"] is not None
+        assert backend.get("fsdp") == plain.get("fsdp"), "the precision is the model's"
     check_recipe(recipe)
+
+
+def test_a_part_of_several_policies_is_asked_for_by_its_place():
+    register_resolvers()
+    expected = "Say which: parts/train@policies.painter=lora or parts/train@policies.writer=lora."
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        compose("pe/shapes", ["parts/train=lora"])
 
 
 def test_a_file_takes_lora_too_whether_it_has_defaults_or_is_what_show_wrote(tmp_path):
@@ -547,10 +549,10 @@ NO_BOUNDS = {
     "MultimodalRLDataSource.seed",
     "PreferenceDataSource.seed",  # the trainer sets them
     "margin",  # of a reward, which may be any number
+    "strict_weight",
+    "soft_weight",  # of a part of one
     "LinearWeight.start",
     "LinearWeight.end",
-    "ShapesRewardScorer.strict_weight",
-    "ShapesRewardScorer.soft_weight",
     "RolloutCorrection.lower",
     "RolloutCorrection.upper",  # judged together
     "MixGRPOWindow.decay_knee",
@@ -558,10 +560,6 @@ NO_BOUNDS = {
     "MixGRPOWindow.seed",  # of a hash
     "ConsoleTracker.every",  # 0 or less is every step
     "LoraConfig.dropout",  # 0, which the class explains
-    "EditsRewardScorer.strict_weight",
-    "EditsRewardScorer.soft_weight",
-    "MovesRewardScorer.strict_weight",
-    "MovesRewardScorer.soft_weight",
 }
 """Numbers that may be anything, or that only a rule about several can judge."""
 
@@ -602,7 +600,7 @@ def on_rollout_log_probs(recipe):
             "engine.forward_batch_size = 192 rows, one of the replay 288, and half precision rounds other numbers of "
             "rows otherwise, by as much as DiffusionGRPO clips. Set algorithm.old_logp_source: auto, or sample",
         ),
-        ("diffusion/sd3_trainside", {}, "engine.forward_batch_size = 16 rows, one of the replay 3,"),
+        ("diffusion/sd3_trainside", {}, "engine.forward_batch_size = 16 rows, one of the replay 12,"),
         ("diffusion/sd3_flowgrpo", {}, "sampling.autocast_precision = bf16: a forward of the rollout"),
         (
             GRPO,

@@ -362,7 +362,7 @@ def child(folder, script):
     return Run(folder.name, 0, folder, command, {"cpu_s": 1})
 
 
-def wait_for(path, seconds=120):
+def wait_for(path, seconds=600):
     deadline = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < deadline, path

@@ -10,13 +10,17 @@ from unirl.app.environment import register_resolvers
 from unirl.app.main import USER_ERROR, main
 from unirl.app.named_data import data_paths, named_data
 from unirl.config.catalog import available
+from unirl.config.check import machine_findings
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
 from unirl.data.sets import geneval, ocr
 from unirl.data.sets.catalog import FOLDER, SETS, command_for, set_of
+from unirl.data.sets.preparing import prepare
 from unirl.reward.local.detection.geneval import GENEVAL_NAMES
 from unirl.reward.local.detection.geneval_rules import COLOURS, RELATIONS, check_row
 from unirl.reward.local.ocr.ocr import quoted
 from unirl.types.errors import ConfigError
+from unirl.types.recipe import Machine
 
 COCO = """
 person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire hydrant, stop sign,
@@ -64,6 +68,14 @@ def test_every_recipe_names_data_that_it_brings_or_that_this_command_makes(name,
             f"{name} names {path}, which is neither package data nor made by `trainer data`; see unirl.data.sets"
         )
     assert named_data(name) == to_make
+
+
+def test_the_drawn_characters_are_data_that_the_recipe_of_wan_animate_takes(here):
+    prepare(SETS["characters"], here / FOLDER / "characters")
+    register_resolvers()
+    run = run_of(resolve(compose("diffusion/wan22_animate")))
+    found = list(machine_findings(run, Machine(num_cpus=8, num_gpus=8)))
+    assert [each for each in found if each.startswith(("data.", "eval."))] == []
 
 
 def test_geneval_rows_are_ones_that_the_scorer_takes():

@@ -10,6 +10,7 @@ import yaml
 
 from unirl.app.main import USER_ERROR, main
 from unirl.config.signatures import read_module, read_target
+from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 
 PACKAGES = Path(__file__).parents[3] / "packages"
 SMALL = (
@@ -42,7 +43,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     modules = {
         "rewards": block("unirl-reward", "python", "def brightness").split("service = ")[0],
-        "scorers": block("unirl-reward", "python", "class Contrast"),
+        "scorers": "".join(block("unirl-reward", "python", f"class {name}") for name in ("Contrast", "Smoothness")),
         "training": "".join(
             block("unirl-train", "python", f"class {name}") for name in ("Unclipped", "ShortPrompts", "RewardFile")
         ),
@@ -93,6 +94,22 @@ def test_a_scorer_class_of_ones_own_scores_beside_the_packaged_one(folder, capsy
     assert main([recipe, *SMALL, "algorithm.num_timesteps=1", "run_dir=run"]) == 0, capsys.readouterr().err
     assert "reward: shapes + contrast" in capsys.readouterr().err
     assert all(f'"reward/{name}' in Path("run/metrics.jsonl").read_text() for name in ("shapes", "contrast"))
+
+
+def test_a_run_on_latents_alone_decodes_nothing(folder, capsys, monkeypatch):
+    monkeypatch.setattr(TextConditionedAdapter, "decode", lambda *_: pytest.fail("the decoder ran"))
+    scorers = {"shapes": None, "smooth": {"_target_": "my_package.scorers.Smoothness", "name": "smooth"}}
+    recipe = written(
+        folder,
+        defaults=["/diffusion/sd3_shapes", "_self_"],
+        reward={"scorers": scorers},
+        save={"best_metric": "reward"},
+        engine={"decode": False},
+        media_interval=1,
+    )
+    assert main([recipe, *SMALL, "algorithm.num_timesteps=1", "run_dir=run"]) == 0, capsys.readouterr().err
+    assert '"reward/smooth' in Path("run/metrics.jsonl").read_text()
+    assert not list(Path("run").rglob("*.png"))
 
 
 @pytest.mark.parametrize(

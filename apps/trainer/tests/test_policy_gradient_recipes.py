@@ -1,6 +1,5 @@
 """The policy-gradient recipes hold the numbers of their papers, and mistakes that only they can make have messages."""
 
-import copy
 import re
 from functools import lru_cache
 
@@ -12,6 +11,8 @@ from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
 from unirl.types.errors import ConfigError
 
+from .changed_recipes import changed
+
 KERNELS = "unirl.sde.kernels"
 
 
@@ -20,18 +21,6 @@ def resolved(name):
     """A packaged recipe."""
     register_resolvers()
     return resolve(compose(name))
-
-
-def changed(recipe, changes):
-    """A copy with dotted keys set."""
-    recipe = copy.deepcopy(recipe)
-    for key, value in changes.items():
-        *path, last = key.split(".")
-        node = recipe
-        for part in path:
-            node = node[part]
-        node[last] = value
-    return recipe
 
 
 def test_every_policy_gradient_has_a_small_and_a_real_recipe():
@@ -152,7 +141,7 @@ def test_what_is_right_passes(name, changes):
 
 @pytest.mark.parametrize("name", [name for name in available() if re.match(r"diffusion/sd3_(?!shapes)", name)])
 def test_the_activations_of_a_real_sd3_fit_a_gpu(name):
-    """At most twelve rows in one forward, guidance counted: 27 of 80 GB, see docs/guides/sd35.md; or recomputation."""
+    """At most twelve rows in one forward, guidance counted: 32 of 80 GB, see docs/guides/sd35.md; or recomputation."""
     recipe = resolved(name)
     if recipe["backend"]["fsdp"].get("activation_checkpointing"):
         return

@@ -158,12 +158,12 @@ def test_the_flux2_autoencoder_is_that_of_sd3_with_standardised_patches() -> Non
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
 
-    from unirl.worlds.shapes.pretrain import as_vae_input
+    from unirl.pretraining.autoencoding import signed
     from unirl.worlds.shapes.pretrain_flux2 import moments, patchified
 
     ours = AutoencoderKLFlux2.from_pretrained(FOLDER / "checkpoint_flux2" / "vae", torch_dtype=torch.float32)
     sd3s = AutoencoderKL.from_pretrained(FOLDER / "checkpoint" / "vae", torch_dtype=torch.float32)
-    pictures = as_vae_input(drawings(world.all_layouts()[::4]))
+    pictures = signed(drawings(world.all_layouts()[::4]))
     with torch.no_grad():
         mean = ours.encode(pictures).latent_dist.mode()
         assert torch.equal(mean, sd3s.encode(pictures).latent_dist.mode())

@@ -7,7 +7,8 @@ import pytest
 from unirl.config.check import check_recipe
 from unirl.types.errors import ConfigError
 
-from .test_policy_gradient_recipes import changed, resolved
+from .changed_recipes import changed
+from .test_policy_gradient_recipes import resolved
 
 NFT = {
     "_target_": "unirl.algorithms.diffusion_nft.DiffusionNFT",

@@ -1,13 +1,10 @@
 """Fixtures: a tiny SD3 saved as a real folder and loaded through the real code."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(autouse=True)

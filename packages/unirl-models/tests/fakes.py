@@ -9,6 +9,7 @@ packed end to end into one sequence, the text part is frozen and its keys and va
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,10 +63,33 @@ class FakeBundle(RankFollowing):
         raise AssertionError("no test exports a fake")
 
 
-def _texts(primitives: Mapping[str, Primitive]) -> list[str]:
-    texts = primitives["text"]
-    assert isinstance(texts, Texts)
-    return texts.texts
+class FakeAdapter(DiffusionAdapter):
+    """Reads prompts, and the negative prompt where guidance is on."""
+
+    _bundle: FakeBundle
+
+    @property
+    def bundle(self) -> FakeBundle:
+        return self._bundle
+
+    @abstractmethod
+    def read(self, texts: list[str]) -> Condition: ...
+
+    @torch.no_grad()
+    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
+        texts = primitives["text"]
+        assert isinstance(texts, Texts)
+        conditions = {"text": self.read(texts.texts)}
+        if params.uses_guidance:
+            conditions["negative_text"] = self.read([require_negative_prompt(params)] * len(texts.texts))
+        return conditions
+
+
+def embedded(bundle: FakeBundle, texts: list[str]) -> TextEmbedCondition:
+    """One vector per text: the mean over its bytes."""
+    encoder = bundle.modules["text_encoder"]
+    pooled = torch.stack([encoder(torch.tensor([1, *text.encode()])).mean(0) for text in texts])
+    return TextEmbedCondition(embeds=pooled[:, None], pooled=pooled)
 
 
 class Expert(nn.Module):
@@ -83,7 +107,7 @@ class Expert(nn.Module):
         return self.out(torch.tanh(self.into(x_R) + shift[:, :, None, None, None]))
 
 
-class TwoExpertAdapter(DiffusionAdapter):
+class TwoExpertAdapter(FakeAdapter):
     """See the module docstring. Pixels are 4 per latent element on a side, and 4 frames per latent frame after one."""
 
     modality = Modality.VIDEO
@@ -95,10 +119,6 @@ class TwoExpertAdapter(DiffusionAdapter):
         experts = {"transformer": Expert(self.channels), "transformer_2": Expert(self.channels)}
         self._bundle = FakeBundle({**experts, "text_encoder": nn.Embedding(256, WIDTH)}, trains=tuple(experts))
 
-    @property
-    def bundle(self) -> FakeBundle:
-        return self._bundle
-
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
         check_multiples(params, 4, reason="VAE 4")
         if (params.num_frames - 1) % 4:
@@ -109,18 +129,8 @@ class TwoExpertAdapter(DiffusionAdapter):
         _, frames, height, width = self.latent_shape(params)
         return frames * height * width
 
-    @torch.no_grad()
-    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
-        texts = _texts(primitives)
-        conditions: dict[str, Condition] = {"text": self._embed(texts)}
-        if params.uses_guidance:
-            conditions["negative_text"] = self._embed([require_negative_prompt(params)] * len(texts))
-        return conditions
-
-    def _embed(self, texts: list[str]) -> TextEmbedCondition:
-        encoder = self.bundle.modules["text_encoder"]
-        pooled = torch.stack([encoder(torch.tensor([1, *text.encode()])).mean(0) for text in texts])
-        return TextEmbedCondition(embeds=pooled[:, None], pooled=pooled)
+    def read(self, texts: list[str]) -> TextEmbedCondition:
+        return embedded(self.bundle, texts)
 
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
         # As in diffusers' WanPipeline: the first scale alone decides whether there is guidance at all.
@@ -152,7 +162,7 @@ class TwoExpertAdapter(DiffusionAdapter):
         return Videos.pack(frames=frames)
 
 
-class PackedAdapter(DiffusionAdapter):
+class PackedAdapter(FakeAdapter):
     """See the module docstring. A token is a patch of 4 x 4 pixels; attention is within a sample."""
 
     token_width = 3
@@ -171,10 +181,6 @@ class PackedAdapter(DiffusionAdapter):
         self._bundle = FakeBundle(modules, trains=("generation",))
         self.num_text_passes = 0
 
-    @property
-    def bundle(self) -> FakeBundle:
-        return self._bundle
-
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
         return self.image_seq_len(params), self.token_width
 
@@ -182,15 +188,7 @@ class PackedAdapter(DiffusionAdapter):
         check_multiples(params, 4, reason="patch 4")
         return (params.height // 4) * (params.width // 4)
 
-    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
-        texts = _texts(primitives)
-        conditions: dict[str, Condition] = {"text": self._tokens(texts)}
-        if params.uses_guidance:
-            conditions["negative_text"] = self._tokens([require_negative_prompt(params)] * len(texts))
-        return conditions
-
-    @staticmethod
-    def _tokens(texts: list[str]) -> TextTokenCondition:
+    def read(self, texts: list[str]) -> TextTokenCondition:
         rows = [torch.tensor([1, *text.encode()]) for text in texts]
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
@@ -260,7 +258,7 @@ class NoisePredictor(nn.Module):
         return self.out(torch.tanh(self.into(z_R) + shift[:, :, None, None]))
 
 
-class TimestepAdapter(DiffusionAdapter):
+class TimestepAdapter(FakeAdapter):
     """See the module docstring. Pixels are 4 per latent element on a side."""
 
     channels = 3
@@ -272,10 +270,6 @@ class TimestepAdapter(DiffusionAdapter):
         self.schedule = schedule
         self._bundle = FakeBundle(modules, trains=("unet",))
 
-    @property
-    def bundle(self) -> FakeBundle:
-        return self._bundle
-
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
         check_multiples(params, 4, reason="VAE 4")
         return self.channels, params.height // 4, params.width // 4
@@ -283,20 +277,11 @@ class TimestepAdapter(DiffusionAdapter):
     def image_seq_len(self, params: DiffusionSamplingParams) -> int:
         return params.height // 4 * (params.width // 4)
 
-    @torch.no_grad()
-    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
-        texts = _texts(primitives)
-        conditions: dict[str, Condition] = {"text": self._embed(texts)}
-        if params.uses_guidance:
-            conditions["negative_text"] = self._embed([require_negative_prompt(params)] * len(texts))
-        return conditions
+    def read(self, texts: list[str]) -> TextEmbedCondition:
+        return embedded(self.bundle, texts)
 
-    def _embed(self, texts: list[str]) -> TextEmbedCondition:
-        encoder = self.bundle.modules["text_encoder"]
-        pooled = torch.stack([encoder(torch.tensor([1, *text.encode()])).mean(0) for text in texts])
-        return TextEmbedCondition(embeds=pooled[:, None], pooled=pooled)
-
-    def to_flow(self, latents: Tensor, sigma: float) -> Tensor:
+    def starting_latents(self, latents: Tensor, sigma: float, conditions: Conditions) -> Tensor:
+        del conditions
         return to_flow(latents, torch.full(latents.shape[:1], sigma))
 
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:

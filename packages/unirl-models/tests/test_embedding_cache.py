@@ -81,3 +81,12 @@ def test_a_cached_value_is_not_the_callers_tensor() -> None:
 
 def test_every_fact_changes_the_key() -> None:
     assert len({content_key("m", 16, "a"), content_key("m", 17, "a"), content_key("n", 16, "a"), content_key("m")}) == 4
+
+
+def test_what_falls_out_of_memory_is_lost_without_a_folder_alone(tmp_path: Path) -> None:
+    for folder, num_lost in ((None, 1), (tmp_path, 0)):
+        cache = EmbeddingCache(folder, memory_bytes=2 * 16)
+        _lookup(cache, Encoder(), ["a", "bb"])
+        assert cache.statistics.num_lost == 0
+        _lookup(cache, Encoder(), ["ccc"])
+        assert cache.statistics.num_lost == num_lost

@@ -1,5 +1,6 @@
 """What only the HunyuanVideo and HunyuanImage families have: words to draw, distilled guidance, refused settings."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import HunyuanImagePipeline, extract_glyph_text
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import DEFAULT_PROMPT_TEMPLATE
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
     HunyuanVideo15Pipeline,
@@ -17,15 +19,18 @@ from unirl.models.diffusers_pipeline.references import as_pil, covered
 from unirl.models.hunyuan_image import text as image_text
 from unirl.models.hunyuan_image.bundle import HunyuanImageBundle
 from unirl.models.hunyuan_image.pipeline import HunyuanImagePipeline as OurImagePipeline
+from unirl.models.hunyuan_video import image_text as video_image_text
+from unirl.models.hunyuan_video.bundle import HunyuanVideoImageBundle
 from unirl.models.hunyuan_video15 import text as video15_text
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
 from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline as OurVideo15Pipeline
 from unirl.sde.kernels import FlowSDEStrategy
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, DataError
 from unirl.types.media import Texts
 
 from .families.hunyuan_video15 import first_frames
 from .families.kit import families, load, stock_of
+from .families.kit import ours as our_pipeline
 
 PROMPTS = [
     "a sign",
@@ -58,6 +63,9 @@ def test_the_templates_are_the_stock_pipelines() -> None:
     image: Any = HunyuanImagePipeline
     defaults = image._get_qwen_prompt_embeds.__defaults__
     assert image_text.TEMPLATE in defaults and image_text.TEMPLATE_TOKENS in defaults
+    i2v = DEFAULT_PROMPT_TEMPLATE
+    assert video_image_text.TEMPLATE == i2v["template"] and video_image_text.TEMPLATE_TOKENS == i2v["crop_start"]
+    assert video_image_text.IMAGE_TOKENS == i2v["image_emb_len"]
 
 
 def test_texts_and_words_equal_the_stock_encoders(folders: dict[str, Path]) -> None:
@@ -125,3 +133,48 @@ def test_a_video_without_its_first_frame_is_refused(tmp_path: Path) -> None:
     same = first_frames(1)["image"].select([0, 0])
     loaded.ours.encode({"text": Texts(texts=["a cat", "a cat"]), "image": same}, params)
     assert adapter.embedding_cache.statistics.num_misses - before == 1  # the image, once for both
+
+
+# HunyuanVideo from images --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of joined channels."""
+    return tmp_path_factory.mktemp("i2v") / "hunyuan_video_i2v_concatenated"
+
+
+def test_a_prompt_beside_an_image_is_read_as_the_stock_pipeline_reads_it_cut_or_whole(i2v: Path) -> None:
+    loaded = load(i2v.name, i2v)
+    adapter: Any = loaded.ours.adapter
+    picture = torch.rand(3, 24, 20, generator=torch.Generator().manual_seed(0))
+    for prompt, length in (("a cat runs", 40), ("a cat runs " * 10, 40)):
+        found = adapter.bundle.text.encode_seen([prompt], [picture], length, every=2)
+        with torch.no_grad():
+            embeds, pooled, mask = loaded.stock.encode_prompt(
+                image=as_pil(picture), prompt=[prompt], max_sequence_length=length, image_embed_interleave=2
+            )
+        counts = mask[0].bool()
+        torch.testing.assert_close(found.embeds[0], embeds[0][counts], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.pooled, pooled, rtol=1e-4, atol=1e-5)
+
+
+def test_hunyuan_video_from_images_refuses_what_it_cannot_make(i2v: Path, tmp_path: Path) -> None:
+    pipeline = our_pipeline(i2v.name, i2v)
+    adapter, params = pipeline.adapter, families()[i2v.name].sampling()
+    with pytest.raises(ConfigError, match="makes 4 frames that are cut off before those of the video"):
+        adapter.latent_shape(dataclasses.replace(params, num_frames=1))
+    inputs = families()[i2v.name].inputs(1)
+    with pytest.raises(DataError, match="holds the mark of an image, '<image>'"):
+        adapter.encode({"text": Texts(texts=["an <image> of a cat"]), **inputs}, params)
+    with pytest.raises(ConfigError, match="needs images in the slot 'image' of a request, which has none"):
+        adapter.encode({"text": Texts(texts=["a cat"])}, params)
+    for component in i2v.iterdir():
+        (tmp_path / component.name).symlink_to(component)
+    (tmp_path / "transformer").unlink()
+    (tmp_path / "transformer").mkdir()
+    settings = json.loads((i2v / "transformer" / "config.json").read_text())
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps({**settings, "image_condition_type": None}))
+    # There are no weights in that folder: the message comes before they are read.
+    with pytest.raises(ConfigError, match="image_condition_type = None and in_channels = 9"):
+        HunyuanVideoImageBundle(str(tmp_path))

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from .tiny_bagel import save_bagel
+
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -37,6 +39,21 @@ def test_the_readme_example_of_a_language_model_runs_on_a_tiny_checkpoint(qwen3_
     names: dict[str, Any] = {}  # Any: what the example defines
     exec(code, names)  # the example is the test
     assert names["gap"] < 1e-5
+
+
+def test_the_readme_example_of_a_unified_model_runs_on_a_tiny_checkpoint(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), flags=re.DOTALL)
+    code = blocks[2]
+    for original, tiny in {
+        '"ByteDance-Seed/BAGEL-7B-MoT", dtype="bf16"': repr(str(save_bagel(tmp_path / "bagel"))),
+        '"cuda"': '"cpu"',
+        "height=512, width=512": "height=32, width=32",
+    }.items():
+        assert original in code
+        code = code.replace(original, tiny)
+    names: dict[str, Any] = {}  # Any: what the example defines
+    exec(code, names)  # the example is the test
+    assert names["pictures"].shape == (2, 3, 32, 32)
 
 
 def test_only_the_model_folders_import_a_framework() -> None:

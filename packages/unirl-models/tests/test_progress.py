@@ -30,6 +30,7 @@ def bar(logging, seconds):
 
 def test_quick_loading_shows_no_bar_and_slow_loading_does(transformers_logging):
     assert "Loading weights" in bar(transformers_logging, 0)
-    delay_loading_bars(0.05)
+    delay_loading_bars(3600)
     assert bar(transformers_logging, 0) == ""
+    delay_loading_bars(0.05)
     assert "Loading weights" in bar(transformers_logging, 0.04)

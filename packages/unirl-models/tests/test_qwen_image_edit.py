@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from unirl.models.adapter import require_condition
+from unirl.models.embedding_cache import EmbeddingCache
 from unirl.models.qwen_image_edit.adapter import sides_of
+from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError, DataError
 from unirl.types.media import ImageLists, Texts
@@ -97,8 +99,22 @@ def test_a_dropped_encoder_is_named_for_new_pictures_alone(folders: Path) -> Non
     pipeline = loaded("qwen_image_edit", folders)
     params = families()["qwen_image_edit"].sampling(guidance_scale=1.0)
     request = {"text": Texts(texts=["make it red"]), "image": ImageLists(images=[[ONE]])}
-    before = pipeline.encode(request, params)["text"].embeds
+    before = pipeline.encode_texts(request, params)["text"].embeds
     pipeline.drop_text_encoders()
     assert torch.equal(pipeline.encode(request, params)["text"].embeds, before)
     with pytest.raises(ConfigError, match="the text encoders were dropped"):
         pipeline.encode({**request, "image": ImageLists(images=[[TWO]])}, params)
+
+
+def test_encoders_are_kept_where_the_cache_has_lost_what_they_made(folders: Path) -> None:
+    bundle = loaded("qwen_image_edit", folders).bundle
+    pipeline: Any = families()["qwen_image_edit"].pipeline(
+        bundle, FlowSDEStrategy(), embedding_cache=EmbeddingCache(memory_bytes=1)
+    )
+    params = families()["qwen_image_edit"].sampling(guidance_scale=1.0)
+    pipeline.encode_texts({"text": Texts(texts=["make it red"]), "image": ImageLists(images=[[ONE]])}, params)
+    with pytest.raises(
+        ConfigError, match=r"1 embeddings did not fit into the .* Set pipeline.embedding_cache to a folder"
+    ):
+        pipeline.drop_text_encoders()
+    assert not bundle.text.is_dropped

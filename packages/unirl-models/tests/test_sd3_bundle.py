@@ -55,6 +55,15 @@ def test_a_hub_id_that_cannot_be_fetched_says_so() -> None:
         SD3Bundle("owner/name")
 
 
+def test_a_hub_error_of_several_lines_becomes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*args: object, **kwargs: object) -> None:
+        raise OSError("Got: ConnectError\nPlease try again.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(CheckpointError, match=r"hub id: Got: ConnectError Please try again\. Check the name"):
+        SD3Bundle("owner/name")
+
+
 def test_a_component_folder_is_not_a_pipeline_folder(sd3_folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not a diffusers pipeline folder.*config.json"):
         SD3Bundle(str(sd3_folder / "transformer"))
@@ -147,6 +156,16 @@ def test_parameters_that_sd3_cannot_honour_are_refused(
 def test_latent_shape_and_sequence_length(pipeline: SD3Pipeline) -> None:
     assert pipeline.latent_shape(_params(height=32, width=24)) == (4, 16, 12)
     assert pipeline.adapter.image_seq_len(_params(height=32, width=24)) == 48
+
+
+def test_the_tokens_that_no_encoder_reads_are_counted(pipeline: SD3Pipeline, sd3_bundle: SD3Bundle) -> None:
+    tokenizers = sd3_bundle.text.tokenizers
+    texts = ["cat", " ".join(["cat"] * 200), " ".join(["cat"] * 20)]
+    lengths = [[len(tokenizers[name](text).input_ids) for text in texts] for name in ("tokenizer", "tokenizer_3")]
+    clip, t5 = tokenizers["tokenizer"].model_max_length, 60
+    expected = [min(max(0, a - clip), max(0, b - t5)) for a, b in zip(*lengths, strict=True)]
+    assert pipeline.cut_tokens(texts, _params(max_sequence_length=t5)) == expected
+    assert expected[0] == 0 and expected[1] > 0
 
 
 def test_guidance_without_a_negative_prompt_is_an_error(pipeline: SD3Pipeline) -> None:

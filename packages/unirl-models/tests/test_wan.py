@@ -18,12 +18,13 @@ from unirl.models.wan.adapter import WanAdapter
 from unirl.models.wan.bundle import WanBundle, WanImageBundle
 from unirl.models.wan.image_adapter import WanImageAdapter
 from unirl.models.wan.text import cleaned
+from unirl.types.batch import same_value
 from unirl.types.conditions import ImageEmbedCondition, ImageLatentCondition, TextEmbedCondition
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, DataError
 from unirl.types.media import ImageLists, Primitive, Texts, Videos
 
 from .families.kit import Request, families, load, ours, pinned, relative
-from .families.wan import call_vace, first_and_last_frames, first_frames
+from .families.wan import animated, call_vace, clips, first_and_last_frames, first_frames
 
 FOUR = ["a red cat", "fog", "a red cat", "fog"]
 
@@ -269,11 +270,36 @@ def test_vace_with_a_video_a_mask_and_references_is_the_stock_pipeline(
 def test_vace_refuses_videos_of_another_length_masks_alone_and_other_counts(folders: Path) -> None:
     adapter, params = adapter_of("wan21_vace", folders)
     video: dict[str, Primitive] = {"video": Videos.pack(frames=[torch.rand(9, 3, 32, 32)])}
+    small: dict[str, Primitive] = {"video": Videos.pack(frames=[torch.rand(5, 3, 16, 32)])}
     mask: dict[str, Primitive] = {"mask": Videos.pack(frames=[torch.rand(5, 1, 32, 32)])}
     for inputs, message in (
-        (video, r"the video of sample 0 is \(frames, height, width\) = \(9, 32, 32\); sampled are \(5, 32, 32\)"),
+        (video, "the video of sample 0 has 9 frames; 5 are sampled"),
+        (small, r"the video of sample 0 is \(height, width\) = \(16, 32\); sampled are \(32, 32\)"),
         (mask, "a mask of no video"),
         (first_frames(1), "takes 0 images per sample; sample 0 brings 1"),
     ):
         with pytest.raises(ConfigError, match=message):
             adapter.encode({"text": Texts(texts=["a"]), **inputs}, params)
+
+
+def test_animate_reads_frames_as_lists_of_pictures_and_refuses_what_it_cannot_follow(folders: Path) -> None:
+    adapter, params = adapter_of("wan22_animate", folders)
+    texts, given = Texts(texts=["a"]), animated(1)
+    pose, mask = given["pose"], clips(1, 32, 32, 5)
+    assert isinstance(pose, Videos)
+    as_lists = {**given, "pose": ImageLists(images=[list(pose.unpack("frames")[0])])}
+    both = [adapter.encode({"text": texts, **inputs}, params)["pose"] for inputs in (given, as_lists)]
+    assert all(isinstance(each, ImageLatentCondition) for each in both) and same_value(*both)
+    uneven = ImageLists(images=[[torch.rand(3, 8, 8 + frame) for frame in range(5)]])
+    still = {slot: media for slot, media in given.items() if slot != "face"}
+    long = {**given, "face": Videos.pack(frames=[torch.rand(9, 3, 16, 16)])}
+    for inputs, message in (
+        (still, "Wan Animate needs videos in the slots"),
+        (long, "the face of sample 0 has 9 frames; 5 are sampled"),
+        ({**given, "pose": uneven}, "the pose of sample 0 has frames of the sizes"),
+        ({**given, "mask": mask}, "Give both or neither"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            adapter.encode({"text": texts, **inputs}, params)
+    with pytest.raises(ConfigError, match="num_frames = 1 moves nothing"):
+        adapter.encode({"text": texts, **given}, dataclasses.replace(params, num_frames=1))

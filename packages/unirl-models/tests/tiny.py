@@ -59,6 +59,22 @@ def t5_encoder() -> Any:
     )
 
 
+def tiny_autoencoder_kl() -> Any:
+    """A factor of 2, four channels."""
+    return diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.0609,
+        scaling_factor=1.5305,
+    )
+
+
 def tiny_sd3(*, has_t5: bool = True) -> Any:
     """A pipeline of random weights, seed 0: an image of 32 pixels has latents [4, 16, 16] and 64 tokens."""
     torch.manual_seed(0)
@@ -75,21 +91,7 @@ def tiny_sd3(*, has_t5: bool = True) -> Any:
         out_channels=4,
         pos_embed_max_size=16,
     )
-    vae = diffusers.AutoencoderKL(
-        sample_size=32,
-        in_channels=3,
-        out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=1,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        shift_factor=0.0609,
-        scaling_factor=1.5305,
-    )
+    vae = tiny_autoencoder_kl()
     pipeline_class: Any = diffusers.StableDiffusion3Pipeline
     pipeline = pipeline_class(
         transformer=transformer,

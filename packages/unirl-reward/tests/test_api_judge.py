@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
             server.most_at_once = max(server.most_at_once, server.at_once)
             status, answer, headers = server.answer(body)
         if server.gate is not None:
-            server.gate.wait(timeout=60)
+            server.gate.wait(timeout=600)
         with server.lock:
             server.at_once -= 1
         content = json.dumps(answer).encode()

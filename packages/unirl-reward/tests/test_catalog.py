@@ -65,7 +65,7 @@ def test_a_card_says_what_the_constructor_does(name):
 
 def test_the_catalogue_is_read_without_torch():
     code = "import sys, unirl.reward.catalog; assert not {'torch', 'numpy', 'PIL'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 def test_inputs_and_scale_in_words():

@@ -5,6 +5,7 @@ import pickle
 import re
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from unirl.types.media import Images, Texts
 from unirl.types.reward import RewardRequest, RewardResponse, reward_request
 from unirl.types.roles import Collect, Dispatch, remote_method
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.segments import LatentSegment
 
 
 class RowScorer(LocalScorer):
@@ -129,10 +131,39 @@ def test_the_request_of_a_track_has_its_media_groups_and_the_inputs(make_request
 
 def test_a_track_without_media_is_refused():
     resp = RolloutResp(tracks={"image": RolloutTrack(sample_ids=["s0"])})
-    with pytest.raises(ContractError, match="track image has no decoded media"):
+    with pytest.raises(ContractError, match="track image has neither decoded media nor latents to score"):
         RewardService([RowScorer()]).score_track(resp, "image")
     with pytest.raises(ContractError, match="there is no track 'video'"):
         RewardService([RowScorer()]).score_track(resp, "video")
+
+
+class Loudness(LocalScorer):
+    """Scores clean latents by their mean square."""
+
+    reads_media: ClassVar[bool] = False
+
+    def score_batch(self, request):
+        return request.latents.square().flatten(1).mean(1)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_latents_are_scored_where_nothing_was_decoded(make_request, is_async):
+    resp, _ = as_rollout(make_request())
+    track = resp.root_track()
+    latents = torch.randn(6, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    kept = torch.stack([torch.zeros_like(latents), latents], dim=1)
+    segment = LatentSegment(latents=kept, sigmas=torch.tensor([1.0, 0.0]), indices=[0, 1])
+    resp.tracks["image"] = track.replace(decoded=None, segment=segment)
+    service = RewardService([Loudness(name="loud", batch_size=4)], is_async=is_async)
+    if is_async:
+        for rows in ([0, 1, 2, 3], [4, 5]):
+            service.take(resp.select(rows))
+    service.score_track(resp, "image")
+    assert torch.equal(resp.root_track().rewards, latents.square().flatten(1).mean(1))
+    unscored = resp.replace(tracks={"image": track.replace(decoded=None, segment=segment)})
+    with pytest.raises(ContractError, match="scorer row scores generated media; this request has nothing"):
+        RewardService([RowScorer()]).score_track(unscored, "image")
+    service.close()
 
 
 @pytest.mark.parametrize(("credit", "expected"), [("mean", [0.5, 2.5, 4.5]), ("max", [1, 3, 5]), ("sum", [1, 5, 9])])
@@ -424,4 +455,4 @@ def test_importing_the_service_imports_no_model_framework():
         "heavy = {'transformers', 'PIL', 'diffusers', 'ray', 'scipy'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -197,7 +197,7 @@ def test_gauges_say_how_scoring_kept_up(make_request, monkeypatch):
 
 
 def test_a_scorer_that_says_so_is_asked_by_several_threads(make_request):
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=600)
 
     class Waits:
         name = "waits"

@@ -4,6 +4,7 @@ Field names are those of sglang.srt.managers.io_struct and sampling_params; any 
 """
 
 import base64
+import hashlib
 import io
 import json
 import threading
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -20,6 +22,7 @@ FIELDS = {
     "/update_weight_version": {"new_version", "abort_all_requests"},
     "/load_lora_adapter": {"lora_name", "lora_path", "pinned"},
     "/unload_lora_adapter": {"lora_name"},
+    "/weights_checker": {"action", "allow_quant_error", "skip_tensor_list", "selector"},
     "/abort_request": {"rid", "abort_all"},
     "/release_memory_occupation": {"tags"},
     "/resume_memory_occupation": {"tags"},
@@ -48,6 +51,10 @@ class SGLangFake:
         self.version = "default"
         self.adapters: dict[str, dict[str, Any]] = {}
         self.refuses: set[str] = set()
+        self.release = "0.5.23"
+        self.leaves_out: set[str] = set()
+        """Parameters that a push does not reach, although it is called a success."""
+        self.noise = 0
         self.is_started = True
         self.change = lambda answer: answer
         self.aborted = threading.Event()
@@ -92,12 +99,17 @@ class SGLangFake:
                 return self.reply(handler, 200 if self.is_started else 503, None)
             case "/model_info":
                 return self.reply(handler, 200, {"weight_version": self.version})
+            case "/server_info":
+                return self.reply(handler, 200, {"version": self.release, "device": "cuda"})
+            case "/weights_checker":
+                return self.reply(handler, 200, {"success": True, "message": "Success.", **self.checked(body)})
             case "/generate":
                 return self.reply(handler, 200, self.change(self.generate(body)))
             case "/update_weights_from_disk":
                 folder = Path(body["model_path"])
                 assert json.loads((folder / "config.json").read_text())
-                self.weights = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+                read = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+                self.weights |= {name: value for name, value in read.items() if name not in self.leaves_out}
                 self.version = body["weight_version"]
                 return self.reply(handler, 200, {"success": True, "message": "", "num_paused_requests": 0})
             case "/update_weight_version":
@@ -116,6 +128,16 @@ class SGLangFake:
             case "/release_memory_occupation" | "/resume_memory_occupation":
                 return self.reply(handler, 200, None)
         return self.reply(handler, 404, {"detail": "Not Found"})
+
+    def checked(self, body):
+        """SGLang's own checksums, or noise in the place of every parameter."""
+        if body["action"] == "reset_tensors":
+            self.noise += 1
+            self.weights = {name: torch.full_like(value, -self.noise) for name, value in self.weights.items()}
+            return {}
+        assert body["action"] == "checksum"
+        sums = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in self.weights.items()}
+        return {"ranks": [{"checksums": sums}]}
 
     def generate(self, body):
         """As tokens the prompt's last token, counted up until a stop token or the limit."""

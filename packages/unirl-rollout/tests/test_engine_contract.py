@@ -8,6 +8,7 @@ from unirl.rollout.engine.base import BaseDiffusionEngine, BaseRolloutEngine
 from unirl.rollout.engine.offline.engine import OfflineRolloutEngine
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.rollout.engine.replica.text import ReplicaTextEngine
+from unirl.rollout.engine.sglang_diffusion.engine import SGLangDiffusionEngine
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
@@ -16,7 +17,7 @@ from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionRolloutEngine, RolloutEngine, TextRolloutEngine
 from unirl.types.roles import remote_method
 
-DIFFUSION = (TrainsideRolloutEngine, OfflineRolloutEngine, ReplicaRolloutEngine)
+DIFFUSION = (TrainsideRolloutEngine, OfflineRolloutEngine, ReplicaRolloutEngine, SGLangDiffusionEngine)
 TEXT = (TrainsideTextEngine, ReplicaTextEngine, VLLMRolloutEngine, SGLangRolloutEngine)
 REMOTE = ("generate", "check_prompts", "sleep", "wake_up", "shutdown")
 RECEIVING = ("wait_until_ready", "begin_weights", "receive_weights", "finish_weights", "load_adapter")
@@ -29,7 +30,7 @@ def has_own(engine, name):
 @pytest.mark.parametrize("engine", DIFFUSION)
 def test_an_engine_of_images_is_whole(engine):
     assert issubclass(engine, DiffusionRolloutEngine) and issubclass(engine, BaseDiffusionEngine)
-    for name in ("plan", "prepare_prompts"):
+    for name in ("plan", "encodes_ahead", "encode_ahead", "drop_text_encoders"):
         remote_method(engine, name)
 
 
@@ -62,7 +63,7 @@ def test_a_base_refuses_what_it_cannot_do():
             raise NotImplementedError
 
     engine = Whole()
-    engine.prepare_prompts(["a cat"], [])
+    assert not engine.encodes_ahead()
     with pytest.raises(ConfigError, match="Whole cannot end a rollout early"):
         engine.abort()
     with pytest.raises(ConfigError, match=r"Whole makes whole responses only.*reward.is_async: false"):

@@ -58,6 +58,8 @@ def test_given_images_come_out_as_a_rollout_in_the_order_of_their_places(sheet):
     assert (track.decoded.pixels[1, :, 2, 2] * 255).round().tolist() == [60, 70, 80]
     segment = track.segment
     assert torch.equal(segment.clean_latents, track.decoded.pixels[:, :2] * 2 - 1)
+    unseen = offline(decode=False).generate(pairs(sheet)).root_track()
+    assert unseen.decoded is None and torch.equal(unseen.segment.clean_latents, segment.clean_latents)
     assert segment.indices == [4] and segment.sde_indices == [] and segment.params == GIVEN
     assert torch.equal(segment.sigmas, pairs(sheet).sigmas)
     assert track.group_ids == ["g0", "g0", "g1", "g1"] and track.conditions["text"].batch_size == 4

@@ -173,3 +173,39 @@ def test_a_long_list_is_cut_and_counted():
     refuse("nothing is wrong", [])
     with pytest.raises(WeightSyncError, match=r"^much is wrong \(23\):\n  line 0\n(.*\n)+  and 3 more$"):
         refuse("much is wrong", [f"line {i}" for i in range(23)])
+
+
+# Pushes of what changed
+
+
+def left_out(name, tensor, version=5):
+    return WeightBucket(version, {}, (), (weight_spec(name, tensor),))
+
+
+def test_what_was_left_out_counts_where_the_engine_has_it(receiver):
+    load(receiver)
+    receiver.announce(5, bucket(WEIGHTS).specs)
+    receive(receiver, part("a.weight", version=5))
+    with receiver.receiving(left_out("b.weight", WEIGHTS["b.weight"]), WEIGHTS):
+        pass
+    assert receiver.finish(5) == CompletePush(policy_version=5, num_tensors=2, num_bytes=24)
+
+
+@pytest.mark.parametrize(
+    ("kept", "own", "text"),
+    [
+        (left_out("b.weight", torch.zeros(3)), WEIGHTS, r"does not have what was left out .*\n  changed: b.weight"),
+        (left_out("b.weight", WEIGHTS["b.weight"]), None, "takes whole pushes only. Set sync.only_changed: false"),
+        (left_out("c.weight", torch.ones(1)), WEIGHTS, "unknown: c.weight"),
+        (left_out("a.weight", WEIGHTS["a.weight"]), WEIGHTS, "twice: a.weight"),
+        (left_out("b.weight", torch.ones(4)), WEIGHTS, r"shape: b.weight is \[4\], expected \[3\]"),
+    ],
+)
+def test_what_was_left_out_wrongly_is_refused(receiver, kept, own, text):
+    load(receiver)
+    receiver.announce(5, bucket(WEIGHTS).specs)
+    receive(receiver, part("a.weight", version=5))
+    with pytest.raises(WeightSyncError, match=text), receiver.receiving(kept, own):
+        pass
+    with pytest.raises(WeightSyncError, match="missing: b.weight"):
+        receiver.finish(5)

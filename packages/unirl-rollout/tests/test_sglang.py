@@ -1,17 +1,21 @@
 """The SGLang engine against a server that speaks SGLang's protocol."""
 
 import json
+import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sglang_fakes import IMAGE, SGLangFake
 
 from unirl.rollout.engine.sglang_llm import engine as engine_module
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine, _flags
+from unirl.rollout.engine.sglang_llm.response import checksums, kept_parameters
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.types.conditions import ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
@@ -62,6 +66,8 @@ def model(tmp_path):
 
 
 def make_engine(server, model, **options: Any):
+    if Path(model).is_dir():
+        server.weights = load_file(Path(model) / "model.safetensors")
     options = {"context_length": 20, "vocab_size": 50, "dtype": "fp32", **options}
     return SGLangRolloutEngine(NumberCodec(), model=str(model), url=server.url, **options)
 
@@ -148,7 +154,7 @@ def with_version(answer, version):
 def test_a_full_push_is_read_by_the_server_under_its_version(server, engine):
     new = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
     receipt = push(engine, new, 4)
-    assert (receipt.policy_version, receipt.num_tensors, receipt.num_bytes) == (4, 2, 36)
+    assert (receipt.policy_version, receipt.num_tensors, receipt.num_bytes, receipt.num_bound) == (4, 2, 36, 2)
     assert all(torch.equal(server.weights[name], tensor) for name, tensor in new.items())
     assert server.version == "4"
     (body,) = [body for path, body in server.log if path == "/update_weights_from_disk"]
@@ -191,6 +197,44 @@ def test_a_push_that_the_server_refuses_stops_the_rollouts(server, engine):
     push(engine, WEIGHTS, 4)
     with pytest.raises(WeightSyncError, match="version 3 of the policy is older than the engine's version 4"):
         push(engine, WEIGHTS, 3)
+
+
+def test_a_parameter_that_a_push_does_not_reach_is_found_by_the_servers_own_checksums(server, engine):
+    server.leaves_out.add("model.norm.weight")
+    with pytest.raises(WeightSyncError, match=r"took no value \(1\):\n  model.norm.weight"):
+        push(engine, WEIGHTS, 1)
+    with pytest.raises(WeightSyncError, match="push them again"):
+        engine.generate(request(["1"]))
+    server.leaves_out.clear()
+    assert push(engine, WEIGHTS, 1).num_bound == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({}, "gave no checksums"),
+        ({"ranks": [{"checksums": {}}]}, "checksums of no parameter"),
+        ({"ranks": []}, "checksums of no parameter"),
+    ],
+)
+def test_a_server_without_checksums_is_refused(answer, text):
+    with pytest.raises(ContractError, match=text):
+        checksums(answer)
+
+
+def test_a_parameter_counts_as_kept_where_one_rank_kept_it():
+    before = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+    assert kept_parameters(before, [{"a": "5", "b": "6"}, {"a": "7", "b": "8"}]) == []
+    assert kept_parameters(before, [{"a": "5", "b": "6"}, {"a": "3", "b": "8"}]) == ["a"]
+    assert kept_parameters(before, [{"a": "5"}, {"a": "7", "b": "8", "c": "9"}]) == ["b", "c"]
+    with pytest.raises(ContractError, match="had 2 ranks before a push and has 1"):
+        kept_parameters(before, before[:1])
+
+
+def test_another_release_of_sglang_is_refused(server, engine):
+    server.release = "0.6.0"
+    with pytest.raises(ConfigError, match=r"the server has SGLang 0.6.0; this unirl-rollout speaks to 0.5.23"):
+        engine.generate(request(["1"]))
 
 
 def test_an_adapter_replaces_the_last_one_under_a_name_of_its_own(server, model):
@@ -292,7 +336,7 @@ def test_another_number_of_image_tokens_than_replay_counts_is_refused(server, en
 def test_images_for_a_model_that_reads_text_alone_are_refused(server, model):
     (model / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
     engine = make_engine(server, model)
-    with pytest.raises(ConfigError, match="names no image_token_id: the model reads text alone"):
+    with pytest.raises(ConfigError, match="names no image_token_id in its config.json: it reads text alone"):
         engine.generate(asking(["1"], [[square(4, 0.5)]]))
     engine.shutdown()
 
@@ -315,17 +359,88 @@ def test_limits_are_those_of_the_models_own_configuration_unless_given(server, m
 def test_a_server_of_ours_keeps_the_tokens_of_prompts_with_images(model, monkeypatch):
     started = []
     monkeypatch.setattr(engine_module, "SGLangServer", lambda url, command, log: started.append(command))
-    SGLangRolloutEngine(NumberCodec(), model=str(model), context_length=9, vocab_size=9)
-    assert started[0][:2] == ["env", "SGLANG_MM_AVOID_RETOKENIZE=1"]
-    assert started[0][2:5] == [sys.executable, "-m", "sglang.launch_server"]
+    SGLangRolloutEngine(NumberCodec(), model=str(model), context_length=9, vocab_size=9, transfer_dir=str(model))
+    before, after = started[0][: started[0].index("-m")], started[0][started[0].index("-m") :]
+    assert before[0] == "env" and "SGLANG_MM_AVOID_RETOKENIZE=1" in before and before[-1] == sys.executable
+    assert after[:2] == ["-m", "sglang.launch_server"] and "--device" not in after
 
 
-def test_weights_of_a_checkpoint_with_old_names_are_pushed_under_the_present_ones(server, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "engine.kv_cache_tokens is needed on a CPU"),
+        (
+            {"kv_cache_tokens": 64, "max_lora_rank": 2},
+            "max_lora_rank = 2, but SGLang's adapters need a GPU. Push whole",
+        ),
+        ({"kv_cache_tokens": 64, "uses_memory_saver": True}, "would end SGLang on a CPU at its first sleep"),
+        ({"kv_cache_tokens": 64, "python": "none/python"}, "Make SGLang's environment with `uv sync --project env"),
+    ],
+)
+def test_what_a_server_on_a_cpu_needs_is_asked_for_before_it_starts(model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        SGLangRolloutEngine(
+            NumberCodec(),
+            model=str(model),
+            device="cpu",
+            context_length=9,
+            vocab_size=9,
+            transfer_dir=str(model),
+            **options,
+        )
+    assert list(model.glob("unirl-*")) == []
+
+
+def test_a_server_on_a_cpu_gets_a_free_port_and_what_needs_no_gpu(model, monkeypatch):
+    started = []
+    monkeypatch.setattr(engine_module, "SGLangServer", lambda url, command, log: started.append((url, command)))
+    for _ in range(2):
+        SGLangRolloutEngine(
+            NumberCodec(),
+            model=str(model),
+            device="cpu",
+            context_length=9,
+            vocab_size=9,
+            kv_cache_tokens=64,
+            transfer_dir=str(model),
+        )
+    (url, command), (other, _) = started
+    assert url.rsplit(":", 1)[1] == command[command.index("--port") + 1] and url != other
+    assert "OMP_NUM_THREADS=1" in command and command[command.index("--max-total-tokens") + 1] == "64"
+    assert command[command.index("--attention-backend") + 1] == "torch_native"
+
+
+def test_a_server_ends_with_the_trainer_that_started_it_and_takes_its_folder_along(tmp_path):
+    """The trainer is a process that starts a server and is killed; the server one that leaves its id and sleeps."""
+    folder, told = tmp_path / "engine", tmp_path / "pid"
+    folder.mkdir()
+    sleeper = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    trainer = (
+        "import pathlib, sys, time; from unirl.rollout.engine.sglang_llm.server import SGLangServer\n"
+        f"server = SGLangServer('http://127.0.0.1:9', [sys.executable, '-c', {sleeper!r}], "
+        f"pathlib.Path({str(folder)!r}) / 'log'); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", trainer]) as process:
+        wait_until(lambda: told.exists() and told.read_text())
+        process.kill()
+    wait_until(lambda: not folder.exists() and not Path("/proc", told.read_text()).exists())
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_weights_of_a_checkpoint_with_old_names_are_pushed_under_present_ones_and_written_under_its_own(
+    server, tmp_path
+):
     old = {"visual.merger.weight": torch.ones(2), "model.layers.0.w": torch.ones(2, 2), "lm_head.weight": torch.ones(3)}
     save_file(old, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
     engine = make_engine(server, tmp_path)
     new = ["model.visual.merger.weight", "model.language_model.layers.0.w", "lm_head.weight"]
     push(engine, dict(zip(new, old.values(), strict=True)), 1, max_bytes=1000)
-    assert sorted(server.weights) == sorted(new)
+    assert sorted(server.weights) == sorted(old)
     engine.shutdown()

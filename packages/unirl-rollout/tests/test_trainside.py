@@ -13,6 +13,7 @@ from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.sde.schedule import compressed_tail, linear_sigmas
 from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ConfigError, ContractError
+from unirl.types.media import Texts
 from unirl.types.protocols import RolloutEngine
 from unirl.types.rollout import RolloutResp
 from unirl.types.sampling import ARSamplingParams
@@ -42,6 +43,18 @@ def test_media_may_be_kept_as_bytes():
     assert (kept.in_floats().pixels - floats.pixels).abs().max() <= 0.5 / 255 + 1e-6
     with pytest.raises(ConfigError, match=r"engine.media_bits = 16 must be one of \(8, 32\)"):
         engine(media_bits=16)
+
+
+def test_an_engine_that_decodes_nothing_samples_the_same_and_never_asks_for_pixels():
+    class Blind(LinearPipeline):
+        def decode(self, latents, params):
+            raise AssertionError("nothing was to be decoded")
+
+    seen = engine().generate(request()).root_track()
+    blind = engine(pipeline=Blind(), decode=False).generate(request()).root_track()
+    assert blind.decoded is None and blind.equals(seen.replace(decoded=None))
+    with pytest.raises(ConfigError, match="engine.media_bits = 8 does nothing with engine.decode: false"):
+        engine(media_bits=8, decode=False)
 
 
 def test_samples_do_not_depend_on_how_they_are_batched():
@@ -101,10 +114,13 @@ def test_a_named_policy_is_used_and_put_back():
 
 def test_prompts_are_encoded_before_the_encoders_are_dropped():
     pipeline = LinearPipeline()
-    engine(pipeline=pipeline).prepare_prompts(["a", "b"], [PARAMS])
-    assert pipeline.encoded == [] and pipeline.has_encoders
-    engine(pipeline=pipeline, drop_text_encoders=True).prepare_prompts(["a", "b", "a", "c"], [PARAMS])
-    assert pipeline.encoded == [["a", "b"], ["c"]] and not pipeline.has_encoders
+    assert not engine(pipeline=pipeline).encodes_ahead()
+    made = engine(pipeline=pipeline, drop_text_encoders=True)
+    assert made.encodes_ahead()
+    made.encode_ahead({"text": Texts(texts=["a", "b"])}, PARAMS)
+    assert pipeline.encoded == [["a", "b"]] and pipeline.has_encoders
+    made.drop_text_encoders()
+    assert not pipeline.has_encoders
 
 
 def test_a_policy_without_a_backend_is_refused():

@@ -5,29 +5,36 @@ import importlib.util
 import math
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from unirl.rollout.engine.checkpoint import adapter_specs, checkpoint_shapes, full_specs
-from unirl.rollout.engine.served_text import Generations, check_fits, check_version, generation, text_segment
-from unirl.rollout.engine.vllm_llm import engine as engine_module
-from unirl.rollout.engine.vllm_llm import messages
+from unirl.rollout.engine.child import messages
+from unirl.rollout.engine.child.messages import Failed, ReceiveWeights, Start
+from unirl.rollout.engine.child.process import EngineProcess, interpreter
+from unirl.rollout.engine.push import check_version
+from unirl.rollout.engine.served_images import picture, shown_pictures
+from unirl.rollout.engine.served_text import Generations, check_fits, generation, text_segment
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
-from unirl.rollout.engine.vllm_llm.messages import Failed, Ready, ReceiveWeights, Start
-from unirl.rollout.engine.vllm_llm.process import EngineProcess, interpreter
-from unirl.types.conditions import ImagePatchCondition, PromptCondition
+from unirl.rollout.engine.vllm_llm.host import prompts_of
+from unirl.rollout.engine.vllm_llm.messages import CODEC, Ready
+from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
-from unirl.types.media import Texts
+from unirl.types.media import ImageLists, Images, Texts
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import SegmentStatus
 from unirl.types.weights import weight_spec
 
 PARAMS = ARSamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4, seed=3)
+SERVER = "unirl.rollout.engine.vllm_llm.server"
 LIMITS = {"context_length": 8, "vocab_size": 50}
-READY = Ready("0.32.0", "2.13.0", vocab_size=50, context_length=8, dtype="torch.float32", num_tensors=3)
+READY = Ready(
+    version="0.32.0", torch_version="2.13.0", dtype="torch.float32", vocab_size=50, context_length=8, num_tensors=3
+)
 
 
 def request(ids, params=PARAMS, rollout_id=0):
@@ -54,18 +61,18 @@ def call(num=2):
 def test_a_message_comes_back_as_it_was_and_log_probs_keep_every_bit():
     log_probs = torch.randn(5, generator=torch.Generator().manual_seed(0)).tolist()
     for message in (
-        Start("m", {"dtype": "float32", "max_model_len": None}, False, 3),
+        Start("m", {"dtype": "float32", "max_model_len": None}, 3, "scratch"),
         Generations(2, [[1, 2, 3, 4, 5]], [log_probs], ["stop"]),
         ReceiveWeights(3, "p", [weight_spec("a.weight", torch.zeros(2, 3, dtype=torch.bfloat16))]),
         READY,
     ):
-        assert messages.decode(messages.encode(message)) == message
+        assert CODEC.decode(CODEC.encode(message)) == message
 
 
 @pytest.mark.parametrize("data", [b"\x80\x04N.", b"{}", b'{"message": "Reboot"}', b'{"message": "Sleep"}', b"[1]"])
 def test_what_is_no_message_is_refused(data):
     with pytest.raises(ContractError, match="Install the same unirl-rollout in the trainer's environment"):
-        messages.decode(data)
+        CODEC.decode(data)
 
 
 # Requests
@@ -92,18 +99,37 @@ def test_requests_that_vllm_cannot_serve_are_refused():
         generation(request(["a"], DiffusionSamplingParams()), conditions([1]), (), 0)
     with pytest.raises(ContractError, match="no PromptCondition under 'prompt'"):
         generation(request(["a"]), {}, (), 0)
-    images = ImagePatchCondition.pack(patches=[torch.zeros(1, 3)], grids=[((1, 1, 1),)])
-    with pytest.raises(ConfigError, match="generates from text alone"):
-        generation(request(["a"]), {**conditions([1]), "images": images}, (), 0)
+    seen = request(["a"])
+    seen.primitives["image"] = Images(pixels=torch.zeros(1, 3, 2, 2))
+    with pytest.raises(ConfigError, match="names no image_token_id in its config.json: it reads text alone"):
+        generation(seen, conditions([1]), (), 0)
+    with pytest.raises(ConfigError, match="must hold Images or ImageLists, got Texts"):
+        shown_pictures(Texts(texts=["x"]))
+
+
+def test_pictures_travel_once_in_eight_bits_with_one_placeholder_each():
+    small, large = torch.full((3, 2, 2), 0.5), torch.ones(3, 4, 4)
+    req = request(["a", "b", "c"])
+    req.primitives["image"] = ImageLists(images=[[small, large], [], [small]])
+    made = generation(req, conditions([1, 9, 2, 9, 9], [4], [9, 5]), (), 0, placeholder=9)
+    assert CODEC.decode(CODEC.encode(made)) == made
+    assert made.shown == [[0, 1], [], [0]]
+    assert [picture(uri).size for uri in made.pictures] == [(2, 2), (4, 4)]
+    assert picture(made.pictures[0]).getpixel((0, 0)) == (128, 128, 128)
+    first, second, third = prompts_of(made)
+    assert [each["prompt_token_ids"] for each in (first, second, third)] == [[1, 9, 2, 9], [4], [9, 5]]
+    assert [image.size for image in first["multi_modal_data"]["image"]] == [(2, 2), (4, 4)]
+    assert "multi_modal_data" not in second and len(third["multi_modal_data"]["image"]) == 1
+    with pytest.raises(ContractError, match="a picture is a data URI of a PNG file, got 'file:///etc/passwd'"):
+        picture("file:///etc/passwd")
 
 
 def test_a_prompt_that_does_not_fit_names_its_tokens_and_the_fix():
-    fits = generation(request(["a"]), conditions([1] * 4), (), 0)
-    check_fits(fits, **LIMITS)
+    check_fits([[1] * 4], 4, **LIMITS)
     with pytest.raises(ConfigError, match=r"prompt 0 has 5 tokens .*max_new_tokens = 4: 9 in all.* context of 8"):
-        check_fits(generation(request(["a"]), conditions([1] * 5), (), 0), **LIMITS)
+        check_fits([[1] * 5], 4, **LIMITS)
     with pytest.raises(ConfigError, match="prompt 1 has token 50, but the engine's model has 50 tokens"):
-        check_fits(generation(request(["a", "b"]), conditions([1], [50]), (), 0), **LIMITS)
+        check_fits([[1], [50]], 4, **LIMITS)
 
 
 # Answers
@@ -148,9 +174,9 @@ def test_an_incomplete_answer_is_refused(answer, text):
 
 def test_samples_of_another_version_are_refused():
     answer = Generations(3, [], [], [])
-    check_version(answer, 3)
+    check_version(answer.policy_version, 3)
     with pytest.raises(WeightSyncError, match="sampled with policy version 3, but version 4 was pushed last"):
-        check_version(answer, 4)
+        check_version(answer.policy_version, 4)
 
 
 # The checkpoint that pushes are compared with
@@ -188,7 +214,7 @@ def start(tmp_path, monkeypatch, source):
         + source
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return EngineProcess(sys.executable, {"COLOUR": "blue"}, tmp_path, module="played")
+    return EngineProcess(CODEC, sys.executable, {"COLOUR": "blue"}, tmp_path, module="played", log=tmp_path / "log")
 
 
 def test_a_process_answers_and_leaves_when_its_pipe_ends(tmp_path, monkeypatch):
@@ -227,7 +253,7 @@ def test_a_process_that_does_not_answer_is_stopped(tmp_path, monkeypatch):
 def test_the_end_of_the_pipe_ends_the_process_and_its_folder(tmp_path):
     folder = tmp_path / "exchange"
     folder.mkdir()
-    process = EngineProcess(sys.executable, {}, folder, module="unirl.rollout.engine.vllm_llm.server")
+    process = EngineProcess(CODEC, sys.executable, {}, folder, module=SERVER, log=folder / "log")
     (folder / "bucket-0.safetensors").touch()
     process._pipe.close()  # as when this process is killed
     assert process._child.wait(60) == -signal.SIGKILL
@@ -235,7 +261,7 @@ def test_the_end_of_the_pipe_ends_the_process_and_its_folder(tmp_path):
 
 
 def test_an_error_that_is_none_of_ours_brings_its_traceback(tmp_path, monkeypatch):
-    failed = messages.encode(Failed("WorkerError", "short", "Traceback: KeyError 'x'"))
+    failed = CODEC.encode(Failed("WorkerError", "short", "Traceback: KeyError 'x'"))
     process = start(tmp_path, monkeypatch, f"pipe.recv_bytes()\npipe.send_bytes({failed!r})\npipe.recv_bytes()\n")
     with pytest.raises(WorkerError, match="KeyError 'x'"):
         process.call(messages.WakeUp(), 60)
@@ -251,18 +277,18 @@ def engine_of(tmp_path, monkeypatch, source=None):
         played = "import sys\nfrom multiprocessing.connection import Connection\npipe = Connection(int(sys.argv[1]))\n"
         (tmp_path / "played.py").write_text(played + source)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        monkeypatch.setattr(engine_module, "_SERVER", "played")
+        monkeypatch.setattr(VLLMRolloutEngine, "module", "played")
     codec: Any = None
     return VLLMRolloutEngine(codec, model=str(tmp_path), kv_cache_bytes=1, transfer_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize(("version", "protocol"), [("0.99.1", messages.PROTOCOL), ("0.32.0", 999)])
 def test_an_engine_of_another_version_is_refused_and_stopped(tmp_path, monkeypatch, version, protocol):
-    ready = messages.encode(dataclasses.replace(READY, vllm_version=version, protocol=protocol))
+    ready = CODEC.encode(dataclasses.replace(READY, version=version, protocol=protocol))
     engine = engine_of(tmp_path, monkeypatch, f"pipe.recv_bytes()\npipe.send_bytes({ready!r})\npipe.recv_bytes()\n")
     with pytest.raises(ConfigError, match=rf"has vLLM {version} and speaks protocol {protocol}; .* needs vLLM 0\.30, "):
         engine.wait_until_ready()
-    assert not engine._process.is_alive and not list(tmp_path.glob("unirl-vllm-*"))
+    assert not Path(f"/proc/{engine.pids[0]}").exists() and not list(tmp_path.glob("unirl-engine-*"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM")
@@ -276,8 +302,8 @@ def test_an_environment_without_vllm_names_what_to_install(tmp_path, monkeypatch
 
 
 def test_sources_of_another_version_are_refused_by_the_process(tmp_path):
-    process = EngineProcess(sys.executable, {}, tmp_path, module="unirl.rollout.engine.vllm_llm.server")
-    start = Start("m", {}, uses_processes=False, policy_version=0, protocol=messages.PROTOCOL + 1)
+    process = EngineProcess(CODEC, sys.executable, {}, tmp_path, module=SERVER, log=tmp_path / "log")
+    start = Start("m", {}, policy_version=0, scratch_dir="", protocol=messages.PROTOCOL + 1)
     text = rf"speaks protocol {start.protocol}, vLLM's environment {messages.PROTOCOL}\. Install the same"
     with pytest.raises(ConfigError, match=text):
         process.call(start, 120)
@@ -296,4 +322,4 @@ def test_options_that_cannot_work_are_refused_before_a_process_starts(tmp_path):
     ):
         with pytest.raises(ConfigError, match=text):
             VLLMRolloutEngine(None, model="m", **options)  # ty: ignore[invalid-argument-type]
-    assert interpreter(None) == sys.executable
+    assert interpreter(None, engine="vLLM", environment="e") == sys.executable

@@ -215,6 +215,6 @@ def test_the_scheduler_walks_the_same_trajectory_as_the_loop():
 
 def test_missing_diffusers_names_the_extra():
     code = "import sys; sys.modules['diffusers'] = None\nimport unirl.sde.diffusers_scheduler"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode != 0
     assert "pip install 'unirl-sde[diffusers]'" in result.stderr

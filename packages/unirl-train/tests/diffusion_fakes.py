@@ -34,7 +34,7 @@ from unirl.train.configs import LoraConfig, OptimizerConfig
 from unirl.train.stack import TrainStack
 from unirl.trainer.request import build_request
 from unirl.types.conditions import Condition, TextEmbedCondition
-from unirl.types.media import Images, Primitive, Texts, Videos
+from unirl.types.media import ImageLists, Images, Primitive, Texts, Videos
 from unirl.types.noise import noise_key
 from unirl.types.protocols import Conditions, PolicyStore
 from unirl.types.reward import RewardRequest
@@ -250,6 +250,14 @@ class FieldPipeline:
         self.seen_x.append(x_R.detach().clone())
         return self._bound(conditions)(x_R, sigma_R, step_R)
 
+    def cut_tokens(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[int]:
+        """None: any text is read whole."""
+        return [0] * len(texts)
+
+    def encode_texts(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> Conditions:
+        """There are no text encoders."""
+        return {}
+
     def drop_text_encoders(self) -> None:
         """There are none."""
 
@@ -286,16 +294,30 @@ class FieldEngine:
         self.policies = policies
         self.events = events if events is not None else []
         self.requests: list[RolloutReq] = []
+        self.is_ahead = False
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def plan(self, params: DiffusionSamplingParams) -> Plan:
         """Sigmas and latent shape."""
         return Plan(self.pipeline.sigmas(params), self.pipeline.shape)
 
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def encodes_ahead(self) -> bool:
+        """As it was told."""
+        return self.is_ahead
+
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def prepare_prompts(self, prompts: list[str], params: list[DiffusionSamplingParams]) -> None:
+    def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
         """Only noted."""
-        self.events.append("prepare_prompts")
+        texts, images = primitives["text"], primitives.get("image")
+        assert isinstance(texts, Texts)
+        shown = [len(pictures) for pictures in images.images] if isinstance(images, ImageLists) else None
+        self.events.append(("encode_ahead", texts.texts, shown, params.num_inference_steps))
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def drop_text_encoders(self) -> None:
+        """Only noted."""
+        self.events.append("drop_text_encoders")
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:

@@ -67,6 +67,25 @@ def preferences(folder):
     write_table(folder / "data/train-00003-of-00645-b66ac786bf6fb553.parquet", rows)
 
 
+def captioned(folder):
+    """Captions 25 and 27 are held out by their hash."""
+    rows = [
+        {"caption": f"cat {number}", "jpg_0": framed("red"), "jpg_1": framed("blue")}
+        | {"label_0": first, "label_1": 1 - first}
+        for number, first in ((24, 1.0), (24, 1.0), (25, 0.5), (26, 0.0), (27, 1.0))
+    ]
+    write_table(folder / "data/train-00000-of-00645-b66ac786bf6fb553.parquet", rows)
+
+
+def framed(colour, size=(48, 48)):
+    """A picture of one colour in a white frame."""
+    canvas = Image.new("RGB", size, "white")
+    canvas.paste(colour, (size[0] // 4, size[1] // 4, 3 * size[0] // 4, 3 * size[1] // 4))
+    file = io.BytesIO()
+    canvas.save(file, "PNG")
+    return file.getvalue()
+
+
 def dapo_row(problem, answer):
     turns = [{"content": f"Solve.\n\n{problem}", "role": "user"}]
     return {"data_source": "math_dapo", "prompt": turns, "reward_model": {"ground_truth": answer, "style": "rule"}}
@@ -121,7 +140,7 @@ def image_edit(folder):
 
 PUBLISHED = {
     each.__name__: each for each in (pickscore, hpdv2, wise, preferences, dapo_math, aime24, geo3k, image_edit)
-} | {"picture_motion": image_edit}
+} | {"picture_motion": image_edit, "holes": captioned, "edges": captioned}
 
 
 def publish(name: str, folder: Path) -> Path:

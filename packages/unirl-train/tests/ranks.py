@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-JOIN_TIMEOUT_S = 240.0
+JOIN_TIMEOUT_S = 900.0
 
 PRELOADED = ["unirl.train.stack", "unirl.trainer.text"]
 """Imported once, by the process that all ranks of a test session are forked from: imports take longer than the jobs."""

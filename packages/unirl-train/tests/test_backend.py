@@ -323,7 +323,7 @@ def test_recomputing_activations_changes_neither_gradients_nor_names():
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_compiling_blocks_changes_neither_gradients_nor_names():
     expected, names = gradients_with()
     found, found_names = gradients_with(compile=True)

@@ -94,7 +94,7 @@ def test_children_are_scored_credit_their_parents_and_train_within_their_own_gro
     made = Made(tmp_path)
     rollout = made.collector.collect(0)
     plan, image = rollout.resp.meta.tracks["plan"], rollout.resp.meta.tracks["image"]
-    assert rollout.num_samples == plan.batch_size == 6 and image.batch_size == 12
+    assert plan.batch_size == 6 and image.batch_size == rollout.num_samples == 12
     torch.testing.assert_close(plan.scored_rewards, image.scored_rewards.view(6, 2).mean(1))
     # Two siblings differ from their mean by the same amount, to either side.
     pairs = image.known_advantages.view(6, 2)

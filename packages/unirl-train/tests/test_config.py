@@ -21,7 +21,7 @@ import abc
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 from unirl.types.bounds import Bounds, Positive
-from some_models.kinds import Kind, Mode
+from some_models.kinds import COLOUR, Kind, Mode
 
 raise_if_imported = 1 / 0
 
@@ -45,6 +45,7 @@ class Base(abc.ABC):
 
 class Model(Base):
     name: ClassVar[str] = "model"
+    colour: ClassVar[str] = COLOUR
 
 class Loose(argparse.Namespace):
     pass
@@ -70,7 +71,7 @@ def score(images, prompts, metadata, /, target: float, power: float = 1.0): ...
 @Model
 def decorated(images, prompts, metadata, from_the_decorator): ...
 """
-KINDS = 'from typing import Literal\nMode = Literal["fast", "slow"]\nclass Kind: ...\n'
+KINDS = 'from typing import Literal\nCOLOUR = "red"\nMode = Literal["fast", "slow"]\nclass Kind: ...\n'
 
 
 @pytest.fixture
@@ -92,13 +93,23 @@ def test_signature_of_a_class_comes_from_its_base_without_importing(some_models)
         "kind": True,
         "options": True,
     }
-    assert target.constants == {"flag": True, "name": "model"}
+    # A constant that is imported is followed to where it stands.
+    assert target.constants == {"flag": True, "name": "model", "colour": "red"}
     assert "some_models" not in sys.modules
 
 
 def test_options_that_go_to_the_base_bring_its_keywords_without_those_that_are_set_there(some_models):
     target = read_target(f"{some_models}.ForwardingAgain")
     assert set(target.parameters) == {"width", "model", "depth", "size", "options"} and not target.accepts_any
+
+
+@pytest.mark.parametrize("opening", ["with anything:", "if True:", "try:"])
+def test_bases_are_found_through_imports_that_stand_in_a_block(some_models, tmp_path, opening):
+    end = "except ImportError:\n    raise\n" if opening == "try:" else ""
+    name = opening.split()[0].strip(":") + "_block"
+    source = f"{opening}\n    from some_models.kinds import Kind\n{end}class Own(Kind): ..."
+    (tmp_path / "some_models" / f"{name}.py").write_text(source)
+    assert read_target(f"some_models.{name}.Own").lineage == (f"some_models.{name}.Own", "some_models.kinds.Kind")
 
 
 def test_options_that_the_class_keeps_may_be_any(some_models):
@@ -273,7 +284,7 @@ def test_wiring_adds_the_keywords_that_the_checker_expects():
     component = Component(
         injected=frozenset({"pipeline", "device"}),
         if_taken=frozenset({"rank", "bundle"}),
-        of_all={"pipeline": "pipelines", "device": "devices"},
+        of_all={"pipeline": ("pipelines",), "device": ("devices",)},
         own_keys=frozenset({"policy"}),
     )
     part = part_of({"_target_": f"{__name__}.Taking", "size": 3, "policy": "writer"}, "engine", component)

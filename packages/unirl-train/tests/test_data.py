@@ -83,6 +83,24 @@ def test_conditioning_images_of_a_row_are_read(tmp_path):
     assert rows[0].media == (MediaRef("image", "condition", "cat.png"),) * 2
 
 
+def test_a_picture_of_hundreds_of_millions_of_pixels_is_refused_by_its_head(tmp_path):
+    (tmp_path / "huge.ppm").write_bytes(b"P6 20000 20000 255\n")
+    with pytest.raises(DataError, match="huge.ppm cannot be read as a picture: Image size .400000000 pixels. exceeds"):
+        read_rows(written(tmp_path, "p.jsonl", lines({"prompt": "a", "images": ["huge.ppm"]})))
+
+
+def test_a_video_of_a_row_is_a_folder_of_its_frames_in_the_order_of_their_names(tmp_path):
+    (tmp_path / "wave").mkdir()
+    for name in ("10.png", "02.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / "wave" / name)
+    video = {"modality": "video", "role": "pose", "uri": "wave"}
+    (row,) = read_rows(written(tmp_path, "p.jsonl", lines({"prompt": "it waves", "media": [video]})))
+    assert row.media == tuple(MediaRef("video", "pose", f"wave/{name}") for name in ("02.png", "10.png"))
+    (tmp_path / "wave" / "notes.txt").write_text("not a picture")
+    with pytest.raises(DataError, match="notes.txt cannot be read as a picture"):
+        read_rows(tmp_path / "p.jsonl")
+
+
 def test_csv_rows_are_those_of_json_with_texts_for_values(tmp_path):
     text = (
         "\ufeffprompt, answer ,prompt_id,metadata\r\n"
@@ -136,8 +154,13 @@ def test_pictures_choices_and_scores_of_csv_cells_are_paths_or_json(tmp_path):
         ("p.jsonl", '{"prompt": "a", "media": [{"uri": "x"}]}\n', "needs exactly modality, role, uri"),
         (
             "p.jsonl",
-            lines({"prompt": "a", "media": [{"modality": "video", "role": "condition", "uri": "x"}]}),
-            "p.jsonl:1: picture 1 is (video, condition); only images of the roles",
+            lines({"prompt": "a", "media": [{"modality": "audio", "role": "condition", "uri": "x"}]}),
+            "p.jsonl:1: picture 1 is (audio, condition); (modality, role) is one of",
+        ),
+        (
+            "p.jsonl",
+            lines({"prompt": "a", "media": [{"modality": "video", "role": "pose", "uri": "x"}]}),
+            "p.jsonl:1: the video x is no folder of pictures",
         ),
         (
             "p.jsonl",

@@ -1,7 +1,10 @@
 """Sets of prompts: conversion of what is published, generated sets, and files that are wrong or in the way."""
 
 import errno
+import hashlib
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +19,7 @@ from published_sets import (
     PUBLISHED,
     dapo_row,
     edit_rows,
+    framed,
     geo3k_archive,
     geo3k_problem,
     publish,
@@ -27,7 +31,8 @@ from published_sets import (
 from unirl.data.datasets import read_rows
 from unirl.data.pairs import read_pairs
 from unirl.data.rules import unreadable
-from unirl.data.sets import geneval, motion, ocr, writing
+from unirl.data.sets import characters, controls, geneval, motion, ocr, writing
+from unirl.data.sets.canny import canny
 from unirl.data.sets.catalog import SETS, command_for, set_of
 from unirl.data.sets.github import GitHubRepository
 from unirl.data.sets.preparing import prepare
@@ -170,6 +175,92 @@ def test_motions_of_a_picture_differ(made):
     assert all(len(set(each)) == 3 for each in by_picture.values())
 
 
+def test_what_is_given_of_a_picture_is_the_preferred_one_with_a_hole_or_its_edges(made):
+    holes, edges = made("holes"), made("edges")
+    assert prompts(holes / "train.jsonl") == prompts(edges / "train.jsonl") == ["cat 24", "cat 26"]
+    assert prompts(holes / "test.jsonl") == ["cat 25", "cat 27"]
+    colours = []
+    for row in read_rows(holes / "train.jsonl"):
+        assert [(ref.modality, ref.role) for ref in row.media] == [("image", "condition"), ("image", "mask")]
+        shown, mask = (numpy.asarray(Image.open(ref.place()[0]).convert("RGB")) for ref in row.media)
+        assert shown.shape == mask.shape == (512, 512, 3) and set(numpy.unique(mask)) == {0, 255}
+        colours.append("red" if shown[256, 256, 0] > 128 else "blue")
+    assert colours == ["red", "blue"]
+    for row in read_rows(edges / "train.jsonl"):
+        (ref,) = row.media
+        lines = numpy.asarray(Image.open(ref.place()[0]).convert("L"))
+        assert set(numpy.unique(lines)) == {0, 255} and lines[256, 256] == 0
+        assert lines[256, 112:144].any() and lines[112:144, 256].any(), "the sides of the inner square"
+
+
+def own_pictures(folder):
+    """A prompt file of pictures of one's own: one lies on its side as a camera writes it, of one a part is meant."""
+    folder.mkdir()
+    canvas = Image.new("RGB", (40, 20), "red")
+    canvas.paste("blue", (20, 0, 40, 20))
+    canvas.save(folder / "plain.png")
+    turned = Image.Exif()
+    turned[0x0112] = 3
+    canvas.save(folder / "turned.jpg", exif=turned, quality=95)
+    names = ("plain.png#xywh=0,0,20,20", "plain.png#xywh=20,0,20,20", "turned.jpg#xywh=0,0,20,20")
+    rows = [{"prompt": f"cat {number}", "images": [name]} for number, name in zip((24, 25, 26), names, strict=True)]
+    write_text(folder / "prompts.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "prompts.jsonl"
+
+
+def test_holes_are_made_in_pictures_of_ones_own(tmp_path):
+    given = own_pictures(tmp_path / "mine")
+    prepared = prepare(SETS["holes"], tmp_path / "holes", given=given)
+    assert prepared.files == (("train.jsonl", 2), ("test.jsonl", 1))
+    shown = {}
+    for split in ("train", "test"):
+        for row in read_rows(tmp_path / f"holes/{split}.jsonl"):
+            shown[row.prompt] = numpy.asarray(Image.open(row.media[0].place()[0]))[256, 256].argmax()
+    assert shown == {"cat 24": 0, "cat 25": 2, "cat 26": 2}
+    source = json.loads((tmp_path / "holes/SOURCE.json").read_text())["files"]["train.jsonl"]["source"]
+    assert source == {"version": 1, "own": hashlib.sha256(given.read_bytes()).hexdigest()}
+    assert not prepare(SETS["holes"], tmp_path / "holes", given=given).is_new
+    assert not prepare(SETS["holes"], tmp_path / "holes").is_new, "what is there is not fetched"
+
+
+@pytest.mark.parametrize("kind", controls.HOLES_IN)
+def test_a_hole_is_where_its_key_says_and_neither_small_nor_all(kind):
+    masks = [numpy.asarray(controls.hole(kind, f"picture {number}")) for number in range(20)]
+    again = [numpy.asarray(controls.hole(kind, f"picture {number}")) for number in range(20)]
+    assert numpy.array_equal(masks, again) and len({mask.tobytes() for mask in masks}) == 20
+    assert all(0.08 <= (mask == 255).mean() <= 0.65 and set(numpy.unique(mask)) == {0, 255} for mask in masks)
+
+
+# Edges --------------------------------------------------------------------------------------------------------------
+
+
+def test_edges_of_a_step_are_one_thin_line():
+    pixels = numpy.zeros((5, 6, 3), numpy.uint8)
+    pixels[:, 3:] = 60
+    expected = numpy.zeros((5, 6), bool)
+    expected[:, 2] = True  # 4 * 60 on both sides of the step, of which the left one is kept
+    assert numpy.array_equal(canny(pixels), expected)
+    assert not canny(pixels // 3).any(), "4 * 20 is below the lower threshold"
+
+
+def test_a_weak_edge_is_kept_where_a_strong_one_goes_on():
+    pixels = numpy.zeros((9, 6, 3), numpy.uint8)
+    pixels[:, 3:] = 30  # 120: weak
+    assert not canny(pixels).any()
+    pixels[:2, 3:] = 60  # 240: strong
+    assert canny(pixels)[8].any()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_edges_are_those_of_opencv(seed):
+    cv2 = pytest.importorskip("cv2")
+    random = numpy.random.default_rng(seed)
+    small = random.integers(0, 256, (12, 16, 3), dtype=numpy.uint8)
+    for pixels in (small, cv2.resize(small, (150, 111)), cv2.GaussianBlur(cv2.resize(small, (90, 70)), (0, 0), 2.0)):
+        for low, high in ((100, 200), (20, 60)):
+            assert numpy.array_equal(canny(pixels, low, high), cv2.Canny(pixels, low, high) > 0)
+
+
 # Generated ----------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +301,50 @@ def test_held_out_motion_pairs_a_subject_and_an_action_as_no_training_prompt_doe
     )
     assert not trained & held_out
     assert {row["category"] for row in motion.rows(held_out=True)} == {kind.name for kind in motion.KINDS}
+
+
+def test_characters_follow_a_pose_and_a_face_that_move():
+    for row in itertools.islice(characters.rows(held_out=True), 4):
+        reference, pose, face = row["media"]
+        assert (reference.role, pose.role, face.role) == ("condition", "pose", "face")
+        for video, fewest in ((pose.content, 5), (face.content, 2)):
+            assert len(video) == characters.NUM_FRAMES and len({frame.data for frame in video}) >= fewest
+    assert len({person.words for person in characters.people()}) == 24
+
+
+@pytest.mark.parametrize("motion", characters.MOTIONS)
+def test_a_motion_keeps_the_length_of_limbs_a_foot_on_the_ground_and_all_in_the_picture(motion):
+    def length(joints, first, second):
+        return math.dist(joints[first], joints[second])
+
+    swings = {**characters.REST, **characters.MOTIONS[motion]}
+    rest = characters.joints({name: swing.mean for name, swing in characters.REST.items()})
+    seen = []
+    for frame in range(characters.NUM_FRAMES):
+        joints = characters.joints({name: swing.at(frame / characters.NUM_FRAMES) for name, swing in swings.items()})
+        seen.append(joints)
+        for first, second, _ in characters.LIMBS:
+            if second not in ("right hip", "left hip"):  # a trunk that leans
+                assert length(joints, first, second) == pytest.approx(length(rest, first, second))
+        feet = [joints[f"{side} ankle"][1] for side in ("right", "left")]
+        assert max(feet) == pytest.approx(characters.GROUND)
+        assert joints["right wrist"][0] < joints["left wrist"][0], "arms do not cross"
+        assert all(0 < x * characters.HEIGHT < characters.WIDTH and 0 < y < 1 for x, y in joints.values())
+    assert max(math.dist(a[name], b[name]) for a, b in itertools.pairwise(seen) for name in a) < 0.2, "no jump"
+
+
+def test_a_video_is_written_once_and_read_back_in_its_order(tmp_path):
+    prepare(SETS["characters"], tmp_path / "characters", split="test")
+    folder = tmp_path / "characters/test-pictures"
+    rows = read_rows(tmp_path / "characters/test.jsonl")
+    videos = {ref.uri.rsplit("/", 1)[0] for row in rows for ref in row.media if ref.modality == "video"}
+    assert len(videos) == sum(path.is_dir() for path in folder.iterdir()) <= len(characters.MOTIONS) + 4
+    poses = [ref for ref in rows[0].media if ref.role == "pose"]
+    frames = characters.pose_video(rows[0].metadata["category"])
+    assert [Path(ref.place()[0]).read_bytes() for ref in poses] == [frame.data for frame in frames]
+    (folder / Path(poses[3].uri).relative_to(folder.name)).write_bytes(b"broken")
+    with pytest.raises(DataError, match=r"test\.jsonl: is no longer as it was made"):
+        prepare(SETS["characters"], tmp_path / "characters", split="test")
 
 
 @pytest.mark.parametrize(
@@ -473,13 +608,30 @@ def test_a_wrong_source_is_named_and_leaves_nothing(tmp_path, name, spoil, messa
         ("aime24", "file.csv", r"is no \.parquet file; aime24 is made from aime_2024_problems\.parquet"),
         ("pickscore", "file.csv", r"is one file, but pickscore is made from .*train\.txt, .*test\.txt.*--split"),
         ("motion", "folder", "motion is generated, so --from means nothing"),
+        ("edges", "folder", r"Put the published files there, or give a prompt file \(\.jsonl, \.json, \.csv\)"),
+        ("edges", "mine.txt", r"is no \.parquet file; edges is made from data/train-00000-.*, or give a prompt file"),
+        ("edges", "two.jsonl", r"two\.jsonl:1: brings 2 pictures .*one picture per row is needed"),
+        ("holes", "none.jsonl", r"none\.jsonl:1: brings 0 pictures"),
+        ("holes", "cut.jsonl", r"cut\.jsonl:1: cut\.png cannot be read as a picture"),
     ],
 )
 def test_what_cannot_be_a_source_is_said(tmp_path, name, given, message):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file.csv").write_text("x")
+    (tmp_path / "mine.txt").write_text("a cat")
+    (tmp_path / "cat.png").write_bytes(framed("red", (64, 64)))
+    (tmp_path / "cut.png").write_bytes(framed("red", (64, 64))[:-60])
+    for name_of_file, images in (("two", ["cat.png", "cat.png"]), ("none", None), ("cut", ["cut.png"])):
+        row = {"prompt": "cat 1"} | ({} if images is None else {"images": images})
+        (tmp_path / f"{name_of_file}.jsonl").write_text(json.dumps(row))
     with pytest.raises(DataError, match=message):
         prepare(SETS[name], tmp_path / name, given=tmp_path / given)
+
+
+def test_a_part_of_ones_own_pictures_is_no_part_of_what_is_published(tmp_path):
+    given = own_pictures(tmp_path / "mine")
+    with pytest.raises(DataError, match=r"--partial is about published files; .*prompts\.jsonl is your own"):
+        prepare(SETS["edges"], tmp_path / "edges", given=given, is_partial=True)
 
 
 def test_one_file_of_any_name_will_do_where_one_is_needed(tmp_path):
@@ -520,6 +672,7 @@ def test_without_network_the_message_has_all_that_is_needed(tmp_path, monkeypatc
     with pytest.raises(DataError) as caught:
         prepare(SETS["pickscore"], tmp_path / "datasets/pickscore")
     message = str(caught.value)
+    assert "of your own" not in message
     assert "of https://github.com/yifan123/flow_grpo at c7bb5fee2ef663eee08393759c8cb8a0e027f5e3" in message
     assert "curl -fL --create-dirs -o pickscore-published/dataset/pickscore/train.txt" in message
     assert message.endswith("trainer data prepare pickscore --from pickscore-published")
@@ -597,7 +750,7 @@ def fetch(name, folder, endpoint, tmp_path):
     environment.pop("HF_HUB_OFFLINE", None)
     environment = {key: value for key, value in environment.items() if not key.lower().endswith("_proxy")}
     return subprocess.run(
-        [sys.executable, "-c", FETCH, name, str(folder)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", FETCH, name, str(folder)], env=environment, capture_output=True, text=True, timeout=600
     )
 
 
@@ -620,6 +773,8 @@ def test_a_hub_that_does_not_answer_or_has_no_such_file_is_said(tmp_path, hub):
     assert "dapo_math cannot be downloaded here: " in silent.stderr
     assert "hf download BytedTsinghua-SIA/DAPO-Math-17k --repo-type dataset --revision 6587" in silent.stderr
     assert silent.stderr.strip().endswith("trainer data prepare dapo_math --from dapo_math-published")
+    own = fetch("edges", tmp_path / "out", "http://127.0.0.1:9", tmp_path)
+    assert own.stderr.strip().endswith("trainer data prepare edges --from my-pictures/prompts.jsonl")
     assert not (tmp_path / "out").exists()
 
 

@@ -158,7 +158,7 @@ def test_rows_come_unit_by_unit_then_level_by_level():
 def test_what_is_no_pair_is_refused():
     made, resp = made_with()
     single = rollout(made.pipeline, sampling(eta=0.0, samples_per_prompt=1), num_prompts=4)
-    with pytest.raises(ContractError, match=r"two samples of a pair must come from one group.*best_of: 2"):
+    with pytest.raises(ContractError, match=r"2 samples that DiffusionDPO compares must come from one.*best_of: 2"):
         made.stack.train(with_advantages(single, torch.ones(4)), progress=0.0)
     with pytest.raises(ConfigError, match="3 samples a device, 2 to a unit"):
         made.stack.train(with_advantages(single.slice(0, 3), torch.ones(3)), progress=0.0)

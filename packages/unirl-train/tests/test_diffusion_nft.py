@@ -22,8 +22,9 @@ from torch import Tensor
 from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.base import MicroBatch
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.algorithms.diffusion_nft import OLD, DiffusionNFT
+from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.losses import nft_loss, optimality
+from unirl.algorithms.old_policy import OLD
 from unirl.algorithms.schedules import OldPolicyDecay
 from unirl.train.configs import LoraConfig
 from unirl.trainer.request import build_request

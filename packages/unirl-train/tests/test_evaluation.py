@@ -22,7 +22,7 @@ from unirl.trainer.evaluation import (
     take_images,
 )
 from unirl.types.errors import ConfigError, RewardError
-from unirl.types.media import Images
+from unirl.types.media import Images, Videos
 from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -119,6 +119,15 @@ def test_images_can_be_saved_whatever_the_memory_order_of_the_decoder(runtime: L
     track = RolloutTrack(sample_ids=list("abcd"), decoded=Images(pixels=pixels))
     images = take_images(RolloutResp(tracks={"image": track}), "image", 2)
     assert images.is_contiguous() and torch.equal(images, pixels[:2])
+
+
+@pytest.mark.parametrize(("lengths", "num_shown"), [((5, 5), 5), ((3, 5), 5), ((9, 20), 6)])
+def test_a_strip_shows_no_frame_twice_unless_a_video_is_shorter_than_others(lengths: tuple[int, ...], num_shown: int):
+    videos = [torch.linspace(0, 1, length).view(length, 1, 1, 1).expand(length, 3, 4, 4) for length in lengths]
+    track = RolloutTrack(sample_ids=list("ab"), decoded=Videos.pack(frames=videos, fps=4.0))
+    strips = take_images(RolloutResp(tracks={"video": track}), "video", 2)
+    assert strips.shape == (2, 3, 4, num_shown * 4)
+    assert len(strips[-1, 0, 0].unique()) == num_shown
 
 
 def test_only_the_weights_change_the_result(runtime: LocalRuntime):

@@ -20,6 +20,7 @@ from unirl.algorithms.ar_dppo import ARDPPO
 from unirl.algorithms.ar_drpo import ARDRPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_reinforce import ARReinforce
+from unirl.algorithms.ar_sapo import ARSAPO
 from unirl.algorithms.base import RowMetrics, report_ratio
 from unirl.algorithms.cppo import CPPO
 from unirl.algorithms.ddpo import DDPO
@@ -30,7 +31,9 @@ from unirl.algorithms.grpo_guard import GRPOGuard
 from unirl.algorithms.losses import (
     MATCHING_WEIGHTINGS,
     MAX_LOG_RATIO,
+    centred_reward_loss,
     clipped_surrogate,
+    group_preference_loss,
     masked_surrogate,
     matching_logp,
     nft_loss,
@@ -40,7 +43,7 @@ from unirl.algorithms.losses import (
 )
 from unirl.algorithms.reference import ReferenceKL, sampled_kl
 from unirl.algorithms.rollout_correction import MAX_WEIGHT, RolloutCorrection, correction_weights
-from unirl.algorithms.token_losses import importance_log_ratio, regularised_loss, truncated_ratio_loss
+from unirl.algorithms.token_losses import importance_log_ratio, regularised_loss, soft_gate_loss, truncated_ratio_loss
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
 from unirl.algorithms.values import value_loss
@@ -74,6 +77,9 @@ LOSSES: dict[str, Loss] = {
     "k3": lambda p, a, adv: sampled_kl(p, a, "k3"),
     "value": lambda p, a, adv: value_loss(p, a, adv, clip=0.2),
     "preference": lambda p, a, adv: preference_loss(p - a, beta=5000.0),
+    "sapo": lambda p, a, adv: soft_gate_loss(p - a, adv, temperature_positive=1.0, temperature_negative=1.05)[0],
+    "group preference": lambda p, a, adv: group_preference_loss((p - a)[:, None], adv[:, None], beta=5000.0),
+    "centred reward": lambda p, a, adv: centred_reward_loss(torch.stack([p, a], 1), torch.stack([adv, a], 1), beta=1.0),
 }
 
 
@@ -213,6 +219,7 @@ TOKEN_ALGORITHMS: dict[str, Callable[[], TokenAlgorithm]] = {
     "DPPO by tv": lambda: ARDPPO(cast(AutoregressivePipeline, None), NOTHING),
     "DPPO by kl": lambda: ARDPPO(cast(AutoregressivePipeline, None), NOTHING, divergence="kl"),
     "DRPO": lambda: ARDRPO(cast(AutoregressivePipeline, None), NOTHING),
+    "SAPO": lambda: ARSAPO(cast(AutoregressivePipeline, None), NOTHING),
     "REINFORCE": lambda: ARReinforce(cast(AutoregressivePipeline, None), NOTHING),
 }
 

@@ -15,18 +15,22 @@ from advantaged import with_advantages
 from diffusion_fakes import FieldEngine, FieldPipeline, prompt_rows, sampling, setup
 from torch import Tensor, nn
 
-from unirl.algorithms.advantages import AdvantageConfig
+from unirl.algorithms.advantages import AdvantageConfig, Advantages
 from unirl.algorithms.awm import AWM
 from unirl.algorithms.cppo import CPPO
+from unirl.algorithms.crd import CRD
 from unirl.algorithms.ddpo import DDPO
+from unirl.algorithms.dgpo import DGPO
 from unirl.algorithms.diffusion_dpo import DiffusionDPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.dpok import DPOK
 from unirl.algorithms.flow_dppo import FlowDPPO
 from unirl.algorithms.grpo_guard import GRPOGuard
+from unirl.algorithms.sample_weights import SampleWeights
 from unirl.algorithms.schedules import OldPolicyDecay
 from unirl.algorithms.selection import SampleSelection
+from unirl.algorithms.weighted_matching import WeightedMatching
 from unirl.sde.kernels import CPSSDEStrategy, SDEStrategy
 from unirl.trainer.request import build_request
 from unirl.types.segments import LatentSegment
@@ -60,7 +64,7 @@ class Way:
     kind: Any  # Any: a class of algorithms
     options: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
-    advantages: AdvantageConfig = AdvantageConfig()
+    advantages: Advantages = AdvantageConfig()
     selection: SampleSelection = SampleSelection()
     strategy: SDEStrategy | None = None
     updates: int = 2
@@ -81,6 +85,18 @@ WAYS = {
     "dpok": Way(DPOK, {"kl_coef": 1e-3}, updates=1),
     "nft": Way(DiffusionNFT, {"beta": 0.1, "advantage_max": 2.0, "decay": OldPolicyDecay(start=0.3, cap=0.5)}, ODE),
     "awm": Way(AWM, {"clip_range": 0.2}, ODE),
+    "dgpo": Way(DGPO, {"beta": 20.0, "samples_per_group": GROUP, "micro": 2 * GROUP}, ODE),
+    "crd": Way(
+        CRD,
+        {
+            "samples_per_group": GROUP,
+            "decay": OldPolicyDecay(start=0.25, rate=0.005, cap=0.5),
+            "micro": 2 * GROUP,
+        },
+        ODE,
+    ),
+    "rwr": Way(WeightedMatching, {}, ODE, SampleWeights(kind="reward_weighted", temperature=0.1)),
+    "raft": Way(WeightedMatching, {}, ODE, SampleWeights(kind="best_of_n", num_best=2)),
     "online_dpo": Way(DiffusionDPO, {"beta": 20.0}, ODE, selection=SampleSelection(best_of=2)),
 }
 

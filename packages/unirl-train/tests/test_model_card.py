@@ -74,5 +74,23 @@ def test_the_card_of_a_language_model_names_its_class(tmp_path):
     text = card(tmp_path, {**RECIPE, "backend": {}}, merged=True)
     assert "library_name: transformers" in text and "Qwen3ForCausalLM.from_pretrained" in text
     assert "All weights of `org/base`" in text
-    (tmp_path / "adapter_config.json").touch()
+    (tmp_path / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')
     assert "library_name: peft" in card(tmp_path)
+
+
+def test_the_card_of_a_bagel_loads_it_by_its_bundle(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"task_type": null, "target_modules": ["q_proj_moe_gen"]}')
+    text = card(tmp_path)
+    assert "library_name: peft" in text and 'PeftModel.from_pretrained(bundle.bagel, ".")' in text
+    (tmp_path / "ema.safetensors").touch()
+    text = card(tmp_path, merged=True)
+    assert 'BagelBundle(".")' in text and "library_name" not in text
+
+
+def test_the_card_of_a_hunyuan_image3_loads_it_by_its_bundle(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"task_type": null, "target_modules": ["qkv_proj", "o_proj"]}')
+    text = card(tmp_path)
+    assert "import HunyuanImage3Bundle" in text and 'PeftModel.from_pretrained(bundle.decoder, ".")' in text
+    (tmp_path / "generation_config.json").write_text('{"sequence_template": "instruct"}')
+    text = card(tmp_path, merged=True)
+    assert 'HunyuanImage3Bundle(".")' in text and "library_name" not in text

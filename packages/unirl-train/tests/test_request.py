@@ -1,14 +1,20 @@
 """From prompt rows to a request: ids, repetition, noise ids, pinned sigmas."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from diffusion_fakes import SHAPE, prompt_rows, sampling
+from diffusion_fakes import SHAPE, FieldBundle, FieldEngine, FieldPipeline, prompt_rows, sampling
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from unirl.data.data_source import PromptRow
 from unirl.data.media import MediaRef
+from unirl.distributed.runtime import LocalRuntime
+from unirl.trainer.diffusion import DiffusionModality
+from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.request import build_request, shortened, unique_ids
 from unirl.types.media import ImageLists, Texts
 from unirl.types.rollout import RolloutReq
@@ -119,3 +125,43 @@ def test_masks_of_the_rows_are_a_slot_of_their_own(tmp_path):
         lists = found[slot]
         assert isinstance(lists, ImageLists)
         assert [[float(image.mean()) for image in images] for images in lists.images] == [[pytest.approx(level)]] * 2
+
+
+def test_prompts_are_encoded_ahead_with_their_pictures_and_as_they_are_sampled(tmp_path):
+    """Each distinct pair of a text and its pictures once for training and once for evaluation."""
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+
+    def row(text: str, *names: str) -> PromptRow:
+        media = tuple(MediaRef("image", "condition", name, folder=str(tmp_path)) for name in names)
+        return PromptRow(prompt=text, prompt_id="/".join((text, *names)), media=media)
+
+    engine = FieldEngine(FieldPipeline(FieldBundle().model))
+    runtime = LocalRuntime(lambda _: {"engine": engine})
+    data: Any = SimpleNamespace(rows=[row("red", "a.png"), row("red", "a.png"), row("red", "b.png"), row("blue")])
+    config = EvaluationConfig(prompts="", num_samples=3, num_inference_steps=2)
+    evaluator = Evaluator(config, [row("green", "a.png", "b.png")], sampling())
+    DiffusionModality().prepare(runtime, data, sampling(), evaluator)
+    assert engine.events == []
+    engine.is_ahead = True
+    DiffusionModality().prepare(runtime, data, sampling(), evaluator)
+    assert engine.events == [
+        ("encode_ahead", ["red", "red", "blue"], [1, 1, 0], sampling().num_inference_steps),
+        ("encode_ahead", ["green"], [2], 2),
+        "drop_text_encoders",
+    ]
+
+
+def test_frames_of_a_video_are_the_slot_of_its_role_and_shared_by_the_samples_of_a_row(tmp_path):
+    refs = []
+    for role in ("pose", "face"):
+        for frame in range(3):
+            Image.new("L", (4, 2), 10 * frame).save(tmp_path / f"{role}{frame}.png")
+            refs.append(MediaRef("video", role, str(tmp_path / f"{role}{frame}.png")))
+    found = request([PromptRow("it waves", "0", media=tuple(refs))], per_prompt=2).primitives
+    assert set(found) == {"text", "pose", "face"}
+    for slot in ("pose", "face"):
+        clips = found[slot]
+        assert isinstance(clips, ImageLists)
+        assert [round(float(frame.mean()) * 255) for frame in clips.images[0]] == [0, 10, 20]
+        assert all(one is other for one, other in zip(*clips.images, strict=True))

@@ -37,6 +37,8 @@ from unirl.algorithms.draft import DRaFT
 from unirl.algorithms.drtune import DRTune
 from unirl.algorithms.refl import ReFL
 from unirl.algorithms.reward_gradient import Denoising, RewardGradient
+from unirl.algorithms.srpo import SRPO, direct_align
+from unirl.sde.forward import interpolate
 from unirl.sde.noise import keyed_normal
 from unirl.trainer.request import build_request
 from unirl.types.conditions import TextEmbedCondition
@@ -58,6 +60,7 @@ WAYS: dict[str, tuple[type[RewardGradient], dict[str, Any]]] = {
     "refl_pretrain": (ReFL, {"num_last_steps": 3, "scale": 0.5, "margin": 0.3, "pretrain_coef": 0.2}),
     "draft": (DRaFT, {"num_last_steps": 2}),
     "draft_lv": (DRaFT, {"num_noisings": 3, "scale": 2.0, "margin": 5.0}),
+    "srpo": (SRPO, {}),
     "alignprop": (AlignProp, {}),
     "alignprop_full": (AlignProp, {"truncation": "full"}),
 }
@@ -244,6 +247,60 @@ def test_draft_lv_is_the_mean_over_fresh_noisings():
     request = made.algorithm._reward.requests[0]
     assert request.sample_ids == [name for name in track_of(resp).sample_ids for _ in range(3)]
     assert len(request.prompts) == 18
+
+
+def test_direct_align_takes_one_step_and_the_known_noise_out():
+    generator = torch.Generator().manual_seed(0)
+    x0, noise, v = (torch.randn(3, 2, 4, dtype=torch.float64, generator=generator) for _ in range(3))
+    sigma, following = torch.tensor([1.0, 0.6, 0.2]).double(), torch.tensor([0.9, 0.5, 0.0]).double()
+    by_hand = []
+    for row in range(3):
+        x = (1 - sigma[row]) * x0[row] + sigma[row] * noise[row]
+        stepped = x + (following[row] - sigma[row]) * v[row]
+        by_hand.append((stepped - following[row] * noise[row]) / (1 - following[row]))
+    torch.testing.assert_close(direct_align(x0, v, noise - x0, sigma, following), torch.stack(by_hand))
+    # The velocity that matching wants leaves the sample as it is, at any level.
+    assert torch.equal(direct_align(x0, noise - x0, noise - x0, sigma, following), x0)
+
+
+def test_srpo_is_the_gradient_of_one_step_from_a_noised_sample():
+    made, resp = made_with(SRPO, num_first_steps=3)
+    step_B = made.algorithm.gradient_steps(denoising(made, resp), keys_of(resp))[:, 0]
+    assert set(step_B.tolist()) <= {0, 1, 2} and len(set(step_B.tolist())) > 1
+    made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
+    segment = segment_of(resp)
+    x0 = segment.clean_latents.double()
+    noise = keyed_normal([f"{key}::noise" for key in keys_of(resp)], 0, SHAPE).double()
+    sigma, following = segment.sigmas[step_B].double(), segment.sigmas[step_B + 1].double()
+    x = interpolate(x0, noise, sigma)
+
+    def value(theta: Tensor) -> Tensor:
+        return objective(direct_align(x0, theta[0] * x + theta[1], noise - x0, sigma, following))
+
+    torch.testing.assert_close(affine(made.backend.gradients[0]), differences(value), rtol=1e-4, atol=1e-6)
+
+
+class WordReward:
+    """Likes light where the prompt begins with "bright", and dark elsewhere."""
+
+    def score_with_gradient(self, request: RewardRequest) -> Tensor:
+        sign = torch.tensor([1.0 if prompt.startswith("bright. ") else -0.5 for prompt in request.prompts])
+        return sign * request.pixels.flatten(1).mean(dim=1)
+
+
+def test_a_relative_reward_is_the_difference_that_the_words_make():
+    made, resp = made_with(SRPO, positive_words="bright", negative_words="dim")
+    made.algorithm.use_reward(WordReward())
+    plain, _ = made_with(SRPO, scale=1.5)
+
+    class Light:
+        def score_with_gradient(self, request: RewardRequest) -> Tensor:
+            return request.pixels.flatten(1).mean(dim=1)
+
+    plain.algorithm.use_reward(Light())
+    for each in (made, plain):
+        each.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
+    torch.testing.assert_close(affine(made.backend.gradients[0]), affine(plain.backend.gradients[0]))
 
 
 # Limits -------------------------------------------------------------------------------------------------------------
@@ -531,6 +588,8 @@ def test_the_best_policy_is_found(way: str):
         (DRaFT, {"scale": float("inf")}, "scale = inf must be"),
         (DRTune, {"margin": float("nan")}, "margin = nan must be"),
         (ReFL, {"pretrain_coef": -1.0}, "pretrain_coef = -1.0 must be"),
+        (SRPO, {"num_first_steps": 0}, "num_first_steps = 0 must be at least 1"),
+        (SRPO, {"positive_words": "sharp"}, "a relative reward needs both"),
         (AlignProp, {"truncation": "half"}, "truncation = 'half' must be one of random, full"),
     ],
 )
@@ -545,6 +604,7 @@ def test_settings_that_cannot_work_are_refused(kind: type[RewardGradient], optio
         (DRTune, {"num_gradient_steps": 4, "early_stop": 2}, "num_gradient_steps = 4 do not fit into the 4 - 2"),
         (DRaFT, {"num_last_steps": 5}, "num_last_steps = 5 exceeds the 4 steps"),
         (ReFL, {"num_last_steps": 5}, "num_last_steps = 5 exceeds the 4 steps"),
+        (SRPO, {"num_first_steps": 5}, "num_first_steps = 5 exceeds the 4 steps"),
     ],
 )
 def test_more_steps_than_the_rollout_has_are_refused(kind: type[RewardGradient], options: dict[str, Any], message: str):

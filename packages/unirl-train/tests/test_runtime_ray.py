@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -214,6 +215,20 @@ def test_a_killed_worker_is_named_and_nothing_is_left(runtime) -> None:
             ask()
 
 
+def test_another_cluster_than_the_one_in_use_is_refused(ray_of_two_cores) -> None:
+    joined = ray_of_two_cores.get_runtime_context().gcs_address
+    with DevicePool(1, address=joined) as pool:
+        assert pool.num_devices == 1
+    host = ray_of_two_cores.util.get_node_ip_address()
+    with socket.create_server((host, 0)) as other:
+        address = f"{host}:{other.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"{address!r} cannot be joined: .* already uses the Ray at {joined}"):
+            DevicePool(1, address=address)
+    with pytest.raises(ConfigError, match=r"no Ray answers at 127\.0\.0\.1:1 .*refused"):
+        DevicePool(1, address="127.0.0.1:1")
+
+
+@pytest.mark.matrix
 def test_blocks_of_one_pool_hold_runtimes_of_their_own(ray_of_two_cores) -> None:
     with DevicePool(2, start_timeout_s=600) as pool:
         with pytest.raises(ConfigError, match="lacks a model; set model.path"):
@@ -240,6 +255,7 @@ def test_blocks_of_one_pool_hold_runtimes_of_their_own(ray_of_two_cores) -> None
         pool.block("everything")
 
 
+@pytest.mark.matrix
 def test_four_processes_at_two_places_train_on_two_shards(ray_of_two_cores) -> None:
     with DevicePool(4, cpus_per_device=0.5, start_timeout_s=600) as pool:
         with RayRuntime(build_pairs, num_devices=4, block=pool.block("train"), start_timeout_s=600) as runtime:

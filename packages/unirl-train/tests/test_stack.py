@@ -37,6 +37,18 @@ def trained(name: str, *, updates: int, micro: int, rows: int | None = None) -> 
     return made, result.metrics
 
 
+def test_metrics_are_not_read_before_the_update_ends():
+    """On the meta device there is nothing to read, so a copy to the host would raise."""
+    record, micro = RowMetrics(), RowMetrics()
+    for _ in range(2):
+        micro.mean("a", torch.zeros(3, device="meta"))
+        micro.max("b", torch.zeros(3, device="meta"))
+    record.merge(micro)
+    record.merge(micro)
+    assert record.sums["a"][1] == 12
+    assert record.sums["a"][0].is_meta and record.maxima["b"].is_meta
+
+
 @pytest.mark.parametrize(("name", "updates"), [("grpo", 1), ("grpo", 3), ("nft", 2)])
 def test_gradients_do_not_depend_on_the_sizes_of_micro_batches_and_forwards(name: str, updates: int):
     whole, whole_metrics = trained(name, updates=updates, micro=NUM_SAMPLES)

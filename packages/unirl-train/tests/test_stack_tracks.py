@@ -87,14 +87,42 @@ def test_metrics_carry_the_name_of_their_track_and_the_optimizer_step_none():
     assert plain == {"train/loss", "train/grad_norm", "train/lr", "train/skipped_steps", "timing_s/anchor"}
 
 
+def test_the_balance_of_two_tracks_is_that_of_their_gradients():
+    made = Made({"question": TrackLoss(weight=0.25), "answer": TrackLoss(weight=2.0)}, measures_balance=True)
+    metrics = made.train().metrics
+    flat = [
+        weight * torch.cat([gradient.flatten() for gradient in alone(track).values()])
+        for weight, track in ((0.25, QUESTIONS), (2.0, ANSWERS))
+    ]
+    assert metrics["question/train/grad_norm"] == pytest.approx(float(flat[0].norm()), rel=1e-5)
+    assert metrics["answer/train/grad_norm"] == pytest.approx(float(flat[1].norm()), rel=1e-5)
+    cosine = float(torch.cosine_similarity(flat[0], flat[1], dim=0))
+    assert metrics["train/grad_cosine/question_answer"] == pytest.approx(cosine, abs=1e-5)
+    assert metrics["train/grad_norm"] == pytest.approx(float((flat[0] + flat[1]).norm()), rel=1e-5)
+
+
+def test_a_track_that_does_not_train_in_an_update_has_no_balance_there():
+    made = Made({"answer": TrackLoss(every=2)}, num_updates_per_batch=2, measures_balance=True)
+    both, alone_there = made.train().updates
+    assert {name for name in both if "grad_" in name} - {name for name in alone_there if "grad_" in name} == {
+        "answer/train/grad_norm",
+        "train/grad_cosine/question_answer",
+    }
+
+
+def test_the_balance_of_one_track_is_refused():
+    made = Made()
+    with pytest.raises(ConfigError, match="compares the gradients of several tracks; there is one, image"):
+        TrainStack(made.backend, made.algorithms["answer"], micro_batch_size=2, measures_balance=True)
+
+
 def test_tracks_of_two_kinds_train_on_one_step():
     made = field_setup(DiffusionGRPO)
     resp = rollout(made.pipeline, sampling())
     track = resp.tracks["image"].replace(advantages=some_advantages(6))
     nft = DiffusionNFT(FieldPipeline(made.pipeline.model), made.backend)
-    wanted = "sampled from one policy, but the algorithms of the tracks want {'image': None, 'again': 'old'}"
-    with pytest.raises(ConfigError, match=wanted):
-        TrainStack(made.backend, {"image": made.algorithm, "again": nft}, micro_batch_size=4)
+    apart = TrainStack(made.backend, {"image": made.algorithm, "again": nft}, micro_batch_size=4)
+    assert apart.rollout_policy() == "again/old"  # what trains is not named
     scripted = Scripted(FieldPipeline(made.pipeline.model), made.backend)
     stack = TrainStack(made.backend, {"image": made.algorithm, "again": scripted}, micro_batch_size=4)
     metrics = stack.train(RolloutResp(tracks={"image": track, "again": track}), progress=0.0).metrics

@@ -13,6 +13,7 @@ from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.lora import LoraWeightSync
 from unirl.distributed.weight_sync.remote_engines import RemoteEngines
+from unirl.distributed.weight_sync.transports.base import Parcel
 from unirl.train.configs import LoraConfig
 from unirl.types.errors import WeightSyncError, WorkerError
 from unirl.types.sampling import ARSamplingParams
@@ -97,7 +98,11 @@ class TwoEngines:
         self.engines = [RememberingEngine(read=first_weight), RememberingEngine(read=first_weight)]
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(engine, method)(*args) for engine in self.engines]
+        return self.submit(method, *args)()
+
+    def submit(self, method: str, *args: Any) -> Any:
+        opened = [value.opened({}) if isinstance(value, Parcel) else value for value in args]
+        return lambda: [getattr(engine, method)(*opened) for engine in self.engines]
 
 
 def test_every_engine_elsewhere_gets_the_policy_and_faces_the_canary():

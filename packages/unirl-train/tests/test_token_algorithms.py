@@ -28,6 +28,7 @@ from unirl.algorithms.ar_drpo import ARDRPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_ppo import ARPPO
 from unirl.algorithms.ar_reinforce import ARReinforce
+from unirl.algorithms.ar_sapo import ARSAPO
 from unirl.algorithms.base import MicroBatch
 from unirl.algorithms.critic import TokenCritic
 from unirl.algorithms.rollout_correction import RolloutCorrection
@@ -201,7 +202,7 @@ def test_stale_samples_are_left_out_and_counted():
 
 def test_at_ratio_one_all_surrogates_have_one_gradient():
     expected, _ = one_update(ARGRPO)
-    for kind in (ARCISPO, ARDPPO, ARDRPO, ARReinforce):
+    for kind in (ARCISPO, ARDPPO, ARDRPO, ARReinforce, ARSAPO):
         found, _ = one_update(kind)
         close(found, expected)
 
@@ -261,7 +262,7 @@ def test_a_penalty_in_the_reward_makes_unlikely_tokens_worth_more():
     assert "policy/reference_kl" in part.metrics.sums
 
 
-@pytest.mark.parametrize("kind", [ARGRPO, ARCISPO, ARDPPO, ARDRPO, ARReinforce])
+@pytest.mark.parametrize("kind", [ARGRPO, ARCISPO, ARDPPO, ARDRPO, ARReinforce, ARSAPO])
 def test_every_algorithm_finds_the_token_that_is_rewarded(kind: Any):
     made = setup(kind, lr=3e-2)
     params = sampling(samples_per_prompt=8, max_new_tokens=1, temperature=1.0)

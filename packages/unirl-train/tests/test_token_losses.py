@@ -28,6 +28,7 @@ from unirl.algorithms.token_losses import (
     sequence_index,
     sequence_mean,
     sequence_sum,
+    soft_gate_loss,
     truncated_ratio_loss,
 )
 from unirl.types.errors import ConfigError, ContractError
@@ -62,6 +63,8 @@ def packed_loss(
     log_ratio_M = importance_log_ratio(logp_M, anchor_M, LENGTHS, level=level)
     if kind == "cispo":
         loss_M = truncated_ratio_loss(log_ratio_M, logp_M, advantage_M, ratio_min=0.0, ratio_max=cap or 1.2)
+    elif kind == "sapo":
+        loss_M, _ = soft_gate_loss(log_ratio_M, advantage_M, temperature_positive=1.0, temperature_negative=1.25)
     else:
         loss_M, _ = clipped_surrogate(
             log_ratio_M,
@@ -82,6 +85,7 @@ TRL_CASES = [
     ("grpo", "ppo", "sequence", "seq-mean-token-mean", None),
     ("grpo", "ppo", "sequence", "seq-mean-token-mean", 1.3),
     ("cispo", "cispo", "token", "token-mean", 1.2),
+    ("sapo", "sapo", "token", "seq-mean-token-mean", None),
 ]
 
 
@@ -190,6 +194,24 @@ def test_cispo_keeps_the_gradient_of_every_token_where_ppo_cuts_it():
     assert gradient_of(kept.sum(), logp).tolist() == pytest.approx([-1.2])
     cut, _ = clipped_surrogate(logp, anchor, advantage, clip_low=0.2, clip_high=0.2)
     assert gradient_of(cut.sum(), logp).tolist() == [0.0]
+
+
+def test_the_gate_of_sapo_is_open_at_one_and_closes_on_both_sides():
+    log_ratio = torch.tensor([0.0, 0.7, -0.7, 30.0], dtype=torch.float64, requires_grad=True)
+    for advantage, tau in ((1.0, 2.0), (-1.0, 3.0)):
+        loss, gate = soft_gate_loss(
+            log_ratio,
+            torch.full((4,), advantage, dtype=torch.float64),
+            temperature_positive=2.0,
+            temperature_negative=3.0,
+        )
+        ratio = log_ratio.detach().exp()
+        p = 1 / (1 + torch.exp(-tau * (ratio - 1)))
+        expected = -advantage * 4 * p * (1 - p) * ratio
+        expected[3] = 0.0  # the gate is shut, and the ratio beyond its bound
+        torch.testing.assert_close(gradient_of(loss.sum(), log_ratio), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gate, 4 * p * (1 - p), rtol=1e-12, atol=1e-12)
+        assert float(gate[0]) == 1.0
 
 
 def test_the_cap_bounds_the_loss_of_a_bad_token_that_became_likely_and_stops_its_gradient():

@@ -134,12 +134,16 @@ def test_a_run_begins_with_the_reward_that_it_trains_on(tmp_path, reward, formul
     assert f"reward: {formula}\n" in out.getvalue()
 
 
-def test_tensorboard_writes_scalars_and_pictures_and_purges_on_resume(tmp_path):
+def test_tensorboard_writes_scalars_and_pictures_and_purges_on_resume(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
     from unirl.tracking.tensorboard import FOLDER, TensorBoardTracker
 
+    # TensorBoard reads files in the order of their names: second, process, and the process's count of writers, which
+    # sorts as text ("10" before "9"). Four processes would have four seconds; here the count starts anew.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     # An attempt without a checkpoint, the run, stopped before its first rollout, and after its second.
     for number, (config, done) in enumerate([(CONFIG, 0), (CONFIG, 0), (RESUMED, 0), (RESUMED, 2)]):
         tracker = TensorBoardTracker()
@@ -243,6 +247,11 @@ def test_optional_trackers_name_their_extra_and_log_through_their_library(
     tracker.image("eval", Image.new("RGB", (4, 4)), 2, ["a cat"])
     tracker.finish({"wall_s": 1.0})
     assert calls == [("p", "allow"), (["x"], 2), "1. a cat", (["samples/eval"], 2), "finished"]
+
+
+def test_strips_are_enlarged_until_they_are_as_wide_as_a_cell_may_be():
+    picture = grid(torch.ones(1, 3, 32, 5 * 32), columns=1)
+    assert picture.size == (3 * 5 * 32 + 12, 3 * 32 + 12)
 
 
 def test_grid_enlarges_small_images_and_leaves_room_for_captions():
@@ -350,6 +359,30 @@ def test_a_pair_says_of_both_whether_they_are_right():
     picture = before_after(images, images, ["a cat"], marked=([("fail, reward 0", False)], [("pass, reward 2", True)]))
     top = 6 + 15
     assert [framed(picture, left, top) for left in (6, 6 + 160 + 8)] == [RED, GREEN]
+
+
+def test_what_prompts_show_stands_left_of_what_was_made_without_a_frame():
+    red = torch.zeros(3, 32, 32)
+    red[0] = 1
+    wide = torch.ones(3, 16, 32)
+    made = torch.ones(2, 3, 32, 32) / 2
+    marked = [("pass, reward 2", True), ("fail, reward 0", False)]
+    step, top = 160 + 8, 6 + 15  # a title above the first row
+    picture = grid(made, ["a", "b"], columns=2, marked=marked, given=[[red], [red, wide]])
+    assert picture.width == 2 * (2 * step + 160 + 12)
+    for left, inks in ((6, [(255, 0, 0), (255, 255, 255)]), (6 + 2 * step + 160 + 12, [(255, 0, 0)] * 2)):
+        assert picture.getpixel((left + 80, top + 80)) == inks[0]
+        assert picture.getpixel((left + 2 * step + 80, top + 80)) == (128, 128, 128)
+        assert [framed(picture, left + place * step, top) for place in (0, 1)] == [None, None]
+    assert [framed(picture, 6 + 2 * step + cell * (2 * step + 172), top) for cell in (0, 1)] == [GREEN, RED]
+
+    pairs = before_after(made, made, ["a", "b"], columns=1, marked=(marked, marked[::-1]), given=[[red], [red]])
+    assert pairs.width == 2 * step + 160 + 12
+    assert pairs.getpixel((6 + 80, top + 80)) == (255, 0, 0)
+    assert [framed(pairs, 6 + place * step, top) for place in (0, 1, 2)] == [None, GREEN, RED]
+    assert before_after(made, made, ["a", "b"], columns=1, given=[[], []]).width == 160 + 3 + 160 + 12
+    with pytest.raises(ContractError, match="given images of 1 prompts for 2 samples"):
+        grid(made, given=[[red]])
 
 
 def test_answers_stand_in_their_colour_below_pictures_of_any_number_and_size():

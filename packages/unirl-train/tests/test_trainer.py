@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import av
+import numpy as np
 import pytest
 import torch
 from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPipeline, no_failure, sampling
@@ -137,11 +138,17 @@ class Run:
         advantages: Advantages | None = None,
         sections: dict[str, Any] | None = None,
         trackers: Sequence[Tracker] = (),
+        has_pictures: bool = False,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         prompts = folder / "prompts.jsonl"
-        rows = [{"prompt": f"prompt {i}", "prompt_id": f"p{i}", "category": f"c{i % 2}"} for i in range(num_prompts)]
+        rows: list[dict[str, Any]] = [
+            {"prompt": f"prompt {i}", "prompt_id": f"p{i}", "category": f"c{i % 2}"} for i in range(num_prompts)
+        ]
+        if has_pictures:
+            Image.new("RGB", (8, 8), "blue").save(folder / "a.png")
+            rows = [{**row, "images": ["a.png"] * (1 + i % 2)} for i, row in enumerate(rows)]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.folder = folder
         self.events: list[Any] = []
@@ -224,7 +231,6 @@ def test_phases_come_in_order_and_every_second_has_a_place(tmp_path: Path):
     step = ["other", "rollout", "reward", "other", "train", "other"]
     assert run.phases == ["eval", *step, "eval", "checkpoint", "checkpoint"]
     assert run.events == [
-        "prepare_prompts",
         "evaluate",
         "evaluate",
         "log:0",
@@ -410,9 +416,9 @@ def test_pictures_of_training_samples_come_at_their_interval(tmp_path: Path):
 def test_pictures_before_and_after_know_both_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
 
-    def watched(before: Tensor, after: Tensor, labels: Any, marked: Any) -> Image.Image:
+    def watched(before: Tensor, after: Tensor, labels: Any, marked: Any, given: Any) -> Image.Image:
         seen.append(marked)
-        return before_after(before, after, labels, marked=marked)
+        return before_after(before, after, labels, marked=marked, given=given)
 
     monkeypatch.setattr("unirl.trainer.diffusion.before_after", watched)
     run = Run(tmp_path, num_rollouts=1, evaluation={})
@@ -421,6 +427,16 @@ def test_pictures_before_and_after_know_both_scores(tmp_path: Path, monkeypatch:
     for marked, captions in zip((before, after), run.notes.captions, strict=True):
         assert all(caption.endswith(f": {mark[0]}") for mark, caption in zip(marked, captions, strict=True))
     assert len(before) == len(after) == 4 and before != after
+
+
+def test_pictures_that_prompts_show_stand_beside_what_was_made_from_them(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=1, media_interval=1, evaluation={"num_images": 6}, has_pictures=True)
+    run.trainer.run()
+    # Half of the prompts show one picture, half two. An evaluation has six samples, the rollout three of each of four.
+    for name, num_shown in (("eval-000000", 9), ("eval-000001", 9), ("before_after", 9), ("rollout-000001", 18)):
+        with Image.open(tmp_path / "samples" / f"{name}.png") as picture:
+            blue = (np.array(picture.convert("RGB")) == [0, 0, 255]).all(-1)
+        assert int(blue.sum()) == num_shown * 160 * 160, name
 
 
 # Dropped groups -----------------------------------------------------------------------------------------------------

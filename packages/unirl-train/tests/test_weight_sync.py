@@ -8,6 +8,7 @@ import torch
 from sync_fakes import OneWeightPipeline, RememberingEngine, first_weight
 from train_fakes import TinyBundle, make_backend
 
+from unirl.distributed.weight_sync.canary import canary_primitives
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.lora import LoraWeightSync
 from unirl.train.configs import LoraConfig
@@ -100,6 +101,20 @@ def test_the_canary_compares_the_engine_with_the_trainer():
     engine.read = lambda tensors: float("nan")
     with pytest.raises(WeightSyncError, match="differ by up to nan"):
         sync.push()
+
+
+def test_a_canary_shows_the_same_pictures_in_every_push_where_the_model_needs_one():
+    primitives = canary_primitives(["a", "b"], 8)
+    again = canary_primitives(["a", "b"], 8)
+    shown: Any = primitives["image"]
+    assert shown.pixels.shape == (2, 3, 8, 8) and not torch.equal(shown.pixels[0], shown.pixels[1])
+    other: Any = again["image"]
+    assert torch.equal(shown.pixels, other.pixels)
+    assert set(canary_primitives(["a"], None)) == {"text"}
+    backend, engine = make_backend(), RememberingEngine()
+    sync = make_sync(FullWeightSync, backend, engine, canary_image_size=8)
+    assert set(sync._canary._request(0).primitives) == {"text", "image"}
+    sync.push()
 
 
 def test_samples_of_another_version_fail_the_canary():

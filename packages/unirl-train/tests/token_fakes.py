@@ -20,6 +20,7 @@ from unirl.algorithms.ar_dppo import ARDPPO
 from unirl.algorithms.ar_drpo import ARDRPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_ppo import ARPPO
+from unirl.algorithms.ar_sapo import ARSAPO
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.critic import TokenCritic
 from unirl.algorithms.rollout_correction import RolloutCorrection
@@ -103,6 +104,11 @@ class LMPipeline:
     def __init__(self, model: TinyLM) -> None:
         self.model = model
         self.num_replays = 0
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The digits."""
+        return {str(token): token for token in range(VOCABULARY)}
 
     def stop_token_ids(self, params: ARSamplingParams) -> tuple[int, ...]:
         """One, and those asked for."""
@@ -323,6 +329,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dr_grpo": {"kind": ARGRPO, "loss_agg_mode": "seq-mean-token-sum-norm", "horizon": 6, "mask_truncated": True},
     "corrected": {"kind": ARGRPO, "rollout_correction": RolloutCorrection(mode="mask", upper=1.05), "displaced": 0.1},
     "cispo": {"kind": ARCISPO, "ratio_max": 1.2},
+    "sapo": {"kind": ARSAPO, "temperature_negative": 2.0},
     "dppo": {"kind": ARDPPO, "threshold": 0.05},
     "drpo": {"kind": ARDRPO, "old_logp_source": "rollout"},
     "ppo": {"kind": ARPPO, "critic_seed": 5, "kl_coef": 0.1, "keep_reference": True, "kl_in_reward": True},

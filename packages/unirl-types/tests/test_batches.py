@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from unirl.types.batch import Batch, Kind, peak, per_sample, same_value, shared
 from unirl.types.conditions import (
     Condition,
+    ExpertCondition,
     FusedMultimodalCondition,
     ImageEmbedCondition,
     ImageLatentCondition,
@@ -103,6 +104,10 @@ def fused(lengths):
     )
 
 
+def experts(lengths):
+    return ExpertCondition.pack(experts=[torch.full((n, 3), i, dtype=torch.int16) for i, n in enumerate(lengths)])
+
+
 def text_segment(lengths):
     tokens = [torch.arange(n) + 100 * i for i, n in enumerate(lengths)]
     return TextSegment.pack(
@@ -175,7 +180,7 @@ def reward_response(lengths):
 
 MAKERS = [
     *(texts, images, image_lists, videos, audios, embeddings),
-    *(text_embeds, text_tokens, prompt_tokens, image_patches, image_latents, image_embeds, fused),
+    *(text_embeds, text_tokens, prompt_tokens, image_patches, image_latents, image_embeds, fused, experts),
     *(text_segment, latent_segment, request, track, response, reward_request, reward_response),
 ]
 every_container = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)

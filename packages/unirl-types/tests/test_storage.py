@@ -22,7 +22,7 @@ from unirl.types.media import Audios, Embeddings, Images, Modality, Texts, Video
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, SegmentStatus, TextSegment
-from unirl.types.storage import load_rollout, save_rollout
+from unirl.types.storage import flatten_response, load_rollout, rebuild_response, save_rollout
 
 
 def latents(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -133,6 +133,15 @@ def test_a_response_and_its_request_come_back_bit_for_bit(tmp_path):
     assert row is not None and type(row["box"]) is tuple
     assert again_req.stage_config["status"] is SegmentStatus.TRUNCATED
     assert list(again.tracks) == ["text", "image"]
+
+
+def test_a_response_is_a_text_and_tensors():
+    resp, _ = rollout()
+    structure, tensors = flatten_response(resp)
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    assert rebuild_response(structure, tensors).equals(resp)
+    with pytest.raises(DataError, match="a flattened response holds dict"):
+        rebuild_response(json.dumps({"$": "dict", "items": []}), {})
 
 
 def test_a_response_alone_comes_back_without_a_request(tmp_path):

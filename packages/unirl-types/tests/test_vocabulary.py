@@ -223,6 +223,23 @@ def test_buckets_cover_every_weight_within_the_limit_and_verify():
     ]
 
 
+def test_what_is_known_is_described_and_does_not_travel():
+    known = {name: weight_spec(name, tensor) for name, tensor in weights()}
+    known["b"] = weight_spec("b", torch.zeros(1))
+    (bucket,) = weight_buckets(weights(), policy_version=0, max_bytes=10**6, known=known)
+    bucket.verify()
+    assert list(bucket.tensors) == ["b"]
+    assert [spec.name for spec in bucket.kept] == ["a", "c", "d"]
+    known["b"] = weight_spec("b", bucket.tensors["b"])
+    (nothing,) = weight_buckets(weights(), policy_version=0, max_bytes=1, known=known)
+    assert (nothing.num_bytes, len(nothing.kept)) == (0, 4)
+
+
+def test_the_checksum_is_that_of_the_published_algorithm():
+    # XXH3_128bits of b"abc" with seed 0, from the test vectors of the reference implementation's command line.
+    assert tensor_checksum(torch.tensor([97, 98, 99], dtype=torch.uint8)) == "06b05ab6733a618578af5f94892f3950"
+
+
 def test_one_flipped_bit_is_refused():
     (bucket,) = weight_buckets(weights(), policy_version=0, max_bytes=10**6)
     bucket.tensors["b"].view(torch.uint8)[3] ^= 1
@@ -299,5 +316,5 @@ foreign = set({FOREIGN!r}) & {{name.partition(".")[0] for name in own}}
 others = {{name for name in own if name.startswith("unirl.") and not name.startswith("unirl.types")}}
 sys.exit(f"imported {{sorted(foreign | others)}}" if foreign or others else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from unirl.models.cogvideox.pipeline import CogVideoXPipeline
 from unirl.sde.variance_preserving import sigma_of
 
 from ..tiny import t5_encoder, t5_tokenizer
-from .kit import Family, Published, Request, seeded
+from .kit import Family, Published, Request, seeded, stock_call
 
 TOKENS = 16
 
@@ -61,17 +61,8 @@ def tiny(snr_shift_scale: float, **changes: Any) -> Callable[[], Any]:
 
 
 def call(request: Request) -> dict[str, Any]:
-    params = request.params
-    return {
-        "prompt": request.texts,
-        "negative_prompt": request.negative,
-        "guidance_scale": params.guidance_scale,
-        "height": params.height,
-        "width": params.width,
-        "num_frames": params.num_frames,
-        "max_sequence_length": TOKENS,
-        "latents": request.noise.transpose(1, 2).clone(),
-    }
+    latents = request.noise.transpose(1, 2).clone()
+    return stock_call(request, num_frames=request.params.num_frames, max_sequence_length=TOKENS, latents=latents)
 
 
 def from_stock(latents: Tensor, request: Request) -> Tensor:

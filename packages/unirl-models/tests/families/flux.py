@@ -3,18 +3,17 @@
 from typing import Any
 
 import diffusers
-import torch
 import transformers
 from torch import Tensor
 
 from unirl.models.flux.bundle import FluxBundle, FluxFillBundle, FluxKontextBundle
 from unirl.models.flux.pipeline import FluxFillPipeline, FluxKontextPipeline, FluxPipeline
 from unirl.models.patches import packed_2x2, unpacked_2x2
-from unirl.types.media import ImageLists, Primitive
+from unirl.types.media import ImageLists
 
-from ..tiny import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
-from .kit import Family, Published, Request, seeded
-from .tiny_parts import certain, dynamic_scheduler, one_picture_each, tiny_autoencoder_kl, to_pil
+from ..tiny import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer, tiny_autoencoder_kl
+from .kit import Family, Published, Request, seeded, stock_call
+from .tiny_parts import certain, dynamic_scheduler, one_picture_each, picture_and_mask_each, to_pil
 
 
 def parts(**changes: Any) -> dict[str, Any]:
@@ -70,16 +69,13 @@ def fill() -> Any:
 def call(request: Request) -> dict[str, Any]:
     params = request.params
     guidance = params.distilled_guidance_scale
-    return {
-        "prompt": request.texts,
-        "negative_prompt": request.negative,
-        "true_cfg_scale": params.guidance_scale,
-        "height": params.height,
-        "width": params.width,
-        "max_sequence_length": params.max_sequence_length,
-        "latents": packed_2x2(request.noise),
+    return stock_call(
+        request,
+        guidance="true_cfg_scale",
+        max_sequence_length=params.max_sequence_length,
+        latents=packed_2x2(request.noise),
         **({} if guidance is None else {"guidance_scale": guidance}),
-    }
+    )
 
 
 def kontext_call(request: Request) -> dict[str, Any]:
@@ -104,15 +100,6 @@ def fill_call(request: Request) -> dict[str, Any]:
         "image": [to_pil(image) for (image,) in images.images],
         "mask_image": [to_pil(mask) for (mask,) in masks.images],
     }
-
-
-def picture_and_mask_each(num_samples: int) -> dict[str, Primitive]:
-    """Masks of other sizes than the pictures, of which a part is white."""
-    generator = torch.Generator().manual_seed(6)
-    masks = [
-        (torch.rand(1, 20 + row, 24, generator=generator) > 0.5).float().expand(3, -1, -1) for row in range(num_samples)
-    ]
-    return {**one_picture_each(num_samples), "mask": ImageLists(images=[[mask] for mask in masks])}
 
 
 def from_stock(latents: Tensor, request: Request) -> Tensor:

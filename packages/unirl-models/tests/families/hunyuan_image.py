@@ -13,7 +13,7 @@ from unirl.models.hunyuan_image.text import TEMPLATE, TEMPLATE_TOKENS
 
 from ..tiny import t5_tokenizer
 from ..tiny_text import qwen_vl
-from .kit import Family, Published, Request, seeded
+from .kit import Family, Published, Request, seeded, stock_call
 from .tiny_parts import byt5, load_lora_by_model, template_tokenizer
 
 
@@ -76,15 +76,8 @@ def arrange(stock: Any, request: Request) -> None:
 
 
 def call(request: Request) -> dict[str, Any]:
-    params = request.params
-    return {
-        "prompt": request.texts,
-        "negative_prompt": request.negative,
-        "distilled_guidance_scale": params.distilled_guidance_scale,
-        "height": params.height,
-        "width": params.width,
-        "latents": request.noise.clone(),
-    }
+    scale = request.params.distilled_guidance_scale
+    return stock_call(request, guidance=None, distilled_guidance_scale=scale)
 
 
 PARAMS: dict[str, Any] = {"max_sequence_length": 64}

@@ -14,7 +14,7 @@ from unirl.types.media import Images, Primitive
 
 from ..tiny import t5_tokenizer
 from ..tiny_text import TEMPLATE
-from .kit import Family, Published, Request, seeded
+from .kit import Family, Published, Request, seeded, stock_call
 from .tiny_parts import byt5, load_lora_by_model, template_tokenizer
 
 CONVERSATION = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
@@ -123,15 +123,7 @@ def arrange(stock: Any, request: Request) -> None:
 
 
 def call(request: Request) -> dict[str, Any]:
-    params = request.params
-    return {
-        "prompt": request.texts,
-        "negative_prompt": request.negative,
-        "height": params.height,
-        "width": params.width,
-        "num_frames": params.num_frames,
-        "latents": request.noise.clone(),
-    }
+    return stock_call(request, guidance=None, num_frames=request.params.num_frames)
 
 
 def call_i2v(request: Request) -> dict[str, Any]:

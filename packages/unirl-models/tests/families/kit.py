@@ -62,6 +62,8 @@ class Family:
     """Sets what the stock pipeline takes as attributes, not as keywords of its call."""
     latents_of: Callable[[tuple[Any, ...]], Any] = lambda outputs: outputs[0]
     """What of the stock pipeline's outputs `from_stock` reads for output_type="latent"."""
+    cut_frames: int = 0
+    """Frames before the video that are sampled and cut off; of latents the first frame, see `shown`."""
     encodes_media: bool = True
     """Whether media can be made latents; else the adapter refuses them."""
     other_size: Mapping[str, Any] = field(default_factory=lambda: {"height": 32, "width": 48})
@@ -69,6 +71,8 @@ class Family:
     """What switches guidance off; None for a family that has none to switch."""
     inputs: Callable[[int], dict[str, Primitive]] = lambda num_samples: {}
     """What a request brings beside its texts."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of the bundle beside its folder."""
     is_latent_batch: bool = True
     """Whether the stock pipeline takes several prompts at once; else the reference runs prompt by prompt."""
     keeps_scheduler: bool = False
@@ -77,6 +81,10 @@ class Family:
     """Sigmas [T + 1] of flow matching of the stock pipeline's scheduler, its timesteps set."""
     schedule: str | None = None
     """Convention of the stock pipeline where it is not the family's default."""
+    tiled_side: int = 160
+    """Pixels on a side of what is decoded in tiles."""
+    tile: int | None = 32
+    """Pixels on a side of a tile; None for a tiny decoder that holds no more than the pixels that it makes."""
     tolerance: float = 1e-5
     """Largest relative error against the stock pipeline; a family with more says why beside it."""
     load_lora: Callable[[Any, Path], None] = lambda stock, folder: stock.load_lora_weights(str(folder))
@@ -84,6 +92,10 @@ class Family:
     published: tuple[Published, ...] = ()
     stock: Callable[[Path], Any] | None = None
     """Loads the stock pipeline of a folder; None where the class that the folder names does by itself."""
+
+    def shown(self, latents: Tensor) -> Tensor:
+        """What of our latents the stock pipeline returns."""
+        return latents[:, :, 1:] if self.cut_frames else latents
 
     def sampling(self, **changes: Any) -> DiffusionSamplingParams:
         """Five steps in float32, every one stochastic."""
@@ -113,6 +125,23 @@ class Request:
     def negative(self) -> list[str]:
         """The negative prompt of each sample."""
         return [self.params.negative_prompt or ""] * len(self.texts)
+
+
+def stock_call(request: Request, *, guidance: str | None = "guidance_scale", **more: Any) -> dict[str, Any]:
+    """Keywords that nearly every stock pipeline takes, and `more`, which may replace some.
+
+    guidance: the one of classifier-free guidance; None for a pipeline without.
+    """
+    params = request.params
+    return {
+        "prompt": request.texts,
+        "negative_prompt": request.negative,
+        **({} if guidance is None else {guidance: params.guidance_scale}),
+        "height": params.height,
+        "width": params.width,
+        "latents": request.noise.clone(),
+        **more,
+    }
 
 
 def quiet(pipeline: Any) -> Any:
@@ -215,13 +244,20 @@ class Loaded:
 @cache
 def families() -> dict[str, Family]:
     """Every family of every module of this folder, by name."""
+    return {family.name: family for listed in _modules() for family in listed}
+
+
+def first_of_each() -> frozenset[str]:
+    """The name that each module lists first: what one family's tasks have in common is tested on it."""
+    return frozenset(listed[0].name for listed in _modules())
+
+
+def _modules() -> list[list[Family]]:
     package = __package__ or ""
-    found: dict[str, Family] = {}
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if not module.name.startswith("test_"):
-            listed = getattr(importlib.import_module(f"{package}.{module.name}"), "FAMILIES", [])
-            found |= {family.name: family for family in listed}
-    return found
+    names = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    names = [name for name in names if not name.startswith("test_")]
+    listed = [getattr(importlib.import_module(f"{package}.{name}"), "FAMILIES", []) for name in names]
+    return [each for each in listed if each]
 
 
 def ours(name: str, folder: Path) -> DiffusersPipeline:
@@ -231,7 +267,7 @@ def ours(name: str, folder: Path) -> DiffusersPipeline:
         partial = folder.with_suffix(".partial")
         family.tiny().save_pretrained(partial)
         partial.rename(folder)
-    return family.pipeline(family.bundle(str(folder)), FlowSDEStrategy())
+    return family.pipeline(family.bundle(str(folder), **family.options), FlowSDEStrategy())
 
 
 def load(name: str, folder: Path) -> Loaded:

@@ -13,7 +13,7 @@ from unirl.models.ltx2.bundle import LTX2Bundle
 from unirl.models.ltx2.pipeline import LTX2Pipeline
 
 from ..tiny_text import text_tokenizer
-from .kit import Family, Published, Request, seeded
+from .kit import Family, Published, Request, seeded, stock_call
 from .tiny_parts import dynamic_scheduler
 
 CHANNELS, AUDIO_CHANNELS, MEL_BINS = 8, 2, 4
@@ -161,24 +161,20 @@ def call(request: Request) -> dict[str, Any]:
     params = request.params
     video, audio = parts(request.noise, request)
     mean, std = AUDIO_MOMENTS
-    return {
-        "prompt": request.texts,
-        "negative_prompt": request.negative,
-        "guidance_scale": params.guidance_scale,
-        "audio_guidance_scale": params.guidance_scale,
-        "stg_scale": 0.0,
-        "audio_stg_scale": 0.0,
-        "modality_scale": 1.0,
-        "audio_modality_scale": 1.0,
-        "guidance_rescale": 0.0,
-        "audio_guidance_rescale": 0.0,
-        "height": params.height,
-        "width": params.width,
-        "num_frames": params.num_frames,
-        "max_sequence_length": params.max_sequence_length,
-        "latents": video.flatten(2).transpose(1, 2),
-        "audio_latents": packed_audio(audio) * std + mean,
-    }
+    return stock_call(
+        request,
+        audio_guidance_scale=params.guidance_scale,
+        stg_scale=0.0,
+        audio_stg_scale=0.0,
+        modality_scale=1.0,
+        audio_modality_scale=1.0,
+        guidance_rescale=0.0,
+        audio_guidance_rescale=0.0,
+        num_frames=params.num_frames,
+        max_sequence_length=params.max_sequence_length,
+        latents=video.flatten(2).transpose(1, 2),
+        audio_latents=packed_audio(audio) * std + mean,
+    )
 
 
 def from_stock(latents: Any, request: Request) -> Tensor:

@@ -6,12 +6,13 @@ import diffusers
 from torch import Tensor
 
 from unirl.models.patches import packed_2x2, unpacked_2x2
-from unirl.models.qwen_image.bundle import QwenImageBundle
-from unirl.models.qwen_image.pipeline import QwenImagePipeline
+from unirl.models.qwen_image.bundle import QwenImageBundle, QwenImageInpaintBundle
+from unirl.models.qwen_image.pipeline import QwenImageInpaintPipeline, QwenImagePipeline
+from unirl.types.media import ImageLists
 
 from ..tiny_text import qwen_vl, text_tokenizer
-from .kit import Family, Published, Request, seeded
-from .tiny_parts import dynamic_scheduler
+from .kit import Family, Published, Request, seeded, stock_call
+from .tiny_parts import certain, dynamic_scheduler, picture_and_mask_each, to_pil
 
 
 def tiny_vae() -> Any:
@@ -54,16 +55,39 @@ def tiny(**changes: Any) -> Any:
 
 
 def call(request: Request) -> dict[str, Any]:
-    params = request.params
+    length, latents = request.params.max_sequence_length, packed_2x2(request.noise)
+    return stock_call(request, guidance="true_cfg_scale", max_sequence_length=length, latents=latents)
+
+
+def tiny_inpaint() -> Any:
+    parts = {**tiny().components}
+    # The stock pipeline draws from the posterior of the image, ours takes its mode: here they are the same.
+    parts["vae"] = certain(parts["vae"])
+    pipeline_class: Any = diffusers.QwenImageInpaintPipeline
+    return pipeline_class(**parts)
+
+
+def call_inpaint(request: Request) -> dict[str, Any]:
+    images, masks = request.inputs["image"], request.inputs["mask"]
+    assert isinstance(images, ImageLists) and isinstance(masks, ImageLists)
     return {
-        "prompt": request.texts,
-        "negative_prompt": request.negative,
-        "true_cfg_scale": params.guidance_scale,
-        "height": params.height,
-        "width": params.width,
-        "max_sequence_length": params.max_sequence_length,
-        "latents": packed_2x2(request.noise),
+        **call(request),
+        "latents": None,
+        "image": [to_pil(image) for (image,) in images.images],
+        "mask_image": [to_pil(mask) for (mask,) in masks.images],
+        "strength": 1.0,
     }
+
+
+def arrange_inpaint(stock: Any, request: Request) -> None:
+    """Our noise in the place of what the stock pipeline draws: called with latents it fails, as it then returns them
+    alone where it needs the latents of the image too."""
+
+    def prepare_latents(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        noise = packed_2x2(request.noise)
+        return noise, noise, type(stock).prepare_latents(stock, *inputs)[2]
+
+    stock.prepare_latents = prepare_latents
 
 
 def from_stock(latents: Tensor, request: Request) -> Tensor:
@@ -82,6 +106,18 @@ FAMILIES = [
         call=call,
         from_stock=from_stock,
         # The class's defaults are the released sizes.
+        published=(Published("Qwen/Qwen-Image", 20.4, {"transformer": {}}),),
+    ),
+    Family(
+        name="qwen_image_inpaint",
+        bundle=QwenImageInpaintBundle,
+        pipeline=QwenImageInpaintPipeline,
+        tiny=seeded(tiny_inpaint),
+        params=PARAMS,
+        call=call_inpaint,
+        arrange=arrange_inpaint,
+        from_stock=from_stock,
+        inputs=picture_and_mask_each,
         published=(Published("Qwen/Qwen-Image", 20.4, {"transformer": {}}),),
     ),
 ]

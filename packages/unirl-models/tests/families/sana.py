@@ -10,7 +10,7 @@ from unirl.models.sana.bundle import SanaBundle
 from unirl.models.sana.pipeline import SanaPipeline
 
 from ..tiny import byte_tokenizer
-from .kit import Family, Published, Request, seeded
+from .kit import Family, Published, Request, seeded, stock_call
 
 
 def tiny_tokenizer() -> Any:
@@ -81,17 +81,8 @@ def tiny() -> Any:
 
 
 def call(request: Request) -> dict[str, Any]:
-    params = request.params
-    return {
-        "prompt": request.texts,
-        "negative_prompt": request.negative,
-        "guidance_scale": params.guidance_scale,
-        "height": params.height,
-        "width": params.width,
-        "max_sequence_length": params.max_sequence_length,
-        "use_resolution_binning": False,
-        "latents": request.noise.clone(),
-    }
+    length = request.params.max_sequence_length
+    return stock_call(request, max_sequence_length=length, use_resolution_binning=False)
 
 
 SMALL = {

@@ -10,21 +10,12 @@ from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.types.media import ImageLists
 
 from ..tiny import tiny_sd3
-from .kit import Family, Published, Request, seeded
+from .kit import Family, Published, Request, seeded, stock_call
 from .tiny_parts import certain, one_picture_each, to_pil
 
 
 def _call(request: Request) -> dict[str, object]:
-    params = request.params
-    return {
-        "prompt": request.texts,
-        "negative_prompt": request.negative,
-        "guidance_scale": params.guidance_scale,
-        "height": params.height,
-        "width": params.width,
-        "max_sequence_length": params.max_sequence_length,
-        "latents": request.noise.clone(),
-    }
+    return stock_call(request, max_sequence_length=request.params.max_sequence_length)
 
 
 def _controlled() -> Any:
@@ -52,9 +43,34 @@ def _control_call(request: Request) -> dict[str, object]:
     }
 
 
+SD3_MEDIUM: dict[str, Any] = {
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "attention_head_dim": 64,
+    "in_channels": 16,
+    "out_channels": 16,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 1536,
+    "pooled_projection_dim": 2048,
+    "pos_embed_max_size": 192,
+}
+SD35_MEDIUM = SD3_MEDIUM | {
+    "pos_embed_max_size": 384,
+    "qk_norm": "rms_norm",
+    "dual_attention_layers": tuple(range(13)),
+}
+SD35_LARGE = SD3_MEDIUM | {
+    "num_layers": 38,
+    "num_attention_heads": 38,
+    "caption_projection_dim": 2432,
+    "qk_norm": "rms_norm",
+}
+CANNY = SD3_MEDIUM | {"num_layers": 6, "extra_conditioning_channels": 0}
+
 FAMILIES = [
     Family(
         name="sd3",
+        tiled_side=64,
         bundle=SD3Bundle,
         pipeline=SD3Pipeline,
         tiny=seeded(tiny_sd3),
@@ -63,47 +79,13 @@ FAMILIES = [
         call=_call,
         schedule="diffusers",
         published=(
-            Published(
-                "stabilityai/stable-diffusion-3.5-medium",
-                2.47,
-                {
-                    "transformer": {
-                        "num_layers": 24,
-                        "num_attention_heads": 24,
-                        "attention_head_dim": 64,
-                        "in_channels": 16,
-                        "out_channels": 16,
-                        "joint_attention_dim": 4096,
-                        "caption_projection_dim": 1536,
-                        "pooled_projection_dim": 2048,
-                        "pos_embed_max_size": 384,
-                        "qk_norm": "rms_norm",
-                        "dual_attention_layers": tuple(range(13)),
-                    }
-                },
-            ),
-            Published(
-                "stabilityai/stable-diffusion-3.5-large",
-                8.06,
-                {
-                    "transformer": {
-                        "num_layers": 38,
-                        "num_attention_heads": 38,
-                        "attention_head_dim": 64,
-                        "in_channels": 16,
-                        "out_channels": 16,
-                        "joint_attention_dim": 4096,
-                        "caption_projection_dim": 2432,
-                        "pooled_projection_dim": 2048,
-                        "pos_embed_max_size": 192,
-                        "qk_norm": "rms_norm",
-                    }
-                },
-            ),
+            Published("stabilityai/stable-diffusion-3.5-medium", 2.47, {"transformer": SD35_MEDIUM}),
+            Published("stabilityai/stable-diffusion-3.5-large", 8.06, {"transformer": SD35_LARGE}),
         ),
     ),
     Family(
         name="sd3_controlnet",
+        tiled_side=64,
         bundle=SD3ControlNetBundle,
         pipeline=SD3ControlNetPipeline,
         tiny=seeded(_controlled),
@@ -117,5 +99,9 @@ FAMILIES = [
         call=_control_call,
         schedule="diffusers",
         inputs=one_picture_each,
+        published=(
+            # The transformer of Stable Diffusion 3 medium, which trains, and the ControlNet, which stays frozen.
+            Published("InstantX/SD3-Controlnet-Canny", 2.68, {"transformer": SD3_MEDIUM, "controlnet": CANNY}),
+        ),
     ),
 ]

@@ -10,7 +10,7 @@ from unirl.models.sdxl.bundle import SDXLBundle
 from unirl.models.sdxl.pipeline import SDXLPipeline
 
 from ..tiny import clip_encoder, clip_tokenizer
-from .kit import Family, Published, Request, seeded
+from .kit import Family, Published, seeded, stock_call
 
 
 def tiny_unet() -> Any:
@@ -65,18 +65,6 @@ def tiny() -> Any:
     )
 
 
-def call(request: Request) -> dict[str, Any]:
-    params = request.params
-    return {
-        "prompt": request.texts,
-        "negative_prompt": request.negative,
-        "guidance_scale": params.guidance_scale,
-        "height": params.height,
-        "width": params.width,
-        "latents": request.noise.clone(),
-    }
-
-
 def levels(scheduler: Any) -> Tensor:
     """Its sigmas are noise over signal."""
     return scheduler.sigmas / (1 + scheduler.sigmas)
@@ -90,7 +78,7 @@ FAMILIES = [
         tiny=seeded(tiny),
         params={"height": 16, "width": 16},
         other_size={"height": 32, "width": 24},
-        call=call,
+        call=stock_call,
         keeps_scheduler=True,
         levels=levels,
         published=(

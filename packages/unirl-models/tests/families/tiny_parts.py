@@ -1,5 +1,6 @@
 """Random text encoders, tokenizers and schedulers that several families share. Any: classes of both libraries."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ def dynamic_scheduler(**changes: Any) -> Any:
     return diffusers.FlowMatchEulerDiscreteScheduler(**fields | changes)
 
 
-def template_tokenizer(prefix: str, num_tokens: int) -> Any:
-    """Bytes, and one word that makes `prefix` as long in tokens as the real tokenizer makes it."""
+def template_tokenizer(prefix: str, num_tokens: int, marks: Sequence[str] = ()) -> Any:
+    """Bytes, marks, and one word that makes `prefix` as long in tokens as the real tokenizer makes it."""
     tokenizer = text_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=True) for mark in marks])
 
     def count(text: str) -> int:
         return len(tokenizer(text).input_ids)
@@ -72,25 +74,9 @@ def to_pil(picture: Tensor) -> Image.Image:
     return Image.fromarray((picture * 255).round().byte().permute(1, 2, 0).numpy())
 
 
-def tiny_autoencoder_kl() -> Any:
-    """A factor of 2, four channels."""
-    return diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=1,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        shift_factor=0.0609,
-        scaling_factor=1.5305,
-    )
-
-
 def certain(vae: Any) -> Any:
     """The autoencoder with next to no variance of its posterior (logarithm -30), which it keeps when saved."""
-    head = vae.encoder.conv_out
+    head = vae.encoder.conv_out if vae.quant_conv is None else vae.quant_conv
     variances = slice(head.out_channels // 2, None)
     with torch.no_grad():
         head.weight[variances] = 0.0
@@ -103,3 +89,12 @@ def one_picture_each(num_samples: int) -> dict[str, Primitive]:
     images = pictures(num_samples)["image"]
     assert isinstance(images, ImageLists)
     return {"image": ImageLists(images=[sample[:1] for sample in images.images])}
+
+
+def picture_and_mask_each(num_samples: int) -> dict[str, Primitive]:
+    """Masks of other sizes than the pictures, of which a part is white."""
+    generator = torch.Generator().manual_seed(6)
+    masks = [
+        (torch.rand(1, 20 + row, 24, generator=generator) > 0.5).float().expand(3, -1, -1) for row in range(num_samples)
+    ]
+    return {**one_picture_each(num_samples), "mask": ImageLists(images=[[mask] for mask in masks])}

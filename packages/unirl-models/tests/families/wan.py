@@ -3,6 +3,7 @@
 Sampling agrees because both sides walk pinned float levels; the stock scheduler cuts its timesteps to integers.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 import transformers
 from torch import Tensor
 
+from unirl.models.diffusers_pipeline.normalisation import standardised
 from unirl.models.diffusers_pipeline.references import as_pil
-from unirl.models.wan.bundle import WanBundle, WanImageBundle, WanVACEBundle
-from unirl.models.wan.pipeline import WanImagePipeline, WanPipeline, WanVACEPipeline
+from unirl.models.wan.bundle import WanAnimateBundle, WanBundle, WanImageBundle, WanVACEBundle
+from unirl.models.wan.pipeline import WanAnimatePipeline, WanImagePipeline, WanPipeline, WanVACEPipeline
 from unirl.types.media import ImageLists, Images, Primitive, Videos
 
 from ..tiny import t5_tokenizer
-from .kit import Family, Published, Request, seeded
+from .kit import Family, Published, Request, seeded, stock_call
 
 # Counted by the attention of Wan 2.1 I2V.
 CLIP_TEXT = {"max_sequence_length": 512}
@@ -106,17 +108,12 @@ def tiny_ti2v() -> Any:
 
 def call(request: Request) -> dict[str, Any]:
     params = request.params
-    return {
-        "prompt": request.texts,
-        "negative_prompt": request.negative,
-        "guidance_scale": params.guidance_scale,
-        "height": params.height,
-        "width": params.width,
-        "num_frames": params.num_frames,
-        "guidance_scale_2": params.guidance_scale_2,
-        "max_sequence_length": params.max_sequence_length,
-        "latents": request.noise.clone(),
-    }
+    return stock_call(
+        request,
+        num_frames=params.num_frames,
+        guidance_scale_2=params.guidance_scale_2,
+        max_sequence_length=params.max_sequence_length,
+    )
 
 
 CLIP_TOKENS = 5
@@ -214,10 +211,93 @@ def call_vace(request: Request) -> dict[str, Any]:
     return call_one
 
 
+def tiny_animate() -> Any:
+    """With a face video of 16 pixels on a side, and motion in both layers."""
+    transformer = diffusers.WanAnimateTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=12,
+        latent_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=64,
+        ffn_dim=32,
+        num_layers=2,
+        image_dim=8,
+        added_kv_proj_dim=24,
+        rope_max_seq_len=32,
+        motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8},
+        motion_encoder_size=16,
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=8,
+        face_encoder_hidden_dim=8,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=1,
+    )
+    pipeline_class: Any = diffusers.WanAnimatePipeline
+    return pipeline_class(transformer=transformer, **shared_parts(), **clip())
+
+
+def clips(num_samples: int, height: int, width: int, seed: int) -> Videos:
+    """Of 8 bits."""
+    generator = torch.Generator().manual_seed(seed)
+    frames = torch.randint(0, 256, (num_samples, PARAMS["num_frames"], 3, height, width), generator=generator) / 255
+    return Videos.pack(frames=list(frames))
+
+
+def animated(num_samples: int) -> dict[str, Primitive]:
+    """Videos of other sizes than those that are read."""
+    motion = {"pose": clips(num_samples, 40, 56, 2), "face": clips(num_samples, 24, 20, 3)}
+    return {"image": pictures(num_samples), **motion}
+
+
+def replaced(num_samples: int) -> dict[str, Primitive]:
+    """Into a scene, under a mask of many greys."""
+    scene = {"background": clips(num_samples, 24, 40, 4), "mask": clips(num_samples, 48, 24, 5)}
+    return animated(num_samples) | scene
+
+
+def call_animate(request: Request) -> dict[str, Any]:
+    """One sample, which is all that the stock pipeline takes."""
+    shared = call(request)
+    del shared["num_frames"], shared["guidance_scale_2"]
+    videos = {slot: media for slot, media in request.inputs.items() if isinstance(media, Videos)}
+    image = request.inputs["image"]
+    assert isinstance(image, Images)
+    return {
+        **shared,
+        "image": as_pil(image.pixels[0]),
+        "segment_frame_length": request.params.num_frames,
+        "mode": "replace" if "background" in videos else "animate",
+        **{f"{slot}_video": as_pictures(media.unpack("frames")[0]) for slot, media in videos.items()},
+    }
+
+
+def from_animate(latents: Tensor, request: Request) -> Tensor:
+    """The stock pipeline returns what its VAE reads."""
+    del request
+    return standardised(latents, tiny_vae().config)
+
+
 def load_two_loras(stock: Any, folder: Path) -> None:
     stock.load_lora_weights(str(folder))
     stock.load_lora_weights(str(folder / "transformer_2"), load_into_transformer_2=True)
 
+
+ANIMATE = Family(
+    name="wan22_animate",
+    bundle=WanAnimateBundle,
+    pipeline=WanAnimatePipeline,
+    tiny=seeded(tiny_animate),
+    params=PARAMS | CLIP_TEXT,
+    call=call_animate,
+    from_stock=from_animate,
+    inputs=animated,
+    is_latent_batch=False,
+    encodes_media=False,
+    published=(Published("Wan-AI/Wan2.2-Animate-14B-Diffusers", 17.3, {"transformer": {"added_kv_proj_dim": 5120}}),),
+)
 
 FAMILIES = [
     Family(
@@ -250,6 +330,7 @@ FAMILIES = [
     ),
     Family(
         name="wan22_ti2v",
+        tile=None,
         bundle=WanBundle,
         pipeline=WanPipeline,
         tiny=seeded(tiny_ti2v),
@@ -308,6 +389,7 @@ FAMILIES = [
     ),
     Family(
         name="wan22_ti2v_image",
+        tile=None,
         bundle=WanImageBundle,
         pipeline=WanImagePipeline,
         tiny=seeded(lambda: tiny_i2v(transformer=tiny_transformer(), vae=tiny_vae_16(), expand_timesteps=True)),
@@ -331,4 +413,6 @@ FAMILIES = [
             Published("Wan-AI/Wan2.1-VACE-14B-diffusers", 17.3, {"transformer": {}}),
         ),
     ),
+    ANIMATE,
+    replace(ANIMATE, name="wan22_animate_replace", inputs=replaced, published=()),
 ]

@@ -9,9 +9,9 @@ import transformers
 from unirl.models.z_image.bundle import ZImageBundle
 from unirl.models.z_image.pipeline import ZImagePipeline
 
+from ..tiny import tiny_autoencoder_kl
 from ..tiny_text import qwen3, text_tokenizer
-from .kit import Family, Published, Request, seeded
-from .tiny_parts import tiny_autoencoder_kl
+from .kit import Family, Published, Request, seeded, stock_call
 
 
 def tiny(shift: float) -> Callable[[], Any]:
@@ -43,15 +43,12 @@ def tiny(shift: float) -> Callable[[], Any]:
 def call(request: Request) -> dict[str, Any]:
     """Without guidance the stock pipeline's scale is 0. It writes into the list of prompts."""
     params = request.params
-    return {
-        "prompt": list(request.texts),
-        "negative_prompt": request.negative,
-        "guidance_scale": params.guidance_scale if params.uses_guidance else 0.0,
-        "height": params.height,
-        "width": params.width,
-        "max_sequence_length": params.max_sequence_length,
-        "latents": request.noise,
-    }
+    return stock_call(
+        request,
+        prompt=list(request.texts),
+        guidance_scale=params.guidance_scale if params.uses_guidance else 0.0,
+        max_sequence_length=params.max_sequence_length,
+    )
 
 
 # s = 2 is a scale of 3 as other families count it.
@@ -67,5 +64,22 @@ FAMILIES = [
         call=call,
         # The class's defaults are the released sizes.
         published=(Published("Tongyi-MAI/Z-Image", 6.15, {"transformer": {}}),),
+    ),
+    Family(
+        name="z_image_turbo",
+        bundle=ZImageBundle,
+        options={"is_distilled": True},
+        pipeline=ZImagePipeline,
+        tiny=seeded(tiny(3.0)),
+        # Eight steps without guidance, as released.
+        params={
+            "max_sequence_length": 96,
+            "guidance_scale": 1.0,
+            "negative_prompt": None,
+            "num_inference_steps": 8,
+        },
+        unguided=None,
+        call=call,
+        published=(Published("Tongyi-MAI/Z-Image-Turbo", 6.15, {"transformer": {}}),),
     ),
 ]

@@ -96,7 +96,7 @@ def prepared(start: Mapping[str, Any]) -> tuple[Judge | None, dict[str, Any]]:  
 def built(target: str, params: Any, device: str) -> Scorer:  # Any: values of a configuration file
     """The scorer. device goes to constructors that take one, unless params say it.
 
-    Raises ConfigError naming the class for keywords that it does not take.
+    Raises ConfigError naming the class for keywords that it, or a base that it hands them on to, does not take.
     """
     keywords = {str(key): _with_targets(value, f"params.{key}") for key, value in params.items()}
     cls = _imported(target)
@@ -106,7 +106,10 @@ def built(target: str, params: Any, device: str) -> Scorer:  # Any: values of a 
         inspect.signature(cls).bind(**keywords)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"scorer {target}: {error}") from error
-    scorer = cls(**keywords)
+    try:
+        scorer = cls(**keywords)
+    except TypeError as error:
+        raise ConfigError(f"scorer {target}: {error}") from error
     if not isinstance(scorer, Scorer):
         raise ConfigError(f"scorer {target} is a {type(scorer).__name__}, which has no score(request)")
     if isinstance(scorer, LocalScorer) and "reward" in scorer.component_weights:

@@ -20,6 +20,7 @@ VERBS = {
     "export": "write a run's checkpoint for use outside",
     "bench": "where the time of a recipe goes; of several, relative to the first",
     "compare": "train several recipes under one budget (cpu_s=120 seeds=0,1,2) and tabulate them",
+    "conformance": "measure what every engine does with every small model, as a table; of some models by name",
     "data": "data list: the sets of prompts that recipes name; data prepare NAME: make one",
 }
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -27,11 +28,14 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "strict": ("check",),
     "values": ("check",),
     "all": ("check",),
+    "memory": ("check",),
     "to": ("export",),
     "merged": ("export",),
     "policy": ("export",),
     "checkpoint": ("eval", "export"),
-    "output": ("eval", "bench", "compare"),
+    "output": ("eval", "bench", "compare", "conformance"),
+    "engines": ("conformance",),
+    "against": ("conformance",),
     "jobs": ("compare",),
     "warmup": ("bench",),
     "repeats": ("bench",),
@@ -74,7 +78,7 @@ class Command:
     is_debug: bool = False
     recipes: tuple[str, ...] = ()
     """All recipes of `compare` and `bench`, in order; for `data` the name of a set, if any. Empty for the other verbs,
-    which take one."""
+    which take one; of `conformance` the models, where some are named."""
 
 
 def parse(argv: list[str]) -> Command:
@@ -89,6 +93,10 @@ def parse(argv: list[str]) -> Command:
         if cfg is not None or config_name is not None:
             raise ConfigError("data takes no recipe. Leave --config-name and --cfg out.")
         return _data_command(words, options, is_debug)
+    if verb == "conformance":
+        if any(_is_override(word) for word in words) or cfg is not None or config_name is not None:
+            raise ConfigError("conformance takes names of models alone; its recipes are its own.")
+        return Command(verb, DEFAULT_RECIPE, (), _options(verb, given), is_debug, tuple(words))
     recipes = [word for word in words if not _is_override(word)]
     overrides = tuple(word for word in words if _is_override(word))
     if config_name is not None:
@@ -147,7 +155,7 @@ def _is_override(word: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    verbs = "\n".join(f"  {name:8} {text}" for name, text in VERBS.items())
+    verbs = "\n".join(f"  {name:12} {text}" for name, text in VERBS.items())
     parser = argparse.ArgumentParser(
         prog="trainer",
         usage="trainer [VERB] [RECIPE] [key=value ...] [options]",
@@ -168,6 +176,9 @@ def _parser() -> argparse.ArgumentParser:
         "a file you do not trust (without it, check and show execute nothing of a recipe)",
     )
     parser.add_argument("--all", action="store_true", help="check: every packaged recipe")
+    parser.add_argument(
+        "--memory", action="store_true", help="check: what each phase takes of a GPU, estimated from published sizes"
+    )
     parser.add_argument("--to", metavar="FOLDER", help="export: where to write")
     parser.add_argument("--merged", action="store_true", help="export: the whole model; else the LoRA alone")
     parser.add_argument(
@@ -176,7 +187,13 @@ def _parser() -> argparse.ArgumentParser:
         help="export: a copy of the weights, such as ema; of several policies one, or POLICY/ema",
     )
     parser.add_argument("--checkpoint", metavar="WHICH", help="eval, export: newest (the default), best or a step")
-    parser.add_argument("--output", metavar="WHERE", help="eval, bench: JSON file; compare: folder of runs and table")
+    parser.add_argument(
+        "--output",
+        metavar="WHERE",
+        help="eval, bench, conformance: JSON file; compare: folder of runs and table",
+    )
+    parser.add_argument("--engines", metavar="A,B", help="conformance: these alone")
+    parser.add_argument("--against", metavar="FILE", help="conformance: fail where a cell of this table got worse")
     parser.add_argument("--jobs", type=int, metavar="N", help="compare: runs at a time (1)")
     parser.add_argument("--warmup", type=int, metavar="N", help="bench: steps before timing")
     parser.add_argument("--repeats", type=int, metavar="N", help="bench: timed steps")

@@ -69,6 +69,7 @@ def _dispatch(command: Command) -> int:
         "export": verbs.export,
         "bench": verbs.bench,
         "compare": verbs.compare,
+        "conformance": verbs.conformance,
     }
     return actions[command.verb](command) or 0
 

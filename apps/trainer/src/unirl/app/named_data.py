@@ -16,7 +16,7 @@ from unirl.data.sets.records import PromptSet
 PLACES = (("data", "path"), ("eval", "prompts"))
 """Where a recipe names prompts."""
 _MADE = re.compile(rf"{FOLDER}/[\w./-]+")
-_SELF, _OVERRIDE = "_self_", "override "
+_SELF, _OVERRIDE, _GLOBAL = "_self_", "override ", "_global_"
 
 
 def recipes_of(prompt_set: PromptSet) -> list[str]:
@@ -54,8 +54,16 @@ def _read(name: str, values: dict[str, str], chosen: dict[str, str]) -> None:
                 if key in (content.get(section) or {}):
                     values[section] = str(content[section][key])
         elif isinstance(entry, str):
-            _read(entry, values, chosen)
+            _read_if_global(entry, values, chosen)
         else:
             ((kind, part),) = entry.items()
             if not kind.startswith(_OVERRIDE):
-                _read(f"{kind}/{chosen.get(kind, part)}", values, chosen)
+                place, at, package = kind.partition("@")
+                _read_if_global(f"{place}/{chosen.get(kind, part)}{at}{package}", values, chosen)
+
+
+def _read_if_global(name: str, values: dict[str, str], chosen: dict[str, str]) -> None:
+    """Read a part; one that goes into a section of the recipe (`part@section`) names no prompts."""
+    place, _, package = name.partition("@")
+    if package in ("", _GLOBAL):
+        _read(place, values, chosen)

@@ -47,10 +47,13 @@ def settled(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     return recipe
 
 
-def checked(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
-    """The resolved recipe, checked for itself and for this machine, its values built once. Imports torch."""
+def checked(config: DictConfig, *, asks_teachers: bool = True) -> dict[str, Any]:  # Any: a recipe's values
+    """The resolved recipe, checked for itself and for this machine, its values built once. Imports torch.
+
+    asks_teachers: see `check_recipe`.
+    """
     recipe = settled(config)
-    check_recipe(recipe, this_machine())
+    check_recipe(recipe, this_machine(), asks_teachers=asks_teachers)
     settle_on_cpu(recipe["device"])
     delay_loading_bars(QUICK_LOAD_S)
     build_values(recipe)

@@ -15,6 +15,7 @@ from rich.console import Console
 from unirl.app.command_line import Command
 from unirl.app.environment import this_machine
 from unirl.app.kept_recipes import KeptRecipes
+from unirl.app.memory import phases, table
 from unirl.app.recipe import checked, composed, settled
 from unirl.app.run_directory import CONFIG_FILE, claimed_run_dir, has_checkpoint, make_folder
 from unirl.app.stopping import stop_on_signals
@@ -22,7 +23,7 @@ from unirl.config.catalog import available
 from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings, unread_rules
 from unirl.config.instantiation import instantiate_at
 from unirl.config.recipes import render
-from unirl.config.runs import named_copy, run_of
+from unirl.config.runs import ComposedRun, named_copy, run_of
 from unirl.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def show(command: Command) -> None:
 
 
 def check(command: Command) -> None:
-    """Check one recipe or all; what this machine lacks is a note, or an error with --strict."""
+    """Check one recipe or all; what this machine lacks is a note, or an error with --strict. --memory adds what each
+    phase takes of a GPU."""
     names = list(available()) if "all" in command.options else [command.recipe]
     machine = this_machine()
     # A recipe may come with files beside it, which are executed only where --values says so.
@@ -57,11 +59,21 @@ def check(command: Command) -> None:
         if notes and "strict" in command.options:
             raise ConfigError("\n".join(notes))
         lines = [f"  not on this machine yet: {note}\n" for note in notes]
+        if "memory" in command.options:
+            lines += _memory(run)
         for module in unread_rules(run, unread) if unread is not None else ():
             lines.append(
                 f"  the rules of {module} were left out, because check executes no file of yours: see --values\n"
             )
         sys.stdout.write(f"{recipe['recipe']}: ok\n" + "".join(lines))
+
+
+def _memory(run: ComposedRun) -> list[str]:
+    """What each phase takes of a GPU, or why that is not known."""
+    try:
+        return [f"{line}\n" for line in table(phases(run))]
+    except ConfigError as error:
+        return [f"  no estimate of memory: {error}\n"]
 
 
 def run(command: Command) -> None:
@@ -97,7 +109,7 @@ def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: b
 
 def evaluate(command: Command) -> None:
     """Held-out evaluation; of the newest checkpoint where a run is given."""
-    recipe = checked(composed(command))
+    recipe = checked(composed(command), asks_teachers=False)
     _make_output_folder(command)
     from unirl.app.report import evaluation_table
     from unirl.trainer.wiring import evaluate_recipe
@@ -119,14 +131,15 @@ def evaluate(command: Command) -> None:
             from unirl.tracking.media import grid, marks
 
             marked = marks(result.scores, preferred) if result.scores else None
-            grid(result.images, result.labels, marked=marked).save(output.with_suffix(".png"))
+            picture = grid(result.images, result.labels, marked=marked, given=result.pictures)
+            picture.save(output.with_suffix(".png"))
 
 
 def export(command: Command) -> None:
     """Write a run's newest checkpoint for use outside."""
     if "to" not in command.options:
         raise ConfigError("export needs --to FOLDER.")
-    recipe = checked(composed(command))
+    recipe = checked(composed(command), asks_teachers=False)
     run_dir = recipe.get("run_dir")
     if run_dir is None:
         raise ConfigError("export needs the run to take weights from: trainer export RUN_FOLDER --to FOLDER.")
@@ -172,6 +185,13 @@ def compare(command: Command) -> int:
     from unirl.app.compare import compare_recipes
 
     return compare_recipes(command)
+
+
+def conformance(command: Command) -> int:
+    """Measure the matrix; returns the exit status, 1 where a cell failed or got worse than in --against."""
+    from unirl.app.conformance.command import measure_matrix
+
+    return measure_matrix(command)
 
 
 # What the verbs share -----------------------------------------------------------------------------------------------

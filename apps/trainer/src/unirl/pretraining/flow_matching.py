@@ -6,16 +6,31 @@ Shape letters: B samples, J drawings of one scene, L scenes, P prompts, N captio
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from unirl.pretraining.fit import fit
 
+logger = logging.getLogger(__name__)
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class Request(Protocol):
+    """What a prompt asks for."""
+
+    @property
+    def category(self) -> str:
+        """Requests of a category are drawn equally often."""
+
+
+SceneT = TypeVar("SceneT", bound=Hashable)
+RequestT = TypeVar("RequestT", bound=Request)
 
 
 @dataclass(frozen=True)
@@ -29,55 +44,62 @@ class LatentBank:
     """Scene indices, near misses included."""
     prompt_weights_P: Tensor
     """How often a prompt is drawn, up to a factor."""
+    null_fraction: float
+    """Share of the samples with the empty prompt, so that classifier-free guidance has something to guide from."""
+
+    @classmethod
+    def of_scenes(
+        cls,
+        encoded: Iterable[tuple[Tensor, Tensor]],
+        scenes: Sequence[SceneT],
+        requests: Sequence[RequestT],
+        sample_scene: Callable[[RequestT], SceneT],
+        *,
+        num_captioned: int,
+        category_shares: Mapping[str, float],
+        null_fraction: float,
+    ) -> LatentBank:
+        """The bank of encoded scenes, `num_captioned` of them drawn for every request.
+
+        encoded: batches of mean and deviation of latents, the J drawings of each scene one after another.
+        category_shares: of the samples by category of the request.
+        """
+        means, stds = (torch.cat(parts) for parts in zip(*encoded, strict=True))
+        index = {scene: number for number, scene in enumerate(scenes)}
+        captioned = [[index[sample_scene(request)] for _ in range(num_captioned)] for request in requests]
+        sizes = {category: sum(each.category == category for each in requests) for category in category_shares}
+        logger.info("bank of %d drawings, posterior std %.3f", len(stds), stds.mean().item())
+        return cls(
+            mean_LJ=means.unflatten(0, (len(scenes), -1)),
+            std_LJ=stds.unflatten(0, (len(scenes), -1)),
+            scenes_PN=torch.tensor(captioned),
+            prompt_weights_P=torch.tensor([category_shares[each.category] / sizes[each.category] for each in requests]),
+            null_fraction=null_fraction,
+        )
+
+    def draw(self, num: int) -> tuple[Tensor, Tensor]:
+        """Clean latents [B, ...] and the number of the prompt of each; number P stands for the empty one."""
+        prompt_B = torch.multinomial(self.prompt_weights_P, num, replacement=True)
+        scene_B = self.scenes_PN[prompt_B, torch.randint(self.scenes_PN.shape[1], (num,))]
+        drawing_B = torch.randint(self.mean_LJ.shape[1], (num,))
+        clean = self.mean_LJ[scene_B, drawing_B]
+        clean = clean + self.std_LJ[scene_B, drawing_B] * torch.randn_like(clean)
+        return clean, torch.where(torch.rand(num) < self.null_fraction, len(self.prompt_weights_P), prompt_B)
 
 
-def train_on_bank(
-    transformer: ModelT,
-    bank: LatentBank,
-    predict_velocity: Callable[[Tensor, Tensor, Tensor], Tensor],
-    *,
-    num_steps: int,
-    shift: float,
-    null_fraction: float,
-    is_hidden: Callable[[str], bool],
-    snapshot: Callable[[ModelT], None],
-    every: int,
-    batch_size: int = 128,
-    muon_rate: float = 0.02,
-    adam_rate: float = 1.5e-3,
-    average: float = 0.998,
-) -> None:
-    """Train in place; `snapshot` gets the averaged weights every `every` steps (0: never) and at the end.
+def conditioned_velocity(
+    transformer: Callable[..., tuple[Tensor, ...]], conditions_P: Mapping[str, Tensor]
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The velocity of a transformer that is fed 1000 sigma, as `train_flow` asks for it.
 
-    predict_velocity: (noisy_B, sigma_B, prompt_B) to the velocity; prompt number P stands for the empty prompt, which a
-    share `null_fraction` of the samples has, so that classifier-free guidance has something to guide from.
-    Noise levels are uniform on the sampler's own grid, sigma = shift u / (1 + (shift - 1) u), so training is dense
-    where sampling is. is_hidden: see `fit`.
+    conditions_P: its other inputs by keyword, of every number that is drawn.
     """
-    null_row = len(bank.prompt_weights_P)
 
-    def draw(num: int) -> tuple[Tensor, Tensor]:
-        prompt_B = torch.multinomial(bank.prompt_weights_P, num, replacement=True)
-        scene_B = bank.scenes_PN[prompt_B, torch.randint(bank.scenes_PN.shape[1], (num,))]
-        drawing_B = torch.randint(bank.mean_LJ.shape[1], (num,))
-        clean = bank.mean_LJ[scene_B, drawing_B]
-        clean = clean + bank.std_LJ[scene_B, drawing_B] * torch.randn_like(clean)
-        return clean, torch.where(torch.rand(num) < null_fraction, null_row, prompt_B)
+    def predict_velocity(noisy_B: Tensor, sigma_B: Tensor, number_B: Tensor) -> Tensor:
+        conditions = {name: value[number_B] for name, value in conditions_P.items()}
+        return transformer(hidden_states=noisy_B, timestep=1000 * sigma_B, **conditions, return_dict=False)[0]
 
-    train_flow(
-        transformer,
-        draw,
-        predict_velocity,
-        num_steps=num_steps,
-        shift=shift,
-        is_hidden=is_hidden,
-        snapshot=snapshot,
-        every=every,
-        batch_size=batch_size,
-        muon_rate=muon_rate,
-        adam_rate=adam_rate,
-        average=average,
-    )
+    return predict_velocity
 
 
 def train_flow(
@@ -95,9 +117,13 @@ def train_flow(
     adam_rate: float = 1.5e-3,
     average: float = 0.998,
 ) -> None:
-    """Flow matching on what `draw` gives; see `train_on_bank`.
+    """Train in place on what `draw` gives; `snapshot` gets the averaged weights every `every` steps (0: never) and at
+    the end.
 
-    draw: (B) to clean latents [B, ...] and a number of each, by which `predict_velocity` finds its conditions.
+    draw: (B) to clean latents [B, ...] and a number of each, by which `predict_velocity` finds its conditions:
+    (noisy_B, sigma_B, number_B) to the velocity. is_hidden: see `fit`.
+    Noise levels are uniform on the sampler's own grid, sigma = shift u / (1 + (shift - 1) u), so training is dense
+    where sampling is.
     """
     averaged = copy.deepcopy(transformer).requires_grad_(False)
 

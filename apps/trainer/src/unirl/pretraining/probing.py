@@ -6,7 +6,8 @@ Shape letters: B prompts, T tokens, V words, F facts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from tokenizers import Regex, Tokenizer
@@ -16,6 +17,8 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 SPECIALS = ("<pad>", "<s>", "<unk>", "</s>")
 """The end marker must not be number 2: transformers reads that as an old CLIP and then pools at the largest number."""
@@ -51,6 +54,36 @@ def token_ids(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> Ten
         list(prompts), padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
     )
     return encoded.input_ids
+
+
+def train_by_probes(
+    modules: Iterable[nn.Module],
+    batch: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]],
+    *,
+    num_steps: int,
+    learning_rate: float,
+) -> float:
+    """Train encoders and probes in place; returns the mean share of right answers in the last step.
+
+    batch: draws samples; the losses of every probe, which are summed, and the shares of right answers.
+    """
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=num_steps, pct_start=0.1)
+    share = 0.0
+    for step in range(num_steps):
+        losses, hits = batch()
+        loss = torch.stack(list(losses)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        share = torch.stack(list(hits)).mean().item()
+        if step % 100 == 0 or step == num_steps - 1:
+            rights = " ".join(f"{hit:.2f}" for hit in hits)
+            logger.info("encoder step %d loss %.3f right %.4f (%s)", step, loss.item(), share, rights)
+    return share
 
 
 def fact_losses(logits: Tensor, facts_BF: Tensor, sizes: Sequence[int], hits: list[Tensor]) -> list[Tensor]:

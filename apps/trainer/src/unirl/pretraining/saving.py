@@ -6,10 +6,18 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def rounded(module: ModuleT) -> ModuleT:
+    """The module in evaluation mode, in float32, with the fp16 values that a checkpoint will hold."""
+    return module.half().float().eval()
 
 
 def save_half(model: PreTrainedModel, out: Path, state: Mapping[str, Tensor] | None = None) -> None:

@@ -8,7 +8,7 @@ Shape letters: see `unirl.models`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 import torch
@@ -75,13 +75,14 @@ class DiffusionAdapter(ABC):
         Gradients flow to the modules that train when gradients are on.
         """
 
-    def to_flow(self, latents: Tensor, sigma: float) -> Tensor:
+    def starting_latents(self, latents: Tensor, sigma: float, conditions: Conditions) -> Tensor:
         """The latents [B, ...] that a trajectory starts from, in the coordinates of flow matching at `sigma`.
 
-        latents: as the model's own pipeline takes them, unit noise for most. A flow-matching model keeps them; one of
-        the variance-preserving process scales them, see `unirl.sde.variance_preserving`.
+        latents: as the model's own pipeline takes them, unit noise for most. A flow-matching model keeps them, or mixes
+        in a little of a given image; one of the variance-preserving process scales them, see
+        `unirl.sde.variance_preserving`.
         """
-        del sigma
+        del sigma, conditions
         return latents
 
     def encode_media(self, media: Images | Videos) -> Tensor:
@@ -93,6 +94,20 @@ class DiffusionAdapter(ABC):
             f"{type(self).__name__} does not encode images, so it cannot train on given ones. Sample them instead: "
             "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine."
         )
+
+    def encode_texts(
+        self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
+    ) -> dict[str, Condition]:
+        """Those of the conditions that text encoders make, which are then remembered: all but what a family with none
+        of its own has."""
+        del primitives, params
+        return {}
+
+    def cut_tokens(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[int]:
+        """Tokens of each text that the model does not read, because the text is too long for every encoder. None,
+        where an adapter says nothing else."""
+        del params
+        return [0] * len(texts)
 
     def drop_text_encoders(self) -> None:
         """Free the text encoders. Raises ConfigError where the model has none of its own to free."""

@@ -89,12 +89,18 @@ class ARStage:
 
         tokens = torch.zeros(len(prompts), params.max_new_tokens, dtype=torch.long, device=device)
         log_probs = torch.zeros(len(prompts), params.max_new_tokens, device=device)
+        is_drawn: Tensor | None = None
         lengths = torch.zeros(len(prompts), dtype=torch.long, device=device)
         is_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         logits = decoder.start()
         for step in range(params.max_new_tokens):
             rows = decoder.rows
             chosen, logp = draw(logits, draws[rows, step], params)
+            forced = self.adapter.forced(tokens[rows, :step], logits)
+            if forced is not None:
+                is_drawn = torch.ones_like(tokens, dtype=torch.bool) if is_drawn is None else is_drawn
+                is_drawn[rows, step] = forced < 0
+                chosen, logp = torch.where(forced < 0, chosen, forced), logp.where(forced < 0, 0.0)
             is_new = ~is_stopped[rows]
             tokens[rows, step], log_probs[rows, step] = chosen, logp
             lengths[rows] += is_new
@@ -109,6 +115,7 @@ class ARStage:
         return TextSegment.pack(
             tokens=[row[:count] for row, count in zip(tokens, counts, strict=True)],
             log_probs=None if params.is_greedy else [row[:count] for row, count in zip(log_probs, counts, strict=True)],
+            loss_mask=None if is_drawn is None else [row[:count] for row, count in zip(is_drawn, counts, strict=True)],
             status=status,
             params=params,
         )

@@ -14,6 +14,8 @@ class Bundle:
     """Whether the model is conditioned on images or videos of a request beside its text."""
     needs_media: ClassVar[bool] = False
     """Whether it makes nothing without them."""
+    needed_videos: ClassVar[tuple[str, ...]] = ()
+    """Roles of the videos that a prompt must bring."""
     most_images: ClassVar[int | None] = None
     """Images of a prompt that it takes, masks apart; None sets no limit."""
     index_file: ClassVar[str] = "model_index.json"

@@ -68,7 +68,8 @@ class DiffusionStage:
         start_keys: Sequence[str] | None = None,
         keep_means: bool = False,
     ) -> LatentSegment:
-        """Trajectories of B samples from `initial_latents` [B, ...], which the adapter's `to_flow` puts at sigmas[0].
+        """Trajectories of B samples from `initial_latents` [B, ...], which the adapter's `starting_latents` puts at
+        sigmas[0].
 
         sigmas: [T + 1], used verbatim. noise_keys: B ids that seed the noise of each step with params.seed.
         start_keys: B ids; samples of one id have equal initial latents and conditions, so the steps before the first
@@ -94,7 +95,7 @@ class DiffusionStage:
                 f"{sigmas.numel()} sigmas for num_inference_steps = {params.num_inference_steps}: one more than steps"
             )
         sde_indices = _stochastic_steps(params)
-        latents, start = self.adapter.to_flow(initial_latents, float(sigmas[0])), 0
+        latents, start = self.adapter.starting_latents(initial_latents, float(sigmas[0]), conditions), 0
         if start_keys is not None and sde_indices and params.keep_latents != "all":
             latents, start = self._common_start(conditions, latents, sigmas, params, start_keys, min(sde_indices))
         trajectory = loop.sample(

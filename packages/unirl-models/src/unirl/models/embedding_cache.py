@@ -31,6 +31,8 @@ class CacheStatistics:
     num_memory_hits: int = 0
     num_disk_hits: int = 0
     num_misses: int = 0
+    num_lost: int = 0
+    """Embeddings that no longer fit into memory, where there is no folder."""
 
     @property
     def hit_fraction(self) -> float:
@@ -138,11 +140,17 @@ class EmbeddingCache:
         self._forget(key)
         size = _num_bytes(embedding)
         if size > self.memory_bytes:
+            self._note_lost()
             return
         self._memory[key] = embedding
         self._num_bytes += size
         while self._num_bytes > self.memory_bytes:
             self._forget(next(iter(self._memory)))
+            self._note_lost()
+
+    def _note_lost(self) -> None:
+        if self.folder is None:
+            self.statistics.num_lost += 1
 
     def _forget(self, key: str) -> None:
         old = self._memory.pop(key, None)

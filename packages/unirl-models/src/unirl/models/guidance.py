@@ -17,6 +17,7 @@ from torch import Tensor
 
 from unirl.models.adapter import num_rows as count_rows
 from unirl.models.adapter import select_rows
+from unirl.models.guidance_rules import guidance_problem, input_problem
 from unirl.sde.loop import Velocity
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import Conditions
@@ -93,17 +94,10 @@ def check_distilled_guidance(params: DiffusionSamplingParams, family: str, *, ta
 
     takes: whether the transformer embeds it. released: the scale that the checkpoint was published with.
     """
-    scale = params.distilled_guidance_scale
-    if takes and scale is None:
-        raise ConfigError(
-            f"this {family} checkpoint takes its guidance as an input. Set sampling.distilled_guidance_scale (released "
-            f"with {released:g}; a model that is trained without guidance takes 1)."
-        )
-    if not takes and scale is not None:
-        raise ConfigError(
-            f"distilled_guidance_scale = {scale} means nothing to this {family} checkpoint, which embeds no guidance. "
-            "Set sampling.distilled_guidance_scale: null."
-        )
+    checkpoint = f"this {family} checkpoint"
+    problem = input_problem(params.distilled_guidance_scale, checkpoint, takes=takes, released=released)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def refuse_guidance(params: DiffusionSamplingParams, checkpoint: str, instead: str) -> None:
@@ -111,12 +105,9 @@ def refuse_guidance(params: DiffusionSamplingParams, checkpoint: str, instead: s
 
     instead: which checkpoint to use for it.
     """
-    if params.uses_guidance or params.negative_prompt:
-        raise ConfigError(
-            f"{checkpoint} is distilled to sample without guidance; got guidance_scale = {params.guidance_scale}, "
-            f"negative_prompt = {params.negative_prompt!r}. Set sampling.guidance_scale: 1 and "
-            f"sampling.negative_prompt: null, or use {instead}."
-        )
+    problem = guidance_problem(params.guidance_scale, params.negative_prompt, checkpoint, instead)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def extrapolate(cond_R: Tensor, uncond_R: Tensor, scale: float) -> Tensor:

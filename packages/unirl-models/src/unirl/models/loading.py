@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unirl.models.extras import from_extra
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.hub import is_hub_id
 
@@ -114,6 +115,10 @@ class ModelFolder:
     config: dict[str, Any]  # Any: JSON values
     """Content of `config.json`."""
 
+    def json(self, file: str) -> dict[str, Any]:  # Any: JSON values
+        """Another JSON file of the folder. Raises CheckpointError where it is missing or not JSON."""
+        return _read_json(self.path / file, "the model")
+
 
 def open_model_folder(pretrained_model: str, model_types: Sequence[str]) -> ModelFolder:
     """The model of a local folder or hub id, checked to be of one of `model_types` (empty: any). Reads no weights.
@@ -158,16 +163,15 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:  # Any: JSON values
 
 
 def _download(hub_id: str, patterns: list[str]) -> Path:
-    try:
+    with from_extra("diffusers"):
         from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ImportError("hub ids need huggingface_hub: pip install 'unirl-models[diffusers]'") from error
     logger.info("fetching %s of %s", patterns, hub_id)
     try:
         # Precision variants ("model.fp16.safetensors") would double the download and are never loaded.
         return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*.fp16*", "*.bf16*"]))
     except (OSError, ValueError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(
-            f"PRETRAINED_MODEL = {hub_id!r} is no local folder and could not be fetched as a hub id: {error}. "
+            f"PRETRAINED_MODEL = {hub_id!r} is no local folder and could not be fetched as a hub id: {why}. "
             "Check the name, the network and the access token, or give a local folder."
         ) from error

@@ -123,6 +123,16 @@ class DiffusionPipeline:
         """Velocity [R, ...] float32 at R rows; `conditions` has one row a row. Guidance as in `params`."""
         return self.diffusion.velocity(conditions, params)(x_R, sigma_R, step_R)
 
+    def encode_texts(
+        self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
+    ) -> dict[str, Condition]:
+        """Those of the conditions that text encoders make, which are then remembered. See `DiffusionAdapter`."""
+        return self.adapter.encode_texts(primitives, params)
+
+    def cut_tokens(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[int]:
+        """Tokens of each text that no encoder reads, see `DiffusionAdapter`."""
+        return self.adapter.cut_tokens(texts, params)
+
     def drop_text_encoders(self) -> None:
         """Free the text encoders; prompts that were encoded before still encode. See `DiffusionAdapter`."""
         self.adapter.drop_text_encoders()

@@ -6,21 +6,72 @@ Nothing here draws or scores a token: `unirl.models.ar` does that for every adap
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
-from unirl.types.conditions import Condition, PromptCondition
+from unirl.models.token_scores import ScoringHead
+from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
-from unirl.types.protocols import Conditions
+from unirl.types.protocols import Conditions, ModelBundle
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
-if TYPE_CHECKING:  # the contract imports without transformers
-    from unirl.models.causal_lm.bundle import CausalLMBundle
+
+class LanguageBundle(ModelBundle, Protocol):
+    """What sampling and scoring tokens asks of a language model."""
+
+    @property
+    def pretrained_model(self) -> str:
+        """Folder or hub id."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:  # Any: a tokenizer of transformers
+        """Between text and words."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens lie."""
+        ...
+
+    @property
+    def model(self) -> Any:  # Any: called as causal language models of transformers are
+        """(input_ids, attention_mask, position_ids, past_key_values, ...) -> an object with `logits`."""
+        ...
+
+    @property
+    def head(self) -> ScoringHead:
+        """The output projection."""
+        ...
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Words that the model has logits for."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the model was made for."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+        ...
+
+    @property
+    def is_packable(self) -> bool:
+        """Whether replay can do without padding."""
+        ...
+
+    def new_cache(self) -> Any:  # Any: with `batch_select_indices`, as caches of transformers
+        """An empty KV cache."""
+        ...
 
 
 class TextAdapter:
@@ -34,7 +85,7 @@ class TextAdapter:
 
     def __init__(
         self,
-        bundle: CausalLMBundle,
+        bundle: LanguageBundle,
         *,
         chat_template: bool | None = None,
         system_prompt: str | None = None,
@@ -128,10 +179,25 @@ class TextAdapter:
                 f"that is more than the context of {self.context_length}. {remedy} or drop the prompt{lower}."
             )
 
+    def forced(self, written: Tensor, logits: Tensor) -> Tensor | None:
+        """The next word of rows where the model's format leaves no choice: int64 [R], -1 where it is drawn; None where
+        all always are, as in most models. Replay does not train such words, and their log-prob is 0.
+
+        written: int64 [R, t], what each row has so far. logits: [R, V] of the next word.
+        """
+        del written, logits
+        return None
+
     def prompt_keys(self, conditions: Conditions) -> list[Hashable]:
-        """A key of each sample's prompt: those with equal keys read the same, and are computed once."""
+        """A key of each sample's prompt: those with equal keys read the same, and are computed once. Images count by
+        their patches."""
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
-        return [tuple(prompt.tolist()) for prompt in prompts]
+        keys: list[Hashable] = [tuple(prompt.tolist()) for prompt in prompts]
+        images = conditions.get("images")
+        if not isinstance(images, ImagePatchCondition):
+            return keys
+        patches = [each.float().cpu().numpy().tobytes() for each in images.unpack("patches")]
+        return list(zip(keys, images.grids, patches, strict=True))
 
     def positions(self, conditions: Conditions, lengths: Sequence[int]) -> list[Tensor]:
         """Where the first `lengths` tokens of each sample (prompt and completion) stand: int64 [n] a sample, or [3, n]

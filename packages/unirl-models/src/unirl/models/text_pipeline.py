@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from unirl.models.ar import ARStage, ReplayedTokens
 from unirl.models.evaluation_mode import evaluating
-from unirl.models.text_adapter import TextAdapter
+from unirl.models.text_adapter import LanguageBundle, TextAdapter
 from unirl.types.conditions import Condition
 from unirl.types.media import Primitive, Texts
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
-
-if TYPE_CHECKING:  # the contract imports without transformers
-    from unirl.models.causal_lm.bundle import CausalLMBundle
 
 
 class AutoregressivePipeline:
@@ -30,7 +26,7 @@ class AutoregressivePipeline:
         self.ar = ARStage(adapter, packed=packed)
 
     @property
-    def bundle(self) -> CausalLMBundle:
+    def bundle(self) -> LanguageBundle:
         """The model's modules and what training needs to know of them."""
         return self.adapter.bundle
 
@@ -38,6 +34,11 @@ class AutoregressivePipeline:
     def context_length(self) -> int:
         """Most tokens of a prompt and its completion together."""
         return self.adapter.context_length
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token of the model's tokenizer with its id."""
+        return self.bundle.tokenizer.get_vocab()
 
     def stop_token_ids(self, params: ARSamplingParams) -> tuple[int, ...]:
         """Tokens that end a sample: the model's and those of `params`, sorted."""

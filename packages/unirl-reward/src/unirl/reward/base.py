@@ -59,6 +59,9 @@ class LocalScorer(ABC):
 
     is_differentiable: ClassVar[bool] = False
     """Whether `score_with_gradient` works."""
+    reads_media: ClassVar[bool] = True
+    """Whether it needs what was generated; False for a scorer of `RewardRequest.latents`, or of inputs alone, which
+    also scores where nothing is decoded (`engine.decode: false`)."""
     card: ClassVar[ScorerCard | None] = None
     """Input, range, scale and source; `unirl.reward.catalog` has those of the scorers that come with the package."""
 
@@ -208,9 +211,10 @@ class LocalScorer(ABC):
             raise ContractError(f"scorer {self.name} got a request without sample_ids")
         if self.is_offloaded:
             raise RewardError(f"scorer {self.name} is offloaded; call onload() before scoring")
-        if self.card is not None and not set(self.card.media) & set(request.generated):
+        media = () if self.card is None else self.card.media
+        if self.reads_media and not (set(media) & set(request.generated) if media else request.generated):
             raise ContractError(
-                f"scorer {self.name} scores generated {' or '.join(self.card.media)}; this request has "
+                f"scorer {self.name} scores generated {' or '.join(media) or 'media'}; this request has "
                 f"{sorted(request.generated) or 'nothing'}"
             )
 

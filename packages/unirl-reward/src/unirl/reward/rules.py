@@ -23,4 +23,16 @@ def weights_name_scorers(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (weights_name_scorers,)
+def scorers_have_what_they_read(own: Part, run: Run) -> Messages:
+    """An engine that decodes nothing has scorers that need no media."""
+    if all(stage.engine.get("decode", True) for stage in run.stages()):
+        return
+    for name, scorer in own.inside("scorers").items():
+        if scorer.ability("reads_media"):
+            yield (
+                f"engine.decode: false leaves no pixels to score, which {own.at}.scorers.{name} ({scorer.name}) needs. "
+                "Set engine.decode: true, or take a scorer of latents (reads_media = False in its class)."
+            )
+
+
+RULES = (weights_name_scorers, scorers_have_what_they_read)

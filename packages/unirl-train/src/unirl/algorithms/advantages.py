@@ -158,6 +158,8 @@ class Advantages(Protocol):
 
     needs_groups: ClassVar[bool]
     """Whether a sample alone in its group gets no advantage."""
+    makes_weights: ClassVar[bool]
+    """Whether they are weights of at least 0, for methods that fine-tune on their samples."""
 
     def __call__(
         self,
@@ -191,6 +193,7 @@ class AdvantageConfig:
     recipe_rules: ClassVar[str] = "unirl.algorithms.advantage_rules"
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     needs_groups: ClassVar[bool] = True
+    makes_weights: ClassVar[bool] = False
 
     preset: str = "flow_grpo"
     center: Scope | None = None

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ from unirl.types.segments import LatentSegment
 
 @dataclass
 class RowMetrics:
-    """Metrics summed over rows, so that means over ragged micro-batches and devices are exact."""
+    """Metrics summed over rows, so that means over ragged micro-batches and devices are exact.
+
+    Values stay on the device that computed them until they are read, so that no GPU waits between two backwards.
+    """
 
     sums: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -35,11 +38,11 @@ class RowMetrics:
     def add(self, name: str, total: Tensor, count: int) -> None:
         """Report sum of `total` over sum of `count` of all calls."""
         so_far, counted = self.sums.get(name, (torch.zeros((), dtype=torch.float64), 0))
-        self.sums[name] = (so_far + total.detach().double().cpu(), counted + count)
+        self.sums[name] = (so_far + total.detach().double(), counted + count)
 
     def max(self, name: str, values: Tensor) -> None:
         """Report the largest of `values` over all rows of the update; nothing where there are none."""
-        largest = values.detach().double().max().cpu() if values.numel() else torch.tensor(-math.inf).double()
+        largest = values.detach().double().max() if values.numel() else torch.tensor(-math.inf).double()
         self.maxima[name] = torch.maximum(self.maxima[name], largest) if name in self.maxima else largest
 
     def renamed(self, prefix: str) -> RowMetrics:
@@ -116,15 +119,29 @@ class StageAlgorithm(ABC):
     """Whether a reference policy is needed whatever the penalty's weight."""
     trains_tokens: ClassVar[bool] = False
     """Whether it trains on generated tokens instead of latents."""
+    requires_weights: ClassVar[bool] = False
+    """Whether advantages must be weights of at least 0 (`unirl.algorithms.sample_weights`)."""
+    teacher_option: ClassVar[str | None] = None
+    """Keyword that names the policy it asks, which neither trains nor samples; it comes through `use_teacher`."""
     is_on_policy: ClassVar[bool] = False
     """Whether a rollout serves one update only."""
-    samples_per_unit: ClassVar[int] = 1
+    samples_per_unit: int = 1
     """Consecutive samples that must stay in one micro-batch (2 for preference pairs)."""
+    unit_option: ClassVar[str | None] = None
+    """Keyword of the constructor that says `samples_per_unit`; None where the class does."""
+    trained_rows: ClassVar[str | int | None] = None
+    """Rows of the model in the loss of one sample: their number, or the keyword that says it; None: one per stochastic
+    step."""
     uses_anchor: bool = False
     """Whether updates after the first need `anchor`. The first takes what it needs from its own forward."""
 
     def use_reward(self, reward: object) -> None:  # noqa: B027 (an optional hook)
         """Called once, before `prepare`, with the reward service of this worker."""
+
+    def use_teacher(self, teacher: Any, params: Any) -> None:  # Any: a pipeline and parameters of its kind
+        """Called once, before `prepare`, with the pipeline of the policy that `teacher_option` names and the sampling
+        parameters of the run. Raises ConfigError for a teacher that this algorithm cannot ask."""
+        raise ContractError(f"{type(self).__name__} asks no teacher")
 
     def prepare(self) -> None:  # noqa: B027 (an optional hook)
         """Called once before training: make the named policies that the algorithm needs."""

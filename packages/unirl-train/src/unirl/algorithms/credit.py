@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from unirl.types.bounds import NonNegative, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.segments import LatentSegment
 
@@ -24,6 +25,7 @@ class StepCredit(Protocol):
         ...
 
 
+@bounded("credit")
 @dataclass(frozen=True)
 class NoiseCredit:
     """Weights proportional to (sigma - sigma_next)^power of each stochastic step: long, noisy steps decide most.
@@ -32,7 +34,7 @@ class NoiseCredit:
     noise-aware weighting of TempFlow-GRPO (arXiv 2508.04324).
     """
 
-    power: float = 0.5
+    power: NonNegative = 0.5
 
     def weights(self, segment: LatentSegment) -> Tensor:
         """See `StepCredit.weights`."""

@@ -15,25 +15,23 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
-from unirl.algorithms.forward_process import ForwardProcessAlgorithm, ForwardRows
+from unirl.algorithms.forward_process import ForwardRows, GroupedForwardProcess
 from unirl.algorithms.losses import preference_loss, velocity_distance
 from unirl.types.bounds import Positive, bounded
-from unirl.types.errors import ContractError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
-from unirl.types.rollout import RolloutTrack
 
 
 @bounded("algorithm")
-class DiffusionDPO(ForwardProcessAlgorithm):
+class DiffusionDPO(GroupedForwardProcess):
     """-log sigmoid(-beta / 2 (d_winner - d_loser)), d how much further than the reference from what matching wants.
 
-    Both of a pair get the same noise and levels. The winner is the sample with the higher advantage; a tie adds nothing
+    The winner is the sample with the higher advantage; a tie adds nothing
     to the gradient and counts in the mean all the same.
     beta: strength of the pull to the reference; 2000 to 5000 in the paper, where d is a mean over latent elements.
     Everything else: see `ForwardProcessAlgorithm`. The reference is the policy before training.
     """
 
-    samples_per_unit: ClassVar[int] = 2
+    samples_per_unit = 2
     requires_reference: ClassVar[bool] = True
 
     def __init__(
@@ -46,21 +44,6 @@ class DiffusionDPO(ForwardProcessAlgorithm):
     ) -> None:
         super().__init__(pipeline, policies, **options)
         self.beta = beta
-
-    def num_terms(self, track: RolloutTrack) -> int:
-        """Pairs times noise levels."""
-        return super().num_terms(track) // 2
-
-    def noise_keys(self, track: RolloutTrack) -> list[str]:
-        """Named after the group: both samples of a pair are noised alike. Raises ContractError for other pairs."""
-        groups = track.group_ids
-        apart = [(a, b) for a, b in zip(groups[::2], groups[1::2], strict=False) if a != b]
-        if apart:
-            raise ContractError(
-                f"the two samples of a pair must come from one group, got {apart[0]}. Set selection.best_of: 2, or "
-                "sampling.samples_per_prompt: 2 without selection."
-            )
-        return [f"r{self.num_rollouts}:{group}" for group in groups]
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """One part a chunk of rows: sum over (pair, level) of the loss."""

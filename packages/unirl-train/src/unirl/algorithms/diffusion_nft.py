@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_clipped
-from unirl.algorithms.forward_process import ForwardProcessAlgorithm
 from unirl.algorithms.losses import nft_loss, optimality, velocity_distance
-from unirl.algorithms.schedules import OldPolicyDecay
+from unirl.algorithms.old_policy import OLD, FollowedByOldPolicy
 from unirl.types.bounds import Positive, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
-OLD = "old"
 
 
 def mode_advantages(advantages_B: Tensor, mode: AdvantageMode) -> Tensor:
@@ -39,16 +36,17 @@ def mode_advantages(advantages_B: Tensor, mode: AdvantageMode) -> Tensor:
 
 
 @bounded("algorithm")
-class DiffusionNFT(ForwardProcessAlgorithm):
+class DiffusionNFT(FollowedByOldPolicy):
     """Forward-process policy optimisation between the trained policy and the old one.
 
     beta: how far the implicit positive and negative policies lie from the old one; the first gradient does not
         depend on it. advantage_max: advantages are clipped to +- this and mapped to [0, 1].
     advantage_mode: all, positive_only, negative_only, one_only or binary.
-    decay: how the old policy follows, once per rollout. Everything else: see `ForwardProcessAlgorithm`.
+    Everything else, how the old policy follows included: see `FollowedByOldPolicy`.
     """
 
     rollout_policy: ClassVar[str | None] = OLD
+    metric_prefix: ClassVar[str] = "nft"
 
     def __init__(
         self,
@@ -59,8 +57,7 @@ class DiffusionNFT(ForwardProcessAlgorithm):
         advantage_max: Positive = 5.0,
         advantage_mode: AdvantageMode = "all",
         adaptive_weight: bool = True,
-        decay: OldPolicyDecay | None = None,
-        **options: Any,  # Any: the keywords of ForwardProcessAlgorithm
+        **options: Any,  # Any: the keywords of FollowedByOldPolicy
     ) -> None:
         super().__init__(pipeline, policies, **options)
         if advantage_mode not in get_args(AdvantageMode):
@@ -71,20 +68,13 @@ class DiffusionNFT(ForwardProcessAlgorithm):
         self.advantage_max = advantage_max
         self.advantage_mode: AdvantageMode = advantage_mode
         self.adaptive_weight = adaptive_weight
-        self.decay = decay if decay is not None else OldPolicyDecay()
-
-    def prepare(self) -> None:
-        """Keep the starting weights as the old policy."""
-        self._policies.keep_policy(OLD)
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """One part a chunk of rows: sum over (sample, level) of the loss."""
         advantages = mode_advantages(micro.advantages, self.advantage_mode)
         r_B = optimality(advantages, advantage_max=self.advantage_max)
         for _, rows in self.forward_rows(micro):
-            # Other policies run first: they swap parameter values, which a pending backward would not survive.
-            with torch.no_grad(), self._policies.using_policy(OLD):
-                v_old = rows.velocity()
+            v_old = self.old_velocity(rows)
             v_reference = self.reference.evaluate(rows.velocity)
             v_new = rows.velocity()
             r_R = r_B[rows.sample_R]
@@ -108,10 +98,3 @@ class DiffusionNFT(ForwardProcessAlgorithm):
             metrics.mean("policy/loss", branches.loss_R)
             loss_R = branches.loss_R + self.reference_penalty(v_new, v_reference, metrics)
             yield LossPart(loss_R.sum(), loss_R.numel(), metrics)
-
-    def after_rollout(self) -> dict[str, float]:
-        """Let the old policy follow: old <- d old + (1 - d) new."""
-        decay = self.decay(self.num_rollouts)
-        self._policies.update_policy(OLD, decay)
-        super().after_rollout()
-        return {"nft/old_policy_decay": decay}

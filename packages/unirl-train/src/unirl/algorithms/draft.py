@@ -6,7 +6,7 @@ Source: DRaFT (arXiv 2309.17400), algorithms 1 (DRaFT-K) and 2 (DRaFT-LV).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class DRaFT(RewardGradient):
         noised n times anew to the last level above 0, and a sample's loss is the mean over the n that come back.
     Everything else: see `RewardGradient`.
     """
+
+    trained_rows: ClassVar[str | int | None] = "num_last_steps"
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ Source: DRTune (arXiv 2405.00760), algorithm 1.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class DRTune(RewardGradient):
         1 .. early_stop; 1 always runs to the end. The gradient steps are among the steps that are run.
     Everything else: see `RewardGradient`.
     """
+
+    trained_rows: ClassVar[str | int | None] = "num_gradient_steps"
 
     def __init__(
         self,

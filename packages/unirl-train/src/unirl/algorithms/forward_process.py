@@ -66,6 +66,7 @@ class ForwardProcessAlgorithm(PenalisedAlgorithm):
     """
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.forward_process_rules"
+    trained_rows: ClassVar[str | int | None] = "num_timesteps"
 
     def __init__(
         self,
@@ -146,13 +147,15 @@ class ForwardProcessAlgorithm(PenalisedAlgorithm):
         num_levels = self.num_levels(segment)
         shape = (num_levels, *x0_B.shape[1:])
         noise = keyed_normal([f"{key}::noise" for key in keys], self.seed, shape).to(device).flatten(0, 1)
-        place_R = unit_order(x0_B.shape[0], num_levels, self.samples_per_unit).to(device)
-        sample_R, sigma_R = place_R // num_levels, sigma_R[place_R]
+        order_R = unit_order(x0_B.shape[0], num_levels, self.samples_per_unit)
+        owner_R = order_R // num_levels  # conditions are selected by what the host knows, without waiting for a GPU
+        place_R, sample_R = order_R.to(device), owner_R.to(device)
+        sigma_R = sigma_R[place_R]
         step_R = nearest_steps(segment, sigma_R)
         for rows in row_chunks(sample_R.numel(), self.rows_per_forward):
             x0, eps = x0_B[sample_R[rows]], noise[place_R[rows]]
             x_t = interpolate(x0, eps, sigma_R[rows])
-            conditions = {name: item.select(sample_R[rows]) for name, item in micro.track.conditions.items()}
+            conditions = {name: item.select(owner_R[rows]) for name, item in micro.track.conditions.items()}
 
             def velocity(x_t=x_t, rows=rows, conditions=conditions) -> Tensor:
                 return self._pipeline.velocity(conditions, x_t, sigma_R[rows], step_R[rows], params).float()
@@ -164,6 +167,30 @@ class ForwardProcessAlgorithm(PenalisedAlgorithm):
         if v_reference is None:
             return torch.zeros(v.shape[0], device=v.device)
         return self.reference.penalty(velocity_distance(v, v_reference), metrics)
+
+
+class GroupedForwardProcess(ForwardProcessAlgorithm):
+    """Base of the methods on the forward process that compare samples of one prompt (`samples_per_unit`).
+
+    All samples of a unit get the same noise and levels, so what differs between them is theirs. A term of the loss is a
+    (unit, level). Everything else: see `ForwardProcessAlgorithm`.
+    """
+
+    def num_terms(self, track: RolloutTrack) -> int:
+        """Units times noise levels."""
+        return super().num_terms(track) // self.samples_per_unit
+
+    def noise_keys(self, track: RolloutTrack) -> list[str]:
+        """Named after the group: all samples of a unit are noised alike. Raises ContractError for mixed units."""
+        groups, size = track.group_ids, self.samples_per_unit
+        for start in range(0, len(groups), size):
+            if len(set(groups[start : start + size])) > 1:
+                raise ContractError(
+                    f"the {size} samples that {type(self).__name__} compares must come from one group, got "
+                    f"{groups[start : start + size]}. Set selection.best_of: {size}, or sampling.samples_per_prompt: "
+                    f"{size} without selection."
+                )
+        return [f"r{self.num_rollouts}:{group}" for group in groups]
 
 
 def unit_order(num_samples: int, num_levels: int, samples_per_unit: int) -> Tensor:

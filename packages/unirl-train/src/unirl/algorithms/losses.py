@@ -222,3 +222,37 @@ def preference_loss(margin_P: Tensor, *, beta: float) -> Tensor:
     Source: Wallace et al. 2023 (arXiv 2311.12908), eq. 14.
     """
     return torch.nn.functional.softplus(0.5 * beta * margin_P)
+
+
+def group_preference_loss(distance_UG: Tensor, advantage_UG: Tensor, *, beta: float) -> Tensor:
+    """DGPO, to be minimised: 1 / beta softplus(beta mean_g A d), [U] units of G samples of one prompt.
+
+    distance_UG: d = mean (v - u)^2 - mean (v_ref - u)^2, u = noise - x0, at one noise and level for all of a unit.
+    The gradient of a sample is sigmoid(beta mean_g A d) A / G times that of its d: plain advantage-weighted matching,
+    halved, at the reference, and fading once the group is ordered as its advantages are. With G = 2 and A = 1, -1 it is
+    Diffusion-DPO divided by beta. Source: Luo et al. 2025 (arXiv 2510.08425).
+    """
+    same_shape(distance_UG=distance_UG, advantage_UG=advantage_UG)
+    return torch.nn.functional.softplus(beta * (advantage_UG * distance_UG).mean(dim=1)) / beta
+
+
+def implicit_reward(v: Tensor, v_old: Tensor, target: Tensor, *, adaptive_weight: bool) -> Tensor:
+    """How much better than the old policy a row is explained, [R]: mean e_old^2 / w_old - mean e^2 / w.
+
+    e = v - u and e_old = v_old - u with u = noise - x0; w = max(mean |e|, 1e-5) without gradient where adaptive_weight,
+    else 1. v carries gradients; all [R, ...] float32. Source: Zhu et al. 2026 (arXiv 2603.14128) and its code.
+    """
+    same_shape(v=v, v_old=v_old, target=target)
+    return _weighted_error(v_old.detach(), target, adaptive_weight) - _weighted_error(v, target, adaptive_weight)
+
+
+def centred_reward_loss(implicit_UG: Tensor, reward_UG: Tensor, *, beta: float) -> Tensor:
+    """CRD, to be minimised: mean_g (beta (r - mean_g r) - (R - mean_g R))^2, [U] units of G samples of one prompt.
+
+    implicit_UG: r, see `implicit_reward`. reward_UG: R. What the optimum of a KL-regularised reward leaves unknown, a
+    constant of the prompt, cancels in the centring. The gradient through mean_g r is 0, since the residuals of a unit
+    sum to 0. Source: Zhu et al. 2026 (arXiv 2603.14128), with uniform weights.
+    """
+    same_shape(implicit_UG=implicit_UG, reward_UG=reward_UG)
+    centred_UG = implicit_UG - implicit_UG.mean(dim=1, keepdim=True)
+    return (beta * centred_UG - (reward_UG - reward_UG.mean(dim=1, keepdim=True))).square().mean(dim=1)

@@ -7,7 +7,7 @@ scales relu(2 - reward) by 1e-3; the paper adds a pre-training loss on given ima
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -31,6 +31,8 @@ class ReFL(RewardGradient):
         the model where its samples are. 0 leaves it out.
     Everything else: see `RewardGradient`.
     """
+
+    trained_rows: ClassVar[str | int | None] = 1
 
     def __init__(
         self,

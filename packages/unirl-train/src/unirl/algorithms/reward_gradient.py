@@ -33,7 +33,7 @@ from unirl.types.bounds import NonNegative, Positive, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images
 from unirl.types.protocols import DifferentiableReward, DiffusionPipeline, PolicyStore
-from unirl.types.reward import request_for_track
+from unirl.types.reward import RewardRequest, request_for_track
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
@@ -200,6 +200,10 @@ class RewardGradient(PenalisedAlgorithm):
     def gradient_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
         """Steps at which velocities get a gradient, int64 [B, K]: where the penalty is taken."""
 
+    def scored(self, reward: DifferentiableReward, request: RewardRequest) -> Tensor:
+        """The reward of every sample of the request, [R], with gradients to its media."""
+        return reward.score_with_gradient(request)
+
     def reward_loss(self, reward_R: Tensor) -> Tensor:
         """scale * relu(margin - reward), or scale * -reward without a margin, [R]."""
         if self.margin == math.inf:
@@ -251,7 +255,7 @@ class RewardGradient(PenalisedAlgorithm):
             pixels = media.pixels if isinstance(media, Images) else media.frames
             repeats = latents.shape[0] // steps.num_samples
             track = steps.track if repeats == 1 else _repeated(steps.track, repeats)
-            reward = self._reward.score_with_gradient(request_for_track(track, media))
+            reward = self.scored(self._reward, request_for_track(track, media))
             loss_B = self.reward_loss(reward).view(steps.num_samples, repeats).mean(dim=1)
             at_pixels, at_latents = torch.autograd.grad(loss_B.sum(), (pixels, latents))
         metrics.mean("reward_gradient/reward", reward)

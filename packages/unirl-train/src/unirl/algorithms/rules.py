@@ -97,6 +97,22 @@ def critic_sees_rewards(own: Part, run: Run) -> Messages:
         )
 
 
+def weights_are_weights(own: Part, run: Run) -> Messages:
+    """A method that fine-tunes on its samples gets weights, and a policy gradient gets advantages."""
+    needed, made = own.ability("requires_weights"), run.advantages.ability("makes_weights")
+    if needed and not made:
+        yield (
+            f"{own.name} fine-tunes on its samples by weights of at least 0, which {run.advantages.name} does not "
+            f"make. Set {run.advantages.at}._target_: unirl.algorithms.sample_weights.SampleWeights."
+        )
+    if made and not needed:
+        yield (
+            f"{run.advantages.name} makes weights of at least 0, under which {own.name} would raise the likelihood of "
+            f"every sample. Set {run.advantages.at}._target_: unirl.algorithms.advantages.AdvantageConfig, or take "
+            "ARFineTuning or WeightedMatching."
+        )
+
+
 def reference_exists(own: Part, run: Run) -> Messages:
     """A penalty or a preference loss has its reference, and a penalty towards an average its average."""
     backend, needed_by = run.policy_of(own).backend, needs_reference(own)
@@ -119,10 +135,11 @@ def needs_reference(own: Part) -> str | None:
     return f"{own.at}.kl_coef = {own.get('kl_coef')}" if own.get("kl_coef") else None
 
 
-def pairs_stay_together(own: Part, run: Run) -> Messages:
-    """An algorithm on pairs gets exactly one pair of every group, and no cut goes through it."""
-    unit, stack = own.ability("samples_per_unit"), run.policy_of(own).stack
-    if unit == 1:
+def units_stay_together(own: Part, run: Run) -> Messages:
+    """An algorithm on pairs or whole groups gets exactly one of every prompt, and no cut goes through it."""
+    option, stack = own.ability("unit_option"), run.policy_of(own).stack
+    unit = own.ability("samples_per_unit") if option is None else own.number(option)
+    if unit is None or unit <= 1:
         return
     selection: Mapping[str, object] = {} if run.selection is None else run.selection.node
     repeats, best_of = run.sampling.get("samples_per_prompt", 1), selection.get("best_of")
@@ -130,23 +147,24 @@ def pairs_stay_together(own: Part, run: Run) -> Messages:
         yield (
             f"{own.name} trains on {unit} samples of a prompt, but sampling.samples_per_prompt = {repeats} and "
             f"selection.best_of = {'null' if best_of is None else best_of}. Set selection.best_of: {unit} (the best "
-            f"and the worst of a group), or samples_per_prompt: {unit}."
+            f"and the worst of a group), or samples_per_prompt: {unit}"
+            + ("." if option is None else f", or {own.at}.{option} to what the others give.")
         )
     if selection.get("drop_zero_variance"):
         yield (
-            f"selection.drop_zero_variance may part the pairs of {own.name}, where ties teach nothing anyway. Remove "
+            f"selection.drop_zero_variance may part the units of {own.name}, where ties teach nothing anyway. Remove "
             "it."
         )
     divisor = run.num_devices * stack.get("num_updates_per_batch", 1)
     if divisor > 0 and run.batch_size % divisor:
         yield (
-            f"batch_size = {run.batch_size} pairs do not divide over num_devices * {stack.at}.num_updates_per_batch = "
+            f"batch_size = {run.batch_size} units do not divide over num_devices * {stack.at}.num_updates_per_batch = "
             f"{divisor}. Change one of them."
         )
     for part, key in ((stack, "micro_batch_size"), (own, "rows_per_forward")):
         value = part.number(key)
         if value is not None and value % unit:
-            yield f"{part.at}.{key} = {value} must be a multiple of {unit}, the samples of a pair of {own.name}."
+            yield f"{part.at}.{key} = {value} must be a multiple of {unit}, the samples of a unit of {own.name}."
 
 
 RULES = (
@@ -157,6 +175,7 @@ RULES = (
     trajectory_is_followed,
     reward_has_gradient,
     critic_sees_rewards,
+    weights_are_weights,
     reference_exists,
-    pairs_stay_together,
+    units_stay_together,
 )

@@ -93,6 +93,22 @@ def truncated_ratio_loss(
     return -bounded_ratio(log_ratio_M.detach()).clamp(ratio_min, ratio_max) * advantage_M * logp_M
 
 
+def soft_gate_loss(
+    log_ratio_M: Tensor, advantage_M: Tensor, *, temperature_positive: float, temperature_negative: float
+) -> tuple[Tensor, Tensor]:
+    """-4 / tau sigmoid(tau (r - 1)) A, [M], to be minimised: a gate that closes smoothly where a clip cuts.
+
+    tau is temperature_positive for A > 0, else temperature_negative. Returns the loss and the detached gate [M]
+    4 p (1 - p) with p = sigmoid(tau (r - 1)): of the gradient of -A r, what is left; 1 at r = 1, falling on both sides.
+    Source: Gao et al. 2025 (arXiv 2511.20347), SAPO.
+    """
+    same_shape(log_ratio_M=log_ratio_M, advantage_M=advantage_M)
+    positive, negative = (log_ratio_M.new_tensor(tau) for tau in (temperature_positive, temperature_negative))
+    tau_M = torch.where(advantage_M > 0, positive, negative)
+    p_M = torch.sigmoid(tau_M * (bounded_ratio(log_ratio_M) - 1))
+    return -4 / tau_M * p_M * advantage_M, (4 * p_M * (1 - p_M)).detach()
+
+
 def binary_divergence(logp_M: Tensor, anchor_M: Tensor, *, kind: Divergence) -> Tensor:
     """Divergence [M] between two policies that only tell the sampled token from all others, without gradient.
 

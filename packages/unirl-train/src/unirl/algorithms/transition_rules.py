@@ -68,7 +68,7 @@ def rollout_log_probs_are_replayed_ones(own: Part, run: Run) -> Messages:
     if own.ability("keeps_anchor_means"):
         yield f"{own.name} compares transition means, which a rollout does not keep. {fix}"
         return
-    if not run.engine.ability("has_trainer_logp"):
+    if not run.engine.ability("has_trainer_logp") and not _is_below_the_clip(own, run):
         yield (
             f"{own.at}.old_logp_source = rollout takes the log-probs of {run.engine.name}, whose weights or "
             f"precision are not the trainer's: the first ratio would not be 1, and {own.name} clips it. {fix}"
@@ -82,6 +82,13 @@ def rollout_log_probs_are_replayed_ones(own: Part, run: Run) -> Messages:
             f"engine.forward_batch_size = {rollout} rows, one of the replay {rows}, and half precision rounds other "
             f"numbers of rows otherwise, by as much as {own.name} clips. {fix[:-1]}, or sample and train in fp32."
         )
+
+
+def _is_below_the_clip(own: Part, run: Run) -> bool:
+    """Whether the engine's log-probs are known to be a replay's up to less than a tenth of the clip: in float32."""
+    gap, clip = run.engine.ability("logp_gap_float32"), own.number("clip_range")
+    in_float32 = {run.engine.get("dtype"), *_precisions(own, run).values()} == {"fp32"}
+    return in_float32 and gap is not None and clip is not None and gap < clip / 10
 
 
 def _precisions(own: Part, run: Run) -> dict[str, str]:

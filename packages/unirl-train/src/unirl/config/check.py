@@ -17,8 +17,16 @@ from typing import Any
 from unirl.config import schema
 from unirl.config.annotations import mismatch
 from unirl.config.instantiation import RESERVED, TARGET, instantiate_at
-from unirl.config.runs import ComposedRun, Resolved, injected_into, one_or_several, policy_sections, run_of
-from unirl.config.schema import Component, PolicySections, components, plain_sections
+from unirl.config.runs import (
+    ComposedRun,
+    Resolved,
+    does_train,
+    injected_into,
+    one_or_several,
+    policy_sections,
+    run_of,
+)
+from unirl.config.schema import Component, PolicySections, StageSections, components, plain_sections
 from unirl.config.signatures import Target, lies_in, read_target
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
@@ -27,7 +35,7 @@ from unirl.types.recipe import RULES_OF, Machine, Part
 Value = Any  # Any: a recipe's scalar, list or mapping
 
 OF_POLICIES = schema.keys(PolicySections)
-"""Every key that a policy may have."""
+"""Every key that a policy may have, and without `policies` a recipe."""
 TOP_LEVEL = (*schema.keys(schema.Recipe), *OF_POLICIES)
 """Every key that a recipe may have."""
 KEYWORDS_OF, NUM_INPUTS = "keywords_of", "num_inputs"
@@ -41,18 +49,22 @@ ENABLED = "enabled"
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 
 
-def check_recipe(recipe: Resolved, machine: Machine | None = None, *, unread: Path | None = None) -> None:
+def check_recipe(
+    recipe: Resolved, machine: Machine | None = None, *, unread: Path | None = None, asks_teachers: bool = True
+) -> None:
     """Raise ConfigError with every mistake of the first stage that finds one.
 
     recipe: resolved, plain containers. machine: also ask whether this machine can run it; None checks the recipe alone.
     unread: a folder on the import path whose modules of rules are not imported, see `unread_rules`.
+    asks_teachers: whether the run trains; without, the machine need not have the teachers' models.
     """
     for stage in (_keys, _signatures):
         _refuse(stage(recipe))
     run = run_of(recipe)
     _refuse(run_findings(run, unread=unread))
     if machine is not None:
-        _refuse(machine_findings(run, machine, unread=unread))
+        asked = run if asks_teachers else dataclasses.replace(run, teachers={})
+        _refuse(machine_findings(asked, machine, unread=unread))
 
 
 def run_findings(run: ComposedRun, *, unread: Path | None = None) -> Iterator[str]:
@@ -63,7 +75,7 @@ def run_findings(run: ComposedRun, *, unread: Path | None = None) -> Iterator[st
     for part in run.parts():
         for module in map(_rules_module, _read_rules(part, unread)):
             for rule in module.RULES:
-                yield from rule(part, run)
+                yield from rule(part, run.seen_by(part))
 
 
 def machine_findings(run: ComposedRun, machine: Machine, *, unread: Path | None = None) -> Iterator[str]:
@@ -74,7 +86,7 @@ def machine_findings(run: ComposedRun, machine: Machine, *, unread: Path | None 
     for part in run.parts():
         for module in map(_rules_module, _read_rules(part, unread)):
             for rule in vars(module).get(MACHINE_RULES, ()):
-                yield from rule(part, run, machine)
+                yield from rule(part, run.seen_by(part), machine)
 
 
 def unread_rules(run: ComposedRun, unread: Path) -> list[str]:
@@ -118,7 +130,10 @@ def build_values(recipe: Resolved) -> None:
     for section in ("sampling", "advantages"):
         if recipe.get(section):
             instantiate_at(section, recipe[section])
-    of_policies = [part for policy in run.policies.values() for part in policy.parts()]
+    for policy in run.policies.values():
+        if policy.advantages is not None:
+            instantiate_at(policy.advantages.at, policy.advantages.node)
+    of_policies = [part for policy in run.all_policies.values() for part in policy.parts()]
     for part in (*of_policies, run.engine):
         if part.at.endswith(("bundle", "sync")):
             continue
@@ -139,10 +154,12 @@ def _keys(recipe: Resolved) -> Iterator[str]:
     of_policies = list(policy_sections(recipe).values()) if isinstance(recipe.get("policies", {}), Mapping) else []
     required = {"": schema.required(schema.Recipe)}
     for prefix, sections in of_policies:
-        required[prefix] = (*required.get(prefix, ()), *schema.required(PolicySections))
+        needed = [key for key in schema.required(PolicySections) if _is_built(key, prefix, sections)]
+        required[prefix] = (*required.get(prefix, ()), *needed)
+        known = (*OF_POLICIES, *schema.keys(StageSections)) if prefix else OF_POLICIES
         for key in sections:
-            if key not in OF_POLICIES:
-                yield f"{prefix}{key}: unknown key. {did_you_mean(str(key), OF_POLICIES)}"
+            if key not in known:
+                yield f"{prefix}{key}: unknown key. {did_you_mean(str(key), known)}"
     for prefix, keys in required.items():
         own = recipe if not prefix else dict(of_policies)[prefix]
         for key in keys:
@@ -151,8 +168,11 @@ def _keys(recipe: Resolved) -> Iterator[str]:
     yield from _plain_values(schema.Recipe, recipe, "")
     for prefix, sections in of_policies:
         yield from _plain_values(PolicySections, sections, prefix)
+        if prefix:
+            yield from _plain_values(StageSections, sections, prefix)
         for key, several in schema.SEVERAL.items():
-            yield from _is_one_or_several(sections, prefix, key, several)
+            if _is_built(key, prefix, sections):
+                yield from _is_one_or_several(sections, prefix, key, several)
     name = recipe.get("recipe")
     if isinstance(name, str) and not _NAME.fullmatch(name):
         yield (
@@ -163,9 +183,14 @@ def _keys(recipe: Resolved) -> Iterator[str]:
         yield "resume_changes = 'allow' does nothing without resume. Set resume=auto, or leave it out."
 
 
+def _is_built(key: str, prefix: str, sections: Resolved) -> bool:
+    """Whether a section of a policy is used: of one that does not train, not what only learning needs."""
+    return key not in schema.LEARNING or does_train(prefix, sections)
+
+
 def _is_one_or_several(sections: Resolved, prefix: str, key: str, several: str) -> Iterator[str]:
     one, many = sections.get(key), sections.get(several)
-    if one is None and not many:
+    if one is None and not any(node is not None for node in (many or {}).values()):
         yield (
             f"{prefix}{key} is missing from the recipe. Add it (or {prefix}{several} by track), or compose from a "
             "recipe of: trainer list."
@@ -173,7 +198,7 @@ def _is_one_or_several(sections: Resolved, prefix: str, key: str, several: str) 
     if one is not None and many:
         yield f"{prefix}{key} and {prefix}{several} are both set. Keep one of them."
     for name, node in many.items() if isinstance(many, Mapping) else ():
-        if not isinstance(node, Mapping):
+        if not isinstance(node, Mapping) and not (node is None and key in schema.LEARNING):
             yield f"{prefix}{several}.{name} = {node!r} must be a mapping."
 
 
@@ -220,7 +245,10 @@ def _component_nodes(recipe: Resolved) -> Iterator[tuple[str, Resolved, Componen
         if recipe.get(key) or (key in schema.required(schema.Recipe)):
             yield key, recipe[key], component
     for prefix, sections in policy_sections(recipe).values():
-        for key, component in components(PolicySections).items():
+        of_stage = components(StageSections) if prefix else {}
+        for key, component in {**components(PolicySections), **of_stage}.items():
+            if not _is_built(key, prefix, sections):
+                continue
             if key in schema.SEVERAL:
                 for place, node in one_or_several(sections, prefix, key).values():
                     yield place, node, component

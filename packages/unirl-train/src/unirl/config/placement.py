@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from unirl.config.runs import ComposedRun
 from unirl.config.schema import Cluster, Placement
 from unirl.types.errors import ConfigError
-from unirl.types.recipe import Messages
+from unirl.types.recipe import Messages, Part
 
 DEVICES_PER_NODE = 8
 """Where neither the nodes nor their devices are counted, a run of more devices than this fills nodes of as many."""
@@ -145,7 +145,14 @@ def groups_need_ray(run: ComposedRun) -> Messages:
 
 def engine_elsewhere_has_own_weights(run: ComposedRun) -> Messages:
     """An engine that samples with the weights that train is where they are."""
-    if not _share(run, "train", "rollout") and not run.engine.ability("has_own_weights"):
+    if _share(run, "train", "rollout"):
+        return
+    if run.is_composed:
+        yield (
+            f"placement.rollout = {run.file.placement.rollout}, but {run.engine.name} is composed of engines beside "
+            "what trains. Remove placement.rollout."
+        )
+    elif not run.engine.ability("has_own_weights"):
         yield (
             f"placement.rollout = {run.file.placement.rollout} gives the engine workers of its own, but "
             f"{run.engine.name} samples with the very weights that train. Take an engine that is pushed to "
@@ -181,14 +188,46 @@ def groups_that_overlap_take_turns(run: ComposedRun) -> Messages:
 
 def samples_divide_over_every_group(run: ComposedRun) -> Messages:
     """Every group cuts a batch evenly; of the one that trains, `unirl.trainer.rules` asks more."""
-    prompts, repeats = run.batch_size, run.sampling.get("samples_per_prompt", 1)
-    product = f"batch_size * sampling.samples_per_prompt = {prompts} * {repeats} = {prompts * repeats}"
+    prompts, repeats = run.batch_size, run.samples_per_prompt
+    product = f"batch_size * {run.samples_key} = {prompts} * {repeats} = {prompts * repeats}"
     for group in groups_of_run(run)[1:]:
         if (prompts * repeats) % len(group.devices):
             yield (
                 f"{product} samples do not divide over the {len(group.devices)} devices of placement.{group.name} = "
                 f"{getattr(run.file.placement, group.name)}. Change one of them."
             )
+
+
+def push_transport_fits_the_placement(run: ComposedRun) -> Messages:
+    """A transport crosses to workers that are elsewhere, and has what it needs there."""
+    for stage in run.stages():
+        if stage.policy.sync is not None:
+            yield from _transport_fits(stage.policy.sync, stage.engine, run)
+
+
+def _transport_fits(sync: Part, engine: Part, run: ComposedRun) -> Messages:
+    transport, folder = sync.get("transport"), sync.get("transfer_dir")
+    if folder is not None and transport != "files":
+        yield f"{sync.at}.transfer_dir does nothing with transport = {transport or 'ray'}. Set files, or remove it."
+    if transport is None:
+        return
+    if _share(run, "train", "rollout"):
+        yield (
+            f"{sync.at}.transport = {transport} does nothing: {engine.name} is with what trains. Remove it, or "
+            "give the engine workers of its own (placement.train, placement.rollout)."
+        )
+        return
+    num_nodes = cluster_shape(run.num_devices, run.file.cluster).num_nodes
+    if transport == "ipc" and num_nodes > 1:
+        yield f"{sync.at}.transport = ipc shares memory of one node, cluster.num_nodes = {num_nodes}. Set nccl or ray."
+    shared = [
+        both for one, other, both in shared_devices(groups_of_run(run)) if "rollout" in (*one.holds, *other.holds)
+    ]
+    if transport == "nccl" and run.device == "cuda" and shared:
+        yield (
+            f"{sync.at}.transport = nccl needs GPUs of its own for each side, but devices {list(shared[0])} are "
+            "shared. Set ipc, or another placement.rollout."
+        )
 
 
 def _share(run: ComposedRun, one: str, other: str) -> bool:
@@ -198,6 +237,7 @@ def _share(run: ComposedRun, one: str, other: str) -> bool:
 
 RULES = (
     groups_need_ray,
+    push_transport_fits_the_placement,
     engine_elsewhere_has_own_weights,
     async_reward_is_with_the_engine,
     groups_that_overlap_take_turns,

@@ -33,6 +33,10 @@ _HYDRA_VERSION = "1.3"
 Plugins.instance()
 
 
+NULL_ENTRIES = ("algorithms",)
+"""Mappings from names to components in which null says something: there, that a track is left untrained."""
+
+
 def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES_MODULE) -> DictConfig:
     """The recipe with `key=value` overrides applied; interpolations still stand in it.
 
@@ -65,26 +69,26 @@ def resolve(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
         raise ConfigError(f"{error.full_key or 'recipe'}: {_first_line(error)} Set it on the command line.") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"a recipe is a mapping, this file holds a {type(plain).__name__}")
-    recipe = {str(key): _without_removed(value) for key, value in plain.items()}
+    recipe = {str(key): _without_removed(value, keeps_null=key in NULL_ENTRIES) for key, value in plain.items()}
     reward = recipe.get("reward")
     if isinstance(reward, dict) and isinstance(reward.get("weights"), dict):  # numbers by the names of components
         reward["weights"] = {name: weight for name, weight in reward["weights"].items() if weight is not None}
     return recipe
 
 
-def _without_removed(node: Any) -> Any:  # Any: a recipe's values
+def _without_removed(node: Any, *, keeps_null: bool = False) -> Any:  # Any: a recipe's values
     """The node without the null entries of mappings from names to components (`reward.scorers`, `trackers`, ...).
 
     A recipe composed from another one can only override, so null is how a file takes an entry of the other one out.
-    Null as a keyword of a component, or as a value of a plain section, stays what it is.
+    Null as a keyword of a component, or as a value of a plain section, stays what it is, and so in NULL_ENTRIES.
     """
     if isinstance(node, list):
         return [_without_removed(item) for item in node]
     if not isinstance(node, dict):
         return node
     names_components = TARGET not in node and any(isinstance(item, dict) and TARGET in item for item in node.values())
-    kept = {key: item for key, item in node.items() if item is not None or not names_components}
-    return {key: _without_removed(item) for key, item in kept.items()}
+    kept = {key: item for key, item in node.items() if item is not None or keeps_null or not names_components}
+    return {key: _without_removed(item, keeps_null=key in NULL_ENTRIES) for key, item in kept.items()}
 
 
 def render(config: DictConfig, *, is_resolved: bool = False) -> str:
@@ -148,6 +152,9 @@ def _with_new_parts(name: str, overrides: list[Override], extra: list[str]) -> l
             continue
         if kind not in kinds:
             raise ConfigError(f"{line}: there is no {kind} to choose from. {did_you_mean(kind, kinds)}")
+        placed = sorted(f"{choice}={line.partition('=')[2]}" for choice in known if choice.startswith(f"{kind}@"))
+        if placed:
+            raise ConfigError(f"{line}: this recipe chooses {kind} for each policy. Say which: {' or '.join(placed)}.")
         if not extra:
             raise ConfigError(
                 f"{line}: this recipe has no {kind} to replace. Write a recipe of your own whose defaults are "

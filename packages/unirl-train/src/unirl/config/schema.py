@@ -35,8 +35,8 @@ class Component:
     """Keywords that the trainer adds, so that a recipe may not set them."""
     if_taken: frozenset[str] = frozenset()
     """Keywords that the trainer adds where the constructor has them."""
-    of_all: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Injected keyword -> the one that a constructor may have in its place, which gets all policies' by name."""
+    of_all: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Injected keyword -> those that a constructor may have in its place, which get all policies' by name."""
     own_keys: frozenset[str] = frozenset()
     """Keys that the trainer reads itself; they are no keywords of the constructor."""
 
@@ -81,7 +81,7 @@ class PolicySections:
     backend: Annotated[Node, Component(injected=frozenset({"bundle", "device"}))]
     algorithm: Annotated[Node | None, _ALGORITHM] = None
     algorithms: Annotated[Mapping[str, Node] | None, _ALGORITHM] = None
-    """In place of `algorithm`, by the track that each trains."""
+    """In place of `algorithm`, by the track that each trains; null leaves a track untrained."""
     stack: Annotated[Node, Component(injected=frozenset({"backend", "algorithms"}))]
     sync: Annotated[
         Node | None,
@@ -93,6 +93,43 @@ class PolicySections:
     ] = None
 
 
+_ENGINE = Component(
+    kind="unirl.rollout.engine.base.BaseRolloutEngine",
+    injected=frozenset({"pipeline", "policies"}),
+    if_taken=frozenset({"device", "rank", "bundle"}),
+    of_all={"pipeline": ("pipelines",), "policies": ("stores", "engines")},
+    own_keys=frozenset({"policy"}),
+)
+_SAMPLING = Component(
+    kind="unirl.types.sampling.BaseSamplingParams",
+    inner_kinds={
+        "scheduler": "unirl.sde.windows.StepWindow",
+        "ar": "unirl.types.sampling.BaseSamplingParams",
+        "diffusion": "unirl.types.sampling.BaseSamplingParams",
+    },
+)
+_ADVANTAGES = Component(
+    kind="unirl.algorithms.advantages.AdvantageConfig", default="unirl.algorithms.advantages.AdvantageConfig"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSections:
+    """What a policy of `policies` may have besides `PolicySections`, where the engine is composed of one per policy."""
+
+    trains: bool = True
+    """False: it samples with the weights of its bundle, and its backend, algorithm, stack and sync, where they are
+    given, are not built."""
+    engine: Annotated[Node | None, _ENGINE] = None
+    """Samples the tracks of this policy."""
+    sampling: Annotated[Node | None, _SAMPLING] = None
+    """How they are sampled; the run's `sampling` has the same parameters."""
+    advantages: Annotated[Node | None, _ADVANTAGES] = None
+    """Of the tracks of this policy; None: the run's."""
+
+
+LEARNING = ("backend", "algorithm", "algorithms", "stack", "sync")
+"""Keys of a policy that only one that trains needs."""
 SEVERAL = {"pipeline": "pipelines", "algorithm": "algorithms"}
 """Key of one component -> the key that holds several by name in its place."""
 
@@ -116,6 +153,10 @@ class Cluster:
     """Longest wait for nodes, devices and processes."""
     node_groups: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: numbers or text
     """Name -> nodes, such as 0-1, for `placement`."""
+    transport: Literal["ray", "rdt", "transfer_queue"] = "ray"
+    """How samples move between workers: Ray objects, Ray Direct Transport over gloo, or TransferQueue."""
+    transfer_queue: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: TransferQueue's own
+    """Configuration of TransferQueue that differs from its defaults, as in its config.yaml."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,22 +206,8 @@ class Recipe:
     """Prompts per rollout."""
     num_rollouts: PositiveInt
     data: Annotated[Node, Component(kind="unirl.data.data_source.MultimodalRLDataSource", injected=frozenset({"seed"}))]
-    sampling: Annotated[
-        Node,
-        Component(
-            kind="unirl.types.sampling.BaseSamplingParams", inner_kinds={"scheduler": "unirl.sde.windows.StepWindow"}
-        ),
-    ]
-    engine: Annotated[
-        Node,
-        Component(
-            kind="unirl.rollout.engine.base.BaseRolloutEngine",
-            injected=frozenset({"pipeline", "policies"}),
-            if_taken=frozenset({"device", "rank", "bundle"}),
-            of_all={"pipeline": "pipelines", "policies": "stores"},
-            own_keys=frozenset({"policy"}),
-        ),
-    ]
+    sampling: Annotated[Node, _SAMPLING]
+    engine: Annotated[Node, _ENGINE]
     """`engine.policy` names the policy that it samples from, where there are several."""
     reward: Annotated[
         Node,
@@ -194,7 +221,7 @@ class Recipe:
     """`reward.track` names the track whose media are scored where it is not the root; those above it are credited."""
 
     policies: Mapping[str, PolicySections] = dataclasses.field(default_factory=dict)
-    """Several policies, by name; absent: the flat sections are the only one."""
+    """Several policies, by name, each with keys of `StageSections` too; absent: the flat sections are the only one."""
     cluster: Cluster = Cluster()
     placement: Placement = Placement()
     media_interval: NonNegativeInt = 0
@@ -220,12 +247,7 @@ class Recipe:
         Node | None,
         Component(default="unirl.algorithms.selection.SampleSelection"),
     ] = None
-    advantages: Annotated[
-        Node | None,
-        Component(
-            kind="unirl.algorithms.advantages.AdvantageConfig", default="unirl.algorithms.advantages.AdvantageConfig"
-        ),
-    ] = None
+    advantages: Annotated[Node | None, _ADVANTAGES] = None
     trainer: Annotated[
         Node | None,
         Component(kind="unirl.trainer.base.Trainer", default="unirl.trainer.base.Trainer", injected=_TRAINER),

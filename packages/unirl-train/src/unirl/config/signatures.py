@@ -306,7 +306,7 @@ def _bases(node: ast.ClassDef, module: Module) -> list[tuple[ast.ClassDef | None
 
 
 def _constants(node: ast.ClassDef, module: Module) -> dict[str, object]:
-    """Class attributes with a literal value, or the name of a module constant with one."""
+    """Class attributes with a literal value, or the name of a constant with one, of this module or imported."""
     found: dict[str, object] = {}
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value is not None:
@@ -316,8 +316,8 @@ def _constants(node: ast.ClassDef, module: Module) -> dict[str, object]:
         else:
             continue
         if isinstance(value, ast.Name):
-            constant = module.definitions.get(value.id)
-            value = constant.value if isinstance(constant, ast.Assign) else value
+            constant, _ = resolve_annotation(value.id, module)
+            value = constant if isinstance(constant, ast.expr) else value
         if _is_literal(value):
             found.update(dict.fromkeys(names, _literal(value)))
     return found
@@ -347,10 +347,10 @@ def _field_options(value: ast.expr | None) -> dict[str, ast.expr] | None:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Top-level statements, those inside `try` and `if` included."""
+    """Top-level statements, those inside `try`, `with` and `if` included."""
     for statement in body:
         yield statement
-        if isinstance(statement, ast.Try):
+        if isinstance(statement, ast.Try | ast.With):
             yield from _statements(statement.body)
         elif isinstance(statement, ast.If):
             yield from _statements([*statement.body, *statement.orelse])

@@ -5,7 +5,8 @@ the list under `prompts`, `prompt` or `caption`; `.csv` has a header and one row
 `unirl.data.comma_separated`; `.parquet` is a table with one row per prompt; a folder is a Hugging Face dataset
 written by `save_to_disk`.
 
-The pictures of a prompt are `media`, or `images`: paths, or what tables hold in their place, {bytes, path}.
+The pictures of a prompt are `media`, or `images`: paths, or what tables hold in their place, {bytes, path}. A video
+among `media` is a folder of pictures.
 A row with `choices` is a multiple-choice question, see `unirl.data.choices`.
 """
 
@@ -21,14 +22,15 @@ from typing import Any
 
 from unirl.data.choices import multiple_choice
 from unirl.data.comma_separated import read_csv
-from unirl.data.media import ROLES, MediaRef, picture_problem
+from unirl.data.media import SLOTS, MediaRef, frames_of, picture_problem
 from unirl.types.errors import DataError
 from unirl.types.preference import IMAGES, SCORES
 
 TEXT_KEYS = ("prompt", "caption")
 QUESTION_KEYS = ("problem", "question")
 """Stand for the prompt where a row has none."""
-MEDIA_KEYS = ("media", "media_refs")
+MEDIA = "media"
+MEDIA_KEYS = (MEDIA, "media_refs")
 LIST_KEYS = ("prompts", *TEXT_KEYS)
 MEDIA_FIELDS = ("modality", "role", "uri")
 CHOICES, ANSWER = "choices", "answer"
@@ -153,7 +155,8 @@ def _media(value: Mapping[str, Row], path: Path, where: str) -> tuple[MediaRef, 
     if not isinstance(items, list) or not items:
         raise DataError(f"{where}: {present[0]} must be a list of at least one picture.")
     read = _image_ref if present[0] == IMAGES else _media_ref
-    refs = tuple(read(item, folder, f"{where}: picture {number}") for number, item in enumerate(items, start=1))
+    named = [read(item, folder, f"{where}: picture {number}") for number, item in enumerate(items, start=1)]
+    refs = tuple(part for ref in named for part in (_frames(ref, where) if ref.modality == "video" else (ref,)))
     for ref in refs:
         problem = picture_problem(ref)
         if problem is not None:
@@ -165,11 +168,19 @@ def _media_ref(item: Row, folder: str, where: str) -> MediaRef:
     if not isinstance(item, Mapping) or set(item) != set(MEDIA_FIELDS):
         raise DataError(f"{where} needs exactly {', '.join(MEDIA_FIELDS)}; got {item!r}.")
     ref = MediaRef(str(item["modality"]), str(item["role"]), str(item["uri"]), folder)
-    if ref.modality != "image" or ref.role not in ROLES:
-        raise DataError(
-            f"{where} is ({ref.modality}, {ref.role}); only images of the roles {list(ROLES)} are supported."
-        )
+    if (ref.modality, ref.role) not in SLOTS:
+        raise DataError(f"{where} is ({ref.modality}, {ref.role}); (modality, role) is one of {list(SLOTS)}.")
     return ref
+
+
+def _frames(ref: MediaRef, where: str) -> tuple[MediaRef, ...]:
+    frames = frames_of(ref)
+    if not frames:
+        raise DataError(
+            f"{where}: the video {ref.uri} is no folder of pictures. Write its frames there, one file each, named in "
+            "their order."
+        )
+    return frames
 
 
 def _image_ref(item: Row, folder: str, where: str) -> MediaRef:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 _PART = re.compile(r"(?P<path>.+)#xywh=(?:pixel:)?(?P<box>\d+,\d+,\d+,\d+)")
 """A media fragment of pixels, w3.org/TR/media-frags (section 4.2.2)."""
 
-ROLES = {"condition": "image", "mask": "mask"}
-"""What a picture is to its prompt, and the slot of a request that it becomes: something to look at or to change, or
-white where a picture is to be filled."""
+SLOTS = {
+    ("image", "condition"): "image",
+    ("image", "mask"): "mask",
+    ("video", "condition"): "video",
+    ("video", "mask"): "mask",
+    ("video", "pose"): "pose",
+    ("video", "face"): "face",
+    ("video", "background"): "background",
+}
+"""What media are and what they are to their prompt, and the slot of a request that they become: something to look at or
+to change, white where something is to be filled, a motion to follow, or a scene to be put into."""
 Box = tuple[int, int, int, int]
 """Left, top, width, height."""
 UNREADABLE = (OSError, UnidentifiedImageError, Image.DecompressionBombError)
@@ -24,7 +32,7 @@ UNREADABLE = (OSError, UnidentifiedImageError, Image.DecompressionBombError)
 
 @dataclass(frozen=True)
 class MediaRef:
-    """A picture that a prompt is about. `unirl.data.pictures` reads it."""
+    """A picture that a prompt is about, or a frame of a video. `unirl.data.pictures` reads it."""
 
     modality: str
     role: str
@@ -43,6 +51,13 @@ class MediaRef:
             return path, None
         left, top, width, height = map(int, found["box"].split(","))
         return path, (left, top, width, height)
+
+
+def frames_of(ref: MediaRef) -> tuple[MediaRef, ...]:
+    """The frames of a video, which is a folder of pictures, in the order of their names; empty where it has none."""
+    folder = Path(ref.place()[0])
+    names = sorted(file.name for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    return tuple(replace(ref, uri=f"{ref.uri}/{name}") for name in names)
 
 
 def picture_problem(ref: MediaRef) -> str | None:
@@ -65,6 +80,15 @@ def part_problem(box: Box, size: tuple[int, int]) -> str | None:
 @cache
 def _size_of_file(path: str) -> tuple[int, int] | str:
     return size_of(path)
+
+
+def upright(opened: Image.Image) -> Image.Image:
+    """An opened picture as RGB: turned as its camera says, what is transparent on white. Raises UNREADABLE."""
+    picture = ImageOps.exif_transpose(opened)
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return picture.convert("RGB")
 
 
 def size_of(file: str | io.BytesIO) -> tuple[int, int] | str:

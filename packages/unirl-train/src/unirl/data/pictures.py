@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
-from unirl.data.media import UNREADABLE, MediaRef, part_problem
+from unirl.data.media import UNREADABLE, MediaRef, part_problem, upright
 from unirl.types.errors import DataError
 from unirl.types.media import ImageLists
 
@@ -51,11 +51,7 @@ def _decoded(file: str | io.BytesIO, name: str) -> Tensor:
     """[3, H, W] uint8."""
     try:
         with Image.open(file) as opened:
-            picture = ImageOps.exif_transpose(opened)
-            if picture.has_transparency_data:
-                picture = picture.convert("RGBA")
-                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-            rgb = picture.convert("RGB")
+            rgb = upright(opened)
     except FileNotFoundError as error:
         raise DataError(f"the picture {name} does not exist. Mend its path or remove the row.") from error
     except UNREADABLE as error:

@@ -5,6 +5,7 @@ See `unirl.types.recipe`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def media_reaches_the_model(name: str, path: str, rows: Sequence[PromptRow], run
         )
     if not with_media:
         return
+    yield from videos_fit(name, path, rows, run)
     most = run.policy.bundle.ability("most_images")
     crowded = [row.prompt_id for row in rows if most is not None and _num_conditions(row) > most]
     if crowded:
@@ -89,8 +91,37 @@ def media_reaches_the_model(name: str, path: str, rows: Sequence[PromptRow], run
             )
 
 
+def videos_fit(name: str, path: str, rows: Sequence[PromptRow], run: Run) -> Messages:
+    """Rows bring the videos that the model follows, as long as those that are sampled."""
+    bundle, sampled = run.policy.bundle, run.sampling.get("num_frames", 1)
+    videos = {row.prompt_id: _num_frames(row) for row in rows}
+    for role in bundle.ability("needed_videos"):
+        lacking = [prompt_id for prompt_id, found in videos.items() if role not in found]
+        if lacking:
+            yield (
+                f"{name} = {path}: {len(lacking)} rows ({', '.join(lacking[:4])}) bring no video of the role {role}, "
+                f"which {bundle.at} {bundle.name} follows. Add one to each, or choose another model."
+            )
+    others = [
+        f"{prompt_id} ({role}: {count})"
+        for prompt_id, found in videos.items()
+        for role, count in found.items()
+        if count != sampled
+    ]
+    if others:
+        yield (
+            f"{name} = {path}: {len(others)} videos have other numbers of frames than sampling.num_frames = "
+            f"{sampled}: {', '.join(others[:4])}. Cut them, or set sampling.num_frames."
+        )
+
+
 def _num_conditions(row: PromptRow) -> int:
-    return sum(ref.role == "condition" for ref in row.media)
+    return sum((ref.modality, ref.role) == ("image", "condition") for ref in row.media)
+
+
+def _num_frames(row: PromptRow) -> dict[str, int]:
+    """Of the videos of a row, by role."""
+    return dict(Counter(ref.role for ref in row.media if ref.modality == "video"))
 
 
 def _read_pairs(own: Part, run: Run, path: Path) -> list[PromptRow]:

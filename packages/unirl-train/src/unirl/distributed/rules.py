@@ -38,5 +38,19 @@ def nodes_need_ray(run: ComposedRun) -> Messages:
         yield f"cluster.num_nodes = {num_nodes} needs runtime: ray. Set it, or remove cluster.num_nodes."
 
 
-RULES = (local_runtime_has_one_device, nodes_need_ray)
+def transport_needs_workers(run: ComposedRun) -> Messages:
+    """Samples move where there are processes, and options are read where they mean something."""
+    cluster = run.file.cluster
+    if run.runtime == "local" and cluster.transport != "ray":
+        yield (
+            f"cluster.transport = {cluster.transport} does nothing with runtime: local. Set runtime: ray, or remove it."
+        )
+    if cluster.transfer_queue and cluster.transport != "transfer_queue":
+        yield (
+            f"cluster.transfer_queue does nothing with cluster.transport = {cluster.transport}. Set transfer_queue, or "
+            "remove it."
+        )
+
+
+RULES = (transport_needs_workers, local_runtime_has_one_device, nodes_need_ray)
 MACHINE_RULES = (devices_exist,)

@@ -12,8 +12,9 @@ from torch import Tensor
 from unirl.types.errors import ContractError
 
 TARGET_SIDE = 160
-"""Pixels that a cell aims at: small samples are enlarged by a whole factor."""
+"""Pixels that the shorter side of a cell aims at: small samples are enlarged by a whole factor."""
 MAX_SIDE = 512
+"""Most pixels of a cell's longer side."""
 MARGIN = 6
 FONT_SIZE = 12
 MAX_CAPTION_LINES = 3
@@ -58,23 +59,24 @@ def grid(
     columns: int | None = None,
     scale: int | None = None,
     marked: Sequence[Mark] | None = None,
+    given: Sequence[Sequence[Tensor]] = (),
 ) -> Image.Image:
-    """A grid of images with their captions underneath.
+    """A grid of images with their captions underneath, each beside what it was made from.
 
     images: [N, 3, H, W] (or [N, 1, H, W]) in [0, 1]; values outside are clamped. labels: N captions, wrapped and cut to
-    three lines. columns: None takes about sqrt(N). scale: whole factor that images are enlarged by; None brings small
-    ones to about 160 pixels. marked: N texts below the captions; what is right or wrong gets a green or red frame.
-    Raises ContractError for another shape or number of labels or marks.
+    three lines. columns: None makes the grid about square. scale: whole factor that images are enlarged by; None brings
+    small ones to about 160 pixels. marked: N texts below the captions; what is right or wrong gets a green or red
+    frame. given: the images that each of N prompts shows, any number of [3, H, W] of any size; empty where none shows
+    any. Raises ContractError for another shape or number of labels, marks or given images.
     """
     captions = _plain(_checked(images, labels))
-    columns = columns or max(1, math.ceil(math.sqrt(len(images))))
+    if marked is not None:
+        _check_marks(images, marked)
+        for caption, mark in zip(captions, marked, strict=True):
+            caption.append((mark[0], _ink(mark), 1))
     cells = [[_enlarged(image, scale)] for image in images]
-    if marked is None:
-        return _assembled(cells, captions, columns, titles=None)
-    _check_marks(images, marked)
-    for caption, mark in zip(captions, marked, strict=True):
-        caption.append((mark[0], _ink(mark), 1))
-    return _assembled(cells, captions, columns, titles=None, frames=[[mark[1]] for mark in marked])
+    frames = None if marked is None else [[mark[1]] for mark in marked]
+    return _beside_given(cells, captions, columns, given, titles=("made",) if any(given) else (), frames=frames)
 
 
 def before_after(
@@ -83,25 +85,26 @@ def before_after(
     labels: Sequence[str],
     columns: int | None = None,
     marked: tuple[Sequence[Mark], Sequence[Mark]] | None = None,
+    given: Sequence[Sequence[Tensor]] = (),
 ) -> Image.Image:
     """Pairs of images of the same prompt and noise, side by side: left before training, right after.
 
-    before, after: [N, 3, H, W] in [0, 1]. marked: of those before and of those after. Other arguments as in `grid`.
+    before, after: [N, 3, H, W] in [0, 1]. marked: of those before and of those after. Other arguments as in `grid`;
+    what is given stands left of both.
     """
     if before.shape != after.shape:
         raise ContractError(f"before {tuple(before.shape)} and after {tuple(after.shape)} must have one shape")
     captions = _plain(_checked(before, labels))
-    columns = columns or max(1, math.ceil(math.sqrt(len(before) / 2)))
+    titles, frames = ("before", "after"), None
+    if marked is not None:
+        for each in marked:
+            _check_marks(before, each)
+        both = list(zip(*marked, strict=True))
+        for caption, pair in zip(captions, both, strict=True):
+            caption.extend((f"{title}: {mark[0]}", _ink(mark), 1) for title, mark in zip(titles, pair, strict=True))
+        frames = [[mark[1] for mark in pair] for pair in both]
     pairs = [[_enlarged(left, None), _enlarged(right, None)] for left, right in zip(before, after, strict=True)]
-    titles = ("before", "after")
-    if marked is None:
-        return _assembled(pairs, captions, columns, titles=titles)
-    for each in marked:
-        _check_marks(before, each)
-    both = list(zip(*marked, strict=True))
-    for caption, pair in zip(captions, both, strict=True):
-        caption.extend((f"{title}: {mark[0]}", _ink(mark), 1) for title, mark in zip(titles, pair, strict=True))
-    return _assembled(pairs, captions, columns, titles=titles, frames=[[mark[1] for mark in pair] for pair in both])
+    return _beside_given(pairs, captions, columns, given, titles=titles, frames=frames)
 
 
 def answered(
@@ -117,14 +120,14 @@ def answered(
     """
     if not len(pictures) == len(questions) == len(verdicts) or not pictures:
         raise ContractError(f"{len(pictures)} samples, {len(questions)} questions and {len(verdicts)} verdicts")
-    most = max(1, max(len(each) for each in pictures))
-    shown = [[_boxed(image) for image in each] + [_blank()] * (most - len(each)) for each in pictures]
+    shown = _boxes(pictures, TARGET_SIDE, at_least=1)
+    most = len(shown[0])
     width = most * TARGET_SIDE + (most - 1) * (MARGIN // 2)
     captions = [
         [(question, INK, MAX_CAPTION_LINES - 1), (verdict[0], _ink(verdict), 1)]
         for question, verdict in zip(questions, verdicts, strict=True)
     ]
-    return _assembled(shown, captions, columns or max(1, min(len(shown), SHEET_WIDTH // width)), titles=None)
+    return _assembled(shown, captions, columns or max(1, min(len(shown), SHEET_WIDTH // width)))
 
 
 def _checked(images: Tensor, labels: Sequence[str] | None) -> list[str]:
@@ -153,32 +156,57 @@ def _enlarged(image: Tensor, scale: int | None) -> Image.Image:
     if scale is None and longest > MAX_SIDE:
         picture.thumbnail((MAX_SIDE, MAX_SIDE))
         return picture
-    factor = scale if scale is not None else max(1, TARGET_SIDE // longest)
+    factor = scale if scale is not None else max(1, min(TARGET_SIDE // min(picture.size), MAX_SIDE // longest))
     return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
 
 
-def _boxed(image: Tensor) -> Image.Image:
-    """An image in a square of TARGET_SIDE, enlarged by a whole factor or made smaller."""
-    picture = _enlarged(image, None)
-    picture.thumbnail((TARGET_SIDE, TARGET_SIDE))
-    square = _blank()
-    square.paste(picture, ((TARGET_SIDE - picture.width) // 2, (TARGET_SIDE - picture.height) // 2))
+def _boxes(images: Sequence[Sequence[Tensor]], side: int, at_least: int = 0) -> list[list[Image.Image]]:
+    """The images of each sample, as many squares of `side` pixels for all: blank ones where another sample has more."""
+    most = max(at_least, *(len(each) for each in images))
+    return [[_boxed(image, side) for image in each] + [_boxed(None, side)] * (most - len(each)) for each in images]
+
+
+def _boxed(image: Tensor | None, side: int) -> Image.Image:
+    """An image in a square of `side` pixels, enlarged by a whole factor or made smaller; None is a blank square."""
+    square = Image.new("RGB", (side, side), BACKGROUND)
+    if image is not None:
+        picture = _enlarged(image, max(1, TARGET_SIDE // max(image.shape[-2:])))
+        picture.thumbnail((side, side))
+        square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
     return square
-
-
-def _blank() -> Image.Image:
-    return Image.new("RGB", (TARGET_SIDE, TARGET_SIDE), BACKGROUND)
 
 
 def _plain(captions: list[str]) -> list[Caption]:
     return [[(caption, INK, MAX_CAPTION_LINES)] for caption in captions]
 
 
+def _beside_given(
+    cells: list[list[Image.Image]],
+    captions: list[Caption],
+    columns: int | None,
+    given: Sequence[Sequence[Tensor]],
+    *,
+    titles: tuple[str, ...],
+    frames: list[list[bool | None]] | None,
+) -> Image.Image:
+    """Cells with the images that their prompts show on their left, as high as they are."""
+    if given and len(given) != len(cells):
+        raise ContractError(f"given images of {len(given)} prompts for {len(cells)} samples")
+    if any(given):
+        boxes = _boxes(given, cells[0][0].height)
+        num_given = len(boxes[0])
+        cells = [left + right for left, right in zip(boxes, cells, strict=True)]
+        titles = ("given",) * num_given + titles
+        frames = None if frames is None else [[None] * num_given + frame for frame in frames]
+    columns = columns or max(1, math.ceil(math.sqrt(len(cells) / len(cells[0]))))
+    return _assembled(cells, captions, columns, titles, frames)
+
+
 def _assembled(
     cells: list[list[Image.Image]],
     captions: list[Caption],
     columns: int,
-    titles: tuple[str, str] | None,
+    titles: Sequence[str] = (),
     frames: list[list[bool | None]] | None = None,
 ) -> Image.Image:
     font = ImageFont.load_default(FONT_SIZE)
@@ -206,7 +234,7 @@ def _assembled(
             if frames is not None and frames[index][number] is not None:
                 box = (x - FRAME, top - FRAME, x + picture.width + FRAME - 1, top + picture.height + FRAME - 1)
                 draw.rectangle(box, outline=GREEN if frames[index][number] else RED, width=FRAME)
-            if titles is not None and index < columns:
+            if titles and index < columns:
                 draw.text((x, MARGIN // 2), titles[number], fill=INK, font=font)
         for number, (line, ink) in enumerate(lines):
             draw.text((left, top + height + FRAME + 1 + number * line_height), line, fill=ink, font=font)

@@ -21,7 +21,7 @@ from unirl.types.errors import ContractError
 logger = logging.getLogger(__name__)
 
 STRIP_FRAMES = 6
-"""Frames of a video that a grid shows."""
+"""Most frames of a video that a grid shows."""
 DEFAULT_FPS = 8.0
 """Frames per second of videos that do not say."""
 

@@ -325,6 +325,13 @@ class Checkpointer:
     def _check_architecture(self, folder: Path) -> None:
         stored = json.loads((folder / ARCHITECTURE).read_text())
         own = self._backend.architecture()
+        policies = self._backend.lora_scale
+        if isinstance(policies, dict) and (held := {name.partition("/")[0] for name in stored}) != set(policies):
+            raise CheckpointError(
+                f"{folder} holds the policies {', '.join(sorted(held))}; this run trains "
+                f"{', '.join(sorted(policies))}. Resume with the policies that trained (policies.<name>.trains), or "
+                "start a new run."
+            )
         different = [name for name in {**stored, **own} if stored.get(name) != own.get(name)]
         if different:
             described = "; ".join(

@@ -92,11 +92,18 @@ def global_grad_norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     norms = torch._foreach_norm([local_part(gradient) for gradient in gradients], 2, dtype=torch.float32)
     total = torch.stack(list(norms)).double().square().sum()
-    group = _shard_group(gradients)
-    if group is not None:
-        total = total.to(gradients[0].device)
-        dist.all_reduce(total, group=group)
-    return total.sqrt().float()
+    return summed_over_shards(total, gradients).sqrt().float()
+
+
+@torch.no_grad()
+def summed_over_shards(local: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """`local`, computed of this rank's shards of `tensors`, summed over the ranks that share them."""
+    group = _shard_group(tensors)
+    if group is None:
+        return local
+    total = local.to(tensors[0].device)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 @torch.no_grad()
@@ -112,10 +119,10 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard_group(gradients: Sequence[Tensor]) -> dist.ProcessGroup | None:
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            for dim, placement in enumerate(gradient.placements):
+def _shard_group(tensors: Sequence[Tensor]) -> dist.ProcessGroup | None:
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            for dim, placement in enumerate(tensor.placements):
                 if isinstance(placement, Shard):
-                    return gradient.device_mesh.get_group(dim)
+                    return tensor.device_mesh.get_group(dim)
     return None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from unirl.train.names import below, joined
 from unirl.train.stack import TrainStack, TrainStepResult
+from unirl.types.copies import copies_word
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp
 
@@ -19,10 +20,11 @@ class PolicyStacks:
     """Several policies that learn from one rollout, with the methods of a `TrainStack`.
 
     stacks: by policy. Metrics and state are called `<policy>/...`; train/grad_norm is the largest of them and
-        train/skipped_steps their sum. sampled: the policy whose named copy rollouts are sampled from.
+        train/skipped_steps their sum. sampled: the policy whose named copy rollouts are sampled from; None: all are
+        sampled, each from its own.
     """
 
-    def __init__(self, stacks: Mapping[str, TrainStack], sampled: str) -> None:
+    def __init__(self, stacks: Mapping[str, TrainStack], sampled: str | None = None) -> None:
         self._stacks = dict(stacks)
         self._sampled = sampled
 
@@ -39,8 +41,11 @@ class PolicyStacks:
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def rollout_policy(self) -> str | None:
-        """See `TrainStack.rollout_policy`; of the policy that is sampled from."""
-        return self._stacks[self._sampled].rollout_policy()
+        """See `TrainStack.rollout_policy`; of the policy that is sampled from, or of all in the words of
+        `unirl.types.copies`."""
+        if self._sampled is not None:
+            return self._stacks[self._sampled].rollout_policy()
+        return copies_word({name: stack.rollout_policy() for name, stack in self._stacks.items()})
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def old_logp(self) -> str | None:

@@ -19,10 +19,12 @@ import torch
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
 from unirl.config.schema import DEFAULT_TRACK
+from unirl.train.gradient_balance import GradientBalance
 from unirl.train.names import below
 from unirl.train.slicing import training_slices
 from unirl.train.track_loss import TrackLoss, track_losses
 from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
+from unirl.types.copies import copies_word
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -59,8 +61,9 @@ class TrainStack:
     micro_batch_size: samples that a backward holds at once; the memory knob.
     num_updates_per_batch: optimizer steps that a rollout is used for, each on its own samples.
     max_grad_norm: global L2 norm that gradients are clipped to.
-    Raises ConfigError for losses of tracks without an algorithm, an update that trains no track, and algorithms that
-    want to sample from different policies.
+    measures_balance: report the norm of each track's gradient and the cosines between them, see
+        `unirl.train.gradient_balance`; a copy of the gradients per track.
+    Raises ConfigError for losses of tracks without an algorithm, and an update that trains no track.
     """
 
     recipe_rules: ClassVar[str] = "unirl.train.stack_rules"
@@ -75,6 +78,7 @@ class TrainStack:
         max_grad_norm: PositiveOrInf = 1.0,
         track: str | None = None,
         losses: Mapping[str, TrackLoss | Mapping[str, Any]] | None = None,  # Any: keywords of TrackLoss
+        measures_balance: bool = False,
     ) -> None:
         self._backend = backend
         self._micro_batch_size = micro_batch_size
@@ -85,11 +89,16 @@ class TrainStack:
         self._maxima: set[str] = set()
         """Names of the metrics that are maxima instead of means."""
         named = _by_track(algorithms, track)
+        if measures_balance and len(named) == 1:
+            raise ConfigError(
+                f"stack.measures_balance compares the gradients of several tracks; there is one, {next(iter(named))}. "
+                "Remove it."
+            )
+        self._measures_balance = measures_balance
         own = track_losses(named, losses or {})
         self._parts = [
             _Part(name, f"{name}/" if len(named) > 1 else "", algorithm, own[name]) for name, algorithm in named.items()
         ]
-        self.rollout_policy()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:
@@ -104,11 +113,10 @@ class TrainStack:
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def rollout_policy(self) -> str | None:
-        """Named policy that rollouts must be sampled from; None is the policy being trained."""
+        """Named policy that rollouts must be sampled from; None is the policy being trained. Where tracks differ, each
+        with its own in the words of `unirl.types.copies`."""
         wanted = {part.name: part.algorithm.rollout_policy for part in self._parts}
-        if len(set(wanted.values())) > 1:
-            raise ConfigError(f"one rollout is sampled from one policy, but the algorithms of the tracks want {wanted}")
-        return next(iter(wanted.values()))
+        return next(iter(wanted.values())) if len(set(wanted.values())) == 1 else copies_word(wanted)
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def old_logp(self) -> str | None:
@@ -206,17 +214,23 @@ class TrainStack:
         counted = torch.tensor([float(sum(own)) for own in num_terms], dtype=torch.float64, device=backend.device)
         totals = backend.all_reduce_sum(counted).tolist()
         record = RowMetrics()
+        balance = GradientBalance(backend) if self._measures_balance else None
         for part, own_terms, total in zip(parts, num_terms, totals, strict=True):
             # Gradients are averaged over devices, so the sum over all terms needs dp_size on top of 1 / total. Without
             # any term (every token masked) the sum is 0 whatever it is divided by.
             scale = part.loss.weight * (backend.dp_size / max(total, 1.0))
-            measured = self._backward(part, micros_of[part.name], own_terms, scale, ends_update=part is parts[-1])
+            sums_gradients = balance is not None or part is parts[-1]
+            measured = self._backward(part, micros_of[part.name], own_terms, scale, sums_gradients=sums_gradients)
             record.merge(measured.renamed(part.prefix))
+            if balance is not None:
+                balance.note(part.name)
+        balanced = {} if balance is None else balance.metrics()
         stats = backend.optimizer_step(self._max_grad_norm)
         metrics = self._reduced(record)
         losses = [part.loss.weight * metrics.get(f"{part.prefix}policy/loss", 0.0) for part in parts]
         metrics["train/loss"] = sum(losses[1:], start=losses[0])
         metrics["train/grad_norm"] = stats.grad_norm
+        metrics.update(balanced)
         metrics.update({f"train/{name}_grad_norm": norm for name, norm in stats.module_grad_norms.items()})
         metrics["train/lr"] = stats.lr
         metrics["train/skipped_steps"] = float(stats.is_skipped)
@@ -226,15 +240,18 @@ class TrainStack:
         return metrics
 
     def _backward(
-        self, part: _Part, micros: Sequence[MicroBatch], num_terms: Sequence[int], scale: float, *, ends_update: bool
+        self, part: _Part, micros: Sequence[MicroBatch], num_terms: Sequence[int], scale: float, *, sums_gradients: bool
     ) -> RowMetrics:
-        """Add the gradient of scale times the sum over a track's terms; returns what the algorithm measured."""
+        """Add the gradient of scale times the sum over a track's terms; returns what the algorithm measured.
+
+        sums_gradients: whether gradients are summed over devices at its end.
+        """
         record = RowMetrics()
         for micro, announced in zip(micros, num_terms, strict=True):
             yielded = 0
             for loss_part, ends_micro in with_last_backward(part.algorithm.losses(micro), announced):
                 # The last micro-batch is the same on every device, the last term need not be.
-                with self._backend.accumulating(ends_update and ends_micro and micro is micros[-1]):
+                with self._backend.accumulating(sums_gradients and ends_micro and micro is micros[-1]):
                     (loss_part.loss * scale).backward()
                 record.merge(loss_part.metrics)
                 yielded += loss_part.num_terms
@@ -257,16 +274,16 @@ class TrainStack:
         names = sorted(record.sums)
         metrics: dict[str, float] = {}
         if names:
-            pairs = [[float(total), float(count)] for total, count in (record.sums[n] for n in names)]
-            packed = torch.tensor(pairs, dtype=torch.float64, device=backend.device)
-            totals = backend.all_reduce_sum(packed).cpu()
+            counts = torch.tensor([record.sums[n][1] for n in names], dtype=torch.float64, device=backend.device)
+            sums = torch.stack([record.sums[n][0].to(backend.device) for n in names])
+            totals = backend.all_reduce_sum(torch.stack([sums, counts], dim=1)).cpu()
             metrics.update(
                 {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names) if totals[i, 1] > 0}
             )
         names = sorted(record.maxima)
         self._maxima.update(names)
         if names:
-            packed = torch.stack([record.maxima[n] for n in names]).to(backend.device)
+            packed = torch.stack([record.maxima[n].to(backend.device) for n in names])
             largest = backend.all_reduce_max(packed).cpu()
             metrics.update({name: float(largest[i]) for i, name in enumerate(names) if largest[i] > -math.inf})
         return metrics

@@ -13,6 +13,7 @@ from unirl.algorithms.advantages import Advantages, group_metrics
 from unirl.algorithms.selection import SampleSelection, zero_variance_groups
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import Held, Runtime
+from unirl.train.names import joined
 from unirl.trainer.balance import balanced_order
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator
@@ -38,7 +39,7 @@ class ScoredRollout:
     resp: Held
     """What is trained on; the learner releases it."""
     num_samples: int
-    """Generated ones, before selection."""
+    """Generated ones of the scored track, before selection."""
     metrics: dict[str, float]
 
 
@@ -47,6 +48,7 @@ class Collector(Generic[ParamsT]):
 
     rollout_policy: named copy of the weights that is sampled from; None is the policy being trained.
     scored_track: the track whose media are scored; None is the root. Those that it grew from are credited.
+    track_advantages: in the place of `advantages`, for the tracks that are named.
     A rollout is unfinished from `collect` until `finished` is called; `state_dict` is the state before the oldest
     unfinished one, so that a checkpoint loses no prompts: a resumed run collects it again.
     """
@@ -64,6 +66,7 @@ class Collector(Generic[ParamsT]):
         selection: SampleSelection | None = None,
         rollout_policy: str | None = None,
         scored_track: str | None = None,
+        track_advantages: Mapping[str, Advantages] | None = None,
     ) -> None:
         self._runtime = runtime
         self._settings = settings
@@ -75,6 +78,7 @@ class Collector(Generic[ParamsT]):
         self._selection = selection if selection is not None else SampleSelection()
         self.rollout_policy = rollout_policy
         self._scored_track = scored_track
+        self._track_advantages = dict(track_advantages or {})
         self._engine = runtime.role("engine", EngineRole)
         self._reward = runtime.role("reward", RewardRole)
         self._stack = runtime.role("stack", StackRole)
@@ -94,7 +98,8 @@ class Collector(Generic[ParamsT]):
         resp, gauges = self._refilled(*self._scored(req), rollout_id)
         with self._clock.phase("other"):
             progress = self._settings.progress(rollout_id)
-            root, num_samples = resp.meta.root_name(), resp.meta.batch_size
+            root = resp.meta.root_name()
+            num_samples = resp.meta.track(self._scored_track or root).batch_size
             metrics = self._attach_advantages(resp, root, progress)
             metrics.update({f"reward/{name}": value for name, value in gauges.items()})
             metrics["reward/dropped_groups"] = float(self._num_dropped_groups)
@@ -166,7 +171,7 @@ class Collector(Generic[ParamsT]):
 
     def _fresh_groups(self, rollout_id: int, num_groups: int) -> RolloutReq:
         """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""
-        while (num_groups * self._sampling.samples_per_prompt) % self._runtime.num_shards:
+        while (num_groups * self._sampling.root_samples_per_prompt) % self._runtime.num_shards:
             num_groups += 1
         fresh = self.request(rollout_id, num_groups)
         prefix = f"refill{self._num_dropped_groups}:"
@@ -185,15 +190,21 @@ class Collector(Generic[ParamsT]):
         advantages: dict[str, Tensor] = {}
         for name in dict.fromkeys((root, *trained)):
             track = meta.track(name)
-            advantages[name] = self._advantages(
+            advantages[name] = self._advantages_of(name)(
                 track.scored_rewards, track.group_ids, track.component_rewards, progress=progress
             )
             resp.attach(name, advantages=advantages[name])
         return {
             **reward_metrics(meta.track(root)),
+            **joined({name: reward_metrics(meta.track(name)) for name in trained if name != root}),
             **advantage_metrics({name: advantages[name] for name in trained}),
             **self._advantages.metrics(progress),
+            **joined({name: own.metrics(progress) for name, own in self._track_advantages.items()}),
+            **joined({name: count_metrics(track) for name, track in meta.tracks.items()}),
         }
+
+    def _advantages_of(self, track: str) -> Advantages:
+        return self._track_advantages.get(track, self._advantages)
 
     def _selected(self, resp: Held, root: str) -> Held:
         """The samples to train on, dealt so that every device has as much to do."""
@@ -242,10 +253,12 @@ class Collector(Generic[ParamsT]):
         return self._data.state_dict().get("fingerprint")
 
     def _state(self) -> dict[str, Any]:
+        own = {track: each.state_dict() for track, each in self._track_advantages.items()}
         return {
             "data": self._data.state_dict(),
             "advantages": self._advantages.state_dict(),
             "num_dropped_groups": self._num_dropped_groups,
+            **({"track_advantages": own} if own else {}),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,6 +274,9 @@ class Collector(Generic[ParamsT]):
             self._data.load_state_dict(state["data"])
         if not changed & {"reward", "advantages"}:
             self._advantages.load_state_dict(state["advantages"])
+        if not changed & {"reward", "policies"}:
+            for track, each in self._track_advantages.items():
+                each.load_state_dict(state["track_advantages"][track])
         self._num_dropped_groups = state["num_dropped_groups"]
 
 
@@ -282,6 +298,11 @@ def reward_metrics(track: RolloutTrack) -> dict[str, float]:
         metrics[f"reward/{name}/mean"] = float(values.mean())
         metrics[f"reward/{name}/std"] = float(values.std(unbiased=False))
     return {**metrics, **group_metrics(rewards, track.group_ids)}
+
+
+def count_metrics(track: RolloutTrack) -> dict[str, float]:
+    """Means of what the engine counted of a track's samples."""
+    return {f"rollout/{name}": float(values.double().mean()) for name, values in track.counts.items()}
 
 
 def advantage_metrics(advantages: Mapping[str, Tensor]) -> dict[str, float]:

@@ -21,11 +21,12 @@ from unirl.trainer.evaluation import (
     EvaluationResult,
     scores_of,
     take_images,
+    take_pictures,
     take_prompts,
     take_videos,
 )
 from unirl.trainer.modality import Gallery, Modality
-from unirl.trainer.request import build_request, shortened
+from unirl.trainer.request import build_request, inputs_of, shortened
 from unirl.trainer.roles import DiffusionEngineRole
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
@@ -33,6 +34,8 @@ from unirl.types.sampling import DiffusionSamplingParams
 FIRST_IMAGES = "eval-000000.safetensors"
 """The images from before training, kept so that a resumed run can still show them side by side."""
 NUM_PICTURES = 16
+ROWS_AHEAD = 32
+"""Prompts whose pictures are in memory at once while they are encoded ahead."""
 
 
 class DiffusionModality(Modality[DiffusionSamplingParams]):
@@ -45,13 +48,18 @@ class DiffusionModality(Modality[DiffusionSamplingParams]):
         sampling: DiffusionSamplingParams,
         evaluator: BaseEvaluator | None,
     ) -> None:
-        """Tell the engine every prompt of the run, so that it may encode them and drop its text encoders."""
-        prompts = [row.prompt for row in data.rows]
-        params = [sampling.resolved(0)]
+        """Give every prompt of the run with its pictures to an engine that encodes them first, to drop its encoders."""
+        engine = runtime.role("engine", DiffusionEngineRole)
+        if not engine.encodes_ahead():
+            return
+        asked = [(sampling.resolved(0), data.rows)]
         if evaluator is not None:
-            prompts += evaluator.prompts
-            params += evaluator.all_params
-        runtime.role("engine", DiffusionEngineRole).prepare_prompts(prompts, params)
+            asked += [(params, evaluator.rows) for params in evaluator.all_params]
+        for params, rows in asked:
+            distinct = list({(row.prompt, row.media): row for row in rows}.values())
+            for start in range(0, len(distinct), ROWS_AHEAD):
+                engine.encode_ahead(inputs_of(distinct[start : start + ROWS_AHEAD]), params)
+        engine.drop_text_encoders()
 
     def request(
         self, runtime: Runtime, rows: Sequence[PromptRow], sampling: DiffusionSamplingParams, rollout_id: int
@@ -68,7 +76,8 @@ class DiffusionModality(Modality[DiffusionSamplingParams]):
         if images.numel():
             labels = [prompt for part in resp.map(take_prompts, track, NUM_PICTURES) for prompt in part][: len(images)]
             marked = marks(scores_of(resp.meta.track(track), len(images)), gallery.metric)
-            _show("rollout", grid(images, labels, marked=marked), labels, marked, step, gallery)
+            given = [each for part in resp.map(take_pictures, track, NUM_PICTURES) for each in part][: len(images)]
+            _show("rollout", grid(images, labels, marked=marked, given=given), labels, marked, step, gallery)
             taken = resp.map(take_videos, track, NUM_VIDEOS)
             videos = [video for part, _ in taken for video in part]
             _play("rollout", videos, taken[0][1], labels, marked, step, gallery)
@@ -78,7 +87,8 @@ class DiffusionModality(Modality[DiffusionSamplingParams]):
         if result.images is None or not result.images.numel():
             return
         marked = marks(result.scores, gallery.metric)
-        _show("eval", grid(result.images, result.labels, marked=marked), result.labels, marked, step, gallery)
+        picture = grid(result.images, result.labels, marked=marked, given=result.pictures)
+        _show("eval", picture, result.labels, marked, step, gallery)
         _play("eval", result.videos, result.fps, result.labels, marked, step, gallery)
         first = gallery.folder / FIRST_IMAGES
         if step == 0:
@@ -88,7 +98,7 @@ class DiffusionModality(Modality[DiffusionSamplingParams]):
                 before, known = file.get_tensor("images"), (file.metadata() or {}).get("scores")
             both = None if known is None else (marks(json.loads(known), gallery.metric), marked)
             if before.shape == result.images.shape:
-                picture = before_after(before, result.images, result.labels, marked=both)
+                picture = before_after(before, result.images, result.labels, marked=both, given=result.pictures)
                 picture.save(gallery.folder / "before_after.png")
 
 

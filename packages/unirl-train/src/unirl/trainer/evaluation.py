@@ -14,12 +14,12 @@ from torch import Tensor
 from unirl.data.data_source import PromptRow, epoch_order
 from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.base import TableRow
-from unirl.tracking.video import strip
+from unirl.tracking.video import STRIP_FRAMES, strip
 from unirl.trainer.request import build_request
 from unirl.trainer.roles import DiffusionEngineRole, EngineRole, RewardRole
 from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError, RewardError
-from unirl.types.media import Images, Texts, Videos, pixel_bytes, pixel_floats
+from unirl.types.media import ImageLists, Images, Texts, Videos, pixel_bytes, pixel_floats
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -124,7 +124,7 @@ class EvaluationConfig(HeldOut):
             "sampling": {name: getattr(params, name) for name in EVALUATED_SAMPLING},
         }
 
-    def evaluator(self, rows: Sequence[PromptRow], training: DiffusionSamplingParams) -> Evaluator:
+    def evaluator(self, rows: Sequence[PromptRow], training: DiffusionSamplingParams) -> BaseEvaluator:
         """See `Evaluates.evaluator`."""
         return Evaluator(self, rows, training)
 
@@ -165,11 +165,13 @@ class EvaluationResult:
     completions: list[TableRow] = field(default_factory=list)
     """Some texts with their prompts and scores."""
     pictures: list[list[Tensor]] = field(default_factory=list)
-    """The pictures of the prompts of `completions`, [3, H, W] each; empty where prompts have none."""
+    """What the prompt of each of `images` or `completions` shows, [3, H, W] each; none where it is a text alone."""
     videos: list[Tensor] = field(default_factory=list)
     """The first NUM_VIDEOS of `images` whole, uint8 [F, 3, H, W] each; empty where images are made."""
     fps: float | None = None
     """Frames per second of `videos`."""
+    drawn: list[str] = field(default_factory=list)
+    """What each of `images` was drawn from, where a writer wrote it; empty where that is the prompt itself."""
 
     def metrics(self) -> dict[str, float]:
         """Flat names: eval/<component>, eval/<category>/<component>, and eval/failed_samples where there are any."""
@@ -220,7 +222,9 @@ def take_images(resp: RolloutResp, track: str, count: int) -> Tensor:
         case Images():
             return pixel_floats(decoded.pixels[:count]).cpu().contiguous()
         case Videos():
-            return torch.stack([strip(pixel_floats(frames).cpu()) for frames in _first_videos(decoded, count)])
+            videos = _first_videos(decoded, count)
+            num_frames = min(STRIP_FRAMES, max(map(len, videos), default=STRIP_FRAMES))
+            return torch.stack([strip(pixel_floats(frames).cpu(), num_frames) for frames in videos])
         case other:
             raise ContractError(f"track {track!r} holds {type(other).__name__}, which a grid of images cannot show")
 
@@ -244,6 +248,23 @@ def take_prompts(resp: RolloutResp, track: str, count: int) -> list[str]:
     own = resp.with_inputs(track)
     texts = own.primitives.get("text")
     return (texts.texts if isinstance(texts, Texts) else [""] * own.batch_size)[:count]
+
+
+def take_pictures(resp: RolloutResp, track: str, count: int) -> list[list[Tensor]]:
+    """The pictures that the prompt of each of the first samples shows, none for a text alone (runs where the response
+    lies)."""
+    own = resp.with_inputs(track)
+    pictures = own.primitives.get("image")
+    images = pictures.images if isinstance(pictures, ImageLists) else [[]] * own.batch_size
+    return [list(each) for each in images[:count]]
+
+
+def take_drawn(resp: RolloutResp, track: str, count: int) -> list[str]:
+    """What the first samples of a track that grew from texts were drawn from, a thought or a prompt; none of a root
+    (runs where the response lies)."""
+    own = resp.track(track)
+    texts = own.primitives.get("thought", own.primitives.get("text"))
+    return texts.texts[:count] if own.parent_track is not None and isinstance(texts, Texts) else []
 
 
 @dataclass(frozen=True)
@@ -351,8 +372,8 @@ class BaseEvaluator(ABC):
 
     @property
     @abstractmethod
-    def prompts(self) -> list[str]:
-        """Every prompt that an evaluation uses."""
+    def rows(self) -> list[PromptRow]:
+        """Every prompt that an evaluation uses, as often as it does."""
 
     @property
     @abstractmethod
@@ -383,9 +404,9 @@ class Evaluator(BaseEvaluator):
         self._params = config.params(training)
 
     @property
-    def prompts(self) -> list[str]:
+    def rows(self) -> list[PromptRow]:
         """Every prompt that an evaluation uses."""
-        return [row.prompt for row in self._rows]
+        return self._rows
 
     @property
     def params(self) -> DiffusionSamplingParams:
@@ -400,37 +421,58 @@ class Evaluator(BaseEvaluator):
     def run(self, runtime: Runtime, track: str | None = None) -> EvaluationResult:
         """See `BaseEvaluator.run`."""
         plan = runtime.role("engine", DiffusionEngineRole).plan(self._params)
-        scores = Scores()
-        images: list[Tensor] = []
-        videos: list[Tensor] = []
-        fps: float | None = None
-        labels: list[str] = []
-        kept: list[dict[str, float] | None] = []
 
         def build(rows: list[PromptRow]) -> RolloutReq:
             return build_request(
                 rows, self._params, sigmas=plan.sigmas, latent_shape=plan.latent_shape, rollout_id=EVAL_ROLLOUT_ID
             )
 
-        for batch in scored_batches(self._rows, build, runtime, config=self.config, track=track):
-            scores.add_samples(batch)
-            wanted = self._num_images - sum(len(part) for part in images)
-            if wanted > 0:
-                taken = torch.cat(batch.resp.map(take_images, batch.name, wanted * batch.branch))
-                parts = taken[:: batch.branch][: min(wanted, len(batch.rows))]  # one per prompt
-                images.append(parts)
-                for own, own_fps in batch.resp.map(take_videos, batch.name, min(wanted, NUM_VIDEOS) * batch.branch):
-                    videos, fps = [*videos, *own[:: batch.branch]], own_fps
-                labels.extend(row.prompt for row in batch.rows[: len(parts)])
-                kept.extend(scores_of(batch.track, len(parts)))
-        return EvaluationResult(
-            categories=scores.categories(),
-            overall=scores.overall(),
-            num_samples=scores.num_scored,
-            images=torch.cat(images) if images else None,
-            videos=videos[: min(NUM_VIDEOS, len(labels))],
-            fps=fps,
-            labels=labels,
-            scores=kept,
-            num_failed=len(scores.errors),
-        )
+        return judged_images(self._rows, build, runtime, config=self.config, num_images=self._num_images, track=track)
+
+
+def judged_images(
+    rows: Sequence[PromptRow],
+    build: Callable[[list[PromptRow]], RolloutReq],
+    runtime: Runtime,
+    *,
+    config: HeldOut,
+    num_images: int,
+    track: str | None = None,
+) -> EvaluationResult:
+    """Generate and score one image of every row, and keep the first `num_images`. See `scored_batches`."""
+    scores = Scores()
+    images: list[Tensor] = []
+    videos: list[Tensor] = []
+    fps: float | None = None
+    labels: list[str] = []
+    pictures: list[list[Tensor]] = []
+    drawn: list[str] = []
+    kept: list[dict[str, float] | None] = []
+    for batch in scored_batches(rows, build, runtime, config=config, track=track):
+        scores.add_samples(batch)
+        wanted = num_images - sum(len(part) for part in images)
+        if wanted > 0:
+            most, step = wanted * batch.branch, slice(None, None, batch.branch)  # one per prompt
+            parts = torch.cat(batch.resp.map(take_images, batch.name, most))[step][: min(wanted, len(batch.rows))]
+            images.append(parts)
+            shown = batch.resp.map(take_pictures, batch.name, most)
+            pictures += [each for part in shown for each in part][step][: len(parts)]
+            written = batch.resp.map(take_drawn, batch.name, most)
+            drawn += [each for part in written for each in part][step][: len(parts)]
+            for own, own_fps in batch.resp.map(take_videos, batch.name, min(wanted, NUM_VIDEOS) * batch.branch):
+                videos, fps = [*videos, *own[step]], own_fps
+            labels.extend(row.prompt for row in batch.rows[: len(parts)])
+            kept.extend(scores_of(batch.track, len(parts)))
+    return EvaluationResult(
+        categories=scores.categories(),
+        overall=scores.overall(),
+        num_samples=scores.num_scored,
+        images=torch.cat(images) if images else None,
+        videos=videos[: min(NUM_VIDEOS, len(labels))],
+        fps=fps,
+        labels=labels,
+        pictures=pictures,
+        scores=kept,
+        num_failed=len(scores.errors),
+        drawn=drawn,
+    )

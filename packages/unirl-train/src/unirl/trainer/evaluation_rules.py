@@ -13,10 +13,25 @@ from unirl.types.recipe import Machine, Messages, Part, Run
 
 def evaluated_policy_exists(own: Part, run: Run) -> Messages:
     """The evaluation's policy is one that somebody keeps."""
-    policy, backend = own.node.get("policy"), run.policy.backend
+    policy = own.node.get("policy")
     if policy is None:
         return
-    kept = {"default"}
+    kept = {stage.sampled: _kept_copies(stage) for stage in run.stages() if stage.policy.trains}
+    words = {f"{name}/{copy}": name for name, copies in kept.items() for copy in copies - {"default"}}
+    if not run.is_composed:
+        words = dict.fromkeys(kept[run.sampled], run.sampled)
+    for word in str(policy).split(",") if run.is_composed else [policy]:
+        if word not in words:
+            name = str(word).partition("/")[0]
+            backend = run.policies.get(name, run.policy).backend
+            hint = f" Set {backend.at}.ema to keep an average." if str(word).endswith("ema") else ""
+            there = ", ".join(sorted(words)) or "none"
+            yield f"eval.policy = {policy!r} is not kept by this recipe; there are {there}.{hint}"
+
+
+def _kept_copies(run: Run) -> set[str]:
+    """The copies of the weights of the sampled policy."""
+    backend, kept = run.policy.backend, {"default"}
     if backend.get("ema") is not None:
         kept.add("ema")
     # Weights of an engine are pushed whole or as an adapter; the base under an adapter is neither.
@@ -25,9 +40,7 @@ def evaluated_policy_exists(own: Part, run: Run) -> Messages:
         kept.add("reference")
     sampled = {algorithm.ability("rollout_policy") for algorithm in run.policy.algorithms.values()}
     kept.update(name for name in sampled if isinstance(name, str))
-    if policy not in kept:
-        hint = f" Set {backend.at}.ema to keep an average." if policy == "ema" else ""
-        yield f"eval.policy = {policy!r} is not kept by this recipe; there are {', '.join(sorted(kept))}.{hint}"
+    return kept
 
 
 def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:

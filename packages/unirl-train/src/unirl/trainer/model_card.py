@@ -78,7 +78,30 @@ def _loading(folder: Path) -> tuple[str | None, str | None]:
         return "diffusers", (
             'from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained(".")  # this folder'
         )
+    if (folder / "ema.safetensors").is_file():
+        return None, (
+            "from unirl.models.bagel.bundle import BagelBundle\n\n"
+            'bundle = BagelBundle(".")  # this folder, in the layout of the published one'
+        )
+    generation = folder / "generation_config.json"
+    if generation.is_file() and "sequence_template" in json.loads(generation.read_text(encoding="utf-8")):
+        return None, (
+            "from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle\n\n"
+            'bundle = HunyuanImage3Bundle(".")  # this folder, in the layout of the published one'
+        )
     if (folder / "adapter_config.json").is_file():
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        if config["task_type"] is None:
+            # Of a unified model; only HunyuanImage3 has one projection for queries, keys and values.
+            is_fused = "qkv_proj" in config["target_modules"]
+            module, name, part = (
+                ("hunyuan_image3", "HunyuanImage3Bundle", "decoder") if is_fused else ("bagel", "BagelBundle", "bagel")
+            )
+            return "peft", (
+                f"from peft import PeftModel\nfrom unirl.models.{module}.bundle import {name}\n\n"
+                f'bundle = {name}(base_model)  # the model above\nPeftModel.from_pretrained(bundle.{part}, ".")'
+                "  # adapts it in place"
+            )
         return "peft", (
             "from peft import PeftModel\n\n# base_model: the model above, loaded by transformers\n"
             'model = PeftModel.from_pretrained(base_model, ".")  # this folder'

@@ -20,17 +20,13 @@ Built = Any  # Any: what a recipe names
 
 
 @dataclass(frozen=True)
-class BuiltPolicy:
-    """The components of a policy in one worker."""
+class BuiltModel:
+    """A model in one worker and what runs it; of a policy that does not train, all there is."""
 
     plan: Policy
     bundle: ModelBundle
     pipelines: Mapping[str, Built]
     """By name, see `Policy.pipelines`."""
-    backend: TrainBackend
-    algorithms: Mapping[str, StageAlgorithm]
-    """By the track that each trains."""
-    stack: TrainStack
 
     @property
     def pipeline(self) -> Built:
@@ -39,15 +35,29 @@ class BuiltPolicy:
 
     def roles(self, policies: Collection[str]) -> dict[str, object]:
         """The components by their names as roles of a run with these policies."""
-        parts = {
-            "bundle": self.bundle,
-            **_numbered("pipeline", self.pipelines),
+        parts = {"bundle": self.bundle, **_numbered("pipeline", self.pipelines), **self._learning()}
+        return {role_name(self.plan.name, name, policies): part for name, part in parts.items()}
+
+    def _learning(self) -> dict[str, object]:
+        return {}
+
+
+@dataclass(frozen=True)
+class BuiltPolicy(BuiltModel):
+    """The components of a policy that trains, in one worker."""
+
+    backend: TrainBackend
+    algorithms: Mapping[str, StageAlgorithm]
+    """By the track that each trains."""
+    stack: TrainStack
+
+    def _learning(self) -> dict[str, object]:
+        return {
             "backend": self.backend,
             **_numbered("algorithm", self.algorithms),
             "stack": self.stack,
             "exporter": Exporter(self.backend, self.bundle),
         }
-        return {role_name(self.plan.name, name, policies): part for name, part in parts.items()}
 
 
 def role_name(policy: str, component: str, policies: Collection[str]) -> str:
@@ -55,11 +65,17 @@ def role_name(policy: str, component: str, policies: Collection[str]) -> str:
     return component if len(policies) == 1 else f"{policy}/{component}"
 
 
+def build_model(plan: Policy, device: str) -> BuiltModel:
+    """Build the model of a policy and its pipelines."""
+    bundle = build_part(plan.bundle, components(PolicySections)["bundle"], {"device": device})
+    return BuiltModel(plan, bundle, build_pipelines(plan, bundle))
+
+
 def build_policy(plan: Policy, device: str) -> BuiltPolicy:
-    """Build one policy. Its algorithms are not prepared yet."""
+    """Build one policy that trains. Its algorithms are not prepared yet."""
     found = components(PolicySections)
-    bundle = build_part(plan.bundle, found["bundle"], {"device": device})
-    pipelines = build_pipelines(plan, bundle)
+    model = build_model(plan, device)
+    bundle, pipelines = model.bundle, model.pipelines
     backend = build_part(plan.backend, found["backend"], {"bundle": bundle, "device": device})
     of_track = {track: pipelines[name] for track in plan.algorithms for name in [plan.pipeline_name(track)]}
     algorithms = {

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from unirl.data.data_source import PromptRow
-from unirl.data.media import ROLES
+from unirl.data.media import SLOTS
 from unirl.data.pictures import prompt_pictures
 from unirl.sde.schedule import compressed_tail
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_keys
 from unirl.types.rollout import RolloutReq
-from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
 
 
 def unique_ids(ids: Sequence[str]) -> list[str]:
@@ -50,23 +50,31 @@ def shortened(params: DiffusionSamplingParams, sigmas: Tensor) -> tuple[Diffusio
     return dataclasses.replace(params, num_inference_steps=kept.numel() - 1), kept
 
 
+def inputs_of(rows: Sequence[PromptRow]) -> dict[str, Primitive]:
+    """What the rows give to a model, one entry per row: their texts, and their pictures and frames of videos in the
+    slots of `unirl.data.media.SLOTS`, which a model reads or refuses.
+
+    Raises DataError for a picture that cannot be read any more.
+    """
+    primitives: dict[str, Primitive] = {"text": Texts(texts=[row.prompt for row in rows])}
+    for kind, slot in SLOTS.items():
+        pictures = [[ref for ref in row.media if (ref.modality, ref.role) == kind] for row in rows]
+        if any(pictures):
+            primitives[slot] = prompt_pictures(pictures)
+    return primitives
+
+
 def repeated(rows: Sequence[PromptRow], repeats: int) -> dict[str, Any]:  # Any: fields of different types
     """What a request of any modality says of its rows: `repeats` samples of every one, next to each other.
 
-    Ids: group `prompt:{id}`, sample `{group}:sample:{j}`; a prompt that occurs twice gets groups of its own. Where rows
-    have pictures, they are the slot "image", and those of the role "mask" the slot "mask", which a model reads or
-    refuses. Raises DataError for a picture that cannot be read any more.
+    Ids: group `prompt:{id}`, sample `{group}:sample:{j}`; a prompt that occurs twice gets groups of its own. Inputs and
+    errors: see `inputs_of`.
     """
-    primitives: dict[str, Primitive] = {"text": Texts(texts=[row.prompt for row in rows for _ in range(repeats)])}
-    for role, slot in ROLES.items():
-        pictures = [[ref for ref in row.media if ref.role == role] for row in rows]
-        if any(pictures):
-            primitives[slot] = prompt_pictures(pictures).repeat_interleave(repeats)
     groups = unique_ids([f"prompt:{row.prompt_id}" for row in rows])
     return {
         "sample_ids": [f"{group}:sample:{j}" for group in groups for j in range(repeats)],
         "group_ids": [group for group in groups for _ in range(repeats)],
-        "primitives": primitives,
+        "primitives": {slot: value.repeat_interleave(repeats) for slot, value in inputs_of(rows).items()},
         "metadata": [row.metadata for row in rows for _ in range(repeats)],
     }
 
@@ -96,6 +104,28 @@ def build_request(
         init_noise_group_ids=noise_keys(
             rollout_id, fields["sample_ids"], fields["group_ids"], same_noise=params.init_same_noise
         ),
+        init_noise_latent_shape=list(latent_shape),
+        rollout_id=rollout_id,
+    )
+
+
+def build_composed_request(
+    rows: Sequence[PromptRow],
+    params: ComposedSamplingParams,
+    *,
+    sigmas: Tensor,
+    latent_shape: tuple[int, ...],
+    rollout_id: int,
+) -> RolloutReq:
+    """A request with `params.ar.samples_per_prompt` texts of every row; see `repeated` for ids and pictures. The engine
+    makes images of each text, whose noise follows from their ids.
+
+    params: `params.diffusion` is resolved for this rollout (stochastic steps written down).
+    """
+    return RolloutReq(
+        **repeated(rows, params.root_samples_per_prompt),
+        sampling_params=params,
+        sigmas=sigmas,
         init_noise_latent_shape=list(latent_shape),
         rollout_id=rollout_id,
     )

@@ -11,31 +11,33 @@ from unirl.types.recipe import Messages
 
 def residency_moves_something(run: ComposedRun) -> Messages:
     """Every knob finds memory to free on this device, and an engine's own knob for sleep is not left idle."""
-    residency, engine = run.file.residency, run.engine
+    residency, engines = run.file.residency, [stage.engine for stage in run.stages()]
     asked = [field.name for field in dataclasses.fields(residency) if getattr(residency, field.name)]
     if run.device == "cpu":
         for name in asked:
             yield f"residency.{name}: true does nothing with device: cpu, whose memory is the host's. Remove it."
         return
-    option = engine.ability("sleep_option")
-    given = None if option is None else engine.get(option)
-    if residency.sleep_engine and not engine.ability("can_sleep"):
-        yield f"residency.sleep_engine: true, but {engine.name} frees nothing when it sleeps. Remove it."
-    elif residency.sleep_engine and option is not None and not given:
-        yield (
-            f"residency.sleep_engine: true, but with {engine.at}.{option} = {given} {engine.name} frees nothing when "
-            f"it sleeps. Set {engine.at}.{option}."
-        )
-    elif given and not residency.sleep_engine:
-        yield (
-            f"{engine.at}.{option} = {given} does nothing while the engine never sleeps. Set "
-            "residency.sleep_engine: true."
-        )
-    if residency.offload_weights and not engine.ability("has_own_weights"):
-        yield (
-            f"residency.offload_weights: true, but {engine.name} samples with the model that trains, so its weights "
-            "are on the device throughout. Remove it."
-        )
+    if residency.sleep_engine and not any(engine.ability("can_sleep") for engine in engines):
+        names = " and ".join(engine.name for engine in engines)
+        yield f"residency.sleep_engine: true, but {names} frees nothing when it sleeps. Remove it."
+    for engine in engines:
+        option = engine.ability("sleep_option")
+        given = None if option is None else engine.get(option)
+        if residency.sleep_engine and option is not None and not given:
+            yield (
+                f"residency.sleep_engine: true, but with {engine.at}.{option} = {given} {engine.name} frees nothing "
+                f"when it sleeps. Set {engine.at}.{option}."
+            )
+        elif given and not residency.sleep_engine:
+            yield (
+                f"{engine.at}.{option} = {given} does nothing while the engine never sleeps. Set "
+                "residency.sleep_engine: true."
+            )
+        if residency.offload_weights and not engine.ability("has_own_weights"):
+            yield (
+                f"residency.offload_weights: true, but {engine.name} samples with the model that trains, so its "
+                "weights are on the device throughout. Remove it."
+            )
     moved = [name for name in ("offload_weights", "offload_optimizer") if name in asked]
     for policy in run.policies.values():
         if moved and (policy.backend.get("fsdp") or {}).get("cpu_offload"):

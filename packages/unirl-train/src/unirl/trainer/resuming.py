@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.config.instantiation import TARGET
-from unirl.config.runs import policy_sections
+from unirl.config.runs import does_train, policy_sections
 from unirl.train.checkpoint import newest_driver_state
 from unirl.types.errors import CheckpointError
 
@@ -43,6 +43,8 @@ def _algorithms(recipe: Recipe) -> dict[str, str]:
     """Place in the recipe -> import path."""
     found: dict[str, str] = {}
     for prefix, sections in policy_sections(recipe).values():
+        if not does_train(prefix, sections):
+            continue
         several = {f"algorithms.{track}": node for track, node in (sections.get("algorithms") or {}).items()}
         for key, node in {"algorithm": sections.get("algorithm"), **several}.items():
             if node:
@@ -52,11 +54,20 @@ def _algorithms(recipe: Recipe) -> dict[str, str]:
 
 def changed_settings(saved: Recipe, own: Recipe) -> Changes:
     """The compared keys that differ between two resolved recipes."""
-    before, now = (
-        {key: value for s in COMPARED for key, value in _leaves(s, recipe.get(s))} for recipe in (saved, own)
-    )
+    before, now = ({key: value for place in _compared(recipe) for key, value in place} for recipe in (saved, own))
     keys = [key for key in dict.fromkeys([*before, *now]) if key not in _FREE and before.get(key) != now.get(key)]
     return {key: [before.get(key), now.get(key)] for key in keys}
+
+
+def _compared(recipe: Recipe) -> Iterator[Iterator[tuple[str, Any]]]:  # Any: as in Recipe
+    """The compared leaves, by section; of policies their own advantages (their sampling is the run's), and the model of
+    one that does not train."""
+    yield from (_leaves(section, recipe.get(section)) for section in COMPARED)
+    for prefix, sections in policy_sections(recipe).values():
+        if prefix:
+            yield _leaves(f"{prefix}advantages", sections.get("advantages"))
+        if not does_train(prefix, sections):
+            yield _leaves(f"{prefix}bundle", sections.get("bundle"))
 
 
 def refuse_changes(changes: Changes, own: Recipe) -> None:

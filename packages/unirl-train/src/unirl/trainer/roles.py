@@ -7,11 +7,12 @@ A role is checked against its component's markers when it is called; these proto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from unirl.distributed.runtime import Future, Held
 from unirl.train.stack import TrainStepResult
+from unirl.types.media import Primitive
 from unirl.types.protocols import OFFLOADABLE, Offloadable
 from unirl.types.rollout import DiffusionPlan, RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
@@ -57,8 +58,16 @@ class DiffusionEngineRole(EngineRole, Protocol):
         """What is pinned on requests of these parameters."""
         ...
 
-    def prepare_prompts(self, prompts: list[str], params: list[DiffusionSamplingParams]) -> None:
-        """Called once with every prompt of the run."""
+    def encodes_ahead(self) -> bool:
+        """Whether it wants every prompt of the run before the first rollout."""
+        ...
+
+    def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
+        """Encode some of them."""
+        ...
+
+    def drop_text_encoders(self) -> None:
+        """Called after the last of them."""
         ...
 
 

@@ -13,16 +13,16 @@ from unirl.types.recipe import TARGET, Machine, Messages, Part
 
 def geometry_divides(run: ComposedRun) -> Messages:
     """Samples divide over devices, and each device's over the updates."""
-    prompts, repeats = run.batch_size, run.sampling.get("samples_per_prompt", 1)
+    prompts, repeats, per_prompt = run.batch_size, run.samples_per_prompt, run.samples_key
     best_of = None if run.selection is None else run.selection.node.get("best_of")
     if best_of is not None and best_of > repeats:
-        yield f"selection.best_of = {best_of} exceeds sampling.samples_per_prompt = {repeats}. Lower it."
+        yield f"selection.best_of = {best_of} exceeds {per_prompt} = {repeats}. Lower it."
         return
     total, devices = prompts * repeats, len(groups_of_run(run)[0].devices)
     placed = run.file.placement.train
     over = "num_devices" if placed is None else f"devices of placement.train = {placed}"
     key = "num_devices" if placed is None else "placement.train"
-    product = f"batch_size * sampling.samples_per_prompt = {prompts} * {repeats} = {total}"
+    product = f"batch_size * {per_prompt} = {prompts} * {repeats} = {total}"
     is_cut = best_of is None and total % devices
     for policy in run.policies.values():
         name, updates = f"{policy.stack.at}.num_updates_per_batch", policy.stack.get("num_updates_per_batch", 1)
@@ -34,18 +34,22 @@ def geometry_divides(run: ComposedRun) -> Messages:
         if best_of is None and not is_cut and (total // devices) % updates:
             yield (
                 f"{product} is {total // devices} samples a device, not divisible by {name} = {updates}. Change one "
-                f"of: batch_size, sampling.samples_per_prompt, {name}."
+                f"of: batch_size, {per_prompt}, {name}."
             )
     if total % devices:
         count = f"num_devices = {devices}" if placed is None else f"the {devices} {over}"
-        yield (f"{product} is not divisible by {count}. Change one of: batch_size, sampling.samples_per_prompt, {key}.")
+        yield (f"{product} is not divisible by {count}. Change one of: batch_size, {per_prompt}, {key}.")
 
 
 def tracks_have_algorithms(run: ComposedRun) -> Messages:
-    """Every track that the engine makes is trained, and the track of every algorithm is made."""
-    made = made_tracks(run.engine)
-    if made is None:
+    """Every track that the engine makes is trained, unless its policy only samples or the recipe leaves it out, and the
+    track of every algorithm is made."""
+    of_stages = {stage.sampled: made_tracks(stage.engine) for stage in run.stages()}
+    made = [track for tracks in of_stages.values() for track in tracks or ()]
+    if None in of_stages.values():
         return
+    left = {track for name in run.frozen for track in of_stages.get(name) or ()}
+    left.update(track for policy in run.policies.values() for track in policy.resting)
     trained = {track: policy for policy in run.policies.values() for track in policy.algorithms}
     wrong = [track for track in trained if track not in made]
     for track in wrong:
@@ -63,8 +67,11 @@ def tracks_have_algorithms(run: ComposedRun) -> Messages:
             "one that is made."
         )
     for track in made if not wrong else ():
-        if track not in trained:
-            yield f"the engine makes the track {track}, which no algorithm trains. Add algorithms.{track}."
+        if track not in trained and track not in left:
+            yield (
+                f"the engine makes the track {track}, which no algorithm trains. Add algorithms.{track}. Null there "
+                "leaves it untrained."
+            )
 
 
 def made_tracks(engine: Part) -> list[str] | None:
@@ -92,11 +99,12 @@ def cpu_seconds_are_of_one_process(run: ComposedRun) -> Messages:
     for name, value in (("max_cpu_s", run.file.max_cpu_s), ("eval.interval_cpu_s", evaluated)):
         if value is not None and run.runtime != "local":
             yield f"{name} = {value} counts CPU seconds of one process. Set runtime: local, or {name}: null."
-        elif value is not None and run.engine.ability("has_own_weights"):
-            yield (
-                f"{name} = {value} counts CPU seconds of the trainer's process, {run.engine.name} samples in "
-                f"another: rollouts would seem free. Set {name}: null, or take a trainside engine."
-            )
+        for engine in [stage.engine for stage in run.stages() if value is not None and run.runtime == "local"]:
+            if engine.ability("has_own_weights"):
+                yield (
+                    f"{name} = {value} counts CPU seconds of the trainer's process, {engine.name} samples in "
+                    f"another: rollouts would seem free. Set {name}: null, or take a trainside engine."
+                )
 
 
 def best_metric_has_its_scorer(run: ComposedRun) -> Messages:

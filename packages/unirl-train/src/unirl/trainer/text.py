@@ -13,11 +13,11 @@ from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.base import TableRow
 from unirl.tracking.media import answered
-from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult, sample_values
+from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult, sample_values, take_pictures
 from unirl.trainer.modality import Gallery, Modality
 from unirl.trainer.request import build_text_request
 from unirl.trainer.roles import EngineRole
-from unirl.trainer.text_evaluation import take_completions, take_pictures
+from unirl.trainer.text_evaluation import take_completions
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutReq, RolloutResp
@@ -50,14 +50,7 @@ class TextModality(Modality[ARSamplingParams]):
 
         Raises ConfigError naming the file.
         """
-        rows = [row for row in data.rows if not row.media]
-        if not rows:
-            return
-        once = dataclasses.replace(sampling, samples_per_prompt=1)
-        try:
-            runtime.role("engine", EngineRole).check_prompts(build_text_request(rows, once, rollout_id=0))
-        except ConfigError as error:
-            raise ConfigError(f"{data.path}: {error}") from error
+        refuse_long_prompts(runtime, data, sampling)
 
     def request(
         self, runtime: Runtime, rows: Sequence[PromptRow], sampling: ARSamplingParams, rollout_id: int
@@ -87,6 +80,18 @@ class TextModality(Modality[ARSamplingParams]):
         _show("eval", result.completions, result.pictures, step, gallery)
 
 
+def refuse_long_prompts(runtime: Runtime, data: MultimodalRLDataSource, sampling: ARSamplingParams) -> None:
+    """Let the engine look at every prompt of texts alone. Raises ConfigError naming the file."""
+    rows = [row for row in data.rows if not row.media]
+    if not rows:
+        return
+    once = dataclasses.replace(sampling, samples_per_prompt=1)
+    try:
+        runtime.role("engine", EngineRole).check_prompts(build_text_request(rows, once, rollout_id=0))
+    except ConfigError as error:
+        raise ConfigError(f"{data.path}: {error}") from error
+
+
 def _show(
     name: str,
     rows: Sequence[TableRow],
@@ -101,7 +106,7 @@ def _show(
     (folder / f"{name}-{step:06d}.jsonl").write_text("".join(lines), encoding="utf-8")
     for tracker in gallery.trackers:
         tracker.table(name, rows, step)
-    if not pictures:
+    if not any(pictures):
         return
     prompts, verdicts = [str(row["prompt"]) for row in rows], [verdict(row) for row in rows]
     picture = answered(pictures, prompts, verdicts)

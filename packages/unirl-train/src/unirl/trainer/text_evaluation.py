@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from torch import Tensor
-
 from unirl.data.data_source import PromptRow
 from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import TableRow
@@ -23,6 +21,7 @@ from unirl.trainer.evaluation import (
     sample_values,
     scored_batches,
     spread_rows,
+    take_pictures,
 )
 from unirl.trainer.request import build_text_request
 from unirl.types.bounds import Bounds, NonNegative, NonNegativeInt, PositiveFraction, PositiveInt, bounded
@@ -120,9 +119,9 @@ class TextEvaluator(BaseEvaluator):
         self._sampled = config.sampled(training)
 
     @property
-    def prompts(self) -> list[str]:
+    def rows(self) -> list[PromptRow]:
         """Every prompt that an evaluation uses."""
-        return [row.prompt for row in (*self._rows, *self._pass_rows)]
+        return [*self._rows, *self._pass_rows]
 
     @property
     def all_params(self) -> list[ARSamplingParams]:
@@ -150,7 +149,7 @@ class TextEvaluator(BaseEvaluator):
                 completions += [{**taken[i], **sample_values(batch.track, i)} for i in scored]
                 shown = [each for part in batch.resp.map(take_pictures, batch.name, most) for each in part]
                 shown = shown[:: batch.branch]
-                pictures += [shown[i] for i in scored if shown]
+                pictures += [shown[i] for i in scored]
         for batch in scored_batches(
             self._pass_rows,
             sampled,
@@ -225,9 +224,3 @@ def take_completions(resp: RolloutResp, track: str, count: int) -> list[TableRow
             row["answer"] = str(answer)
         rows.append(row)
     return rows
-
-
-def take_pictures(resp: RolloutResp, track: str, count: int) -> list[list[Tensor]]:
-    """The pictures of the first samples' prompts (runs where the response lies); empty for prompts of text alone."""
-    pictures = resp.tracks[track].primitives.get("image")
-    return [list(each) for each in pictures.images[:count]] if isinstance(pictures, ImageLists) else []

@@ -16,10 +16,11 @@ from unirl.algorithms.advantages import Advantages
 from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
 from unirl.config.placement import EVERYTHING, cluster_shape, groups_of_run
-from unirl.config.runs import ComposedRun, named_copy, run_of
-from unirl.config.schema import PolicySections, components
+from unirl.config.runs import ComposedRun, named_copy, run_of, teacher_of
+from unirl.config.schema import PolicySections, StageSections, components
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime, Runtime
+from unirl.distributed.weight_sync.several import PolicySyncs
 from unirl.distributed.worker import WorkerContext
 from unirl.tracking.base import Tracker
 from unirl.train.checkpoint import Checkpointer
@@ -35,7 +36,9 @@ from unirl.trainer.modality import Modality
 from unirl.trainer.model_card import write_model_card
 from unirl.trainer.policy import (
     Built,
+    BuiltModel,
     BuiltPolicy,
+    build_model,
     build_part,
     build_pipelines,
     build_policy,
@@ -47,6 +50,7 @@ from unirl.trainer.resuming import check_resume
 from unirl.trainer.roles import CheckpointerRole, StackRole, SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import ConfigError
+from unirl.types.recipe import Part, Policy
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 
@@ -55,11 +59,17 @@ ROLE_OF = {"rollout": "engine", "reward": "reward"}
 
 
 def build_components(
-    recipe: Recipe, run_dir: str, context: WorkerContext, holds: Sequence[str] = EVERYTHING
+    recipe: Recipe,
+    run_dir: str,
+    context: WorkerContext,
+    holds: Sequence[str] = EVERYTHING,
+    *,
+    asks_teachers: bool = True,
 ) -> dict[str, object]:
     """The components of one worker: reward, engine, checkpointer, and of each policy bundle, pipeline, backend, ...
 
     holds: what of "train", "rollout" and "reward" the worker is for (`unirl.config.placement`).
+    asks_teachers: whether the run trains; without, teachers are neither built nor handed over.
     """
     run = run_of(recipe)
     if "train" not in holds:
@@ -68,13 +78,24 @@ def build_components(
     reward = _build_reward(run, context, holds)
     seed_everything(run.seed)
     policies = {name: build_policy(plan, context.device) for name, plan in run.policies.items()}
-    sampled = policies[run.sampled]
-    engine = _build_engine(run, policies, context) if "rollout" in holds else None
-    sampling = instantiate(run.sampling.node)
-    for policy in policies.values():
-        is_sampled = engine is not None and (policy is sampled or run.samples_all)
-        replays_exactly = is_sampled and engine.has_trainer_logp and policy.backend.computes_in_float32
-        for algorithm in policy.algorithms.values():
+    models = {**policies, **{name: build_model(plan, context.device) for name, plan in run.frozen.items()}}
+    wanted = run.teachers if asks_teachers else {}
+    teachers = {name: build_model(plan, context.device) for name, plan in wanted.items()}
+    engines: dict[str, Built] = {}
+    engine = None
+    if "rollout" in holds:
+        if run.is_composed:
+            engines = {name: _build_stage_engine(run, model, context) for name, model in models.items()}
+        engine = _build_engine(run, policies, models, engines, context)
+    for name, policy in policies.items():
+        own_engine = engines.get(name, engine if name == run.sampled or run.samples_all else None)
+        sampling = instantiate((policy.plan.sampling or run.sampling).node)
+        replays_exactly = own_engine is not None and own_engine.has_trainer_logp and policy.backend.computes_in_float32
+        for track, algorithm in policy.algorithms.items():
+            asked = teacher_of(policy.plan.algorithms[track])
+            if asked is not None and asks_teachers:
+                teacher = teachers[asked]
+                algorithm.use_teacher(teacher.pipelines[teacher.plan.pipeline_name(track)], sampling)
             if reward is not None:
                 algorithm.use_reward(reward)
             if replays_exactly and sampling.is_float32:
@@ -82,16 +103,44 @@ def build_components(
     if engine is not None:
         _announce(run, engine, reward)
     roles: dict[str, object] = {"reward": reward, "engine": engine}
-    for policy in policies.values():
-        roles.update(policy.roles(policies))
-    if len(policies) > 1:
-        roles["stack"] = PolicyStacks({name: policy.stack for name, policy in policies.items()}, run.sampled)
-    if sampled.plan.sync is not None:
-        offered = {"backend": sampled.backend, "engine": engine, "pipeline": sampled.pipeline, "rank": context.rank}
-        component = components(PolicySections)["sync"]
-        roles["sync"] = build_part(sampled.plan.sync, component, {**offered, "sampling": sampling})
+    for model in models.values():
+        roles.update(model.roles(models))
+    if len(models) > 1:
+        stacks = {name: policy.stack for name, policy in policies.items()}
+        roles["stack"] = PolicyStacks(stacks, None if run.is_composed else run.sampled)
+    roles["sync"] = _build_sync(run, policies, engines, engine, context)
     roles["checkpointer"] = _build_checkpointer(run, policies, run_dir)
     return {name: component for name, component in roles.items() if component is not None}
+
+
+def _build_sync(
+    run: ComposedRun,
+    policies: Mapping[str, BuiltPolicy],
+    engines: Mapping[str, Built],
+    engine: Built,
+    context: WorkerContext,
+) -> Built:
+    """The weight sync of the policy that the engine samples from, or those of all policies with an engine of their own
+    as one; None where nothing is pushed."""
+    component = components(PolicySections)["sync"]
+    syncs = {
+        name: build_part(
+            policy.plan.sync,
+            component,
+            {
+                "backend": policy.backend,
+                "engine": engines.get(name, engine),
+                "pipeline": policy.pipeline,
+                "rank": context.rank,
+                "sampling": instantiate((policy.plan.sampling or run.sampling).node),
+            },
+        )
+        for name, policy in policies.items()
+        if policy.plan.sync is not None
+    }
+    if run.is_composed:
+        return PolicySyncs(syncs) if syncs else None
+    return syncs.get(run.sampled)
 
 
 def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], run_dir: str) -> Checkpointer:
@@ -99,7 +148,7 @@ def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], r
     backends = {name: policy.backend for name, policy in policies.items()}
     save = run.file.save
     return Checkpointer(
-        SavedPolicies(backends) if len(backends) > 1 else backends[run.sampled],
+        SavedPolicies(backends) if len(run.all_policies) > 1 else backends[run.sampled],
         str(Path(run_dir) / "checkpoints"),
         keep_last=save.keep_last,
         keep_best=save.keep_best,
@@ -115,7 +164,7 @@ def _build_beside_training(run: ComposedRun, context: WorkerContext, holds: Sequ
         made["reward"] = reward
     if "rollout" in holds:
         seed_everything(run.seed)
-        made["engine"] = _build_engine(run, {}, context)
+        made["engine"] = _build_engine(run, {}, {}, {}, context)
         _announce(run, made["engine"], reward)
     return made
 
@@ -135,23 +184,49 @@ def _announce(run: ComposedRun, engine: Built, reward: Built) -> None:
         engine.announce_to(reward.take)
 
 
-def _build_engine(run: ComposedRun, policies: Mapping[str, BuiltPolicy], context: WorkerContext) -> Built:
-    """The engine. One with a model of its own, or in a worker that trains nothing, gets a bundle for itself and a
-    pipeline over it."""
+def _build_engine(
+    run: ComposedRun,
+    policies: Mapping[str, BuiltPolicy],
+    models: Mapping[str, BuiltModel],
+    engines: Mapping[str, Built],
+    context: WorkerContext,
+) -> Built:
+    """The engine of the run. models: of all policies. engines: by policy, where it is composed of them."""
     offered: dict[str, object] = {
-        "policies": policies[run.sampled].backend if policies else None,
-        "pipelines": {name: policy.pipelines for name, policy in policies.items()},
+        "policies": policies[run.sampled].backend if run.sampled in policies else None,
+        "pipelines": {name: model.pipelines for name, model in models.items()},
         "stores": {name: policy.backend for name, policy in policies.items()},
-        "device": context.device,
-        "rank": context.rank,
+        "engines": engines,
     }
-    if policies and not run.engine.ability("has_own_model"):
-        bundle, pipeline = policies[run.sampled].bundle, policies[run.sampled].pipeline
+    if engines:
+        return build_part(run.engine, components()["engine"], {**offered, **_place(context)})
+    return _engine_of(run.engine, run.policy, models.get(run.sampled), offered, context)
+
+
+def _build_stage_engine(run: ComposedRun, model: BuiltModel, context: WorkerContext) -> Built:
+    """The engine of one policy's own."""
+    policies = model.backend if isinstance(model, BuiltPolicy) else None
+    assert model.plan.engine is not None  # noqa: S101 - `run_of` refuses a composed engine without
+    return _engine_of(model.plan.engine, model.plan, model, {"policies": policies}, context)
+
+
+def _engine_of(
+    part: Part, plan: Policy, model: BuiltModel | None, offered: Mapping[str, object], context: WorkerContext
+) -> Built:
+    """An engine for one model. One with a model of its own, or in a worker that trains nothing, gets a bundle for
+    itself and a pipeline over it."""
+    if model is not None and not part.ability("has_own_model"):
+        bundle, pipeline = model.bundle, model.pipeline
     else:
         with torch.random.fork_rng():  # what is drawn after it is the same with any engine
-            bundle = build_part(run.policy.bundle, components(PolicySections)["bundle"], {"device": context.device})
-            pipeline = next(iter(build_pipelines(run.policy, bundle).values()))
-    return build_part(run.engine, components()["engine"], {**offered, "bundle": bundle, "pipeline": pipeline})
+            bundle = build_part(plan.bundle, components(PolicySections)["bundle"], {"device": context.device})
+            pipeline = next(iter(build_pipelines(plan, bundle).values()))
+    own = {"bundle": bundle, "pipeline": pipeline, **_place(context)}
+    return build_part(part, components(StageSections)["engine"], {**offered, **own})
+
+
+def _place(context: WorkerContext) -> dict[str, object]:
+    return {"device": context.device, "rank": context.rank}
 
 
 def seed_everything(seed: int) -> None:
@@ -160,9 +235,9 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def make_runtime(recipe: Recipe, run_dir: Path) -> Runtime:
-    """The runtime that the recipe names, with its workers built."""
-    builder = functools.partial(build_components, recipe, str(run_dir))
+def make_runtime(recipe: Recipe, run_dir: Path, *, asks_teachers: bool = True) -> Runtime:
+    """The runtime that the recipe names, with its workers built; see `build_components`."""
+    builder = functools.partial(build_components, recipe, str(run_dir), asks_teachers=asks_teachers)
     device = recipe["device"]
     if recipe["runtime"] == "local":
         if recipe["num_devices"] != 1:
@@ -180,6 +255,7 @@ def _start_on_ray(recipe: Recipe, builder: Callable[..., Mapping[str, object]]) 
     # Ray is heavy and optional; a local run never imports it.
     from unirl.distributed.group.ray_runtime import RayRuntime
     from unirl.distributed.group.start import GroupPlan, start_groups
+    from unirl.distributed.tensor.planes.choice import make_plane
 
     run = run_of(recipe)
     cluster = run.file.cluster
@@ -191,6 +267,7 @@ def _start_on_ray(recipe: Recipe, builder: Callable[..., Mapping[str, object]]) 
         "address": cluster.address,
         "timeout_s": cluster.timeout_s,
         "start_timeout_s": cluster.start_timeout_s,
+        "plane": make_plane(cluster.transport, cluster.transfer_queue, cluster.timeout_s),
     }
     groups = groups_of_run(run)
     if len(groups) == 1 and len(groups[0].devices) == run.num_devices:
@@ -251,7 +328,7 @@ def make_trainer(
     clock = clock if clock is not None else PhaseClock()
     plan = _residency_plan(run)
     if plan:
-        backends = [role_name(name, "backend", run.policies) for name in run.policies]
+        backends = [role_name(name, "backend", run.all_policies) for name in run.policies]
         clock.before = DeviceResidents(plan, runtime, backends).enter
     return assemble(
         runtime,
@@ -267,11 +344,23 @@ def make_trainer(
         config=recipe,
         stop=stop,
         selection=SampleSelection() if run.selection is None else instantiate(run.selection.node),
-        sync=None if run.policy.sync is None else runtime.role("sync", SyncRole),
+        sync=runtime.role("sync", SyncRole) if _pushes(run) else None,
         scored_track=run.scored_track,
+        track_advantages={
+            track: instantiate(policy.advantages.node)
+            for policy in run.policies.values()
+            if policy.advantages is not None
+            for track in policy.algorithms
+        },
         clock=clock,
         loop=lambda **parts: build_part(run.trainer, components()["trainer"], parts),
     )
+
+
+def _pushes(run: ComposedRun) -> bool:
+    """Whether a policy is pushed to its engine."""
+    sampled = run.policies.values() if run.is_composed else [run.policy]
+    return any(policy.sync is not None for policy in sampled)
 
 
 def assemble(
@@ -291,6 +380,7 @@ def assemble(
     selection: SampleSelection | None = None,
     sync: SyncRole | None = None,
     scored_track: str | None = None,
+    track_advantages: Mapping[str, Advantages] | None = None,
     clock: PhaseClock | None = None,
     loop: Callable[..., Trainer] = Trainer,
 ) -> Trainer:
@@ -303,6 +393,7 @@ def assemble(
         data=data,
         sampling=sampling,
         advantages=advantages,
+        track_advantages=track_advantages,
         clock=clock,
         selection=selection,
         rollout_policy=runtime.role("stack", StackRole).rollout_policy(),
@@ -327,7 +418,7 @@ def _residency_plan(run: ComposedRun) -> dict[Resident, Stay]:
     algorithms = [algorithm for policy in run.policies.values() for algorithm in policy.algorithms.values()]
     return residency_plan(
         run.file.residency,
-        has_own_weights=run.engine.ability("has_own_weights"),
+        has_own_weights=all(stage.engine.ability("has_own_weights") for stage in run.stages()),
         is_scored_meanwhile=bool(run.reward.get("is_async")),
         trains_through_reward=any(algorithm.ability("requires_reward_gradient") for algorithm in algorithms),
     )
@@ -363,7 +454,7 @@ def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) ->
     evaluator = make_evaluator(recipe)
     if evaluator is None:
         raise ConfigError("this recipe has no eval section; add eval.prompts")
-    with make_runtime(recipe, run_dir) as runtime:
+    with make_runtime(recipe, run_dir, asks_teachers=False) as runtime:
         runtime.role("stack", StackRole).prepare()
         if checkpoint is not None:
             load_checkpoint(runtime, checkpoint)
@@ -381,10 +472,10 @@ def export_recipe(
     """
     run = run_of(recipe)
     name, copy = named_copy(run, policy)
-    with make_runtime(recipe, run_dir) as runtime:
+    with make_runtime(recipe, run_dir, asks_teachers=False) as runtime:
         runtime.role("stack", StackRole).prepare()
         state = load_checkpoint(runtime, checkpoint)
-        exporter = runtime.role(role_name(name, "exporter", run.policies))
+        exporter = runtime.role(role_name(name, "exporter", run.all_policies))
         if merged:
             exporter.export_merged(str(folder), copy)
         else:

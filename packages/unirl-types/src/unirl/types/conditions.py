@@ -150,6 +150,24 @@ class ImagePatchCondition(Condition):
 
 
 @dataclass(kw_only=True, eq=False)
+class ExpertCondition(Condition):
+    """To which experts of a mixture the tokens of a rollout went, so that a replay sends them there again.
+
+    Build with `ExpertCondition.pack(experts=[...])`.
+    """
+
+    experts: Tensor = packed()
+    """[N, K] int16, of each token that a replay reads its experts in every block, block by block."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts.ndim != 2 or self.experts.dtype != torch.int16:
+            raise ContractError(
+                f"ExpertCondition.experts must be int16 [N, K], got {self.experts.dtype} {tuple(self.experts.shape)}"
+            )
+
+
+@dataclass(kw_only=True, eq=False)
 class ImageLatentCondition(Condition):
     """Latents of an image or video given as input (start latents, reference image)."""
 

@@ -111,6 +111,14 @@ class DiffusionPipeline(Protocol):
         """Velocity at R rows; `conditions` has one row a row. Guidance as in `params`."""
         ...
 
+    def encode_texts(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> Conditions:
+        """Those of the conditions that text encoders make, and remember them."""
+        ...
+
+    def cut_tokens(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[int]:
+        """Tokens of each text that the model does not read, because the text is too long for every encoder."""
+        ...
+
     def drop_text_encoders(self) -> None:
         """Free the text encoders; prompts that were encoded before still encode."""
         ...
@@ -185,6 +193,11 @@ class AutoregressivePipeline(TextCodec, Protocol):
     A reference policy is the same pipeline inside `PolicyStore.reference_policy()` (adapter off, or a frozen copy), an
     old policy inside `using_policy(name)`, both under `torch.no_grad()`.
     """
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token with its id."""
+        ...
 
     def generate(
         self,
@@ -300,6 +313,11 @@ class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
     @property
     def lora_scale(self) -> float | None:
         """alpha / rank of the adapters, which no tensor records; None for full fine-tuning."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Trainable parameters by "component.name"; DTensors where sharded."""
         ...
 
     @property
@@ -461,8 +479,16 @@ class DiffusionRolloutEngine(RolloutEngine, Protocol):
         """Sigmas, latent shape and kernel for these parameters, which the driver pins on requests."""
         ...
 
-    def prepare_prompts(self, prompts: list[str], params: list[DiffusionSamplingParams]) -> None:
-        """Called once with every prompt of the run and every parameters that they are sampled with."""
+    def encodes_ahead(self) -> bool:
+        """Whether the driver gives it every prompt of the run by `encode_ahead` before the first rollout."""
+        ...
+
+    def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
+        """Take some prompts of the run, with what they show, and what they will be sampled with."""
+        ...
+
+    def drop_text_encoders(self) -> None:
+        """Called after the last `encode_ahead`."""
         ...
 
 
@@ -486,7 +512,8 @@ class WeightReceiver(Protocol):
         ...
 
     def receive_weights(self, bucket: WeightBucket) -> None:
-        """Take some of the announced tensors and compare them with their checksums."""
+        """Take some of the announced tensors and compare them with their checksums; those that it keeps from an earlier
+        push (`WeightBucket.kept`) too, where its class `takes_partial_pushes`."""
         ...
 
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:

@@ -9,9 +9,10 @@ have the right types. Rules of a base class hold for its subclasses too.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from unirl.types.errors import ConfigError, ContractError
 
@@ -88,7 +89,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What trains together and is saved together."""
+    """What trains together and is saved together; or a model that only samples, whose backend and stack are empty."""
 
     name: str
     prefix: str
@@ -100,7 +101,15 @@ class Policy:
     algorithms: Mapping[str, Part]
     """By the track that each trains."""
     stack: Part
+    resting: tuple[str, ...] = ()
+    """Tracks of its own that the recipe leaves untrained: `algorithms.<track>: null`."""
     sync: Part | None = None
+    trains: bool = True
+    engine: Part | None = None
+    """Its own engine and `sampling`, where the run's engine is composed of one per policy."""
+    sampling: Part | None = None
+    advantages: Part | None = None
+    """Of its tracks; None: the run's."""
 
     def pipeline_of(self, track: str) -> Part:
         """The pipeline of a track. Raises ConfigError as `pipeline_name`."""
@@ -126,11 +135,9 @@ class Policy:
         """Every component."""
         yield self.bundle
         yield from self.pipelines.values()
-        yield self.backend
-        yield from self.algorithms.values()
-        yield self.stack
-        if self.sync is not None:
-            yield self.sync
+        if self.trains:
+            yield from (self.backend, *self.algorithms.values(), self.stack)
+        yield from (part for part in (self.sync, self.engine, self.sampling, self.advantages) if part is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +151,13 @@ class Run:
     batch_size: int
     """Prompts per rollout."""
     policies: Mapping[str, Policy]
-    """By name, "default" for the policy of flat sections."""
+    """Those that train, by name, "default" for the policy of flat sections."""
+    frozen: Mapping[str, Policy]
+    """Those that only sample, by name."""
+    teachers: Mapping[str, Policy] = field(default_factory=dict)
+    """Those that neither train nor sample, by name: algorithms ask them."""
     sampled: str
-    """Name of the policy that the engine samples from."""
+    """Name of the policy that the engine samples from; of several, of the first."""
     samples_all: bool
     """Whether the engine gets the pipelines of all policies."""
     scored_track: str | None
@@ -165,11 +176,78 @@ class Run:
     @property
     def policy(self) -> Policy:
         """The policy that the engine samples from."""
-        return self.policies[self.sampled]
+        return self.all_policies[self.sampled]
+
+    @property
+    def all_policies(self) -> Mapping[str, Policy]:
+        """Those that train, then those that only sample; not the teachers, which have no engine and are not saved."""
+        return {**self.policies, **self.frozen}
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether the engine is composed of one per policy."""
+        return any(policy.engine is not None for policy in self.all_policies.values())
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Samples of the root track per prompt."""
+        root = self.sampling.ability("root_stage")
+        return (self.sampling if root is None else self.sampling.inner[root]).get("samples_per_prompt", 1)
+
+    @property
+    def samples_key(self) -> str:
+        """Place of `samples_per_prompt` in the recipe."""
+        root = self.sampling.ability("root_stage")
+        return ".".join([self.sampling.at, *([] if root is None else [root]), "samples_per_prompt"])
+
+    @property
+    def samplings(self) -> list[Part]:
+        """How each kind of sample is made: the stages of `sampling`, or where it has none itself."""
+        inner = [part for part in self.sampling.inner.values() if "samples_tokens" in part.abilities]
+        return inner or [self.sampling]
+
+    def stages(self) -> list[Self]:
+        """The run as each policy with an engine of its own sees it; the run itself where there is one engine.
+
+        A stage's engine, sampling and advantages are the policy's, which is the one that it samples from.
+        """
+        if not self.is_composed:
+            return [self]
+        return [self._stage(policy) for policy in self.all_policies.values()]
+
+    def _stage(self, policy: Policy) -> Self:
+        alone = {policy.name: dataclasses.replace(policy, engine=None, sampling=None, advantages=None)}
+        return dataclasses.replace(
+            self,
+            policies=alone if policy.trains else {},
+            frozen={} if policy.trains else alone,
+            sampled=policy.name,
+            samples_all=False,
+            engine=policy.engine or self.engine,
+            sampling=policy.sampling or self.sampling,
+            advantages=policy.advantages or self.advantages,
+        )
+
+    def seen_by(self, part: Part) -> Self:
+        """The run as the rules of a part judge it: of a policy with an engine of its own, its stage.
+
+        Of a policy whose samples have two stages, an algorithm on tokens is judged by how texts are sampled, all else
+        by how images are.
+        """
+        owner = next(
+            (policy for policy in self.all_policies.values() if any(part is own for own in policy.parts())), None
+        )
+        if owner is None:
+            return self
+        if self.is_composed:
+            return self._stage(owner)
+        is_of_texts = part.abilities.get("trains_tokens", False)
+        fitting = [each for each in self.samplings if each.ability("samples_tokens") is is_of_texts]
+        return dataclasses.replace(self, sampling=fitting[0]) if len(self.samplings) > 1 and fitting else self
 
     def policy_of(self, part: Part) -> Policy:
         """The policy that a part belongs to. Raises ContractError for a part of the run as a whole."""
-        for policy in self.policies.values():
+        for policy in (*self.all_policies.values(), *self.teachers.values()):
             if any(part is own for own in policy.parts()):
                 return policy
         raise ContractError(f"{part.at} belongs to no policy")
@@ -177,7 +255,9 @@ class Run:
     def parts(self) -> Iterator[Part]:
         """Every component outside the trackers."""
         yield from (self.data, self.sampling)
-        for policy in self.policies.values():
+        if not self.is_composed:  # else they are those of the policies
+            yield from (part for part in self.samplings if part is not self.sampling)
+        for policy in (*self.all_policies.values(), *self.teachers.values()):
             yield from policy.parts()
         yield from (self.engine, self.reward, self.advantages, self.trainer, self.modality)
         yield from (part for part in (self.evaluation, self.guardrails, self.selection) if part is not None)

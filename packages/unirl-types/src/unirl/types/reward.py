@@ -13,6 +13,7 @@ from unirl.types.batch import Batch, peak, per_sample, shared
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Audios, ImageLists, Images, Primitive, Texts, Videos
 from unirl.types.rollout import RolloutResp, RolloutTrack
+from unirl.types.segments import LatentSegment
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -28,7 +29,9 @@ class RewardRequest(Batch):
     primitives: dict[str, Primitive] = per_sample(default_factory=dict)
     """What the model was given: "text", "image", ..."""
     generated: dict[str, Primitive] = per_sample(default_factory=dict)
-    """What it made: "image", "video" or "text"."""
+    """What it made: "image", "video" or "text"; nothing where the engine decodes nothing."""
+    latents: Tensor | None = per_sample(default=None)
+    """[B, ...] clean latents of a denoised sample."""
     metadata: list[dict[str, Any] | None] = per_sample(default_factory=list)  # Any: rows of a user's data file
 
     @property
@@ -124,10 +127,11 @@ def _merged(
     return {name: merge([part[name] for part in present if name in part]) for name in names} if present else None
 
 
-def request_for_track(track: RolloutTrack, media: Primitive) -> RewardRequest:
+def request_for_track(track: RolloutTrack, media: Primitive | None) -> RewardRequest:
     """What scorers are asked about `media` [B] as the result of a root track: with its inputs, groups and metadata.
 
-    media may be the track's own decoded media or others made of its latents, with or without gradients.
+    media may be the track's own decoded media or others made of its latents, with or without gradients; None where
+    there are none.
     Raises ContractError where the track does not know its inputs, or for media that have no scorers.
     """
     if not track.primitives:
@@ -136,21 +140,22 @@ def request_for_track(track: RolloutTrack, media: Primitive) -> RewardRequest:
         sample_ids=list(track.sample_ids),
         group_ids=list(track.group_ids),
         primitives=dict(track.primitives),
-        generated={media_slot(media): media},
+        generated={} if media is None else {media_slot(media): media},
         metadata=list(track.metadata),
     )
 
 
 def reward_request(resp: RolloutResp, name: str) -> RewardRequest:
-    """What scorers are asked about the decoded media of a track: with the inputs, groups and metadata of the request,
-    those of a child through its lineage.
+    """What scorers are asked about a track: its decoded media, where it has any, and its clean latents, where it was
+    denoised, with the inputs, groups and metadata of the request, those of a child through its lineage.
 
-    Raises ContractError where there is no such track, or it has no media.
+    Raises ContractError where there is no such track, or it has neither media nor latents.
     """
     track = resp.with_inputs(name)
-    if track.decoded is None:
-        raise ContractError(f"track {name} has no decoded media to score; ask the engine to decode")
-    return request_for_track(track, track.decoded)
+    latents = track.segment.clean_latents if isinstance(track.segment, LatentSegment) else None
+    if track.decoded is None and latents is None:
+        raise ContractError(f"track {name} has neither decoded media nor latents to score")
+    return request_for_track(track, track.decoded).replace(latents=latents)
 
 
 def media_slot(media: Primitive) -> str:

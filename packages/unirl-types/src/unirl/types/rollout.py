@@ -119,6 +119,8 @@ class RolloutTrack(Batch):
     """[B] float32."""
     policy_versions: Tensor | None = per_sample(default=None)
     """[B] int64: which version of the policy made the sample."""
+    counts: dict[str, Tensor] = per_sample(default_factory=dict)
+    """[B] float32 each: what the engine counted of each sample, for the metrics."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,7 +175,7 @@ class RolloutTrack(Batch):
         return self.parent_ids if self.parent_ids is not None else self.sample_ids
 
     def metadata_only(self) -> RolloutTrack:
-        """Ids, rewards, advantages and versions, without inputs, conditions, segment and media."""
+        """Ids, rewards, advantages, versions and counts, without inputs, conditions, segment and media."""
         return dataclasses.replace(self, primitives={}, metadata=[], conditions={}, segment=None, decoded=None)
 
     def compute_advantages(self, function: Callable[[Tensor, list[str]], Tensor]) -> RolloutTrack:

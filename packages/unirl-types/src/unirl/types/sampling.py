@@ -52,6 +52,8 @@ class BaseSamplingParams:
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     samples_tokens: ClassVar[bool | None] = False
     """Whether tokens are sampled; None where several stages sample different things."""
+    root_stage: ClassVar[str | None] = None
+    """Field with the parameters of the root track, where several stages sample."""
     samples_per_prompt: int = 1
 
     def __post_init__(self) -> None:
@@ -61,6 +63,11 @@ class BaseSamplingParams:
     def is_float32(self) -> bool:
         """Whether these parameters leave the model's own precision as it is or ask for float32."""
         return True
+
+    @property
+    def root_samples_per_prompt(self) -> int:
+        """Samples of the root track per prompt, which are the rows of a request."""
+        return self.samples_per_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +236,9 @@ class ComposedSamplingParams(BaseSamplingParams):
     """Text first, then images of each text."""
 
     samples_tokens: ClassVar[bool | None] = None
+    root_stage: ClassVar[str | None] = "ar"
     samples_per_prompt: int = dataclasses.field(init=False, default=1)
-    """The product of the two; it cannot be set."""
+    """Images of each prompt: the product of the two; it cannot be set."""
     diffusion: DiffusionSamplingParams
     ar: ARSamplingParams
 
@@ -238,6 +246,11 @@ class ComposedSamplingParams(BaseSamplingParams):
         product = self.ar.samples_per_prompt * self.diffusion.samples_per_prompt
         object.__setattr__(self, "samples_per_prompt", product)
         super().__post_init__()
+
+    @property
+    def root_samples_per_prompt(self) -> int:
+        """Texts of each prompt."""
+        return self.ar.samples_per_prompt
 
 
 SamplingParams = DiffusionSamplingParams | ARSamplingParams | ComposedSamplingParams

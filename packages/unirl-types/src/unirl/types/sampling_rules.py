@@ -72,6 +72,18 @@ def guidance_has_negative_prompt(own: Part, run: Run) -> Messages:
             )
 
 
+def negative_prompt_is_read(own: Part, run: Run) -> Messages:
+    """A negative prompt has guidance that reads it."""
+    negative, scales = own.get("negative_prompt"), [own.get("guidance_scale", 1.0)]
+    if run.evaluation is not None:
+        scales.append(run.evaluation.node.get("guidance_scale"))
+    if negative and not any(scale is not None and scale > 1 for scale in scales):
+        yield (
+            f"sampling.negative_prompt = {negative!r} is read by guidance alone, and guidance_scale = {scales[0]} has "
+            "none. Set sampling.guidance_scale above 1, or sampling.negative_prompt: null."
+        )
+
+
 def samples_differ(own: Part, run: Run) -> Messages:
     """Samples of a prompt have something that differs."""
     repeats, reason = own.get("samples_per_prompt", 1), no_stochastic_steps(own)
@@ -132,5 +144,6 @@ RULES = (
     scheduler_fits,
     post_steps_exist,
     guidance_has_negative_prompt,
+    negative_prompt_is_read,
     samples_differ,
 )

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from unirl.types.conditions import (
+    ExpertCondition,
     FusedMultimodalCondition,
     ImageEmbedCondition,
     ImageLatentCondition,
@@ -42,7 +43,6 @@ from unirl.types.sampling import (
     DiffusionSamplingParams,
 )
 from unirl.types.segments import LatentSegment, SegmentStatus, TextSegment
-from unirl.types.weights import tensor_checksum
 
 FORMAT = "unirl-rollout"
 VERSION = 1
@@ -51,7 +51,7 @@ _CLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
         *(Texts, Images, ImageLists, Videos, Audios, Embeddings),
-        *(TextEmbedCondition, TextTokenCondition, PromptCondition, ImagePatchCondition),
+        *(TextEmbedCondition, TextTokenCondition, PromptCondition, ImagePatchCondition, ExpertCondition),
         *(ImageLatentCondition, ImageEmbedCondition, FusedMultimodalCondition),
         *(TextSegment, LatentSegment),
         *(RolloutReq, RolloutTrack, RolloutResp, RewardRequest, RewardResponse),
@@ -147,7 +147,7 @@ def save_rollout(path: str | os.PathLike[str], resp: RolloutResp, req: RolloutRe
 
     writer = _Writer()
     content: dict[str, Any] = {"resp": writer.encode(resp, "resp"), "req": writer.encode(req, "req")}
-    content["checksums"] = {name: tensor_checksum(tensor) for name, tensor in writer.tensors.items()}
+    content["checksums"] = {name: _tensor_checksum(tensor) for name, tensor in writer.tensors.items()}
     structure = json.dumps(content, allow_nan=False)
     if len(structure) > _MAX_STRUCTURE_BYTES:
         raise ContractError(
@@ -171,6 +171,20 @@ def save_rollout(path: str | os.PathLike[str], resp: RolloutResp, req: RolloutRe
         aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def flatten_response(resp: RolloutResp) -> tuple[str, dict[str, Tensor]]:
+    """A response as JSON and the tensors that it names, contiguous on the CPU. Raises as `save_rollout` does."""
+    writer = _Writer()
+    return json.dumps(writer.encode(resp, "resp"), allow_nan=False), writer.tensors
+
+
+def rebuild_response(structure: str, tensors: dict[str, Tensor]) -> RolloutResp:
+    """The response of `flatten_response`. Raises DataError for what is none."""
+    resp = _decode(json.loads(structure), tensors, "a flattened response")
+    if not isinstance(resp, RolloutResp):
+        raise DataError(f"a flattened response holds {type(resp).__name__}")
+    return resp
 
 
 def load_rollout(path: str | os.PathLike[str]) -> tuple[RolloutResp, RolloutReq | None]:
@@ -224,11 +238,15 @@ def _text_checksum(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def _tensor_checksum(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.contiguous().flatten().view(torch.uint8).numpy(), digest_size=16).hexdigest()
+
+
 def _is_intact(name: str, checksums: dict[str, str], tensors: dict[str, Tensor]) -> bool:
-    return name in tensors and checksums.get(name) == tensor_checksum(tensors[name])
+    return name in tensors and checksums.get(name) == _tensor_checksum(tensors[name])
 
 
-def _decode(value: Any, tensors: dict[str, Tensor], path: Path) -> Any:
+def _decode(value: Any, tensors: dict[str, Tensor], path: Path | str) -> Any:
     if isinstance(value, list):
         return [_decode(item, tensors, path) for item in value]
     if not isinstance(value, dict):
@@ -240,7 +258,7 @@ def _decode(value: Any, tensors: dict[str, Tensor], path: Path) -> Any:
         raise DataError(f"{path} holds a {what} that cannot be rebuilt: {error}") from error
 
 
-def _decode_tagged(value: dict[str, Any], tensors: dict[str, Tensor], path: Path) -> Any:
+def _decode_tagged(value: dict[str, Any], tensors: dict[str, Tensor], path: Path | str) -> Any:
     match value[_TAG]:
         case "float":
             return float(value["value"])

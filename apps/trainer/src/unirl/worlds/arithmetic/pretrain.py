@@ -8,7 +8,6 @@ Shape letters: B problems of a batch, N problems, L tokens of prompt and answer.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from unirl.pretraining.command_line import make_checkpoint
 from unirl.pretraining.fit import fit
 from unirl.pretraining.saving import save_half
 from unirl.pretraining.text import byte_tokenizer
@@ -57,15 +57,7 @@ class Lessons:
 
 def main() -> None:
     """Read the command line and make the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--right-steps", type=int, default=Budget.right)
-    parser.add_argument("--pupil-steps", type=int, default=Budget.pupil)
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    torch.set_num_threads(1)
-    pretrain(arguments.out, seed=arguments.seed, budget=Budget(arguments.right_steps, arguments.pupil_steps))
+    make_checkpoint(pretrain, Budget, __doc__, has_snapshots=False)
 
 
 def pretrain(out: Path, *, seed: int, budget: Budget) -> None:

@@ -6,13 +6,13 @@ unirl.worlds.arithmetic.world --out DIR` writes the prompt files.
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+
+from unirl.pretraining.prompt_files import write_from_command_line, write_rows
 
 Category = Literal["sum", "sum_carry", "difference", "difference_borrow"]
 CATEGORY_SHARES: dict[Category, float] = {
@@ -115,16 +115,8 @@ def write_prompts(folder: Path) -> None:
     rng = np.random.default_rng(1)
     train, heldout = split_problems()
     for name, problems, number in (("train", train, NUM_TRAIN), ("heldout", heldout, NUM_HELDOUT)):
-        rows = prompt_rows(problems, name, number, rng)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def main() -> None:
-    """Read the command line and write the prompt files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the prompt files")
-    write_prompts(parser.parse_args().out)
+        write_rows(folder / f"{name}.jsonl", prompt_rows(problems, name, number, rng))
 
 
 if __name__ == "__main__":
-    main()
+    write_from_command_line(write_prompts, __doc__)

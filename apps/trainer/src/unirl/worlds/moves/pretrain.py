@@ -8,7 +8,6 @@ Shape letters: B samples, C F H W latent, T frames.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,15 +22,17 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from torch import Tensor, nn
 
+from unirl.models.diffusers_pipeline.normalisation import channel_moments
+from unirl.pretraining.autoencoding import signed
+from unirl.pretraining.command_line import make_checkpoint
 from unirl.pretraining.fit import fit
-from unirl.pretraining.flow_matching import LatentBank, train_on_bank
-from unirl.pretraining.saving import save_pipeline_half
+from unirl.pretraining.flow_matching import LatentBank, conditioned_velocity, train_flow
+from unirl.pretraining.saving import rounded, save_pipeline_half
 from unirl.worlds.moves import text, world
-from unirl.worlds.moves.evaluate import encode_prompts, evaluate, latent_statistics
+from unirl.worlds.moves.evaluate import encode_prompts, evaluate
 
 logger = logging.getLogger(__name__)
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
 OptionT = TypeVar("OptionT")
 
 SHIFT = 3.0
@@ -61,18 +62,7 @@ class Budget:
 
 def main() -> None:
     """Read the command line and make the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--text-steps", type=int, default=Budget.text)
-    parser.add_argument("--autoencoder-steps", type=int, default=Budget.autoencoder)
-    parser.add_argument("--transformer-steps", type=int, default=Budget.transformer)
-    parser.add_argument("--snapshot-every", type=int, default=0, help="also save and judge every N transformer steps")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    torch.set_num_threads(1)
-    budget = Budget(arguments.text_steps, arguments.autoencoder_steps, arguments.transformer_steps)
-    pretrain(arguments.out, seed=arguments.seed, budget=budget, snapshot_every=arguments.snapshot_every)
+    make_checkpoint(pretrain, Budget, __doc__)
 
 
 def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -> None:
@@ -85,22 +75,30 @@ def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -
     train_autoencoder(vae, rng, num_steps=budget.autoencoder)
     pipeline = WanPipeline(
         tokenizer=text.make_tokenizer(),  # ty: ignore[invalid-argument-type] - any fast tokenizer does
-        text_encoder=_rounded(encoder),
-        vae=_rounded(vae),
+        text_encoder=rounded(encoder),
+        vae=rounded(vae),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         transformer=make_transformer(),
     )
     save_pipeline_half(pipeline, out)
     bank = fill_bank(pipeline.vae, rng)
-    tokens_PTD = encode_prompts(pipeline, [*world.all_prompts(), ""])
+    conditions_P = encode_prompts(pipeline, [*world.all_prompts(), ""])
 
     def snapshot(averaged: WanTransformer3DModel) -> None:
         pipeline.transformer = averaged
         save_pipeline_half(pipeline, out)
         logger.info("held-out: %s", evaluate(pipeline, world.split_prompts()[1], num_samples=256, num_steps=10))
 
-    train_transformer(
-        pipeline.transformer, bank, tokens_PTD, num_steps=budget.transformer, snapshot=snapshot, every=snapshot_every
+    train_flow(
+        pipeline.transformer,
+        bank.draw,
+        conditioned_velocity(pipeline.transformer, conditions_P),
+        num_steps=budget.transformer,
+        shift=SHIFT,
+        is_hidden=lambda name: ".attn" in name or ".ffn." in name,
+        average=0.995,
+        snapshot=snapshot,
+        every=snapshot_every,
     )
 
 
@@ -194,65 +192,20 @@ def fill_bank(vae: AutoencoderKLWan, rng: np.random.Generator) -> LatentBank:
     """Encode DRAWINGS_PER_SCENE drawings of every scene, and draw the scenes that captions come with."""
     specs = world.all_specs()
     scenes = sorted({scene for spec in specs for scene in world.scenes_for(spec)}, key=str)
-    latent_mean, latent_std = latent_statistics(vae)
-    means, stds = [], []
+    encoded = []
     for drawings in _draw(scenes, rng, DRAWINGS_PER_SCENE).split(128):
         posterior = vae.encode(_as_vae_input(drawings)).latent_dist
-        means.append((posterior.mean - latent_mean) / latent_std)
-        stds.append(posterior.std / latent_std)
-    by_scene = (len(scenes), DRAWINGS_PER_SCENE)
-    index = {scene: number for number, scene in enumerate(scenes)}
-    captioned = [
-        [index[world.sample_scene(spec, rng, world.NEAR_MISS_FRACTION)] for _ in range(CAPTIONED_SCENES)]
-        for spec in specs
-    ]
-    sizes = {category: sum(spec.category == category for spec in specs) for category in CATEGORY_SHARES}
-    bank = LatentBank(
-        mean_LJ=torch.cat(means).unflatten(0, by_scene),
-        std_LJ=torch.cat(stds).unflatten(0, by_scene),
-        scenes_PN=torch.tensor(captioned),
-        prompt_weights_P=torch.tensor([CATEGORY_SHARES[spec.category] / sizes[spec.category] for spec in specs]),
-    )
-    logger.info("bank of %d scenes, posterior std %.3f", len(scenes), bank.std_LJ.mean().item())
-    return bank
-
-
-def train_transformer(
-    transformer: WanTransformer3DModel,
-    bank: LatentBank,
-    tokens_PTD: Tensor,
-    *,
-    num_steps: int,
-    snapshot: Callable[[WanTransformer3DModel], None],
-    every: int,
-) -> None:
-    """Flow matching on captioned scenes; see `train_on_bank`."""
-
-    def predict_velocity(noisy_BCFHW: Tensor, sigma_B: Tensor, row_B: Tensor) -> Tensor:
-        return transformer(
-            hidden_states=noisy_BCFHW,
-            timestep=1000 * sigma_B,
-            encoder_hidden_states=tokens_PTD[row_B],
-            return_dict=False,
-        )[0]
-
-    train_on_bank(
-        transformer,
-        bank,
-        predict_velocity,
-        num_steps=num_steps,
-        shift=SHIFT,
+        mean, std = channel_moments(posterior.mean, vae.config)
+        encoded.append(((posterior.mean - mean) / std, posterior.std / std))
+    return LatentBank.of_scenes(
+        encoded,
+        scenes,
+        specs,
+        lambda spec: world.sample_scene(spec, rng, world.NEAR_MISS_FRACTION),
+        num_captioned=CAPTIONED_SCENES,
+        category_shares=CATEGORY_SHARES,
         null_fraction=NULL_PROMPT_FRACTION,
-        is_hidden=lambda name: ".attn" in name or ".ffn." in name,
-        average=0.995,
-        snapshot=snapshot,
-        every=every,
     )
-
-
-def _rounded(module: ModelT) -> ModelT:
-    """For inference, with the weights that the checkpoint will hold."""
-    return module.eval().half().float()
 
 
 def _decode_unclamped(vae: AutoencoderKLWan, latents_BCFHW: Tensor) -> Tensor:
@@ -274,7 +227,7 @@ def _draw(scenes: list[world.Scene], rng: np.random.Generator, repeats: int) -> 
 
 
 def _as_vae_input(videos_BTCHW: Tensor) -> Tensor:
-    return (videos_BTCHW.float() / 127.5 - 1).transpose(1, 2)
+    return signed(videos_BTCHW).transpose(1, 2)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from unirl.pretraining.probing import SPECIALS, fact_losses, token_ids, word_loss, word_tokenizer
+from unirl.pretraining.probing import SPECIALS, fact_losses, token_ids, train_by_probes, word_loss, word_tokenizer
 from unirl.reward.worlds.moves_grammar import COLORS, MOTIONS, parse_prompt
 from unirl.reward.worlds.shapes_grammar import SHAPES
-
-logger = logging.getLogger(__name__)
 
 TOKENS = 7
 """Longest prompt, three words an object, and its end marker: the `max_sequence_length` to give to the pipeline."""
@@ -59,29 +56,20 @@ def pretrain_text_encoder(
     ids_PT = token_ids(make_tokenizer(), prompts)
     fact_sizes = (facts_PF.amax(0) + 1).tolist()
     fact_probe, word_probe = nn.Linear(WIDTH, sum(fact_sizes)), nn.Linear(WIDTH, 3 * len(VOCABULARY))
-    parameters = [p for module in (encoder, fact_probe, word_probe) for p in module.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=num_steps, pct_start=0.1)
-    share = 0.0
-    for step in range(num_steps):
+
+    def batch() -> tuple[list[Tensor], list[Tensor]]:
         rows = torch.randint(len(prompts), (batch_size,))
         ids, facts = ids_PT[rows], facts_PF[rows]
         # The pipeline masks padding and sets its states to zero.
         mask = (ids != VOCABULARY["<pad>"]).long()
         hidden = encoder(ids, mask).last_hidden_state * mask[..., None]
-        hits: list[torch.Tensor] = []
+        hits: list[Tensor] = []
         losses = fact_losses(fact_probe(hidden.mean(1)), facts, fact_sizes, hits)
         losses.append(word_loss(word_probe(hidden), ids, has_next=True))
-        loss = torch.stack(losses).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        share = torch.stack(hits).mean().item()
-        if step % 100 == 0 or step == num_steps - 1:
-            logger.info("text step %d loss %.3f right %.4f", step, loss.item(), share)
-    return share
+        return losses, hits
+
+    modules = (encoder, fact_probe, word_probe)
+    return train_by_probes(modules, batch, num_steps=num_steps, learning_rate=learning_rate)
 
 
 def _facts(prompt: str) -> list[int]:

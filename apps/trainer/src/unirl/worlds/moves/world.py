@@ -7,17 +7,16 @@ shapes world. `python -m unirl.worlds.moves.world --out DIR` writes the prompt f
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from unirl.pretraining.prompt_files import split_keys, write_from_command_line, write_split
 from unirl.reward.worlds.moves_grammar import (
+    CATEGORIES,
     COLORS,
     DIRECTIONS,
     MOTIONS,
@@ -70,31 +69,15 @@ def split_prompts() -> tuple[list[str], list[str]]:
     The split is by `scene_key`, in the order of its hash, so no held-out request appears in training in the other
     order. Of the pairs each side keeps PAIR_FRACTION. Pretraining sees `all_prompts`.
     """
-    train: set[str] = set()
-    heldout: set[str] = set()
-    for category, kept in (("single", 1.0), ("pair", PAIR_FRACTION)):
-        keys = {scene_key(spec) for spec in all_specs() if spec.category == category}
-        ranked = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())
-        cut = round(len(ranked) * HELDOUT_FRACTION)
-        heldout.update(ranked[: round(cut * kept)])
-        train.update(ranked[cut : cut + round((len(ranked) - cut) * kept)])
+    keys = {category: {scene_key(spec) for spec in all_specs() if spec.category == category} for category in CATEGORIES}
+    train, heldout = split_keys(keys, heldout_fraction=HELDOUT_FRACTION, kept={"pair": PAIR_FRACTION})
     by_key = [(scene_key(spec), prompt_of(spec)) for spec in all_specs()]
     return [prompt for key, prompt in by_key if key in train], [prompt for key, prompt in by_key if key in heldout]
 
 
 def write_prompts(folder: Path) -> None:
     """Write `train.jsonl` and `heldout.jsonl`: rows of prompt, prompt_id and metadata.category."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, prompts in zip(("train", "heldout"), split_prompts(), strict=True):
-        rows = [
-            {
-                "prompt": prompt,
-                "prompt_id": f"moves-{name}-{index:03d}",
-                "metadata": {"category": parse_prompt(prompt).category},
-            }
-            for index, prompt in enumerate(prompts)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_split(folder, "moves", split_prompts(), lambda prompt: parse_prompt(prompt).category)
 
 
 def scenes_for(spec: MovesSpec) -> list[Scene]:
@@ -180,6 +163,4 @@ def _draw(options: Sequence[Scene], rng: np.random.Generator) -> Scene:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl.")
-    parser.add_argument("--out", type=Path, required=True)
-    write_prompts(parser.parse_args().out)
+    write_from_command_line(write_prompts, __doc__)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
 from torch import Tensor
 
+from unirl.pretraining.judging import print_accuracy
 from unirl.worlds.shapes import flux2_text, world
-from unirl.worlds.shapes.evaluate import accuracy, print_accuracy
+from unirl.worlds.shapes.evaluate import accuracy, named_prompts
 
 
 def load(checkpoint: Path) -> Flux2KleinPipeline:
@@ -21,14 +22,14 @@ def load(checkpoint: Path) -> Flux2KleinPipeline:
 
 
 def evaluate(
-    pipeline: Flux2KleinPipeline, prompts: list[str], *, num_samples: int, num_steps: int, seed: int = 1234
+    pipeline: Flux2KleinPipeline, prompts: Sequence[str], *, num_samples: int, num_steps: int, seed: int = 1234
 ) -> dict[str, float]:
     """`accuracy` of a FLUX.2 checkpoint, sampled by its stock pipeline. Noise depends on `seed` alone."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(batch: list[str]) -> Tensor:
+    def draw(batch: Sequence[str]) -> Tensor:
         return pipeline(
-            prompt=batch,
+            prompt=list(batch),
             height=world.IMAGE_SIDE,
             width=world.IMAGE_SIDE,
             guidance_scale=1.0,
@@ -42,13 +43,8 @@ def evaluate(
 
 
 def main() -> None:
-    """Print the held-out accuracy of a FLUX.2 checkpoint."""
-
-    def judge(checkpoint: Path, prompts: list[str], options: argparse.Namespace) -> dict[str, float]:
-        pipeline = load(checkpoint)
-        return evaluate(pipeline, prompts, num_samples=options.samples, num_steps=options.steps, seed=options.seed)
-
-    print_accuracy(judge, __doc__)
+    """Log the accuracy of a FLUX.2 checkpoint on the prompts of RL and on those held out."""
+    print_accuracy(load, evaluate, named_prompts(), __doc__)
 
 
 if __name__ == "__main__":

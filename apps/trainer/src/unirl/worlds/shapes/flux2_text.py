@@ -6,17 +6,14 @@ model knows only the words before it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from unirl.pretraining.probing import fact_losses, token_ids, word_loss
+from unirl.pretraining.probing import fact_losses, token_ids, train_by_probes, word_loss
 from unirl.worlds.shapes.text import VOCABULARY, facts_of, make_tokenizer
-
-logger = logging.getLogger(__name__)
 
 TOKENS = 6
 """Longest prompt and its end marker: the `max_sequence_length` to give to the pipeline."""
@@ -70,25 +67,16 @@ def pretrain_qwen3(
     fact_sizes = (facts_PF.amax(0) + 1).tolist()
     width = len(READ_LAYERS) * WIDTH
     fact_probe, word_probe = nn.Linear(width, sum(fact_sizes)), nn.Linear(width, 3 * len(VOCABULARY))
-    parameters = [p for module in (encoder, fact_probe, word_probe) for p in module.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=num_steps, pct_start=0.1)
-    share = 0.0
-    for step in range(num_steps):
+
+    def batch() -> tuple[list[Tensor], list[Tensor]]:
         rows = torch.randint(len(prompts), (batch_size,))
         ids = ids_PT[rows]
         hidden = encoder(ids, attention_mask=(ids != VOCABULARY["<pad>"]).long(), output_hidden_states=True)
         read = torch.cat([hidden.hidden_states[layer] for layer in READ_LAYERS], dim=-1)
-        hits: list[torch.Tensor] = []
+        hits: list[Tensor] = []
         losses = fact_losses(fact_probe(read[torch.arange(batch_size), end_P[rows]]), facts_PF[rows], fact_sizes, hits)
         losses.append(word_loss(word_probe(read), ids, has_next=False))
-        loss = torch.stack(losses).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        share = torch.stack(hits).mean().item()
-        if step % 100 == 0 or step == num_steps - 1:
-            logger.info("text step %d loss %.3f right %.4f", step, loss.item(), share)
-    return share
+        return losses, hits
+
+    modules = (encoder, fact_probe, word_probe)
+    return train_by_probes(modules, batch, num_steps=num_steps, learning_rate=learning_rate)

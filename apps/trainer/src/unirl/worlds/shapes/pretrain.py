@@ -8,7 +8,6 @@ Shape letters: B samples, C H W latent.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +19,16 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from torch import Tensor, nn
+from torch import Tensor
 
-from unirl.pretraining.flow_matching import LatentBank, train_on_bank
+from unirl.pretraining import autoencoding
+from unirl.pretraining.autoencoding import signed
+from unirl.pretraining.command_line import make_checkpoint
+from unirl.pretraining.flow_matching import LatentBank, conditioned_velocity, train_flow
 from unirl.pretraining.saving import save_pipeline_half
 from unirl.reward.worlds.shapes_grammar import parse_prompt
 from unirl.worlds.shapes import text, world
-from unirl.worlds.shapes.evaluate import Conditioning, encode_prompts, evaluate
+from unirl.worlds.shapes.evaluate import encode_prompts, evaluate
 
 logger = logging.getLogger(__name__)
 
@@ -57,18 +59,7 @@ class Budget:
 
 def main() -> None:
     """Read the command line and make the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--text-steps", type=int, default=Budget.text)
-    parser.add_argument("--autoencoder-steps", type=int, default=Budget.autoencoder)
-    parser.add_argument("--transformer-steps", type=int, default=Budget.transformer)
-    parser.add_argument("--snapshot-every", type=int, default=0, help="also save and judge every N transformer steps")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    torch.set_num_threads(1)
-    budget = Budget(arguments.text_steps, arguments.autoencoder_steps, arguments.transformer_steps)
-    pretrain(arguments.out, seed=arguments.seed, budget=budget, snapshot_every=arguments.snapshot_every)
+    make_checkpoint(pretrain, Budget, __doc__)
 
 
 def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -> None:
@@ -99,15 +90,22 @@ def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -
         text_encoder_3=t5.eval(),
         tokenizer_3=text.make_tokenizer(has_start=False, max_length=text.T5_TOKENS),
     )
-    conditioning = encode_prompts(pipeline, [*prompts, ""])
+    conditions_P = encode_prompts(pipeline, [*prompts, ""])
 
     def snapshot(averaged: SD3Transformer2DModel) -> None:
         pipeline.transformer = averaged
         save_pipeline_half(pipeline, out)
         logger.info("held-out: %s", evaluate(pipeline, world.split_prompts()[1], num_samples=256, num_steps=10))
 
-    train_transformer(
-        pipeline.transformer, bank, conditioning, num_steps=budget.transformer, snapshot=snapshot, every=snapshot_every
+    train_flow(
+        pipeline.transformer,
+        bank.draw,
+        conditioned_velocity(pipeline.transformer, conditions_P),
+        num_steps=budget.transformer,
+        shift=SHIFT,
+        is_hidden=lambda name: ".attn." in name or ".ff" in name,
+        snapshot=snapshot,
+        every=snapshot_every,
     )
 
 
@@ -147,35 +145,13 @@ def make_transformer() -> SD3Transformer2DModel:
     )
 
 
-def train_autoencoder(
-    vae: AutoencoderKL,
-    rng: np.random.Generator,
-    *,
-    num_steps: int,
-    batch_size: int = 32,
-    learning_rate: float = 4e-3,
-    kl_weight: float = 1e-3,
-) -> None:
+def train_autoencoder(vae: AutoencoderKL, rng: np.random.Generator, *, num_steps: int) -> None:
     """Train on drawings of random layouts, then set scale and shift so that latents have mean 0 and variance 1."""
     layouts = world.all_layouts()
     drawings = draw(layouts, rng, 6)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=num_steps, pct_start=0.1)
-    for step in range(num_steps):
-        pictures = as_vae_input(drawings[torch.randint(len(drawings), (batch_size,))])
-        posterior = vae.encode(pictures).latent_dist
-        restored = vae.decode(posterior.sample()).sample
-        error = nn.functional.l1_loss(restored, pictures) + nn.functional.mse_loss(restored, pictures)
-        loss = error + kl_weight * posterior.kl().mean() / posterior.mean[0].numel()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 100 == 0 or step == num_steps - 1:
-            logger.info("autoencoder step %d loss %.4f error %.4f", step, loss.item(), error.item())
+    autoencoding.train_autoencoder(vae, drawings, signed, num_steps=num_steps, batch_size=32)
     with torch.no_grad():
-        latents = vae.encode(as_vae_input(drawings[torch.randint(len(drawings), (1024,))])).latent_dist.sample()
+        latents = vae.encode(signed(drawings[torch.randint(len(drawings), (1024,))])).latent_dist.sample()
     vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
 
 
@@ -188,70 +164,21 @@ def fill_bank(
     encode: pictures [B, 3, 32, 32] in [-1, 1] to mean and deviation of their latents, as the transformer sees them.
     """
     layouts = world.all_layouts()
-    encoded = [encode(as_vae_input(part)) for part in draw(layouts, rng, DRAWINGS_PER_LAYOUT).split(256)]
-    means, stds = zip(*encoded, strict=True)
-    by_layout = (len(layouts), DRAWINGS_PER_LAYOUT)
-    index = {layout: number for number, layout in enumerate(layouts)}
-    specs = [parse_prompt(prompt) for prompt in prompts]
-    captioned = [
-        [
-            index[world.sample_layout(spec, rng, world.NEAR_MISS_FRACTION[spec.category])]
-            for _ in range(CAPTIONED_LAYOUTS)
-        ]
-        for spec in specs
-    ]
-    sizes = {category: sum(spec.category == category for spec in specs) for category in CATEGORY_SHARES}
-    bank = LatentBank(
-        mean_LJ=torch.cat(means).unflatten(0, by_layout),
-        std_LJ=torch.cat(stds).unflatten(0, by_layout),
-        scenes_PN=torch.tensor(captioned),
-        prompt_weights_P=torch.tensor([CATEGORY_SHARES[spec.category] / sizes[spec.category] for spec in specs]),
-    )
-    logger.info("bank of %d drawings, posterior std %.3f", len(means) * 256, bank.std_LJ.mean().item())
-    return bank
-
-
-def train_transformer(
-    transformer: SD3Transformer2DModel,
-    bank: LatentBank,
-    conditioning: Conditioning,
-    *,
-    num_steps: int,
-    snapshot: Callable[[SD3Transformer2DModel], None],
-    every: int,
-) -> None:
-    """Flow matching on captioned layouts; see `train_on_bank`."""
-
-    def predict_velocity(noisy_BCHW: Tensor, sigma_B: Tensor, row_B: Tensor) -> Tensor:
-        return transformer(
-            hidden_states=noisy_BCHW,
-            timestep=1000 * sigma_B,
-            encoder_hidden_states=conditioning.tokens_BTD[row_B],
-            pooled_projections=conditioning.pooled_BD[row_B],
-            return_dict=False,
-        )[0]
-
-    train_on_bank(
-        transformer,
-        bank,
-        predict_velocity,
-        num_steps=num_steps,
-        shift=SHIFT,
+    encoded = [encode(signed(part)) for part in draw(layouts, rng, DRAWINGS_PER_LAYOUT).split(256)]
+    return LatentBank.of_scenes(
+        encoded,
+        layouts,
+        [parse_prompt(prompt) for prompt in prompts],
+        lambda spec: world.sample_layout(spec, rng, world.NEAR_MISS_FRACTION[spec.category]),
+        num_captioned=CAPTIONED_LAYOUTS,
+        category_shares=CATEGORY_SHARES,
         null_fraction=NULL_PROMPT_FRACTION,
-        is_hidden=lambda name: ".attn." in name or ".ff" in name,
-        snapshot=snapshot,
-        every=every,
     )
 
 
 def draw(layouts: list[world.Layout], rng: np.random.Generator, repeats: int) -> Tensor:
     """`repeats` drawings of each layout, uint8 [L * repeats, 3, 32, 32]."""
     return torch.from_numpy(np.stack([world.render(layout, rng) for layout in layouts for _ in range(repeats)]))
-
-
-def as_vae_input(pictures_B: Tensor) -> Tensor:
-    """uint8 pictures in [-1, 1]."""
-    return pictures_B.float() / 127.5 - 1
 
 
 if __name__ == "__main__":

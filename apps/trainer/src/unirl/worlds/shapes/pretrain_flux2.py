@@ -9,8 +9,8 @@ Shape letters: B samples, C H W latent in patches: 16 4 4.
 
 from __future__ import annotations
 
-import argparse
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +23,13 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
 from torch import Tensor
 
 from unirl.models.patches import places
-from unirl.pretraining.flow_matching import train_on_bank
+from unirl.pretraining.autoencoding import signed
+from unirl.pretraining.command_line import make_checkpoint
+from unirl.pretraining.flow_matching import train_flow
 from unirl.pretraining.saving import save_pipeline_half
 from unirl.worlds.shapes import flux2_text, world
 from unirl.worlds.shapes.evaluate_flux2 import evaluate
-from unirl.worlds.shapes.pretrain import NULL_PROMPT_FRACTION, SHIFT, as_vae_input, draw, fill_bank
+from unirl.worlds.shapes.pretrain import SHIFT, draw, fill_bank
 
 logger = logging.getLogger(__name__)
 
@@ -36,34 +38,27 @@ NUM_HEADS = 2
 SHIPPED_VAE = Path(__file__).parent / "checkpoint" / "vae"
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Optimiser steps of each stage."""
+
+    text: int = 400
+    transformer: int = 1700
+
+
 def main() -> None:
     """Read the command line and make the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--text-steps", type=int, default=400)
-    parser.add_argument("--transformer-steps", type=int, default=1700)
-    parser.add_argument("--snapshot-every", type=int, default=0, help="also save and judge every N transformer steps")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    torch.set_num_threads(1)
-    pretrain(
-        arguments.out,
-        seed=arguments.seed,
-        text_steps=arguments.text_steps,
-        transformer_steps=arguments.transformer_steps,
-        snapshot_every=arguments.snapshot_every,
-    )
+    make_checkpoint(pretrain, Budget, __doc__)
 
 
-def pretrain(out: Path, *, seed: int, text_steps: int, transformer_steps: int, snapshot_every: int = 0) -> None:
+def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -> None:
     """Run all stages and write the checkpoint to `out`. Seeds the global generator of torch."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     prompts = world.all_prompts()
 
     encoder = flux2_text.make_qwen3()
-    flux2_text.pretrain_qwen3(prompts, encoder, num_steps=text_steps)
+    flux2_text.pretrain_qwen3(prompts, encoder, num_steps=budget.text)
     vae = adopt_autoencoder(rng)
     pipeline = Flux2KleinPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
@@ -103,13 +98,12 @@ def pretrain(out: Path, *, seed: int, text_steps: int, transformer_steps: int, s
         save_pipeline_half(pipeline, out)
         logger.info("held-out: %s", evaluate(pipeline, world.split_prompts()[1], num_samples=256, num_steps=10))
 
-    train_on_bank(
+    train_flow(
         transformer,
-        bank,
+        bank.draw,
         predict_velocity,
-        num_steps=transformer_steps,
+        num_steps=budget.transformer,
         shift=SHIFT,
-        null_fraction=NULL_PROMPT_FRACTION,
         is_hidden=lambda name: ".attn." in name or ".ff" in name,
         snapshot=snapshot,
         every=snapshot_every,
@@ -136,7 +130,7 @@ def adopt_autoencoder(rng: np.random.Generator) -> AutoencoderKLFlux2:
     if unexpected or any(not name.startswith("bn.") for name in missing):
         raise ValueError(f"{SHIPPED_VAE} does not fit AutoencoderKLFlux2: missing {missing}, unexpected {unexpected}")
     with torch.no_grad():
-        drawings = as_vae_input(draw(world.all_layouts(), rng, 1))
+        drawings = signed(draw(world.all_layouts(), rng, 1))
         latents = patchified(vae.encode(drawings).latent_dist.sample())
         vae.get_buffer("bn.running_mean").copy_(latents.mean((0, 2, 3)))
         vae.get_buffer("bn.running_var").copy_(latents.var((0, 2, 3)))

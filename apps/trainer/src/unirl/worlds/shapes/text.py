@@ -6,7 +6,6 @@ number and relation, and from every token the words around it. The probes are th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -19,10 +18,8 @@ from transformers import (
     T5EncoderModel,
 )
 
-from unirl.pretraining.probing import SPECIALS, fact_losses, token_ids, word_loss, word_tokenizer
+from unirl.pretraining.probing import SPECIALS, fact_losses, token_ids, train_by_probes, word_loss, word_tokenizer
 from unirl.reward.worlds.shapes_grammar import CATEGORIES, COLORS, NUMBERS, RELATIONS, SHAPES, parse_prompt
-
-logger = logging.getLogger(__name__)
 
 CLIP_TOKENS = 7
 """Longest prompt, five words, between two markers; the pipeline pads CLIP prompts to this."""
@@ -97,14 +94,12 @@ def pretrain_text_encoders(
     fact_sizes = (facts_PF.amax(0) + 1).tolist()
     fact_probes = nn.ModuleList(nn.Linear(width, sum(fact_sizes)) for width in (_CLIP_WIDTH, _CLIP_WIDTH, T5_WIDTH))
     word_probes = nn.ModuleList(nn.Linear(width, 3 * len(VOCABULARY)) for width in (_CLIP_WIDTH, _CLIP_WIDTH, T5_WIDTH))
-    parameters = [p for module in (*clips, t5, fact_probes, word_probes) for p in module.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=num_steps, pct_start=0.1)
-    share = 0.0
-    for step in range(num_steps):
+
+    def batch() -> tuple[list[Tensor], list[Tensor]]:
         rows = torch.randint(len(prompts), (batch_size,))
         clip_ids, t5_ids, facts = clip_ids_PT[rows], t5_ids_PT[rows], facts_PF[rows]
-        losses, hits = [], []
+        losses: list[Tensor] = []
+        hits: list[Tensor] = []
         for index, clip in enumerate(clips):
             output = clip(clip_ids, output_hidden_states=True)
             losses += fact_losses(fact_probes[index](output.text_embeds), facts, fact_sizes, hits)
@@ -112,15 +107,10 @@ def pretrain_text_encoders(
         hidden = t5(t5_ids)[0]
         losses += fact_losses(fact_probes[2](hidden.mean(1)), facts, fact_sizes, hits)
         losses.append(word_loss(word_probes[2](hidden), t5_ids, has_next=True))
-        loss = torch.stack(losses).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        share = torch.stack(hits).mean().item()
-        if step % 100 == 0 or step == num_steps - 1:
-            logger.info("text step %d loss %.3f right %.4f", step, loss.item(), share)
+        return losses, hits
+
+    modules = (*clips, t5, fact_probes, word_probes)
+    share = train_by_probes(modules, batch, num_steps=num_steps, learning_rate=learning_rate)
     _standardise_projections(clips, clip_ids_PT)
     return share
 

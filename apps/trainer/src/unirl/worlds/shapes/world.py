@@ -7,10 +7,7 @@ top when a layout is drawn. The grammar of prompts and the palette are those of 
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from unirl.pretraining.prompt_files import split_keys, write_from_command_line, write_split
 from unirl.reward.worlds.shapes_grammar import (
     CATEGORIES,
     COLORS,
@@ -90,31 +88,15 @@ def split_prompts() -> tuple[list[str], list[str]]:
         spec = parse_prompt(prompt)
         family = "single" if len(spec.objects) == 1 else spec.category
         keys.setdefault(family, set()).add(scene_key(spec))
-    train: set[str] = set()
-    heldout: set[str] = set()
-    for name, family in keys.items():
-        ranked = sorted(family, key=lambda key: hashlib.sha256(key.encode()).digest())
-        cut = round(len(ranked) * HELDOUT_FRACTION)
-        kept = POSITION_FRACTION if name == "position" else 1.0
-        heldout.update(ranked[: round(cut * kept)])
-        train.update(ranked[cut : cut + round((len(ranked) - cut) * kept)])
+    kept = {"position": POSITION_FRACTION}
+    train, heldout = split_keys(keys, heldout_fraction=HELDOUT_FRACTION, kept=kept)
     by_key = [(scene_key(parse_prompt(prompt)), prompt) for prompt in all_prompts()]
     return [prompt for key, prompt in by_key if key in train], [prompt for key, prompt in by_key if key in heldout]
 
 
 def write_prompts(folder: Path) -> None:
     """Write `train.jsonl` and `heldout.jsonl`: rows of prompt, prompt_id and metadata.category."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, prompts in zip(("train", "heldout"), split_prompts(), strict=True):
-        rows = [
-            {
-                "prompt": prompt,
-                "prompt_id": f"shapes-{name}-{index:03d}",
-                "metadata": {"category": parse_prompt(prompt).category},
-            }
-            for index, prompt in enumerate(prompts)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_split(folder, "shapes", split_prompts(), lambda prompt: parse_prompt(prompt).category)
 
 
 def all_layouts() -> list[Layout]:
@@ -235,6 +217,4 @@ def _draw(options: Sequence[Layout], rng: np.random.Generator) -> Layout:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl.")
-    parser.add_argument("--out", type=Path, required=True)
-    write_prompts(parser.parse_args().out)
+    write_from_command_line(write_prompts, __doc__)

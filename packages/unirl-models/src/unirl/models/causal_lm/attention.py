@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from unirl.models.extras import from_extra
 from unirl.models.packing import Packing
 from unirl.types.errors import ContractError
 
-try:
+with from_extra("transformers"):
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
-except ImportError as error:
-    raise ImportError("text models need transformers: pip install 'unirl-models[transformers]'") from error
 
 NAME = "unirl_packed_sdpa"
 

@@ -5,19 +5,20 @@ Model families derive from `CausalLMBundle` and name their classes; the base alo
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unirl.models.bundle import Bundle
 from unirl.models.causal_lm.attention import NAME as PACKED_ATTENTION
 from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
+from unirl.models.causal_lm.peft_export import write_peft_adapter
+from unirl.models.causal_lm.tokenizer import load_tokenizer
+from unirl.models.extras import from_extra
 from unirl.models.loading import ModelFolder, open_model_folder
 from unirl.models.packing import Packing
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
@@ -25,11 +26,9 @@ from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
 
-try:
+with from_extra("transformers"):
     import transformers
     from safetensors import SafetensorError
-except ImportError as error:
-    raise ImportError("text models need transformers: pip install 'unirl-models[transformers]'") from error
 
 COMPONENT = "model"
 """Name of the one module that trains."""
@@ -67,7 +66,7 @@ class CausalLMBundle(Bundle):
         self.pretrained_model = pretrained_model
         self.folder: ModelFolder = open_model_folder(pretrained_model, self.model_types)
         self.device = torch.device(device)
-        self.tokenizer = self._load_tokenizer()
+        self.tokenizer = load_tokenizer(self.folder.path)
         self.model = self._load_model(weights_dtype).to(self.device).eval()
         self.head = self._scoring_head(chunk_logits)
         self._check_tokenizer()
@@ -129,29 +128,15 @@ class CausalLMBundle(Bundle):
         lora_state: {"model": state of peft's get_peft_model_state_dict}. Raises ContractError for another component, an
         empty state, or tensors of another rank.
         """
-        state = _only_component(lora_state)
-        wrong = {
-            name: tuple(tensor.shape)
-            for name, tensor in state.items()
-            if tensor.shape[0 if name.endswith(".lora_A.weight") else 1] != rank
-        }
-        if not state or wrong:
-            raise ContractError(f"LoRA weights of rank {rank} expected, got {wrong or 'none'}")
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.pretrained_model,
-            "r": rank,
-            "lora_alpha": alpha,
-            "target_modules": sorted(target_modules),
-            "bias": "none",
-            "inference_mode": True,
-        }
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        weights = {f"base_model.model.{name}": tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
-        save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
-        (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_peft_adapter(
+            folder,
+            _only_component(lora_state),
+            base=self.pretrained_model,
+            rank=rank,
+            alpha=alpha,
+            target_modules=target_modules,
+            task_type="CAUSAL_LM",
+        )
 
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Writes a whole model folder with the given weights: save_pretrained, and the checkpoint's other files copied.
@@ -186,15 +171,6 @@ class CausalLMBundle(Bundle):
         model.save_pretrained(target, state_dict={name: weights[name] for name in expected if name not in ties})
 
     # Loading ---------------------------------------------------------------------------------------------------------
-
-    def _load_tokenizer(self) -> transformers.PreTrainedTokenizerBase:
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder.path)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise CheckpointError(f"{self.folder.path} has no tokenizer that loads: {error}") from error
-        if tokenizer is None:
-            raise CheckpointError(f"{self.folder.path} has no tokenizer. Fetch the folder again.")
-        return tokenizer
 
     def _load_model(self, dtype: torch.dtype) -> Any:  # Any: PreTrainedModel without the attributes of its families
         path = self.folder.path

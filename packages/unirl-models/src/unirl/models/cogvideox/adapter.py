@@ -10,21 +10,17 @@ from torch import Tensor
 from unirl.models.adapter import require_condition
 from unirl.models.cogvideox.bundle import CogVideoXBundle
 from unirl.models.diffusers_pipeline.geometry import Geometry
-from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
 from unirl.models.diffusers_pipeline.variance_preserving import VariancePreservingAdapter
+from unirl.models.extras import from_extra
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Modality, Videos
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
     from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.cogvideox needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class CogVideoXAdapter(VariancePreservingAdapter[CogVideoXBundle]):
@@ -129,11 +125,3 @@ class CogVideoXAdapter(VariancePreservingAdapter[CogVideoXBundle]):
             config["attention_head_dim"], crop, grid, tokens, grid_type=kind, max_size=trained, device=z_R.device
         )
         return cos, sin
-
-    def to_vae(self, latents: Tensor) -> Tensor:
-        """Scaled back."""
-        return unscaled(latents.to(self.bundle.vae.dtype), self.bundle.vae.config)
-
-    def from_vae(self, latents: Tensor) -> Tensor:
-        """Scaled."""
-        return scaled(latents, self.bundle.vae.config)

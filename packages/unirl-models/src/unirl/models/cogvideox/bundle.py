@@ -5,15 +5,12 @@ from __future__ import annotations
 from unirl.models.cogvideox.text import CogVideoXTextEncoders
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.extras import from_extra
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
     from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
     from transformers import T5EncoderModel
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.cogvideox needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class CogVideoXBundle(DiffusersBundle):

@@ -15,13 +15,5 @@ class CogVideoXTextEncoders(TextEncoders):
     """Texts of one length; what pads them is read too."""
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        encoder = self.encoders["text_encoder"]
-        ids = self.tokenizers["tokenizer"](
-            list(texts),
-            padding="max_length",
-            max_length=max_sequence_length,
-            truncation=True,
-            add_special_tokens=True,
-            return_tensors="pt",
-        ).input_ids
-        return TextEmbedCondition(embeds=encoder(ids.to(encoder.device))[0])
+        ids = self.tokens(texts, max_sequence_length).input_ids
+        return TextEmbedCondition(embeds=self.encoders["text_encoder"](ids)[0])

@@ -18,8 +18,10 @@ from torch import Tensor
 from unirl.models.adapter import DiffusionAdapter, refuse_ignored, refuse_unread, require_condition
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.geometry import Geometry
+from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
 from unirl.models.diffusers_pipeline.references import picture_key
 from unirl.models.diffusers_pipeline.text import weights_digest
+from unirl.models.diffusers_pipeline.tiling import decoded_in_spans
 from unirl.models.embedding_cache import Embedding, EmbeddingCache, content_key
 from unirl.models.guidance import INTERVAL_KEY, Guidance, classifier_free, extrapolate, require_negative_prompt
 from unirl.sde.loop import Velocity
@@ -40,9 +42,9 @@ NEGATIVE = "negative_"
 class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     """Conditions: "text", and "negative_text" where guidance is on, each a TextEmbedCondition.
 
-    A family says which sampling parameters it uses and answers `geometry`, `predict`, `to_vae` and `from_vae`. One with
-    more inputs (a reference image) answers `encode_inputs` and extends `read_slots`, and `predict` finds the slot; one
-    with state across steps answers `bind` itself.
+    A family says which sampling parameters it uses and answers `geometry` and `predict`. One whose VAE has moments per
+    channel answers `to_vae` and `from_vae`; one with more inputs (a reference image) answers `encode_inputs` and
+    extends `read_slots`, and `predict` finds the slot; one with state across steps answers `bind` itself.
     decode_batch_size, encode_batch_size: most images or prompts in one call of the VAE or of the text encoders.
     embedding_cache: None remembers prompts in memory; a folder also on disk; or a cache to share between adapters.
     """
@@ -94,13 +96,16 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         """Velocity [R, ...] without guidance; `conditions` has one row per row of x and no negative slots."""
 
-    @abstractmethod
     def to_vae(self, latents: Tensor) -> Tensor:
-        """What the VAE decodes of latents [B, ...] as they are sampled: unpacked and denormalised, in its dtype."""
+        """What the VAE decodes of latents [B, ...] as they are sampled: unpacked and denormalised, in its dtype.
 
-    @abstractmethod
+        By the VAE's scale and shift. A family with moments per channel overrides both ways.
+        """
+        return unscaled(latents.to(self.bundle.vae.dtype), self.bundle.vae.config)
+
     def from_vae(self, latents: Tensor) -> Tensor:
         """The inverse of `to_vae`."""
+        return scaled(latents, self.bundle.vae.config)
 
     def texts_to_encode(self, texts: list[str], *, is_negative: bool) -> list[str]:
         """Prompts, or negative ones, as the text encoders are given them."""
@@ -161,6 +166,12 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
 
     def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
         """`primitives["text"]` holds the B prompts. Each distinct prompt is encoded once, ever, per embedding cache."""
+        return self.encode_texts(primitives, params) | self.encode_inputs(primitives, params)
+
+    def encode_texts(
+        self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
+    ) -> dict[str, Condition]:
+        """The conditions of the B prompts and of the negative one; pictures that the text encoders see are read too."""
         self.check_params(params)
         refuse_unread(primitives, self.bundle.family, self.read_slots)
         texts = primitives.get("text")
@@ -171,12 +182,12 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
             )
         length = self.sequence_length(params)
         prompts = self.texts_to_encode(texts.texts, is_negative=False)
-        conditions: dict[str, Condition] = {**self._encode_texts(prompts, length, primitives)}
+        conditions: dict[str, Condition] = {**self._encode_texts(prompts, length, primitives, is_negative=False)}
         if params.uses_guidance:
             prompts = self.texts_to_encode([require_negative_prompt(params)] * len(texts.texts), is_negative=True)
-            negative = self._encode_texts(prompts, length, primitives)
+            negative = self._encode_texts(prompts, length, primitives, is_negative=True)
             conditions |= {NEGATIVE + slot: condition for slot, condition in negative.items()}
-        return conditions | self.encode_inputs(primitives, params)
+        return conditions
 
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
         """One forward a step over [unconditional rows, conditional rows]; no state.
@@ -198,18 +209,30 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
         """Pixels float32 in [0, 1], `decode_batch_size` samples at a time: [B, 3, H, W], or F frames of each sample."""
         del params
-        pixels = torch.cat(
-            [
-                (self.bundle.vae.decode(self.to_vae(part), return_dict=False)[0].float() * 0.5 + 0.5).clamp(0, 1)
-                for part in latents.split(self.decode_batch_size)
-            ]
-        )
+        # In place after the first product, so that a video is held twice at most.
+        parts = [self._decoded(part).mul(0.5).add_(0.5).clamp_(0, 1) for part in latents.split(self.decode_batch_size)]
+        pixels = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.modality is Modality.VIDEO:
             return Videos.pack(frames=list(pixels.movedim(1, 2)), fps=self.fps)
         return Images(pixels=pixels if pixels.ndim == 4 else pixels[:, :, 0])
 
-    @torch.no_grad()
+    def _decoded(self, latents: Tensor) -> Tensor:
+        """Pixels float32 in [-1, 1] of one call of the VAE, or of one per span of frames."""
+        span = self.bundle.vae_tile_frames
+        if span is None:
+            return self._decoded_at_once(latents)
+        factor = self.bundle.frame_divisor
+        return decoded_in_spans(self._decoded_at_once, latents, num_frames=span, factor=factor)
+
+    def _decoded_at_once(self, latents: Tensor) -> Tensor:
+        return self.bundle.vae.decode(self.to_vae(latents), return_dict=False)[0].float()
+
     def encode_media(self, media: Images | Videos) -> Tensor:
+        """See `vae_latents`. A family whose samples are more than their media refuses."""
+        return self.vae_latents(media)
+
+    @torch.no_grad()
+    def vae_latents(self, media: Images | Videos) -> Tensor:
         """Latents float32 of media, `decode_batch_size` at a time: the mode of the posterior, normalised as the
         transformer is trained on. Raises ConfigError for media of another kind or videos of different lengths."""
         pixels = self._pixels(media.in_floats() if isinstance(media, (Images, Videos)) else media)
@@ -221,7 +244,8 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         return torch.cat(latents)
 
     def image_latents(self, pictures: Sequence[Tensor]) -> list[Tensor]:
-        """Latents [C, h, w] float32 of pictures [3, H, W] in [0, 1], on the model's device.
+        """Latents [C, h, w] float32 of pictures [3, H, W] in [0, 1], on the model's device; [C, 1, h, w] of a family of
+        videos.
 
         Each distinct picture is encoded once, ever, per embedding cache, and alone, so that its latents do not depend
         on what else a batch holds.
@@ -229,14 +253,20 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         family, fingerprint = self.bundle.family.lower(), self._vae_fingerprint
         rows = self.embedding_cache.lookup(
             [content_key(family, fingerprint, picture_key(each)) for each in pictures],
-            lambda part: [{"latents": self.encode_media(Images(pixels=pictures[place][None]))[0]} for place in part],
+            lambda part: [{"latents": self.vae_latents(self._as_media(pictures[place]))[0]} for place in part],
             batch_size=1,
         )
         return [row["latents"].to(self.bundle.device) for row in rows]
 
+    def _as_media(self, picture: Tensor) -> Images | Videos:
+        """A picture [3, H, W] as what the family makes; of a family of videos one frame."""
+        if self.modality is Modality.VIDEO:
+            return Videos.pack(frames=[picture[None]])
+        return Images(pixels=picture[None])
+
     @cached_property
     def _vae_fingerprint(self) -> str:
-        return f"{weights_digest(self.bundle.vae).hex()} tiled {self.bundle.vae_tiling}"
+        return f"{weights_digest(self.bundle.vae).hex()} tiles {self.bundle.vae_tile_pixels}"
 
     def _pixels(self, media: Images | Videos) -> Tensor:
         """[B, 3, H, W] of images for a VAE of images, else [B, 3, F, H, W]."""
@@ -251,15 +281,30 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
             raise ConfigError(f"videos of {lengths} frames cannot be encoded together. Cut them to one length.")
         return media.frames.unflatten(0, (-1, lengths[0])).movedim(1, 2)
 
+    def cut_tokens(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[int]:
+        """See `TextEncoders.cut_tokens`."""
+        prompts = self.texts_to_encode(list(texts), is_negative=False)
+        return self.bundle.text.cut_tokens(prompts, self.sequence_length(params))
+
     def drop_text_encoders(self) -> None:
-        """Free the text encoders; prompts in the embedding cache still encode."""
+        """Free the text encoders; prompts in the embedding cache still encode.
+
+        Raises ConfigError where the cache has let some of them go.
+        """
+        lost = self.embedding_cache.statistics.num_lost
+        if lost:
+            raise ConfigError(
+                f"{lost} embeddings did not fit into the {self.embedding_cache.memory_bytes / 2**30:.3g} GiB of the "
+                "embedding cache, and cannot be made again without text encoders. Set pipeline.embedding_cache to a "
+                "folder, which keeps all, or engine.drop_text_encoders: false."
+            )
         self.bundle.drop_text_encoders()
 
     def _encode_texts(
-        self, texts: list[str], length: int, primitives: Mapping[str, Primitive]
+        self, texts: list[str], length: int, primitives: Mapping[str, Primitive], *, is_negative: bool
     ) -> dict[str, TextEmbedCondition]:
         """Every stream of the texts by slot. A family whose encoders see more of the request overrides this."""
-        del primitives
+        del primitives, is_negative
         encoders = self.bundle.text
         family = self.bundle.family.lower()
         return self._cached_streams(

@@ -13,20 +13,21 @@ from torch import Tensor, nn
 from unirl.models.bundle import Bundle
 from unirl.models.diffusers_pipeline.components import Component, Role
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
+from unirl.models.diffusers_pipeline.rules import span_problem
 from unirl.models.diffusers_pipeline.text import TextEncoders
+from unirl.models.diffusers_pipeline.tiling import work_in_tiles
+from unirl.models.extras import from_extra
 from unirl.models.loading import open_pipeline_folder
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
 
-try:
+with from_extra("diffusers"):
     import transformers
     from diffusers.models.modeling_utils import ModelMixin
-except ImportError as error:
-    raise ImportError(
-        "diffusers pipelines need diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
+@bounded("bundle")
 class DiffusersBundle(Bundle):
     """Base of the bundles of diffusers families: a family is a table of components and what training needs to know.
 
@@ -34,8 +35,9 @@ class DiffusersBundle(Bundle):
     text_encoder_dtype: of the text encoders, None takes `dtype`; vae_dtype: of the VAE, float32 by default because
     half-precision decoding shows. device: where all of it lives; text_encoder_device: where the text encoders do
     instead, "cpu" to keep them out of a GPU's memory. trains: the components that train; None for all that can.
-    vae_tiling: whether media larger than a tile are encoded and decoded tile by tile, which bounds the VAE's memory
-    and changes the seams.
+    vae_tile_pixels: media of more pixels on a side are encoded and decoded in tiles of that side, which bounds the
+    VAE's memory and changes the seams; None does them at once. vae_tile_frames: how many frames at a time a VAE decodes
+    that else decodes all at once (`decodes_at_once`); seams likewise.
     Only what trains keeps requires_grad. Raises CheckpointError or ConfigError before weights are read where the
     folder is missing, incomplete or of another pipeline class, and CheckpointError for weights that do not fit.
     """
@@ -60,6 +62,8 @@ class DiffusersBundle(Bundle):
     it."""
     frame_divisor: ClassVar[int] = 0
     """Frames per latent frame after the first (frames are this times k, plus 1); 0 for a family of images."""
+    decodes_at_once: ClassVar[bool] = False
+    """Whether the VAE holds all frames of a video while it decodes."""
 
     def __init__(
         self,
@@ -71,8 +75,13 @@ class DiffusersBundle(Bundle):
         text_encoder_dtype: str | None = None,
         text_encoder_device: str | None = None,
         trains: Sequence[str] | None = None,
-        vae_tiling: bool = False,
+        vae_tile_pixels: PositiveInt | None = None,
+        vae_tile_frames: PositiveInt | None = None,
     ) -> None:
+        if vae_tile_frames is not None:
+            problem = span_problem(vae_tile_frames, self.frame_divisor, decodes_at_once=self.decodes_at_once)
+            if problem is not None:
+                raise ConfigError(f"vae_tile_frames = {vae_tile_frames} {problem}")
         model_dtype = dtype_named(dtype, "dtype")
         dtypes = {
             Role.TRAINED: model_dtype,
@@ -81,7 +90,8 @@ class DiffusersBundle(Bundle):
             Role.TEXT: dtype_named(dtype if text_encoder_dtype is None else text_encoder_dtype, "text_encoder_dtype"),
         }
         self.pretrained_model = pretrained_model
-        self.vae_tiling = vae_tiling
+        self.vae_tile_pixels = vae_tile_pixels
+        self.vae_tile_frames = vae_tile_frames
         self.folder = open_pipeline_folder(pretrained_model, self.pipeline_classes)
         self.device = torch.device(device)
         text_device = self.device if text_encoder_device is None else torch.device(text_encoder_device)
@@ -108,7 +118,9 @@ class DiffusersBundle(Bundle):
             else:
                 does_train = name in (trainable if trains is None else trains)
                 model = self.load(name, component, dtypes[component.role], self.device, trains=does_train)
-                self.modules[name] = _arranged(model, vae_tiling, name) if component.role is Role.AUTOENCODER else model
+                self.modules[name] = _arranged(model) if component.role is Role.AUTOENCODER else model
+        if vae_tile_pixels is not None:
+            work_in_tiles(self.vae, vae_tile_pixels)
         self.text = self.make_text(encoders, {name: self.processors.get(name) for name in self._of(Role.PROCESSOR)})
         """Text encoders and tokenizers."""
 
@@ -126,6 +138,14 @@ class DiffusersBundle(Bundle):
 
     def check_index(self) -> None:
         """Raises ConfigError for settings of the folder that the family cannot use. Before weights are read."""
+
+    def refuse_mean_flow(self) -> None:
+        """Raises ConfigError for a mean-flow transformer, for families that released one beside the usual."""
+        if self.folder.config("transformer").get("use_meanflow"):
+            raise ConfigError(
+                f"{self.pretrained_model} is a mean-flow checkpoint, whose velocity depends on the next noise level "
+                "too. Use one with use_meanflow: false in transformer/config.json."
+            )
 
     def leaves_out(self) -> Collection[str]:
         """Components that are not loaded even where the folder has them."""
@@ -254,13 +274,9 @@ class DiffusersBundle(Bundle):
             raise ContractError(f"{self.family} trains {sorted(self._trained)}; got the components {sorted(state)}")
 
 
-def _arranged(vae: Any, tiling: bool, name: str) -> Any:  # Any: as in `load`
-    """A VAE as it is used: images without a change of layout around each convolution, and tiled where asked."""
+def _arranged(vae: Any) -> Any:  # Any: as in `load`
+    """A VAE as it is used: images without a change of layout around each convolution."""
     if not any(isinstance(module, nn.Conv3d) for module in vae.modules()):
         # A third less time on a CPU, tensor cores on a GPU.
         vae.to(memory_format=torch.channels_last)
-    if tiling:
-        if not hasattr(vae, "enable_tiling"):
-            raise ConfigError(f"vae_tiling: the {type(vae).__name__} of {name} cannot work in tiles. Set it to false.")
-        vae.enable_tiling()
     return vae

@@ -24,17 +24,18 @@ def unscaled(latents: Tensor, config: Mapping[str, Any]) -> Tensor:  # Any: as a
 
 def standardised(latents: Tensor, config: Mapping[str, Any]) -> Tensor:  # Any: as above
     """(x - latents_mean) / latents_std, channel by channel; latents [B, C, ...]."""
-    mean, std = _moments(latents, config)
+    mean, std = channel_moments(latents, config)
     return (latents - mean) / std
 
 
 def unstandardised(latents: Tensor, config: Mapping[str, Any]) -> Tensor:  # Any: as above
     """The inverse of `standardised`."""
-    mean, std = _moments(latents, config)
+    mean, std = channel_moments(latents, config)
     return latents * std + mean
 
 
-def _moments(latents: Tensor, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:  # Any: as above
+def channel_moments(latents: Tensor, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:  # Any: as above
+    """`latents_mean` and `latents_std`, each [1, C, ...], to be applied to latents [B, C, ...]."""
     shape = (1, -1, *(1 for _ in latents.shape[2:]))
     mean, std = (torch.tensor(config[name]).view(shape).to(latents) for name in ("latents_mean", "latents_std"))
     return mean, std

@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from unirl.models.extras import from_extra
 from unirl.models.patches import patched
 from unirl.types.conditions import ImagePatchCondition
 from unirl.types.errors import ConfigError, DataError
-from unirl.types.media import ImageLists, Images, Primitive
+from unirl.types.media import ImageLists, Images, Primitive, Videos
 
-try:
+with from_extra("diffusers"):
     from PIL import Image
-except ImportError as error:
-    raise ImportError("reference images need Pillow: pip install 'unirl-models[diffusers]'") from error
 
 REFERENCE = "reference"
 """Slot of the condition."""
@@ -61,6 +60,53 @@ def pictures_of(
     return samples
 
 
+def masked_pictures(
+    primitives: Mapping[str, Primitive], family: str, height: int, width: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """One picture [3, height, width] and one mask of that shape for each sample, of the slots "image" and "mask".
+
+    Raises ConfigError for a sample without an image or a mask, or with several.
+    """
+    pictures, masks = (
+        [resized(each, height, width) for (each,) in pictures_of(primitives, family, fewest=1, most=1, slot=slot) or []]
+        for slot in ("image", "mask")
+    )
+    if len(pictures) != len(masks):
+        raise ConfigError(f"a request has {len(pictures)} images and {len(masks)} masks; give one mask per image.")
+    return pictures, masks
+
+
+def clips_of(primitives: Mapping[str, Primitive], slot: str, num_frames: int) -> list[Tensor] | None:
+    """The frames [F, 3, H, W] in [0, 1] of each sample, None where the request has no such slot.
+
+    Videos, or the frames of each as ImageLists; frames of one channel stand for three. Raises ConfigError for media of
+    another kind and videos of another length, DataError for frames of different sizes.
+    """
+    media = primitives.get(slot)
+    if media is None:
+        return None
+    if isinstance(media, ImageLists):
+        clips = [_clip(frames, slot, row) for row, frames in enumerate(media.images)]
+    elif isinstance(media, Videos):
+        clips = [frames.expand(-1, 3, -1, -1) for frames in media.in_floats().unpack("frames")]
+    else:
+        raise ConfigError(f"the slot {slot!r} must hold videos, got {type(media).__name__}")
+    for row, frames in enumerate(clips):
+        if len(frames) != num_frames:
+            raise ConfigError(
+                f"the {slot} of sample {row} has {len(frames)} frames; {num_frames} are sampled. Cut it, or change "
+                "sampling.num_frames."
+            )
+    return clips
+
+
+def _clip(frames: Sequence[Tensor], slot: str, row: int) -> Tensor:
+    sizes = sorted({tuple(frame.shape) for frame in frames})
+    if len(sizes) != 1:
+        raise DataError(f"the {slot} of sample {row} has frames of the sizes {sizes}; one size is needed. Resize them.")
+    return torch.stack(list(frames))
+
+
 def whole_sides(picture: Tensor, multiple: int) -> tuple[int, int]:
     """Height and width of a picture [3, H, W], rounded down to multiples. Raises DataError where nothing is left."""
     height, width = (side // multiple * multiple for side in picture.shape[-2:])
@@ -94,6 +140,30 @@ def covered(picture: Tensor, height: int, width: int) -> Tensor:
     picture = resized(picture, rows, columns)
     top, left = rows // 2 - height // 2, columns // 2 - width // 2
     return picture[:, top : top + height, left : left + width]
+
+
+def resized_clip(frames: Tensor, height: int, width: int) -> Tensor:
+    """Frames [F, 3, H, W], each `resized`."""
+    return torch.stack([resized(frame, height, width) for frame in frames])
+
+
+def letterboxed(picture: Tensor, height: int, width: int) -> Tensor:
+    """A picture [3, H, W] resized, its shape kept, to fit into the size, in the middle of black."""
+    rows, columns = picture.shape[-2:]
+    if width * rows < columns * height:
+        columns, rows = width, rows * width // columns
+    else:
+        columns, rows = columns * height // rows, height
+    top, left = height // 2 - rows // 2, width // 2 - columns // 2
+    canvas = torch.zeros(3, height, width)
+    canvas[:, top : top + rows, left : left + columns] = resized(picture, rows, columns)
+    return canvas
+
+
+def grey_scale(picture: Tensor) -> Tensor:
+    """[H, W] of a picture [3, H, W] in [0, 1], by Pillow's weights in 8 bits."""
+    grey = as_pil(picture).convert("L")
+    return torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).view(grey.height, grey.width) / 255
 
 
 def as_pil(picture: Tensor) -> Image.Image:

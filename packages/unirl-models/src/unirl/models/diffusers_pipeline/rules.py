@@ -7,6 +7,9 @@ from pathlib import Path
 
 from unirl.types.recipe import Messages, Part, Run
 
+OVERLAP = 4
+"""A tile shares one part in so many of its side with each neighbour, where the two are blended."""
+
 
 def image_divides(own: Part, run: Run) -> Messages:
     """Height and width divide into latent patches."""
@@ -33,6 +36,61 @@ def frames_divide(own: Part, run: Run) -> Messages:
             f"sampling.num_frames = {value} is not {factor} k + 1. Set sampling.num_frames: {below} or "
             f"{below + factor}."
         )
+
+
+def tiles_fit(own: Part, run: Run) -> Messages:
+    """Tiles of the VAE are smaller than what is made, and the last of a side is no strip that a decoder cannot pad."""
+    tile = own.node.get("vae_tile_pixels")
+    sides = [run.sampling.get(name) for name in ("height", "width")]
+    if not isinstance(tile, int) or tile < OVERLAP or not all(isinstance(side, int) for side in sides):
+        return
+    if max(sides) <= tile:
+        yield (
+            f"{own.at}.vae_tile_pixels = {tile} cuts nothing of {sides[0]} x {sides[1]} pixels. Set it below "
+            f"{max(sides)}, or null."
+        )
+    divisor = own.ability("latent_divisor")
+    narrow = [side for side in sides if side > tile and _last_tile(side, tile) <= divisor]
+    if narrow:
+        step = OVERLAP * divisor
+        fitting = [
+            size
+            for size in range(step, max(sides), step)
+            if all(side <= size or _last_tile(side, size) > divisor for side in sides)
+        ]
+        fix = f"Set it to {min(fitting, key=lambda size: abs(size - tile))}" if fitting else "Set it to null"
+        yield (
+            f"{own.at}.vae_tile_pixels = {tile} leaves a last tile of {_last_tile(narrow[0], tile)} of {narrow[0]} "
+            f"pixels, too narrow for a decoder. {fix}."
+        )
+
+
+def spans_fit(own: Part, run: Run) -> Messages:
+    """Spans of frames are those that a decoder can be given, and shorter than the video."""
+    span, num_frames = own.node.get("vae_tile_frames"), run.sampling.node.get("num_frames", 1)
+    if not isinstance(span, int) or not isinstance(num_frames, int):
+        return
+    problem = span_problem(span, own.ability("frame_divisor"), decodes_at_once=own.ability("decodes_at_once"))
+    if problem is None and span >= num_frames:
+        problem = f"cuts nothing of {num_frames} frames. Set it below, or null."
+    if problem is not None:
+        yield f"{own.at}.vae_tile_frames = {span} {problem}"
+
+
+def span_problem(num_frames: int, factor: int, *, decodes_at_once: bool) -> str | None:
+    """Why a VAE cannot decode so many frames at a time; None where it can. factor: frames per latent frame."""
+    if not decodes_at_once:
+        return "means nothing to a family of images, or of videos whose VAE works a few frames at a time. Remove it."
+    if num_frames < 2 * factor + 1 or (num_frames - 1) % factor:
+        nearest = max(2, round((num_frames - 1) / factor)) * factor + 1
+        return f"is not {factor} k + 1 with k of 2 or more. The nearest that is: {nearest}."
+    return None
+
+
+def _last_tile(side: int, tile: int) -> int:
+    """Pixels of the last tile on a side."""
+    own = tile - tile // OVERLAP
+    return side - (side - 1) // own * own
 
 
 def _latent_divisor(model: str | None, released: int, patch: int) -> int:
@@ -76,4 +134,4 @@ def _patch(file: Path) -> int:
     raise KeyError("no patch")
 
 
-RULES = (image_divides, frames_divide)
+RULES = (image_divides, frames_divide, tiles_fit, spans_fit)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from unirl.models.extras import from_extra
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
 
-try:
+with from_extra("diffusers"):
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-except ImportError as error:
-    raise ImportError("text encoders need transformers: pip install 'unirl-models[diffusers]'") from error
 
 # Elements of each weight that enter the fingerprint: enough that a trained copy differs, cheap for 5e9 parameters.
 _SAMPLES_PER_WEIGHT = 16
@@ -79,10 +78,53 @@ class TextEncoders(ABC):
         with torch.no_grad():
             return {"text": text, **self._encode_beside(texts)}
 
+    def tokens(
+        self,
+        texts: Sequence[str],
+        max_length: int,
+        *,
+        suffix: str = "",
+        padding: Literal["max_length", "longest"] = "max_length",
+    ) -> Any:  # Any: a BatchEncoding, which types its tensors by name
+        """Ids and mask [B, L] by the tokenizer of that suffix, on the device of its encoder.
+
+        Texts are cut at `max_length` and filled up to it, or to the longest of them.
+        """
+        tokens = self.tokenizers[f"tokenizer{suffix}"](
+            list(texts), padding=padding, max_length=max_length, truncation=True, return_tensors="pt"
+        )
+        return tokens.to(self.encoders[f"text_encoder{suffix}"].device)
+
+    def token_limits(self, max_sequence_length: int) -> dict[str, int]:
+        """Most tokens of a text that each tokenizer keeps, by its suffix. Families with other lengths override this."""
+        return {"": max_sequence_length}
+
+    def cut_tokens(self, texts: Sequence[str], max_sequence_length: int) -> list[int]:
+        """Tokens of each text that no encoder reads, because the text is too long for each: the fewest that one cuts.
+
+        End marks and start marks count as the tokenizer counts them; a template around the text does not.
+        """
+        cut = []
+        for suffix, limit in self.token_limits(max_sequence_length).items():
+            tokenizer = self.tokenizers.get(f"tokenizer{suffix}")
+            if tokenizer is not None:
+                lengths = [len(ids) for ids in tokenizer(list(texts), verbose=False).input_ids]
+                cut.append([max(0, length - limit) for length in lengths])
+        return [min(each) for each in zip(*cut, strict=True)] if cut else [0] * len(texts)
+
     def _encode_beside(self, texts: Sequence[str]) -> dict[str, TextEmbedCondition]:
         """Streams of another width than "text", by slot. A family that has some overrides this."""
         del texts
         return {}
+
+
+# Any: models and tokenizers of transformers type their calls by keyword.
+def user_turns(tokenizer: Any, texts: Sequence[str], *, enable_thinking: bool) -> list[str]:
+    """Each text as the turn of a user in Qwen3's template of a conversation, up to where the answer begins."""
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    return tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
+    )
 
 
 def ragged(rows: Sequence[Tensor]) -> TextEmbedCondition:
@@ -94,18 +136,21 @@ def ragged(rows: Sequence[Tensor]) -> TextEmbedCondition:
     return TextEmbedCondition(embeds=embeds, attention_mask=mask)
 
 
-# Any: models and tokenizers of transformers type their calls by keyword.
-def language_states(encoder: Any, tokens: Any, *, layer: int, start: int) -> TextEmbedCondition:
+# Any: as above.
+def language_states(
+    encoder: Any, tokens: Any, *, layer: int, start: int = 0, stop: int | None = None
+) -> TextEmbedCondition:
     """Hidden states of a language model over tokens with a mask: ragged, and without the template before the prompt.
 
-    layer: of `hidden_states`; -1 is the last. start: tokens of the template.
+    layer: of `hidden_states`; -1 is the last. start: tokens of the template. stop: number of tokens after which
+    the rest is left out.
     """
     tokens = tokens.to(encoder.device)
     out = encoder(
         input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True, use_cache=False
     )
     hidden = out.hidden_states[layer]
-    return ragged([row[mask.bool()][start:] for row, mask in zip(hidden, tokens.attention_mask, strict=True)])
+    return ragged([row[mask.bool()][start:stop] for row, mask in zip(hidden, tokens.attention_mask, strict=True)])
 
 
 def _fingerprint(encoders: Iterable[nn.Module | None], tokenizers: Iterable[PreTrainedTokenizerBase]) -> str:

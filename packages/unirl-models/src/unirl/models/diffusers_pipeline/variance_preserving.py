@@ -59,8 +59,9 @@ class VariancePreservingAdapter(TextConditionedAdapter[BundleT]):
         """The checkpoint's own levels, other timesteps of them."""
         return dataclasses.replace(self.levels, timestep_spacing=spacing)
 
-    def to_flow(self, latents: Tensor, sigma: float) -> Tensor:
-        """See `DiffusionAdapter.to_flow`."""
+    def starting_latents(self, latents: Tensor, sigma: float, conditions: Conditions) -> Tensor:
+        """See `DiffusionAdapter.starting_latents`."""
+        del conditions
         return to_flow(latents, torch.full(latents.shape[:1], sigma, device=latents.device))
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:

@@ -10,15 +10,12 @@ from torch import Tensor
 from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.geometry import Geometry
-from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
 from unirl.models.flux.bundle import FluxBundle
 from unirl.models.guidance import check_distilled_guidance, refuse_guidance
 from unirl.models.patches import packed_2x2, places, unpacked_2x2
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
-
-RELEASED_GUIDANCE = 3.5
 
 FluxBundleT = TypeVar("FluxBundleT", bound=FluxBundle)
 
@@ -44,7 +41,8 @@ class FluxTextAdapter(TextConditionedAdapter[FluxBundleT], Generic[FluxBundleT])
         """Raises ConfigError also for guidance that the checkpoint does not take, and for the lack of one it needs."""
         super().check_params(params)
         distilled = self.bundle.is_distilled
-        check_distilled_guidance(params, self.bundle.family, takes=not distilled, released=RELEASED_GUIDANCE)
+        released = self.bundle.released_guidance
+        check_distilled_guidance(params, self.bundle.family, takes=not distilled, released=released)
         if distilled:
             refuse_guidance(params, self.bundle.pretrained_model, "FLUX.1-dev")
 
@@ -85,14 +83,6 @@ class FluxTextAdapter(TextConditionedAdapter[FluxBundleT], Generic[FluxBundleT])
             return_dict=False,
         )[0]
         return unpacked_2x2(out[:, :num_tokens], height, width)
-
-    def to_vae(self, latents: Tensor) -> Tensor:
-        """Scaled and shifted back."""
-        return unscaled(latents.to(self.bundle.vae.dtype), self.bundle.vae.config)
-
-    def from_vae(self, latents: Tensor) -> Tensor:
-        """Shifted and scaled."""
-        return scaled(latents, self.bundle.vae.config)
 
 
 class FluxAdapter(FluxTextAdapter[FluxBundle]):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION
 from unirl.models.experts import RankFollowing
+from unirl.models.extras import from_extra
 from unirl.models.flux.text import FluxTextEncoders
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
     from transformers import CLIPTextModel, T5EncoderModel
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.flux needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class FluxBundle(RankFollowing, DiffusersBundle):
@@ -33,17 +31,13 @@ class FluxBundle(RankFollowing, DiffusersBundle):
     text_class = FluxTextEncoders
     block_class_names = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     # The projections of the attention of both kinds of blocks, image and text side.
-    lora_target_modules = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    lora_target_modules = JOINT_ATTENTION
     latent_patch = 2
+    recipe_rules = "unirl.models.flux.rules"
+    released_guidance = 3.5
+    """Of the input that the checkpoint was published with."""
+    takes_second_forward = True
+    """Whether classifier-free guidance on top is known to the stock pipeline."""
 
     @property
     def is_distilled(self) -> bool:
@@ -56,6 +50,7 @@ class FluxKontextBundle(FluxBundle):
 
     family = "FLUX.1 Kontext"
     pipeline_classes = ("FluxKontextPipeline",)
+    released_guidance = 2.5
     reads_media = True
     needs_media = True
     most_images = 1
@@ -66,6 +61,8 @@ class FluxFillBundle(FluxBundle):
 
     family = "FLUX.1 Fill"
     pipeline_classes = ("FluxFillPipeline",)
+    released_guidance = 30.0
+    takes_second_forward = False
     reads_media = True
     needs_media = True
     most_images = 1

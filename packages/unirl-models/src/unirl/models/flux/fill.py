@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pixel_unshuffle
 
 from unirl.models.adapter import require_condition
-from unirl.models.diffusers_pipeline.references import pictures_of, resized
+from unirl.models.diffusers_pipeline.references import masked_pictures
 from unirl.models.flux.adapter import FluxTextAdapter
 from unirl.models.flux.bundle import FluxFillBundle
 from unirl.models.patches import packed_2x2
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
-from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
@@ -39,19 +38,12 @@ class FluxFillAdapter(FluxTextAdapter[FluxFillBundle]):
         self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
     ) -> dict[str, Condition]:
         """Raises ConfigError for a sample without an image or a mask, or with several."""
-        size = (params.height, params.width)
-        samples = {
-            slot: pictures_of(primitives, self.bundle.family, fewest=1, most=1, slot=slot) or []
-            for slot in ("image", "mask")
-        }
-        pictures = [resized(picture, *size) for (picture,) in samples["image"]]
-        masks = [resized(mask, *size)[0] >= 0.5 for (mask,) in samples["mask"]]
-        if len(pictures) != len(masks):
-            raise ConfigError(f"a request has {len(pictures)} images and {len(masks)} masks; give one mask per image.")
+        pictures, masks = masked_pictures(primitives, self.bundle.family, params.height, params.width)
+        holes = [mask[0] >= 0.5 for mask in masks]
         # Half grey is 0 in the VAE's range, as the stock pipeline masks.
-        holed = [torch.where(mask, 0.5, picture) for picture, mask in zip(pictures, masks, strict=True)]
+        holed = [torch.where(hole, 0.5, picture) for picture, hole in zip(pictures, holes, strict=True)]
         latents = torch.stack(self.image_latents(holed))
-        by_element = pixel_unshuffle(torch.stack(masks)[:, None].to(latents), self.geometry.vae_factor)
+        by_element = pixel_unshuffle(torch.stack(holes)[:, None].to(latents), self.geometry.vae_factor)
         return {MASKED: ImageLatentCondition(latents=torch.cat([latents, by_element], dim=1))}
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.references import (
     REFERENCE,
+    distinct,
     packed_references,
     pictures_of,
     resized,
@@ -65,13 +66,14 @@ class FluxKontextAdapter(FluxTextAdapter[FluxKontextBundle]):
         """Raises ConfigError for a sample without an image or with several."""
         samples = pictures_of(primitives, self.bundle.family, fewest=1, most=1)
         multiple, keeps = self.geometry.vae_factor * self.geometry.patch, params.sampler_kwargs.get(KEEP_SIZE)
+        pictures, chosen = distinct(samples or [])
         fitted = [
             resized(picture, *(whole_sides(picture, multiple) if keeps else _trained_sides(picture, multiple)))
-            for sample in samples or []
-            for picture in sample
+            for picture in pictures
         ]
         latents = self.image_latents(fitted)
-        return {REFERENCE: packed_references([[each] for each in latents], self.geometry.patch, self.bundle.device)}
+        by_sample = [[latents[place] for place in sample] for sample in chosen]
+        return {REFERENCE: packed_references(by_sample, self.geometry.patch, self.bundle.device)}
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         """Rows whose images have one size are one forward."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.types.conditions import TextEmbedCondition
 
@@ -19,14 +17,12 @@ CLIP_TOKENS = 77
 class FluxTextEncoders(TextEncoders):
     """Texts of exactly `max_sequence_length` tokens with a pooled vector, without a mask."""
 
+    def token_limits(self, max_sequence_length: int) -> dict[str, int]:
+        """CLIP only gives a vector of the whole; what counts is T5."""
+        return {"_2": max_sequence_length}
+
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         limit = min(self.tokenizers["tokenizer"].model_max_length, CLIP_TOKENS)
-        pooled = self.encoders["text_encoder"](self._ids("", texts, limit)).pooler_output
-        hidden = self.encoders["text_encoder_2"](self._ids("_2", texts, max_sequence_length))[0]
-        return TextEmbedCondition(embeds=hidden, pooled=pooled)
-
-    def _ids(self, suffix: str, texts: Sequence[str], length: int) -> Tensor:
-        tokens = self.tokenizers[f"tokenizer{suffix}"](
-            list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-        )
-        return tokens.input_ids.to(self.encoders[f"text_encoder{suffix}"].device)
+        pooled = self.encoders["text_encoder"](self.tokens(texts, limit).input_ids).pooler_output
+        ids = self.tokens(texts, max_sequence_length, suffix="_2").input_ids
+        return TextEmbedCondition(embeds=self.encoders["text_encoder_2"](ids)[0], pooled=pooled)

@@ -15,12 +15,14 @@ from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.diffusers_pipeline.references import (
     REFERENCE,
     cropped,
+    distinct,
     packed_references,
     pictures_of,
     resized,
     stacked,
 )
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
+from unirl.models.flux2_klein.rules import BASE_CHECKPOINTS
 from unirl.models.guidance import refuse_guidance
 from unirl.models.patches import patched, places
 from unirl.models.ragged_rows import in_groups
@@ -59,7 +61,7 @@ class Flux2KleinAdapter(TextConditionedAdapter[Flux2KleinBundle]):
         """Raises ConfigError for what this family would ignore, guidance of a distilled checkpoint included."""
         super().check_params(params)
         if self.bundle.is_distilled:
-            refuse_guidance(params, self.bundle.pretrained_model, "a base checkpoint (FLUX.2-klein-base-4B, -9B)")
+            refuse_guidance(params, self.bundle.pretrained_model, BASE_CHECKPOINTS)
 
     def schedule(self, convention: Convention | None) -> SigmaSchedule:
         """The empirical shift, unless the checkpoint's is static."""
@@ -76,9 +78,9 @@ class Flux2KleinAdapter(TextConditionedAdapter[Flux2KleinBundle]):
         if samples is None:
             return {}
         multiple = self.geometry.vae_factor
-        ready = [[fitted(picture, multiple) for picture in sample] for sample in samples]
-        latents = iter(self.image_latents([picture for sample in ready for picture in sample]))
-        by_sample = [[next(latents) for _ in sample] for sample in ready]
+        pictures, chosen = distinct(samples)
+        latents = self.image_latents([fitted(picture, multiple) for picture in pictures])
+        by_sample = [[latents[place] for place in sample] for sample in chosen]
         return {REFERENCE: packed_references(by_sample, 1, self.bundle.device)}
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:

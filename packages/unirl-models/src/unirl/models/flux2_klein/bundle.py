@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION
 from unirl.models.experts import RankFollowing
+from unirl.models.extras import from_extra
 from unirl.models.flux2_klein.text import Flux2KleinTextEncoders
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
     from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
     from transformers import Qwen3ForCausalLM
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.flux2_klein needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class Flux2KleinBundle(RankFollowing, DiffusersBundle):
@@ -32,14 +30,7 @@ class Flux2KleinBundle(RankFollowing, DiffusersBundle):
     block_class_names = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     # Attention and feed-forward of the double blocks, image and text side, and the fused input of the single ones.
     lora_target_modules = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.linear_in",
         "ff.linear_out",
         "ff_context.linear_in",
@@ -47,6 +38,7 @@ class Flux2KleinBundle(RankFollowing, DiffusersBundle):
         "attn.to_qkv_mlp_proj",
     )
     latent_patch = 2
+    recipe_rules = "unirl.models.flux2_klein.rules"
     reads_media = True
     most_images = 4
 

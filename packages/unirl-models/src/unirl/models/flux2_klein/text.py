@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unirl.models.diffusers_pipeline.text import TextEncoders
+from unirl.models.diffusers_pipeline.text import TextEncoders, user_turns
+from unirl.models.extras import from_extra
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
 
-try:
+with from_extra("diffusers"):
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-except ImportError as error:
-    raise ImportError("text encoders need transformers: pip install 'unirl-models[diffusers]'") from error
 
 READ_LAYERS = (9, 18, 27)
 """Hidden states that the transformer reads; 0 is the embedding."""
@@ -40,20 +39,17 @@ class Flux2KleinTextEncoders(TextEncoders):
             )
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        encoder, tokenizer = self.encoders["text_encoder"], self.tokenizers["tokenizer"]
-        turns = [[{"role": "user", "content": text}] for text in texts]
-        tokens = tokenizer(
-            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False),
-            padding="max_length",
-            truncation=True,
-            max_length=max_sequence_length,
-            return_tensors="pt",
-        ).to(encoder.device)
+        turns = user_turns(self.tokenizers["tokenizer"], texts, enable_thinking=False)
+        tokens = self.tokens(turns, max_sequence_length)
         # The body alone: the logits of 150,000 words are not read.
-        hidden = encoder.model(
-            input_ids=tokens.input_ids,
-            attention_mask=tokens.attention_mask,
-            output_hidden_states=True,
-            use_cache=False,
-        ).hidden_states
+        hidden = (
+            self.encoders["text_encoder"]
+            .model(
+                input_ids=tokens.input_ids,
+                attention_mask=tokens.attention_mask,
+                output_hidden_states=True,
+                use_cache=False,
+            )
+            .hidden_states
+        )
         return TextEmbedCondition(embeds=torch.cat([hidden[layer] for layer in READ_LAYERS], dim=-1))

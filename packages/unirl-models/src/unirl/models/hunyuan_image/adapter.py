@@ -7,7 +7,6 @@ from torch import Tensor
 from unirl.models.adapter import TIMESTEPS_PER_SIGMA, require_condition, timesteps
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.geometry import Geometry
-from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
 from unirl.models.guidance import check_distilled_guidance
 from unirl.models.hunyuan_image.bundle import HunyuanImageBundle
 from unirl.types.conditions import TextEmbedCondition
@@ -64,11 +63,3 @@ class HunyuanImageAdapter(TextConditionedAdapter[HunyuanImageBundle]):
             guidance=None if scale is None else x_R.new_full((len(x_R),), scale * TIMESTEPS_PER_SIGMA),
             return_dict=False,
         )[0]
-
-    def to_vae(self, latents: Tensor) -> Tensor:
-        """Scaled back."""
-        return unscaled(latents.to(self.bundle.vae.dtype), self.bundle.vae.config)
-
-    def from_vae(self, latents: Tensor) -> Tensor:
-        """Scaled."""
-        return scaled(latents, self.bundle.vae.config)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION, JOINT_FEED_FORWARD
+from unirl.models.extras import from_extra
 from unirl.models.hunyuan_image.text import HunyuanImageTextEncoders
-from unirl.types.errors import ConfigError
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanimage import AutoencoderKLHunyuanImage
     from diffusers.models.transformers.transformer_hunyuanimage import HunyuanImageTransformer2DModel
     from transformers import Qwen2_5_VLForConditionalGeneration, T5EncoderModel
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.hunyuan_image needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class HunyuanImageBundle(DiffusersBundle):
@@ -33,26 +30,9 @@ class HunyuanImageBundle(DiffusersBundle):
     text_class = HunyuanImageTextEncoders
     block_class_names = ("HunyuanImageTransformerBlock", "HunyuanImageSingleTransformerBlock")
     # Attention of all blocks and of the text refiner, and the feed-forward layers of the two-stream blocks.
-    lora_target_modules = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    )
+    lora_target_modules = (*JOINT_ATTENTION, *JOINT_FEED_FORWARD)
     latent_divisor = 32
 
     def check_index(self) -> None:
         """Raises ConfigError for a mean-flow transformer (the released distilled checkpoint is one)."""
-        if self.folder.config("transformer").get("use_meanflow"):
-            raise ConfigError(
-                f"{self.pretrained_model} is a mean-flow checkpoint, whose velocity depends on the next noise level "
-                "too. Use one with use_meanflow: false in transformer/config.json."
-            )
+        self.refuse_mean_flow()

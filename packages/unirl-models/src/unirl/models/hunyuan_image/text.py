@@ -10,15 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from unirl.models.diffusers_pipeline.glyphs import glyph_embeds
-from unirl.models.diffusers_pipeline.text import TextEncoders, language_states
+from unirl.models.diffusers_pipeline.glyphs import GlyphTextEncoders
+from unirl.models.diffusers_pipeline.text import language_states
 from unirl.models.qwen_image.text import SYSTEM_PROMPT, TEMPLATE_TOKENS
 from unirl.types.conditions import TextEmbedCondition
 
 TEMPLATE = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>"
 HIDDEN_STATE = -3
 """The transformer was trained on the states two layers below the last."""
-GLYPH_TOKENS = 128
 # In the order in which the published pipeline looks for them.
 _QUOTED = (
     "'(.*?)'",
@@ -28,23 +27,19 @@ _QUOTED = (
 )
 
 
-class HunyuanImageTextEncoders(TextEncoders):
-    """Ragged texts with a mask in both slots: "text", and "text_2" of words to draw, which may be none."""
+class HunyuanImageTextEncoders(GlyphTextEncoders):
+    """Ragged texts with a mask in both slots."""
+
+    max_glyph_tokens = 128
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        tokens = self.tokenizers["tokenizer"](
-            [TEMPLATE.format(text) for text in texts],
-            max_length=TEMPLATE_TOKENS + max_sequence_length,
-            padding=True,
-            truncation=True,
-            return_tensors="pt",
-        )
+        requests = [TEMPLATE.format(text) for text in texts]
+        tokens = self.tokens(requests, TEMPLATE_TOKENS + max_sequence_length, padding="longest")
         return language_states(self.encoders["text_encoder"], tokens, layer=HIDDEN_STATE, start=TEMPLATE_TOKENS)
 
-    def _encode_beside(self, texts: Sequence[str]) -> dict[str, TextEmbedCondition]:
-        words = [quoted(text) for text in texts]
-        glyphs = glyph_embeds(self.encoders["text_encoder_2"], self.tokenizers["tokenizer_2"], words, GLYPH_TOKENS)
-        return {"text_2": glyphs}
+    def words_to_draw(self, prompt: str) -> list[str]:
+        """See `quoted`."""
+        return quoted(prompt)
 
 
 def quoted(prompt: str) -> list[str]:

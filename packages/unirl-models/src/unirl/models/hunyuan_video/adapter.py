@@ -13,8 +13,6 @@ from unirl.types.conditions import TextEmbedCondition
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
-RELEASED_GUIDANCE = 6.0
-
 
 class HunyuanVideoAdapter(ScaledVideoLatents[HunyuanVideoBundle]):
     """Conditions: "text" with mask and pooled vectors, and "negative_text" where guidance is on.
@@ -31,7 +29,7 @@ class HunyuanVideoAdapter(ScaledVideoLatents[HunyuanVideoBundle]):
         """Raises ConfigError also where a distilled checkpoint gets no guidance as an input."""
         super().check_params(params)
         takes = self.bundle.transformer.config["guidance_embeds"]
-        check_distilled_guidance(params, self.bundle.family, takes=takes, released=RELEASED_GUIDANCE)
+        check_distilled_guidance(params, self.bundle.family, takes=takes, released=self.bundle.released_guidance)
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         """Velocity [R, C, f, h, w] of the transformer, fed 1000 sigma and 1000 times the distilled guidance."""
@@ -40,7 +38,7 @@ class HunyuanVideoAdapter(ScaledVideoLatents[HunyuanVideoBundle]):
         dtype = next(transformer.parameters()).dtype
         scale = params.distilled_guidance_scale
         return transformer(
-            hidden_states=x_R.to(dtype),
+            hidden_states=self.hidden_states(x_R, conditions).to(dtype),
             timestep=sigma_R * TIMESTEPS_PER_SIGMA,
             encoder_hidden_states=text.embeds.to(x_R.device, dtype),
             encoder_attention_mask=text.mask.to(x_R.device),
@@ -48,3 +46,8 @@ class HunyuanVideoAdapter(ScaledVideoLatents[HunyuanVideoBundle]):
             guidance=None if scale is None else x_R.new_full((len(x_R),), scale * TIMESTEPS_PER_SIGMA),
             return_dict=False,
         )[0]
+
+    def hidden_states(self, x_R: Tensor, conditions: Conditions) -> Tensor:
+        """What the transformer reads: the latents, and what else a task gives it."""
+        del conditions
+        return x_R

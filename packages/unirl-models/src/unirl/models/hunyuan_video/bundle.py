@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION, JOINT_FEED_FORWARD
+from unirl.models.extras import from_extra
+from unirl.models.hunyuan_video.image_text import HunyuanVideoImageTextEncoders
 from unirl.models.hunyuan_video.text import HunyuanVideoTextEncoders
+from unirl.types.errors import ConfigError
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
-    from transformers import CLIPTextModel, LlamaModel
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.hunyuan_video needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
+    from transformers import CLIPTextModel, LlamaModel, LlavaForConditionalGeneration
 
 
 class HunyuanVideoBundle(DiffusersBundle):
@@ -32,18 +35,64 @@ class HunyuanVideoBundle(DiffusersBundle):
     text_class = HunyuanVideoTextEncoders
     block_class_names = ("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock")
     # Attention of all blocks and of the text refiner, and the feed-forward layers of the two-stream blocks.
-    lora_target_modules = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    )
+    lora_target_modules = (*JOINT_ATTENTION, *JOINT_FEED_FORWARD)
     frame_divisor = 4
+    recipe_rules = "unirl.models.hunyuan_video.rules"
+    released_guidance = 6.0
+    """Of the input that the checkpoint was published with."""
+
+
+class HunyuanVideoImageBundle(HunyuanVideoBundle):
+    """A checkpoint that makes videos which begin with a given image, see `HunyuanVideoBundle`.
+
+    Raises ConfigError where its transformer reads an image in no way that this family knows.
+    """
+
+    family = "HunyuanVideo I2V"
+    pipeline_classes = ("HunyuanVideoImageToVideoPipeline",)
+    components = {
+        **HunyuanVideoBundle.components,
+        "text_encoder": text_encoder(LlavaForConditionalGeneration),
+        "image_processor": processor(),
+    }
+    text: HunyuanVideoImageTextEncoders
+    # Of the two kinds of transformers each has its own.
+    block_class_names = (
+        *HunyuanVideoBundle.block_class_names,
+        "HunyuanVideoTokenReplaceTransformerBlock",
+        "HunyuanVideoTokenReplaceSingleTransformerBlock",
+    )
+    reads_media = True
+    needs_media = True
+    most_images = 1
+
+    @property
+    def replaces_first_frame(self) -> bool:
+        """Whether the image stands in the place of the first latent frame instead of in channels beside the noise."""
+        return self.transformer.config["image_condition_type"] == "token_replace"
+
+    @property
+    def image_token_stride(self) -> int:
+        """One of so many tokens that the text encoder has of the image is read."""
+        return 4 if self.replaces_first_frame else 2
+
+    def make_text(
+        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
+    ) -> HunyuanVideoImageTextEncoders:  # Any: models and tokenizers of transformers
+        """The encoders with the processor of images."""
+        tokenizers = {name: processors[name] for name in ("tokenizer", "tokenizer_2")}
+        # Required like every component, so it is there.
+        image_processor: Any = processors["image_processor"]
+        return HunyuanVideoImageTextEncoders(encoders, tokenizers, image_processor)
+
+    def check_index(self) -> None:
+        """Raises ConfigError for a transformer that reads no image, or other channels than it says."""
+        config = self.folder.config("transformer")
+        kind, latents = config.get("image_condition_type"), config.get("out_channels", 16)
+        channels = {"latent_concat": 2 * latents + 1, "token_replace": latents}
+        if config.get("in_channels", 16) != channels.get(kind):
+            raise ConfigError(
+                f"{self.folder.path}: transformer/config.json has image_condition_type = {kind!r} and in_channels = "
+                f"{config.get('in_channels')}; known are {channels} (kind: channels). Use a checkpoint of image to "
+                "video, or HunyuanVideoBundle for one of text alone."
+            )

@@ -1,17 +1,14 @@
-"""Latents of videos whose VAE names its factors and one scale: HunyuanVideo and 1.5."""
+"""Latents of videos whose VAE names its factors: HunyuanVideo and 1.5."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from unirl.models.diffusers_pipeline.adapter import BundleT, TextConditionedAdapter
 from unirl.models.diffusers_pipeline.geometry import Geometry
-from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
 from unirl.types.media import Modality
 
 
 class ScaledVideoLatents(TextConditionedAdapter[BundleT]):
-    """What both generations share: geometry, the way to the VAE and back, 24 frames a second."""
+    """What both generations share: geometry, and 24 frames a second."""
 
     modality = Modality.VIDEO
     fps = 24.0
@@ -28,11 +25,3 @@ class ScaledVideoLatents(TextConditionedAdapter[BundleT]):
             vae["temporal_compression_ratio"],
             transformer["patch_size_t"],
         )
-
-    def to_vae(self, latents: Tensor) -> Tensor:
-        """Scaled back."""
-        return unscaled(latents.to(self.bundle.vae.dtype), self.bundle.vae.config)
-
-    def from_vae(self, latents: Tensor) -> Tensor:
-        """Scaled."""
-        return scaled(latents, self.bundle.vae.config)

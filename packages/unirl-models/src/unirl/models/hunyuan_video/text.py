@@ -33,19 +33,12 @@ class HunyuanVideoTextEncoders(TextEncoders):
     """Ragged texts with a mask: the tokens of the prompt and of the template's end; pooled of CLIP."""
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        tokens = self.tokenizers["tokenizer"](
-            [TEMPLATE.format(text) for text in texts],
-            max_length=TEMPLATE_TOKENS + max_sequence_length,
-            padding=True,
-            truncation=True,
-            return_tensors="pt",
-        )
+        requests = [TEMPLATE.format(text) for text in texts]
+        tokens = self.tokens(requests, TEMPLATE_TOKENS + max_sequence_length, padding="longest")
         text = language_states(self.encoders["text_encoder"], tokens, layer=HIDDEN_STATE, start=TEMPLATE_TOKENS)
-        return text.replace(pooled=self._pooled(texts))
+        return text.replace(pooled=self.pooled(texts))
 
-    def _pooled(self, texts: Sequence[str]) -> Tensor:
-        encoder = self.encoders["text_encoder_2"]
-        ids = self.tokenizers["tokenizer_2"](
-            list(texts), padding="max_length", max_length=CLIP_TOKENS, truncation=True, return_tensors="pt"
-        ).input_ids
-        return encoder(ids.to(encoder.device)).pooler_output
+    def pooled(self, texts: Sequence[str]) -> Tensor:
+        """[B, D] of CLIP."""
+        ids = self.tokens(texts, CLIP_TOKENS, suffix="_2").input_ids
+        return self.encoders["text_encoder_2"](ids).pooler_output

@@ -7,18 +7,16 @@ from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION, JOINT_FEED_FORWARD
 from unirl.models.diffusers_pipeline.text import TextEncoders
+from unirl.models.extras import from_extra
 from unirl.models.hunyuan_video15.text import HunyuanVideo15TextEncoders
 from unirl.types.errors import ConfigError
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
     from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
     from transformers import Qwen2_5_VLTextModel, SiglipVisionModel, T5EncoderModel
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.hunyuan_video15 needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 # Of a guider that does no more than classifier-free guidance at a scale.
 _PLAIN_GUIDER = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
@@ -40,21 +38,9 @@ class HunyuanVideo15Bundle(DiffusersBundle):
     text_class = HunyuanVideo15TextEncoders
     block_class_names = ("HunyuanVideo15TransformerBlock",)
     # Attention and feed-forward layers of both streams and of the text refiner.
-    lora_target_modules = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    )
+    lora_target_modules = (*JOINT_ATTENTION, *JOINT_FEED_FORWARD)
     frame_divisor = 4
+    decodes_at_once = True
     is_distilled = False
     """Whether the checkpoint was distilled to work without classifier-free guidance."""
 
@@ -65,11 +51,7 @@ class HunyuanVideo15Bundle(DiffusersBundle):
 
     def check_index(self) -> None:
         """Raises ConfigError for a mean-flow transformer and for a guider that does more than one scale says."""
-        if self.folder.config("transformer").get("use_meanflow"):
-            raise ConfigError(
-                f"{self.pretrained_model} is a mean-flow checkpoint, whose velocity depends on the next noise level "
-                "too. Use one with use_meanflow: false in transformer/config.json."
-            )
+        self.refuse_mean_flow()
         guider = self.folder.config("guider", "guider_config.json")
         self.is_distilled = not guider.get("enabled", True)
         other = {name: guider.get(name, plain) for name, plain in _PLAIN_GUIDER.items()}
@@ -91,6 +73,7 @@ class HunyuanVideo15ImageBundle(HunyuanVideo15Bundle):
     }
     reads_media = True
     needs_media = True
+    most_images = 1
 
     def make_text(
         self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from unirl.models.diffusers_pipeline.glyphs import glyph_embeds
-from unirl.models.diffusers_pipeline.text import TextEncoders, language_states
+from unirl.models.diffusers_pipeline.glyphs import GlyphTextEncoders
+from unirl.models.diffusers_pipeline.text import language_states
 from unirl.types.conditions import TextEmbedCondition
 
 # The model was trained with eight spaces before every number.
@@ -27,12 +27,13 @@ TEMPLATE_TOKENS = 108
 """Tokens of the conversation before the prompt, which are cut off. A fixed number, as in the published pipeline."""
 HIDDEN_STATE = -3
 """The transformer was trained on the states two layers below the last."""
-GLYPH_TOKENS = 256
 _QUOTED = re.compile('"(.*?)"|\N{LEFT DOUBLE QUOTATION MARK}(.*?)\N{RIGHT DOUBLE QUOTATION MARK}')
 
 
-class HunyuanVideo15TextEncoders(TextEncoders):
-    """Ragged texts with a mask in both slots: "text", and "text_2" of words to draw, which may be none."""
+class HunyuanVideo15TextEncoders(GlyphTextEncoders):
+    """Ragged texts with a mask in both slots."""
+
+    max_glyph_tokens = 256
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         tokens = self.tokenizers["tokenizer"].apply_chat_template(
@@ -50,10 +51,9 @@ class HunyuanVideo15TextEncoders(TextEncoders):
         )
         return language_states(self.encoders["text_encoder"], tokens, layer=HIDDEN_STATE, start=TEMPLATE_TOKENS)
 
-    def _encode_beside(self, texts: Sequence[str]) -> dict[str, TextEmbedCondition]:
-        words = [quoted(text) for text in texts]
-        glyphs = glyph_embeds(self.encoders["text_encoder_2"], self.tokenizers["tokenizer_2"], words, GLYPH_TOKENS)
-        return {"text_2": glyphs}
+    def words_to_draw(self, prompt: str) -> list[str]:
+        """See `quoted`."""
+        return quoted(prompt)
 
 
 def quoted(prompt: str) -> list[str]:

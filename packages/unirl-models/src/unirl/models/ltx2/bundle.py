@@ -7,20 +7,17 @@ from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
+from unirl.models.extras import from_extra
 from unirl.models.ltx2.text import LTX2TextEncoders
 from unirl.types.errors import ConfigError
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
     from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderKLLTX2Audio
     from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
     from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
     from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
     from transformers import Gemma3ForConditionalGeneration
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.ltx2 needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class LTX2Bundle(DiffusersBundle):
@@ -45,6 +42,7 @@ class LTX2Bundle(DiffusersBundle):
     latent_divisor = 32
     latent_patch = 1
     frame_divisor = 8
+    decodes_at_once = True
 
     def check_index(self) -> None:
         """Raises ConfigError for a transformer that packs its latents and a VAE that denoises while it decodes."""

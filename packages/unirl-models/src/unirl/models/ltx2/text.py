@@ -26,15 +26,8 @@ class LTX2TextEncoders(TextEncoders):
 
     def _encode_one(self, text: str, max_sequence_length: int) -> TextEmbedCondition:
         encoder, connectors = self.encoders["text_encoder"], self.encoders["connectors"]
-        tokenizer = self.tokenizers["tokenizer"]
-        tokenizer.padding_side = "left"
-        tokens = tokenizer(
-            [text.strip()],
-            padding="max_length",
-            max_length=max_sequence_length,
-            truncation=True,
-            return_tensors="pt",
-        ).to(encoder.device)
+        self.tokenizers["tokenizer"].padding_side = "left"
+        tokens = self.tokens([text.strip()], max_sequence_length)
         out = encoder(
             input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True, use_cache=False
         )

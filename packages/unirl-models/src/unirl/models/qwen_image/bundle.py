@@ -6,19 +6,17 @@ from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION
+from unirl.models.extras import from_extra
 from unirl.models.qwen_image.one_frame import convolve_images_in_2d
 from unirl.models.qwen_image.text import QwenImageTextEncoders
 from unirl.types.errors import ConfigError
 
-try:
+with from_extra("diffusers"):
     import diffusers
     from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
     from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
     from transformers import Qwen2_5_VLForConditionalGeneration
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.qwen_image needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class QwenImageBundle(DiffusersBundle):
@@ -34,17 +32,7 @@ class QwenImageBundle(DiffusersBundle):
     }
     text_class = QwenImageTextEncoders
     block_class_names = ("QwenImageTransformerBlock",)
-    # The projections of the joint attention, image and text side.
-    lora_target_modules = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    lora_target_modules = JOINT_ATTENTION
 
     # Any: the keywords of DiffusersBundle.
     def __init__(self, pretrained_model: str, **options: Any) -> None:
@@ -56,3 +44,12 @@ class QwenImageBundle(DiffusersBundle):
                 f"{pretrained_model} says guidance_embeds: true, which the QwenImageTransformer2DModel of diffusers "
                 f"{diffusers.__version__} cannot run. Use a checkpoint without, and sampling.guidance_scale."
             )
+
+
+class QwenImageInpaintBundle(QwenImageBundle):
+    """Any checkpoint of Qwen-Image, to paint into an image; see `QwenImageBundle`."""
+
+    pipeline_classes = ("QwenImageInpaintPipeline", "QwenImagePipeline")
+    reads_media = True
+    needs_media = True
+    most_images = 1

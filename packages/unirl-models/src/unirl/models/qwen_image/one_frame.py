@@ -11,12 +11,10 @@ import functools
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
-try:
+from unirl.models.extras import from_extra
+
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.qwen_image needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 def convolve_images_in_2d(vae: nn.Module) -> None:

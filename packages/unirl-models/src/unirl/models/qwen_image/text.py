@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unirl.models.diffusers_pipeline.text import TextEncoders, ragged
+from unirl.models.diffusers_pipeline.text import TextEncoders, language_states
 from unirl.types.conditions import TextEmbedCondition
 
 SYSTEM_PROMPT = (
@@ -24,18 +24,7 @@ class QwenImageTextEncoders(TextEncoders):
     """Ragged texts with a mask: the tokens of the prompt and of the template's end."""
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        encoder = self.encoders["text_encoder"]
-        tokens = self.tokenizers["tokenizer"](
-            [TEMPLATE.format(text) for text in texts],
-            max_length=TOKENIZER_LIMIT + TEMPLATE_TOKENS,
-            padding=True,
-            truncation=True,
-            return_tensors="pt",
-        ).to(encoder.device)
-        hidden = encoder(**tokens, output_hidden_states=True).hidden_states[-1]
-        return ragged(
-            [
-                row[mask.bool()][TEMPLATE_TOKENS:][:max_sequence_length]
-                for row, mask in zip(hidden, tokens.attention_mask, strict=True)
-            ]
-        )
+        requests = [TEMPLATE.format(text) for text in texts]
+        tokens = self.tokens(requests, TEMPLATE_TOKENS + TOKENIZER_LIMIT, padding="longest")
+        stop = TEMPLATE_TOKENS + max_sequence_length
+        return language_states(self.encoders["text_encoder"], tokens, layer=-1, start=TEMPLATE_TOKENS, stop=stop)

@@ -73,10 +73,10 @@ class QwenImageEditAdapter(QwenImageAdapter):
         return in_groups(reference.grids, forward, self.bundle.any_rank)
 
     def _encode_texts(
-        self, texts: list[str], length: int, primitives: Mapping[str, Primitive]
+        self, texts: list[str], length: int, primitives: Mapping[str, Primitive], *, is_negative: bool
     ) -> dict[str, TextEmbedCondition]:
         """Each distinct pair of an instruction and its pictures is encoded once."""
-        del length
+        del length, is_negative
         pictures, samples = distinct(self._pictures(primitives))
         encoders, area = self.bundle.text, self.bundle.condition_area
         facts = (self.bundle.family.lower(), encoders.fingerprint, area)

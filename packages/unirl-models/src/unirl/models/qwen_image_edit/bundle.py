@@ -7,17 +7,14 @@ from typing import Any, ClassVar
 
 from unirl.models.diffusers_pipeline.components import processor
 from unirl.models.experts import RankFollowing
+from unirl.models.extras import from_extra
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image_edit.text import QwenImageEditTextEncoders
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import CheckpointError
 
-try:
+with from_extra("diffusers"):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.qwen_image_edit needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 @bounded("bundle")

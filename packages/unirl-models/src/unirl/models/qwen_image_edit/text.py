@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from unirl.models.diffusers_pipeline.text import TextEncoders, ragged
+from unirl.models.extras import from_extra
 from unirl.models.qwen_vl.images import expanded, vision_patches
 from unirl.types.conditions import TextEmbedCondition
 
-try:
+with from_extra("diffusers"):
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-except ImportError as error:
-    raise ImportError("text encoders need transformers: pip install 'unirl-models[diffusers]'") from error
 
 SYSTEM_PROMPT = (
     "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "

@@ -102,14 +102,6 @@ class QwenVLAdapter(TextAdapter):
             content += [{"type": "image"}, {"type": "text", "text": part}]
         return self.templated([part for part in content if part.get("text") != ""])
 
-    def prompt_keys(self, conditions: Conditions) -> list[Hashable]:
-        """See `TextAdapter.prompt_keys`; images count by their patches."""
-        keys, images = super().prompt_keys(conditions), conditions.get("images")
-        if not isinstance(images, ImagePatchCondition):
-            return keys
-        patches = [each.cpu().numpy().tobytes() for each in images.unpack("patches")]
-        return list(zip(keys, images.grids, patches, strict=True))
-
     def positions(self, conditions: Conditions, lengths: Sequence[int]) -> list[Tensor]:
         """[3, n] positions of each sample: time, row and column of image tokens; text continues after the largest."""
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")

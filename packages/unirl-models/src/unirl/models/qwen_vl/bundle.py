@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from unirl.models.causal_lm.bundle import CausalLMBundle
+from unirl.models.extras import from_extra
 from unirl.models.token_scores import CHUNK_LOGITS
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import CheckpointError, ConfigError
 
-try:
+with from_extra("transformers"):
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-except ImportError as error:
-    raise ImportError("text models need transformers: pip install 'unirl-models[transformers]'") from error
 
 
 @bounded("bundle")

@@ -9,7 +9,6 @@ from torch import Tensor
 from unirl.models.adapter import TIMESTEPS_PER_SIGMA, require_condition
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.geometry import Geometry
-from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
 from unirl.models.sana.bundle import SanaBundle
 from unirl.models.sana.text import instructed, plain
 from unirl.types.conditions import TextEmbedCondition
@@ -52,14 +51,6 @@ class SanaAdapter(TextConditionedAdapter[SanaBundle]):
             return_dict=False,
         )[0]
         return output[:, : x_R.shape[1]]
-
-    def to_vae(self, latents: Tensor) -> Tensor:
-        """Scaled back."""
-        return unscaled(latents.to(self.bundle.vae.dtype), self.bundle.vae.config)
-
-    def from_vae(self, latents: Tensor) -> Tensor:
-        """Scaled."""
-        return scaled(latents, self.bundle.vae.config)
 
     def mode_of(self, encoded: Any) -> Tensor:  # Any: as in the base
         """The latent itself: this autoencoder has no distribution."""

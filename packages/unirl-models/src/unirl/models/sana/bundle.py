@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.lora_targets import SELF_AND_CROSS_ATTENTION
+from unirl.models.extras import from_extra
 from unirl.models.sana.text import SanaTextEncoders
 from unirl.types.errors import ConfigError
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
     from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
     from transformers import Gemma2Model
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.sana needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class SanaBundle(DiffusersBundle):
@@ -31,16 +29,7 @@ class SanaBundle(DiffusersBundle):
     text_class = SanaTextEncoders
     block_class_names = ("SanaTransformerBlock",)
     # Linear self-attention and attention over the text.
-    lora_target_modules = (
-        "attn1.to_q",
-        "attn1.to_k",
-        "attn1.to_v",
-        "attn1.to_out.0",
-        "attn2.to_q",
-        "attn2.to_k",
-        "attn2.to_v",
-        "attn2.to_out.0",
-    )
+    lora_target_modules = SELF_AND_CROSS_ATTENTION
     latent_divisor = 32
 
     def check_index(self) -> None:

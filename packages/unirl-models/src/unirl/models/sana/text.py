@@ -49,21 +49,14 @@ class SanaTextEncoders(TextEncoders):
     """Ragged texts with a mask. The texts of one call all have the request before them, or none has."""
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        encoder, tokenizer = self.encoders["text_encoder"], self.tokenizers["tokenizer"]
+        tokenizer = self.tokenizers["tokenizer"]
         kinds = {text.startswith(INSTRUCTION) for text in texts}
         if len(kinds) > 1:
             raise ContractError("prompts and negative prompts were given to Sana's text encoder together")
         # As published: the request's own begin-of-text token is in its count, and one more token is given up.
         num_before = len(tokenizer.encode(INSTRUCTION)) - 2 if kinds == {True} else 0
         tokenizer.padding_side = "right"
-        tokens = tokenizer(
-            list(texts),
-            padding="max_length",
-            max_length=num_before + max_sequence_length,
-            truncation=True,
-            add_special_tokens=True,
-            return_tensors="pt",
-        ).to(encoder.device)
-        hidden = encoder(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
+        tokens = self.tokens(texts, num_before + max_sequence_length)
+        hidden = self.encoders["text_encoder"](tokens.input_ids, attention_mask=tokens.attention_mask)[0]
         kept = [0, *range(hidden.shape[1] - max_sequence_length + 1, hidden.shape[1])]
         return TextEmbedCondition(embeds=hidden[:, kept], attention_mask=tokens.attention_mask[:, kept])

@@ -7,7 +7,6 @@ from torch import Tensor
 from unirl.models.adapter import TIMESTEPS_PER_SIGMA, require_condition
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.geometry import Geometry
-from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
@@ -59,14 +58,6 @@ class SD3Adapter(TextConditionedAdapter[SD3Bundle]):
     ) -> list[Tensor] | None:
         """What is added to the hidden states of the blocks; None for nothing."""
         del x_R, sigma_R, conditions, params
-
-    def to_vae(self, latents: Tensor) -> Tensor:
-        """Scaled and shifted back."""
-        return unscaled(latents.to(self.bundle.vae.dtype), self.bundle.vae.config)
-
-    def from_vae(self, latents: Tensor) -> Tensor:
-        """Shifted and scaled."""
-        return scaled(latents, self.bundle.vae.config)
 
     @property
     def _largest_side(self) -> int:

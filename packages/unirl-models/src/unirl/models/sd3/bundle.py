@@ -7,17 +7,15 @@ from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION
 from unirl.models.diffusers_pipeline.text import TextEncoders
+from unirl.models.extras import from_extra
 from unirl.models.sd3.text import SD3TextEncoders
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
     from transformers import CLIPTextModelWithProjection, T5EncoderModel
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.sd3 needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class SD3Bundle(DiffusersBundle):
@@ -40,17 +38,7 @@ class SD3Bundle(DiffusersBundle):
         "tokenizer_3": processor(is_optional=True),
     }
     block_class_names = ("JointTransformerBlock",)
-    # The projections of the joint attention, image and text side.
-    lora_target_modules = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    lora_target_modules = JOINT_ATTENTION
 
     # Any: the keywords of DiffusersBundle.
     def __init__(self, pretrained_model: str, *, load_t5: bool = True, **options: Any) -> None:

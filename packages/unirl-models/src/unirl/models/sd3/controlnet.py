@@ -15,6 +15,7 @@ from unirl.models.adapter import TIMESTEPS_PER_SIGMA, require_condition
 from unirl.models.diffusers_pipeline.components import frozen
 from unirl.models.diffusers_pipeline.pipeline import DiffusersPipeline
 from unirl.models.diffusers_pipeline.references import pictures_of, resized
+from unirl.models.extras import from_extra
 from unirl.models.guidance import INTERVAL_KEY
 from unirl.models.sd3.adapter import SD3Adapter
 from unirl.models.sd3.bundle import SD3Bundle
@@ -24,12 +25,8 @@ from unirl.types.media import Primitive
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.controlnets.controlnet_sd3 import SD3ControlNetModel
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.sd3 needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 CONTROL = "control"
 """Slot of the condition."""

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from unirl.models.diffusers_pipeline.text import TextEncoders
+from unirl.models.extras import from_extra
 from unirl.types.conditions import TextEmbedCondition
 
-try:
+with from_extra("diffusers"):
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.sd3 needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class SD3TextEncoders(TextEncoders):
@@ -41,6 +38,11 @@ class SD3TextEncoders(TextEncoders):
         super().__init__(encoders, tokenizers)
         self.width = width
 
+    def token_limits(self, max_sequence_length: int) -> dict[str, int]:
+        """CLIP's own length, and for T5 the one that is asked for."""
+        clip = self.tokenizers["tokenizer"].model_max_length
+        return {"": clip, "_2": clip, "_3": max_sequence_length}
+
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         hidden, pooled = self._encode_clip(texts, "")
         hidden_2, pooled_2 = self._encode_clip(texts, "_2")
@@ -51,27 +53,14 @@ class SD3TextEncoders(TextEncoders):
 
     def _encode_clip(self, texts: Sequence[str], suffix: str) -> tuple[Tensor, Tensor]:
         encoder = self.encoders[f"text_encoder{suffix}"]
-        ids = self.tokenizers[f"tokenizer{suffix}"](
-            list(texts),
-            padding="max_length",
-            # Both CLIP encoders read the length of the first tokenizer, as diffusers does.
-            max_length=self.tokenizers["tokenizer"].model_max_length,
-            truncation=True,
-            return_tensors="pt",
-        ).input_ids
-        out = encoder(ids.to(encoder.device), output_hidden_states=True)
+        # Both CLIP encoders read the length of the first tokenizer, as diffusers does.
+        ids = self.tokens(texts, self.tokenizers["tokenizer"].model_max_length, suffix=suffix).input_ids
+        out = encoder(ids, output_hidden_states=True)
         return out.hidden_states[-2].to(encoder.dtype), out.text_embeds
 
     def _encode_t5(self, texts: Sequence[str], max_sequence_length: int, *, like: Tensor) -> Tensor:
         encoder = self.encoders.get("text_encoder_3")
         if encoder is None:
             return like.new_zeros(len(texts), max_sequence_length, self.width)
-        ids = self.tokenizers["tokenizer_3"](
-            list(texts),
-            padding="max_length",
-            max_length=max_sequence_length,
-            truncation=True,
-            add_special_tokens=True,
-            return_tensors="pt",
-        ).input_ids
-        return encoder(ids.to(encoder.device))[0].to(encoder.dtype)
+        ids = self.tokens(texts, max_sequence_length, suffix="_3").input_ids
+        return encoder(ids)[0].to(encoder.dtype)

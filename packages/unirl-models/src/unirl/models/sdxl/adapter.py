@@ -7,7 +7,6 @@ from torch import Tensor
 
 from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.geometry import Geometry
-from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
 from unirl.models.diffusers_pipeline.variance_preserving import VariancePreservingAdapter
 from unirl.models.sdxl.bundle import SDXLBundle
 from unirl.types.conditions import TextEmbedCondition
@@ -50,11 +49,3 @@ class SDXLAdapter(VariancePreservingAdapter[SDXLBundle]):
             },
             return_dict=False,
         )[0]
-
-    def to_vae(self, latents: Tensor) -> Tensor:
-        """Scaled back."""
-        return unscaled(latents.to(self.bundle.vae.dtype), self.bundle.vae.config)
-
-    def from_vae(self, latents: Tensor) -> Tensor:
-        """Scaled."""
-        return scaled(latents, self.bundle.vae.config)

@@ -6,17 +6,14 @@ from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.extras import from_extra
 from unirl.models.sdxl.text import SDXLTextEncoders
 from unirl.types.errors import ConfigError
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.sdxl needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class SDXLBundle(DiffusersBundle):

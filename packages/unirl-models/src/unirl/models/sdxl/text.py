@@ -21,15 +21,8 @@ class SDXLTextEncoders(TextEncoders):
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         hidden, pooled = [], None
         for suffix in ("", "_2"):
-            encoder = self.encoders[f"text_encoder{suffix}"]
-            ids = self.tokenizers[f"tokenizer{suffix}"](
-                list(texts),
-                padding="max_length",
-                max_length=max_sequence_length,
-                truncation=True,
-                return_tensors="pt",
-            ).input_ids
-            out = encoder(ids.to(encoder.device), output_hidden_states=True)
+            ids = self.tokens(texts, max_sequence_length, suffix=suffix).input_ids
+            out = self.encoders[f"text_encoder{suffix}"](ids, output_hidden_states=True)
             hidden.append(out.hidden_states[-2])
             pooled = out[0]  # the projected one of the second, which is the last
         return TextEmbedCondition(embeds=torch.cat(hidden, dim=-1), pooled=pooled)

@@ -18,7 +18,7 @@ from unirl.models.guidance import Guidance
 from unirl.models.wan.bundle import WanBundle
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
-from unirl.types.media import Modality
+from unirl.types.media import Images, Modality, Videos
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -50,6 +50,25 @@ class WanAdapter(TextConditionedAdapter[WanBundleT], Generic[WanBundleT]):
         return Geometry(
             vae["z_dim"], vae["scale_factor_spatial"], patch, vae["scale_factor_temporal"], frame_patch=frame_patch
         )
+
+    def num_references(self, params: DiffusionSamplingParams) -> int:
+        """N: latent frames of reference images before those of the video, sampled with it and cut off."""
+        del params
+        return 0
+
+    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
+        """(C, N + f, h, w)."""
+        channels, frames, *area = super().latent_shape(params)
+        return channels, self.num_references(params) + frames, *area
+
+    def image_seq_len(self, params: DiffusionSamplingParams) -> int:
+        """Tokens of one sample, its reference images included."""
+        _, frames, height, width = self.latent_shape(params)
+        return frames * (height // self.geometry.patch) * (width // self.geometry.patch)
+
+    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
+        """The video without its reference images."""
+        return super().decode(latents[:, :, self.num_references(params) :], params)
 
     def check_params(self, params: DiffusionSamplingParams) -> None:
         """Raises ConfigError for a second scale that nothing reads, too."""
@@ -116,7 +135,7 @@ class WanAdapter(TextConditionedAdapter[WanBundleT], Generic[WanBundleT]):
         del x_R, conditions
         return {}
 
-    def transformer_options(self, params: DiffusionSamplingParams) -> dict[str, Tensor]:
+    def transformer_options(self, params: DiffusionSamplingParams) -> dict[str, Tensor | int]:
         """Inputs of the transformer that rows share."""
         del params
         return {}

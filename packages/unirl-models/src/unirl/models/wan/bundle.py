@@ -11,21 +11,20 @@ from torch import Tensor
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.export import write_lora
+from unirl.models.diffusers_pipeline.lora_targets import SELF_AND_CROSS_ATTENTION
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.experts import RankFollowing
+from unirl.models.extras import from_extra
 from unirl.models.wan.text import WanTextEncoders
 from unirl.types.bounds import OpenUnitInterval, bounded
 from unirl.types.errors import ConfigError
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
     from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+    from diffusers.models.transformers.transformer_wan_animate import WanAnimateTransformer3DModel
     from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel
     from transformers import CLIPVisionModel, UMT5EncoderModel
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.wan needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 @bounded("bundle")
@@ -50,16 +49,7 @@ class WanBundle(RankFollowing, DiffusersBundle):
     text_class = WanTextEncoders
     block_class_names = ("WanTransformerBlock",)
     # Self attention and attention to the text.
-    lora_target_modules = (
-        "attn1.to_q",
-        "attn1.to_k",
-        "attn1.to_v",
-        "attn1.to_out.0",
-        "attn2.to_q",
-        "attn2.to_k",
-        "attn2.to_v",
-        "attn2.to_out.0",
-    )
+    lora_target_modules = SELF_AND_CROSS_ATTENTION
     frame_divisor = 4
 
     # Any: the keywords of DiffusersBundle.
@@ -125,6 +115,7 @@ class WanImageBundle(WanBundle):
     }
     reads_media = True
     needs_media = True
+    most_images = 2
 
     def make_text(
         self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
@@ -170,3 +161,18 @@ class WanVACEBundle(WanBundle):
     }
     block_class_names = ("WanTransformerBlock", "WanVACETransformerBlock")
     reads_media = True
+
+
+class WanAnimateBundle(WanImageBundle):
+    """A checkpoint that moves a character of an image as a pose video and a face video say. See `WanImageBundle`."""
+
+    family = "Wan Animate"
+    needed_videos = ("pose", "face")
+    pipeline_classes = ("WanAnimatePipeline",)
+    components = {**WanImageBundle.components, "transformer": trained(WanAnimateTransformer3DModel)}
+    most_images = 1
+
+    @property
+    def face_size(self) -> int:
+        """Pixels of a side of the face video."""
+        return self.transformer.config["motion_encoder_size"]

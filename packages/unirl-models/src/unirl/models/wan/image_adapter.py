@@ -5,7 +5,7 @@ Equal to WanImageToVideoPipeline of diffusers. Shape letters: see `unirl.models`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.references import as_pil, pictures_of, resized
 from unirl.models.diffusers_pipeline.text import weights_digest
 from unirl.models.embedding_cache import Embedding, content_key, tensor_digest
+from unirl.models.known_latents import towards
 from unirl.models.wan.adapter import WanAdapter
 from unirl.models.wan.bundle import WanImageBundle
 from unirl.types.conditions import Condition, ImageEmbedCondition, ImageLatentCondition
@@ -66,14 +67,17 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
         latents = torch.stack([row["latents"] for row in rows]).to(self.bundle.device)
         conditions: dict[str, Condition] = {"image": ImageLatentCondition(latents=latents)}
         if "image_encoder" in self.bundle.modules:
-            features = self.embedding_cache.lookup(
-                [self._key(self._clip_fingerprint, None, sample) for sample in samples],
-                lambda part: [self._features(samples[place]) for place in part],
-                batch_size=1,
-            )
-            embeds = torch.stack([row["embeds"] for row in features]).to(self.bundle.device)
-            conditions["image_embeds"] = ImageEmbedCondition(embeds=embeds)
+            conditions["image_embeds"] = self.image_embeds(samples)
         return conditions
+
+    def image_embeds(self, samples: Sequence[list[Tensor]]) -> ImageEmbedCondition:
+        """CLIP features of the images of each sample."""
+        rows = self.embedding_cache.lookup(
+            [self._key(self._clip_fingerprint, None, sample) for sample in samples],
+            lambda part: [self._features(samples[place]) for place in part],
+            batch_size=1,
+        )
+        return ImageEmbedCondition(embeds=torch.stack([row["embeds"] for row in rows]).to(self.bundle.device))
 
     def inputs_beside_text(self, x_R: Tensor, conditions: Conditions) -> dict[str, Tensor]:
         """Latents beside the given ones or in their place, and the features of each image."""
@@ -101,16 +105,12 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
     def predict_by(
         self, name: str, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams
     ) -> Tensor:
-        """Of TI2V-5B, whose first frame is given, the velocity there leads straight to it: (x - given) / sigma.
-
-        So trajectories end on the image and replay them like any other, where the published sampler walks on noise that
-        it throws away.
-        """
+        """Of TI2V-5B, whose first frame is given, the velocity there leads to it, see `unirl.models.known_latents`."""
         velocity = super().predict_by(name, x_R, sigma_R, conditions, params)
         if not self.bundle.masks_timesteps:
             return velocity
         given = require_condition(conditions, "image", ImageLatentCondition).latents.to(x_R.device)
-        first = (x_R[:, :, :1] - given) / sigma_R.view(-1, 1, 1, 1, 1)
+        first = towards(given, x_R[:, :, :1], sigma_R)
         return torch.cat([first, velocity[:, :, 1:].to(first.dtype)], dim=2)
 
     def _key(self, fingerprint: str, params: DiffusionSamplingParams | None, sample: list[Tensor]) -> str:
@@ -129,15 +129,18 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
         if len(pictures) > 1:
             frames[-1], is_given[-1] = pictures[1], 1
         latents = self._latents_of(frames)
+        return {"latents": self.masked(latents, is_given[:, None, None].expand(-1, *latents.shape[-2:]))}
+
+    def masked(self, latents: Tensor, is_given: Tensor) -> Tensor:
+        """[4 + C, f, h, w]: latents [C, f, h, w] under a mask [F, h, w] of the frames that they stand for."""
         # The first latent frame is one frame, which stands for all of its mask.
         group = self.geometry.frame_factor or 1
-        mask = torch.cat([is_given[:1].expand(group), is_given[1:]]).view(-1, group).T
-        mask = mask[:, :, None, None].expand(-1, -1, *latents.shape[-2:]).to(latents)
-        return {"latents": torch.cat([mask, latents])}
+        mask = torch.cat([is_given[:1].expand(group, -1, -1), is_given[1:]]).unflatten(0, (-1, group)).movedim(1, 0)
+        return torch.cat([mask.to(latents), latents])
 
     def _latents_of(self, frames: Tensor) -> Tensor:
         """[C, f, h, w] of frames [F, 3, H, W]."""
-        return self.encode_media(Videos.pack(frames=[frames]))[0]
+        return self.vae_latents(Videos.pack(frames=[frames]))[0]
 
     @cached_property
     def _clip_fingerprint(self) -> str:

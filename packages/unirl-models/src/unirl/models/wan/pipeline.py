@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unirl.models.diffusers_pipeline.pipeline import DiffusersPipeline
 from unirl.models.wan.adapter import WanAdapter
+from unirl.models.wan.animate_adapter import WanAnimateAdapter
 from unirl.models.wan.image_adapter import WanImageAdapter
 from unirl.models.wan.vace_adapter import WanVACEAdapter
 
@@ -28,3 +29,9 @@ class WanVACEPipeline(DiffusersPipeline):
     """Wan from a video, a mask and reference images, see `WanPipeline`."""
 
     adapter_class = WanVACEAdapter
+
+
+class WanAnimatePipeline(DiffusersPipeline):
+    """Wan that animates a character of an image, see `WanPipeline`."""
+
+    adapter_class = WanAnimateAdapter

@@ -10,27 +10,19 @@ import re
 from collections.abc import Sequence
 
 from unirl.models.diffusers_pipeline.text import TextEncoders, ragged
+from unirl.models.extras import from_extra
 from unirl.types.conditions import TextEmbedCondition
 
-try:
+with from_extra("diffusers"):
     import ftfy
-except ImportError as error:
-    raise ImportError("unirl.models.wan needs ftfy: pip install 'unirl-models[diffusers]'") from error
 
 
 class WanTextEncoders(TextEncoders):
     """Ragged texts with a mask. The transformer reads them padded with zeros to the full length, see `WanAdapter`."""
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        encoder = self.encoders["text_encoder"]
-        tokens = self.tokenizers["tokenizer"](
-            [cleaned(text) for text in texts],
-            padding="max_length",
-            max_length=max_sequence_length,
-            truncation=True,
-            return_tensors="pt",
-        ).to(encoder.device)
-        hidden = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
+        tokens = self.tokens([cleaned(text) for text in texts], max_sequence_length)
+        hidden = self.encoders["text_encoder"](tokens.input_ids, tokens.attention_mask).last_hidden_state
         counts = tokens.attention_mask.sum(1).tolist()
         return ragged([row[:count] for row, count in zip(hidden, counts, strict=True)])
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
-from unirl.models.diffusers_pipeline.references import pictures_of, resized
+from unirl.models.diffusers_pipeline.references import clips_of, pictures_of, resized
 from unirl.models.embedding_cache import Embedding, content_key, tensor_digest
 from unirl.models.wan.adapter import WanAdapter
 from unirl.models.wan.bundle import WanVACEBundle
 from unirl.types.conditions import Condition, ImageLatentCondition
 from unirl.types.errors import ConfigError
-from unirl.types.media import Images, Primitive, Videos
+from unirl.types.media import Primitive, Videos
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -45,20 +45,6 @@ class WanVACEAdapter(WanAdapter[WanVACEBundle]):
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ConfigError(f"sampler_kwargs.{NUM_REFERENCES_KEY} = {count!r} must be 0 or a number of images")
         return count
-
-    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
-        """(C, N + f, h, w)."""
-        channels, frames, *area = super().latent_shape(params)
-        return channels, self.num_references(params) + frames, *area
-
-    def image_seq_len(self, params: DiffusionSamplingParams) -> int:
-        """Tokens of one sample, its reference images included."""
-        _, frames, height, width = self.latent_shape(params)
-        return frames * (height // self.geometry.patch) * (width // self.geometry.patch)
-
-    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
-        """The video without its reference images."""
-        return super().decode(latents[:, :, self.num_references(params) :], params)
 
     def encode_inputs(
         self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
@@ -92,7 +78,7 @@ class WanVACEAdapter(WanAdapter[WanVACEBundle]):
         """What is given, for the blocks of the control branch."""
         return {"control_hidden_states": require_condition(conditions, "control", ImageLatentCondition).latents}
 
-    def transformer_options(self, params: DiffusionSamplingParams) -> dict[str, Tensor]:
+    def transformer_options(self, params: DiffusionSamplingParams) -> dict[str, Tensor | int]:
         """The weight of each of those blocks."""
         layers = len(self.bundle.transformer.config["vace_layers"])
         scale = float(params.sampler_kwargs.get(SCALE_KEY, 1.0))
@@ -102,20 +88,14 @@ class WanVACEAdapter(WanAdapter[WanVACEBundle]):
         self, primitives: Mapping[str, Primitive], slot: str, params: DiffusionSamplingParams
     ) -> list[Tensor] | None:
         """[F, 3, H, W] of each sample, None where the request has no such slot."""
-        media = primitives.get(slot)
-        if media is None:
-            return None
-        if not isinstance(media, Videos):
-            raise ConfigError(f"the slot {slot!r} must hold Videos, got {type(media).__name__}")
-        wanted = (params.num_frames, params.height, params.width)
-        for row, frames in enumerate(media.unpack("frames")):
-            found = (len(frames), *frames.shape[-2:])
-            if found != wanted:
+        clips = clips_of(primitives, slot, params.num_frames)
+        for row, frames in enumerate(clips or []):
+            if tuple(frames.shape[-2:]) != (params.height, params.width):
                 raise ConfigError(
-                    f"the {slot} of sample {row} is (frames, height, width) = {found}; sampled are {wanted}. Cut and "
-                    "resize it, or change sampling.num_frames, height and width."
+                    f"the {slot} of sample {row} is (height, width) = {tuple(frames.shape[-2:])}; sampled are "
+                    f"{(params.height, params.width)}. Resize it, or change sampling.height and width."
                 )
-        return [frames.expand(-1, 3, -1, -1) for frames in media.unpack("frames")]
+        return clips
 
     def _key(
         self, params: DiffusionSamplingParams, references: list[Tensor], video: Tensor | None, mask: Tensor | None

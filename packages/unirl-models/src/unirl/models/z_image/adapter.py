@@ -8,9 +8,9 @@ from torch import Tensor
 from unirl.models.adapter import TIMESTEPS_PER_SIGMA, require_condition
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.geometry import Geometry
-from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
 from unirl.models.guidance import refuse_guidance
 from unirl.models.z_image.bundle import ZImageBundle
+from unirl.models.z_image.rules import BASE_CHECKPOINT
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
@@ -36,7 +36,7 @@ class ZImageAdapter(TextConditionedAdapter[ZImageBundle]):
         """Raises ConfigError also for guidance of a distilled checkpoint."""
         super().check_params(params)
         if self.bundle.is_distilled:
-            refuse_guidance(params, self.bundle.pretrained_model, "the base checkpoint (Z-Image)")
+            refuse_guidance(params, self.bundle.pretrained_model, BASE_CHECKPOINT)
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         """Velocity [R, C, h, w]: the transformer is fed 1 - sigma and points from noise to image."""
@@ -58,11 +58,3 @@ class ZImageAdapter(TextConditionedAdapter[ZImageBundle]):
     def combine(self, cond_R: Tensor, uncond_R: Tensor, scale: float) -> Tensor:
         """v + s (v - v_uncond)."""
         return cond_R + scale * (cond_R - uncond_R)
-
-    def to_vae(self, latents: Tensor) -> Tensor:
-        """Scaled and shifted back."""
-        return unscaled(latents.to(self.bundle.vae.dtype), self.bundle.vae.config)
-
-    def from_vae(self, latents: Tensor) -> Tensor:
-        """Shifted and scaled."""
-        return scaled(latents, self.bundle.vae.config)

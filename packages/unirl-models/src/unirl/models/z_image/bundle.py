@@ -6,16 +6,13 @@ from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
+from unirl.models.extras import from_extra
 from unirl.models.z_image.text import ZImageTextEncoders
 
-try:
+with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
     from transformers import Qwen3Model
-except ImportError as error:
-    raise ImportError(
-        "unirl.models.z_image needs diffusers and transformers: pip install 'unirl-models[diffusers]'"
-    ) from error
 
 
 class ZImageBundle(DiffusersBundle):
@@ -36,6 +33,7 @@ class ZImageBundle(DiffusersBundle):
     block_class_names = ("ZImageTransformerBlock",)
     lora_target_modules = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
     latent_patch = 2
+    recipe_rules = "unirl.models.z_image.rules"
 
     # Any: the keywords of DiffusersBundle.
     def __init__(self, pretrained_model: str, *, is_distilled: bool = False, **options: Any) -> None:

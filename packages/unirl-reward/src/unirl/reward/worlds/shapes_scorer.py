@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
-from unirl.types.bounds import PositiveInt
+from unirl.reward.worlds.verifier import VerifierScorer
+from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
 
-class ShapesRewardScorer(LocalScorer):
-    """Whether images show what their prompts ask for: `strict_weight` * strict + `soft_weight` * soft.
+class ShapesRewardScorer(VerifierScorer):
+    """Whether images show what their prompts ask for. See `VerifierScorer`.
 
-    Components: strict (0 or 1) and soft (in [0, 1], 1 exactly when strict is). Needs the extra `shapes`.
-    Runs on the CPU whatever the device of the pictures.
+    meaning: field of the metadata with a prompt of the world that says what a user's prompt means; None: the prompt
+        itself is one.
     """
 
     card = CATALOG["shapes"]
 
-    def __init__(
-        self,
-        *,
-        strict_weight: float = 1.0,
-        soft_weight: float = 1.0,
-        name: str = "shapes",
-        batch_size: PositiveInt = 64,
-    ) -> None:
-        super().__init__(
-            name=name,
-            batch_size=batch_size,
-            component_weights={"strict": strict_weight, "soft": soft_weight},
-        )
+    # Any: the keywords of VerifierScorer.
+    def __init__(self, *, name: str = "shapes", meaning: str | None = None, **options: Any) -> None:
+        super().__init__(name=name, **options)
+        self._meaning = meaning
 
     def score_batch(self, request: RewardRequest) -> dict[str, Tensor]:
-        """strict and soft, float32 [b]. Raises ValueError for a prompt outside the grammar."""
-        try:
+        """strict and soft, float32 [b]. Raises ValueError for a prompt outside the grammar, ConfigError where a row
+        has no meaning."""
+        with self.from_extra():
             from unirl.reward.worlds.shapes import score_shapes
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                f"the shapes scorer needs {error.name}. Install it with: pip install 'unirl-reward[shapes]'"
-            ) from error
-        strict_b, soft_b = score_shapes(request.pixels, request.prompts)
+        strict_b, soft_b = score_shapes(request.pixels, self._asked(request))
         return {"strict": strict_b, "soft": soft_b}
+
+    def _asked(self, request: RewardRequest) -> list[str]:
+        if self._meaning is None:
+            return request.prompts
+        meanings: list[str] = []
+        for prompt, row in zip(request.prompts, request.metadata, strict=True):
+            meaning = (row or {}).get(self._meaning)
+            if not isinstance(meaning, str):
+                raise ConfigError(
+                    f"scorer {self.name} reads metadata.{self._meaning}, and the row of {prompt!r} has {meaning!r} "
+                    "there. Add it to the data, or set meaning: null."
+                )
+            meanings.append(meaning)
+        return meanings

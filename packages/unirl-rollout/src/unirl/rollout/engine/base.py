@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import ChunkListener
+from unirl.types.media import Primitive
+from unirl.types.protocols import ChunkListener, DiffusionPipeline
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
@@ -23,6 +25,9 @@ class BaseRolloutEngine(ABC):
     """Module with the rules of recipes, see `unirl.types.recipe`. A subclass that names its own adds to these."""
     has_trainer_logp: ClassVar[bool] = False
     """Whether its log-probs are computed by the very modules that train, so that in float32 a replay gives the same."""
+    logp_gap_float32: ClassVar[float | None] = None
+    """Of diffusion, for an engine with weights of its own: bound of |log-prob - a replay's| in float32, in nats per
+    latent element, as measured; None where nobody has."""
     gives_logp: ClassVar[bool] = True
     """Whether its samples come with log-probs of the distribution that they were drawn from."""
     announces_chunks: ClassVar[bool] = False
@@ -39,6 +44,9 @@ class BaseRolloutEngine(ABC):
     adapter_option: ClassVar[str | None] = None
     """Keyword of its constructor that says whether adapters are pushed instead of whole weights; None where either
     may come at any time."""
+    takes_partial_pushes: ClassVar[bool] = False
+    """Whether a push of the whole model may leave out tensors that the engine has, which it then compares with their
+    checksums."""
     has_own_model: ClassVar[bool] = False
     """Whether its `pipeline` must be built over a bundle for this engine alone, which it takes as `bundle`; the modules
     that train are not touched."""
@@ -50,6 +58,9 @@ class BaseRolloutEngine(ABC):
     """Of diffusion: whether some steps can be stochastic and the others not."""
     takes_media: ClassVar[bool] = False
     """Whether images and videos of a request reach the model."""
+    takes_copies_by_track: ClassVar[bool] = False
+    """Whether the copy of the weights that `generate` is asked for may differ from track to track, as in
+    `unirl.types.copies`."""
     needs_images: ClassVar[bool] = False
     """Whether it takes images that the data brings (`unirl.types.preference`) in the place of samples."""
 
@@ -99,6 +110,44 @@ class BaseDiffusionEngine(BaseRolloutEngine):
     def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
         """Sigmas, latent shape and kernel for these parameters."""
 
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def encodes_ahead(self) -> bool:
+        """Whether `encode_ahead` is to be called with every prompt of the run, and then `drop_text_encoders`."""
+        return False
+
     @distributed(Dispatch.BROADCAST, Collect.FIRST)  # noqa: B027 (most engines keep nothing of prompts)
-    def prepare_prompts(self, prompts: list[str], params: list[DiffusionSamplingParams]) -> None:
-        """Called once with every prompt of the run, under each of `params`."""
+    def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
+        """Encode some prompts of the run, with what they show, as they will be sampled."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)  # noqa: B027
+    def drop_text_encoders(self) -> None:
+        """Free the text encoders."""
+
+
+class PipelineEngine(BaseDiffusionEngine):
+    """An engine whose plan and prompts are those of a pipeline in this process."""
+
+    _pipeline: DiffusionPipeline
+    _drops_text_encoders: bool
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
+        """Sigmas, latent shape and kernel for these parameters."""
+        return DiffusionPlan(
+            self._pipeline.sigmas(params), self._pipeline.latent_shape(params), self._pipeline.strategy_name
+        )
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def encodes_ahead(self) -> bool:
+        """Whether the recipe asks for it."""
+        return self._drops_text_encoders
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
+        """Encode the texts of some prompts, with the images that their encoders see."""
+        self._pipeline.encode_texts(primitives, params)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def drop_text_encoders(self) -> None:
+        """Free this process's text encoders. Raises ConfigError where not all that they made is kept."""
+        self._pipeline.drop_text_encoders()

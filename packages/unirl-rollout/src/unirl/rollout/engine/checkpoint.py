@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
@@ -15,8 +16,18 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape of a checkpoint in the transformers layout; a head that is tied to the embedding is no
-    tensor of its own. Raises ConfigError for a folder without safetensors files."""
+    """Tensor name -> shape of a checkpoint in the transformers layout, under present names; a head that is tied to the
+    embedding is no tensor of its own. Raises ConfigError for a folder without safetensors files."""
+    shapes = _shapes_in_files(folder)
+    return {name: shapes[own] for name, own in _own_names(shapes).items()}
+
+
+def checkpoint_names(folder: Path) -> dict[str, str]:
+    """Tensor name of `checkpoint_shapes` -> name in the files, which an engine that began with them reads."""
+    return _own_names(_shapes_in_files(folder))
+
+
+def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"the model folder {folder} has no safetensors files; save it with save_pretrained")
@@ -27,15 +38,31 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 shapes[name] = tuple(opened.get_slice(name).get_shape())
     if _is_tied(folder):
         shapes.pop("lm_head.weight", None)
-    is_old_vision = any(name.startswith("visual.") for name in shapes)
-    return {present_name(name) if is_old_vision else name: shape for name, shape in shapes.items()}
+    return shapes
+
+
+def _own_names(names: Collection[str]) -> dict[str, str]:
+    is_old_vision = any(name.startswith("visual.") for name in names)
+    return {present_name(name) if is_old_vision else name: name for name in names}
+
+
+def local_folder(model: str) -> Path:
+    """The folder that a model's name means on this machine, without asking the network: itself, or that of a hub id
+    whose files are here. Whether there is anything in it is the caller's to see."""
+    folder = Path(model)
+    if not folder.is_dir() and model.count("/") == 1:
+        try:
+            from huggingface_hub import snapshot_download
+            from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+        except ImportError as error:
+            raise ImportError("hub ids need huggingface-hub: pip install 'unirl-rollout[sglang]'") from error
+        with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
+            folder = Path(snapshot_download(model, local_files_only=True))
+    return folder.absolute()
 
 
 def present_name(name: str) -> str:
-    """What transformers calls a parameter of Qwen2-VL or Qwen2.5-VL, whose checkpoints keep names of before its 4.52.
-
-    Engines read both.
-    """
+    """What transformers calls a parameter of Qwen2-VL or Qwen2.5-VL; checkpoints keep names of before its 4.52."""
     if name.startswith("visual."):
         return f"model.{name}"
     return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name

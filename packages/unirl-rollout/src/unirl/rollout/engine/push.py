@@ -8,13 +8,16 @@ leaves weights that are no whole policy, and `require_usable` refuses them until
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from unirl.rollout.engine.checkpoint import adapter_specs, full_specs
 from unirl.types.errors import WeightSyncError
-from unirl.types.weights import WeightBucket, WeightSpec, diff_specs
+from unirl.types.weights import WeightBucket, WeightSpec, diff_specs, weight_spec
 
 _MAX_LINES = 20
 
@@ -33,7 +36,9 @@ class CompletePush:
 
     policy_version: int
     num_tensors: int
+    """With those that were kept."""
     num_bytes: int
+    """Of those that arrived."""
 
 
 class PushReceiver:
@@ -68,9 +73,11 @@ class PushReceiver:
         self._push = _OpenPush(policy_version, {spec.name: spec for spec in specs})
 
     @contextmanager
-    def receiving(self, bucket: WeightBucket) -> Generator[None]:
+    def receiving(self, bucket: WeightBucket, own: Mapping[str, Tensor] | None = None) -> Generator[None]:
         """Inside, the caller keeps the bucket's tensors; they count as received where that raises nothing.
 
+        own: the engine's present weights, for the tensors that the bucket says are kept; None in an engine that takes
+        whole pushes only.
         Raises WeightSyncError where no push is open, and where the bucket is of another version, holds tensors that
         were not announced or came before, or does not match its checksums.
         """
@@ -79,12 +86,15 @@ class PushReceiver:
             raise WeightSyncError(
                 f"version {push.policy_version} was announced, the bucket is of version {bucket.policy_version}"
             )
-        announced = [push.announced[spec.name] for spec in bucket.specs if spec.name in push.announced]
-        twice = [f"twice: {spec.name}" for spec in bucket.specs if spec.name in push.received]
-        refuse("a bucket is not what was announced", diff_specs(bucket.specs, announced) + twice)
+        specs = (*bucket.specs, *bucket.kept)
+        announced = [push.announced[spec.name] for spec in specs if spec.name in push.announced]
+        times = Counter([*push.received, *(spec.name for spec in specs)])
+        twice = [f"twice: {name}" for name, count in times.items() if count > 1]
+        refuse("a bucket is not what was announced", diff_specs(specs, announced) + twice)
         bucket.verify()
+        refuse_unkept(bucket, own)
         yield
-        push.received.update(spec.name for spec in bucket.specs)
+        push.received.update(spec.name for spec in specs)
         push.num_bytes += bucket.num_bytes
 
     def finish(self, policy_version: int) -> CompletePush:
@@ -146,12 +156,37 @@ class PushReceiver:
         return self._push
 
 
+def refuse_unkept(bucket: WeightBucket, own: Mapping[str, Tensor] | None = None) -> None:
+    """Raise WeightSyncError where tensors that a bucket leaves out are not among `own` as it describes them, and where
+    the engine takes whole pushes only (None)."""
+    if bucket.kept and own is None:
+        raise WeightSyncError(
+            f"{len(bucket.kept)} tensors were left out of the push, but this engine takes whole pushes only. "
+            "Set sync.only_changed: false."
+        )
+    changed = [
+        f"changed: {spec.name}"
+        for spec in bucket.kept
+        if own is not None and weight_spec(spec.name, own[spec.name]) != spec
+    ]
+    refuse("the engine does not have what was left out of the push; push again, and all is sent", changed)
+
+
 def refuse_other(asked: str | None, pushed: str | None) -> None:
     """Raise WeightSyncError where samples of another policy are asked for than was pushed last; None is the one that
     trains."""
     if asked != pushed:
         names = ["the policy that trains" if name is None else f"the policy {name!r}" for name in (pushed, asked)]
         raise WeightSyncError(f"{names[0]} was pushed last, and samples of {names[1]} are asked for. Push it first.")
+
+
+def check_version(answered: int, pushed: int) -> None:
+    """Raise WeightSyncError where samples are of another version of the policy than was pushed last."""
+    if answered != pushed:
+        raise WeightSyncError(
+            f"the engine sampled with policy version {answered}, but version {pushed} was pushed last. "
+            "The samples are refused."
+        )
 
 
 def refuse(what: str, lines: Sequence[str]) -> None:

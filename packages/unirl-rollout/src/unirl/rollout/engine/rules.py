@@ -21,8 +21,10 @@ def images_are_given(own: Part, run: Run) -> Messages:
 
 def engine_gets_its_weights(own: Part, run: Run) -> Messages:
     """An engine with weights of its own is pushed the policy; one that samples with the trained model is not."""
+    if run.is_composed:  # this is what joins the engines; each of them is judged by its own stage
+        return
     has_own, policy = own.ability("has_own_weights"), run.policy
-    if has_own and policy.sync is None:
+    if has_own and policy.sync is None and policy.trains:
         yield (
             f"{own.name} has weights of its own and would sample from the untrained policy for ever. Set "
             f"{policy.prefix}sync._target_: unirl.distributed.weight_sync.full.FullWeightSync (or .lora.LoraWeightSync "
@@ -65,6 +67,8 @@ def engine_takes_the_push(own: Part, run: Run) -> Messages:
             f"{sync.name} pushes LoRA adapters, but {run.policy.backend.at}.lora is null. Train with LoRA "
             "(parts/train=lora), or push unirl.distributed.weight_sync.full.FullWeightSync."
         )
+    if sync.get("only_changed") and not own.ability("takes_partial_pushes"):
+        yield f"{sync.at}.only_changed: true, but {own.name} takes whole pushes only. Remove it."
     if option is None or sends_adapters == (own.get(option) is not None):
         return
     fix = f"Set {own.at}.{option} to the adapter's rank" if sends_adapters else f"Set {own.at}.{option}: null"
@@ -74,6 +78,23 @@ def engine_takes_the_push(own: Part, run: Run) -> Messages:
         f"{sync.name} pushes {what}, but {own.at}.{option} = {'null' if own.get(option) is None else own.get(option)}. "
         f"{fix}, or push by unirl.distributed.weight_sync.{other}."
     )
+
+
+def push_can_be_proved(own: Part, run: Run) -> Messages:
+    """What proves a push is sampled from what the model needs."""
+    bundle, sync = run.policy.bundle, run.policy.sync
+    if not own.ability("has_own_weights") or sync is None:
+        return
+    size = sync.get("canary_image_size")
+    if size is not None and not (bundle.takes_any or bundle.ability("reads_media")):
+        yield f"{sync.at}.canary_image_size = {size}, but {bundle.name} reads text alone. Remove it."
+    if size is None and bundle.ability("needs_media"):
+        yield (
+            f"every push to {own.name} is proved by samples of {sync.at}.canary_prompts, which show no image, but "
+            f"{bundle.name} needs one. Set {sync.at}.canary_image_size to a side in pixels; or sample with the model "
+            f"that trains: remove {sync.at}, and set {own.at}._target_: "
+            "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine."
+        )
 
 
 def engine_gives_what_is_trained_on(own: Part, run: Run) -> Messages:
@@ -98,6 +119,7 @@ RULES = (
     images_are_given,
     engine_gets_its_weights,
     engine_takes_the_push,
+    push_can_be_proved,
     engine_gives_what_is_trained_on,
     async_reward_has_chunks,
 )

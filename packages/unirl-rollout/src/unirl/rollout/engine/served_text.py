@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from unirl.rollout.engine.served_images import shown_pictures
 from unirl.rollout.text_checks import text_params, verify_text_segment
 from unirl.sde.noise import noise_seed
 from unirl.types.conditions import Condition, PromptCondition
-from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
 from unirl.types.noise import noise_key
 from unirl.types.rollout import RolloutReq, RolloutTrack
@@ -33,6 +34,12 @@ class Generate:
     top_k: int
     max_new_tokens: int
     stop_token_ids: list[int]
+    pictures: list[str] = field(default_factory=list)
+    """PNG files as data URIs, each once."""
+    shown: list[list[int]] = field(default_factory=list)
+    """Which pictures each prompt shows, in its order; empty where no prompt shows any."""
+    placeholder: int | None = None
+    """The token that the model reads as a piece of a picture."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +54,11 @@ class Generations:
     """The words of vLLM and SGLang alike: "stop", "length" or "abort"."""
 
 
-def prompt_tokens(conditions: Mapping[str, Condition], *, takes_images: bool = False) -> list[list[int]]:
-    """Token ids of each prompt. Raises ContractError where the conditions hold none, ConfigError where they hold images
-    and the engine does not pass them on."""
+def prompt_tokens(conditions: Mapping[str, Condition]) -> list[list[int]]:
+    """Token ids of each prompt, pieces of pictures among them. Raises ContractError where the conditions hold none."""
     prompt = conditions.get("prompt")
     if not isinstance(prompt, PromptCondition):
         raise ContractError(f"the conditions {sorted(conditions)} hold no PromptCondition under 'prompt'")
-    if "images" in conditions and not takes_images:
-        raise ConfigError(
-            "this engine generates from text alone. For prompts with images use the trainside engine or SGLang's."
-        )
     return [tokens.tolist() for tokens in prompt.unpack("tokens")]
 
 
@@ -66,32 +68,43 @@ def generation(
     stop_token_ids: tuple[int, ...],
     number: int,
     *,
-    takes_images: bool = False,
+    placeholder: int | None = None,
 ) -> Generate:
     """The call for a request whose prompts are `conditions`.
 
+    placeholder: the token that the engine's model reads as a piece of a picture; None in a model of text alone.
     A sample's seed follows from its id, the rollout and params.seed alone: it draws the same tokens in any batch.
+    Raises ConfigError for pictures that the model does not read.
     """
     params = text_params(req)
+    pictures, shown = shown_pictures(req.primitives.get("image"))
+    if pictures and placeholder is None:
+        raise ConfigError(
+            "the request has images, but the engine's model names no image_token_id in its config.json: it reads text "
+            "alone. Choose a vision-language model, or prompts without images."
+        )
     return Generate(
         number=number,
-        prompts=prompt_tokens(conditions, takes_images=takes_images),
+        prompts=prompt_tokens(conditions),
         seeds=[noise_seed(params.seed, noise_key(req.rollout_id, sample)) for sample in req.sample_ids],
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
         max_new_tokens=params.max_new_tokens,
         stop_token_ids=list(stop_token_ids),
+        pictures=pictures,
+        shown=shown if pictures else [],
+        placeholder=placeholder,
     )
 
 
-def check_fits(call: Generate, *, context_length: int, vocab_size: int) -> None:
+def check_fits(prompts: list[list[int]], max_new_tokens: int, *, context_length: int, vocab_size: int) -> None:
     """Raise ConfigError where a prompt does not fit the engine's context, or holds a token that the model lacks."""
-    for row, prompt in enumerate(call.prompts):
-        if len(prompt) + call.max_new_tokens > context_length:
+    for row, prompt in enumerate(prompts):
+        if len(prompt) + max_new_tokens > context_length:
             raise ConfigError(
-                f"prompt {row} has {len(prompt)} tokens and may grow by max_new_tokens = {call.max_new_tokens}: "
-                f"{len(prompt) + call.max_new_tokens} in all, of the engine's context of {context_length}. "
+                f"prompt {row} has {len(prompt)} tokens and may grow by max_new_tokens = {max_new_tokens}: "
+                f"{len(prompt) + max_new_tokens} in all, of the engine's context of {context_length}. "
                 "Raise engine.context_length, lower sampling.max_new_tokens or shorten the prompt."
             )
         if max(prompt) >= vocab_size:
@@ -134,12 +147,3 @@ def text_track(
     track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
     track.policy_versions = torch.full((req.batch_size,), policy_version, dtype=torch.long)
     return track
-
-
-def check_version(answer: Generations, pushed: int) -> None:
-    """Raise WeightSyncError where the samples are of another policy than the one that was pushed last."""
-    if answer.policy_version != pushed:
-        raise WeightSyncError(
-            f"the engine sampled with policy version {answer.policy_version}, but version {pushed} was pushed last. "
-            "The samples are refused."
-        )

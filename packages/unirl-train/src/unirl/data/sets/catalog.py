@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from unirl.data.sets.characters import CHARACTERS
+from unirl.data.sets.controls import EDGES, HOLES
 from unirl.data.sets.geneval import GENEVAL
 from unirl.data.sets.motion import MOTION
 from unirl.data.sets.ocr import OCR
@@ -15,7 +17,7 @@ from unirl.data.sets.records import PromptSet
 SETS = {
     each.name: each
     for each in (PICKSCORE, HPDV2, WISE, GENEVAL, OCR, MOTION, IMAGE_EDIT, PICTURE_MOTION)
-    + (PREFERENCES, DAPO_MATH, AIME24, GEO3K)
+    + (HOLES, EDGES, CHARACTERS, PREFERENCES, DAPO_MATH, AIME24, GEO3K)
 }
 """By name."""
 FOLDER = Path("datasets")

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from unirl.data.sets.records import Files, Output, PromptSet, Row
+from unirl.data.sets.records import PromptSet, Row, generated
 from unirl.data.sets.splitting import drawn, first_by_hash, is_held_out, several_drawn
 
 CLASSES = (
@@ -125,16 +125,9 @@ def _several(name: str) -> str:
     return f"{name}es" if name.endswith(("s", "x", "sh", "ch")) else f"{name}s"
 
 
-def _rows(*, held_out: bool) -> Callable[[Files], Iterator[Row]]:
-    return lambda files: rows(held_out=held_out)
-
-
 GENEVAL = PromptSet(
     name="geneval",
     what="the six tasks of GenEval over the classes of COCO, with what its scorer asks for",
     made="templates; a fifth held out by hash, at most 100 prompts of a task",
-    outputs=(
-        Output(split="train", file="train.jsonl", rows=_rows(held_out=False), num_rows=6878),
-        Output(split="test", file="test.jsonl", rows=_rows(held_out=True), num_rows=454),
-    ),
+    outputs=generated(rows, num_train=6878, num_held_out=454),
 )

@@ -72,7 +72,8 @@ def checksums(path: Path) -> dict[str, Any]:  # Any: JSON values
     found: dict[str, Any] = {"sha256": sha256_of(path)}
     pictures = pictures_folder(path)
     if pictures.is_dir():
-        digest, names = hashlib.sha256(), sorted(each.name for each in pictures.iterdir())
+        files = (each for each in pictures.rglob("*") if each.is_file())
+        digest, names = hashlib.sha256(), sorted(each.relative_to(pictures).as_posix() for each in files)
         for name in names:
             digest.update(f"{name} {sha256_of(pictures / name)}\n".encode())
         found |= {"pictures": len(names), "pictures_sha256": digest.hexdigest()}

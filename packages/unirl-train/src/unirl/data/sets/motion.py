@@ -7,10 +7,10 @@ motion. Held-out prompts have subjects with actions that the training file does 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unirl.data.sets.records import Files, Output, PromptSet, Row
+from unirl.data.sets.records import PromptSet, Row, generated
 from unirl.data.sets.splitting import distinct, drawn, first_by_hash, is_held_out
 
 
@@ -116,16 +116,9 @@ def _row(kind: Kind, subject: str, action: str, number: int) -> Row:
     }
 
 
-def _rows(*, held_out: bool) -> Callable[[Files], Iterator[Row]]:
-    return lambda files: rows(held_out=held_out)
-
-
 MOTION = PromptSet(
     name="motion",
     what="prompts of videos: subject, action, direction, place and camera",
     made="templates; the pairs of subject and action to judge by do not occur in the training file",
-    outputs=(
-        Output(split="train", file="train.jsonl", rows=_rows(held_out=False), num_rows=NUM_TRAIN),
-        Output(split="test", file="test.jsonl", rows=_rows(held_out=True), num_rows=NUM_HELD_OUT),
-    ),
+    outputs=generated(rows, num_train=NUM_TRAIN, num_held_out=NUM_HELD_OUT),
 )

@@ -5,9 +5,9 @@ Words, numbers and times to judge by do not occur in the training file, alone or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from unirl.data.sets.records import Files, Output, PromptSet, Row
+from unirl.data.sets.records import PromptSet, Row, generated
 from unirl.data.sets.splitting import distinct, drawn, first_by_hash, is_held_out, several_drawn
 
 WORDS = (
@@ -112,16 +112,9 @@ def _numbers(held_out: bool, num: int) -> list[str]:
     return texts
 
 
-def _rows(*, held_out: bool) -> Callable[[Files], Iterator[Row]]:
-    return lambda files: rows(held_out=held_out)
-
-
 OCR = PromptSet(
     name="ocr",
     what="prompts that ask for written words, numbers and phrases in double quotes",
     made="templates; the words, numbers and times to judge by do not occur in the training file",
-    outputs=(
-        Output(split="train", file="train.jsonl", rows=_rows(held_out=False), num_rows=NUM_TRAIN),
-        Output(split="test", file="test.jsonl", rows=_rows(held_out=True), num_rows=NUM_HELD_OUT),
-    ),
+    outputs=generated(rows, num_train=NUM_TRAIN, num_held_out=NUM_HELD_OUT),
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from unirl.data.sets.hub import HubDataset
 from unirl.data.sets.motion import CAMERAS
-from unirl.data.sets.records import Files, Output, Picture, PromptSet, PublishedFile, Row
+from unirl.data.sets.records import Files, Picture, PromptSet, PublishedFile, Row, both_splits
 from unirl.data.sets.splitting import is_held_out, several_drawn
 from unirl.types.errors import DataError
 
@@ -71,29 +71,17 @@ def _digest(picture: Picture) -> str:
     return hashlib.sha256(picture.data).hexdigest()
 
 
-def _outputs(rows: Callable[..., Iterator[Row]]) -> tuple[Output, ...]:
-    return tuple(
-        Output(
-            split=split,
-            file=f"{split}.parquet",
-            rows=lambda files, held_out=split == "test": rows(files, held_out=held_out),
-            reads=(TABLES,),
-        )
-        for split in ("train", "test")
-    )
-
-
 IMAGE_EDIT = PromptSet(
     name="image_edit",
     what="a picture and an instruction that changes it",
     made="instructions in English with their pictures, in a table; 15% of the pictures held out by hash",
     sources=(REPOSITORY,),
-    outputs=_outputs(_edits),
+    outputs=both_splits(_edits, suffix=".parquet", reads=(TABLES,)),
 )
 PICTURE_MOTION = PromptSet(
     name="picture_motion",
     what="a picture that a video begins with, and a motion of the camera",
     made=f"the pictures of image_edit, each with {MOTIONS_PER_PICTURE} motions by hash; 15% of the pictures held out",
     sources=(REPOSITORY,),
-    outputs=_outputs(_motions),
+    outputs=both_splits(_motions, suffix=".parquet", reads=(TABLES,)),
 )

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from typing import Any
 
-from PIL import Image, ImageOps
-
-from unirl.data.media import UNREADABLE
+from unirl.data.sets.captioned import PAIR_COLUMNS, pick_a_pic, required_text, square
 from unirl.data.sets.github import GitHubRepository
 from unirl.data.sets.hub import HubDataset
-from unirl.data.sets.records import Files, Output, Picture, PromptSet, PublishedFile, Row
+from unirl.data.sets.records import Files, Output, PromptSet, PublishedFile, Row, both_splits
 from unirl.data.sets.splitting import distinct, first_by_hash, is_held_out
-from unirl.types.errors import DataError
 
 PICKSCORE_TRAIN, PICKSCORE_TEST = "dataset/pickscore/train.txt", "dataset/pickscore/test.txt"
 
@@ -78,7 +73,7 @@ def _hpdv2_benchmark(files: Files) -> list[str]:
 def _hpdv2_train(files: Files) -> Iterator[Row]:
     """Prompts of the rated training images that the benchmark does not ask for."""
     held_out = set(_hpdv2_benchmark(files))
-    prompts = (_text(row["prompt"], where) for where, row in files.rows(HPDV2_TRAIN, ("prompt",)))
+    prompts = (required_text(row["prompt"], where) for where, row in files.rows(HPDV2_TRAIN, ("prompt",)))
     return ({"prompt": prompt} for prompt in distinct(prompts, str) if prompt not in held_out)
 
 
@@ -129,8 +124,8 @@ def _wise(files: Files, *, held_out: bool) -> Iterator[Row]:
     columns = ("Prompt", "Explanation", "Category", "Subcategory")
     rows = (
         {
-            "prompt": _text(row["Prompt"], where),
-            "explanation": _text(row["Explanation"], where),
+            "prompt": required_text(row["Prompt"], where),
+            "explanation": required_text(row["Explanation"], where),
             "category": str(row["Category"]),
             "subcategory": str(row["Subcategory"]),
         }
@@ -154,66 +149,29 @@ WISE = PromptSet(
             files=tuple(PublishedFile(path, num_rows=num_rows) for path, num_rows in WISE_FILES.items()),
         ),
     ),
-    outputs=(
-        Output(
-            split="train",
-            file="train.jsonl",
-            rows=lambda files: _wise(files, held_out=False),
-            reads=tuple(WISE_FILES),
-        ),
-        Output(
-            split="test", file="test.jsonl", rows=lambda files: _wise(files, held_out=True), reads=tuple(WISE_FILES)
-        ),
-    ),
+    outputs=both_splits(_wise, suffix=".jsonl", reads=tuple(WISE_FILES)),
 )
 
 PAIRS = "data/train-0000?-of-*.parquet"
 """Ten of 645 files, about half a gigabyte each."""
 PAIR_SIZE = 512
 """Pixels of a side, as the recipe has them."""
-JPEG_QUALITY = 95
 
 
 def _pairs(files: Files) -> Iterator[Row]:
     """Chosen image, then rejected; ties are left out."""
-    columns = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
-    for where, row in files.rows(PAIRS, columns):
+    for where, row in files.rows(PAIRS, PAIR_COLUMNS):
         if row["label_0"] == row["label_1"]:
             continue
         names = ("jpg_0", "jpg_1") if row["label_0"] > row["label_1"] else ("jpg_1", "jpg_0")
-        images = [_square(row[name], PAIR_SIZE, f"{where}: {name}") for name in names]
-        yield {"prompt": _text(row["caption"], where), "images": images, "scores": [1, 0]}
+        images = [square(row[name], PAIR_SIZE, f"{where}: {name}") for name in names]
+        yield {"prompt": required_text(row["caption"], where), "images": images, "scores": [1, 0]}
 
 
 PREFERENCES = PromptSet(
     name="preferences",
     what="pairs of Pick-a-Pic v2, chosen before rejected, for Diffusion-DPO",
     made=f"without ties, pictures cropped to a square of {PAIR_SIZE} pixels; the first ten files of 645",
-    sources=(
-        HubDataset(name="yuvalkirstain/pickapic_v2", revision="main", license="MIT", files=(PublishedFile(PAIRS),)),
-    ),
+    sources=(pick_a_pic(PAIRS),),
     outputs=(Output(split="train", file="train.jsonl", rows=_pairs, reads=(PAIRS,)),),
 )
-
-
-def _square(data: Any, size: int, where: str) -> Picture:  # Any: a cell of a table
-    """The middle of a picture, `size` x `size`; one of that size already is left as it is."""
-    if not isinstance(data, bytes):
-        raise DataError(f"{where} holds a {type(data).__name__}, not the bytes of a picture.")
-    try:
-        with Image.open(io.BytesIO(data)) as picture:
-            if picture.size == (size, size) and picture.format == "JPEG":
-                return Picture(data, ".jpg")
-            fitted = ImageOps.fit(picture.convert("RGB"), (size, size), Image.Resampling.LANCZOS)
-    except UNREADABLE as error:
-        raise DataError(f"{where} cannot be read as a picture: {error}. Fetch the file again.") from error
-    encoded = io.BytesIO()
-    fitted.save(encoded, "JPEG", quality=JPEG_QUALITY)
-    return Picture(encoded.getvalue(), ".jpg")
-
-
-def _text(value: Any, where: str) -> str:  # Any: a cell of a table
-    """A text. Raises DataError where it is none."""
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: {value!r} is not a text.")
-    return value.strip()

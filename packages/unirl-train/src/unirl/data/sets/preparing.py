@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.data.datasets import read_rows
+from unirl.data.sets.captioned import OWN_SUFFIXES
 from unirl.data.sets.manifest import (
     NAME,
     Manifest,
@@ -55,7 +56,8 @@ def prepare(
 ) -> Prepared:
     """Make the files of a set in `folder`, or find them there whole.
 
-    given: a folder or file with what is published, in the place of a download. split: only its file. overwrite: replace
+    given: a folder or file with what is published, in the place of a download; for a set that `takes_own` also a prompt
+    file of the user's own pictures. split: only its file. overwrite: replace
     files that are there and other. is_partial: accept sources that are not the published ones whole.
     Raises DataError where sources cannot be had (with the commands that fetch them) or are wrong, where `folder` holds
     something else, or where the disk is full; a file that is there then stays as it was.
@@ -153,6 +155,8 @@ def _source(prompt_set: PromptSet, output: Output, files: Files, revisions: dict
     origin: dict[str, Any] = {"version": prompt_set.version}
     if prompt_set.is_generated:
         return origin | {"generated": True}
+    if files.own is not None:
+        return origin | {"own": sha256_of(files.own)}
     repositories = []
     for repository in prompt_set.sources:
         read = [file.path for file in repository.files if file.path in output.reads]
@@ -175,7 +179,14 @@ def _source(prompt_set: PromptSet, output: Output, files: Files, revisions: dict
 def _sources(
     prompt_set: PromptSet, outputs: Sequence[Output], staged: Path, given: Path | None, is_partial: bool
 ) -> tuple[Files, dict[str, str | None]]:
-    """The published files that the outputs are made from, and the commit of each repository; None of given files."""
+    """The published files that the outputs are made from, and the commit of each repository; None of given files.
+
+    Or a prompt file of the user's own, and no repository.
+    """
+    if given is not None and prompt_set.takes_own and given.is_file() and given.suffix in OWN_SUFFIXES:
+        if is_partial:
+            raise DataError(f"--partial is about published files; {given} is your own. Leave it out.")
+        return Files({}, {}, own=given), {}
     wanted = {path for output in outputs for path in output.reads}
     by_repository = {
         repository: [file for file in repository.files if file.path in wanted] for repository in prompt_set.sources
@@ -213,14 +224,17 @@ def _located(prompt_set: PromptSet, published: dict[str, PublishedFile], given: 
             )
         (path,) = published
         if given.suffix != Path(path).suffix:
-            raise DataError(f"--from {given}: is no {Path(path).suffix} file; {prompt_set.name} is made from {path}.")
+            raise DataError(
+                f"--from {given}: is no {Path(path).suffix} file; {prompt_set.name} is made from {path}"
+                f"{_or_own(prompt_set)}."
+            )
         return {path: (given,)}
     found = {path: _in_folder(given, path) for path in published}
     missing = [path for path, files in found.items() if not files]
     if missing:
         raise DataError(
             f"--from {given}: has no {_listed(missing)}, neither at that path nor by that name. Put the published "
-            "files there."
+            f"files there{_or_own(prompt_set)}."
         )
     for path, files in found.items():
         for file in files:
@@ -260,7 +274,18 @@ def _how_to_fetch(prompt_set: PromptSet, by_repository: dict[Repository, list[Pu
     for repository, files in by_repository.items():
         lines += [f"  {command}" for command in repository.fetch_commands(files, folder)]
     lines += [f"Copy the folder {folder} here, then:", f"  trainer data prepare {prompt_set.name} --from {folder}"]
+    if prompt_set.takes_own:
+        lines += [
+            "Or of pictures of your own, by a prompt file with one picture per row (docs/guides/own_data.md):",
+            f"  trainer data prepare {prompt_set.name} --from my-pictures/prompts.jsonl",
+        ]
     return "\n".join(lines)
+
+
+def _or_own(prompt_set: PromptSet) -> str:
+    if not prompt_set.takes_own:
+        return ""
+    return f", or give a prompt file ({', '.join(OWN_SUFFIXES)}) that names one picture of your own per row"
 
 
 def _listed(paths: Sequence[str] | dict[str, PublishedFile]) -> str:

@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from unirl.data.sets.reading import read_published
 from unirl.types.errors import DataError
 
-Row = Mapping[str, Any]  # Any: JSON values, and Picture under "images"
+Row = Mapping[str, Any]  # Any: JSON values, Picture under "images" and Medium under "media"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of an OSError."""
 
@@ -24,6 +24,20 @@ class Picture:
     data: bytes
     suffix: str
     """Of its file name, such as .png."""
+
+
+@dataclass(frozen=True)
+class Medium:
+    """What a prompt brings beside its text: a picture, or the frames of a video."""
+
+    role: str
+    """What it is to its prompt, see `unirl.data.media.SLOTS`."""
+    content: Picture | tuple[Picture, ...]
+
+    @property
+    def modality(self) -> str:
+        """As the row of a prompt file has it."""
+        return "image" if isinstance(self.content, Picture) else "video"
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,8 @@ class Files:
     published: Mapping[str, PublishedFile]
     is_partial: bool = False
     """Whether fewer rows than published are accepted."""
+    own: Path | None = None
+    """A prompt file of the user's own in the place of what is published."""
 
     def rows(self, path: str, columns: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:  # Any: a decoded value
         """(place, value) of every row; only `columns` of a table, which all must be there. Raises DataError."""
@@ -125,6 +141,43 @@ class Output:
     """Rows that it will have, where known."""
 
 
+class GeneratedRows(Protocol):
+    """Rows of a set that needs no published files."""
+
+    def __call__(self, *, held_out: bool) -> Iterable[Row]:
+        """Those to judge by, or those to train on."""
+        ...
+
+
+def generated(rows: GeneratedRows, *, num_train: int, num_held_out: int) -> tuple[Output, ...]:
+    """Both files of a generated set."""
+    return (
+        Output(split="train", file="train.jsonl", rows=lambda files: rows(held_out=False), num_rows=num_train),
+        Output(split="test", file="test.jsonl", rows=lambda files: rows(held_out=True), num_rows=num_held_out),
+    )
+
+
+class RowsOfFiles(Protocol):
+    """Rows of a set from its published files."""
+
+    def __call__(self, files: Files, *, held_out: bool) -> Iterable[Row]:
+        """Those to judge by, or those to train on."""
+        ...
+
+
+def both_splits(rows: RowsOfFiles, *, suffix: str, reads: tuple[str, ...]) -> tuple[Output, ...]:
+    """Both files of a set whose rows are divided by `rows`."""
+    return tuple(
+        Output(
+            split=split,
+            file=f"{split}{suffix}",
+            rows=lambda files, held_out=split == "test": rows(files, held_out=held_out),
+            reads=reads,
+        )
+        for split in ("train", "test")
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptSet:
     """A set of prompts by the name that `trainer data` and recipes call it."""
@@ -136,6 +189,8 @@ class PromptSet:
     outputs: tuple[Output, ...]
     sources: tuple[Repository, ...] = ()
     """Empty where the set is generated."""
+    takes_own: bool = False
+    """Whether a prompt file of the user's own, one picture per row, can be given in the place of the sources."""
     version: int = 1
     """Goes up where the same sources would give other rows."""
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unirl.data.datasets import MEDIA
 from unirl.data.sets.manifest import pictures_folder
-from unirl.data.sets.records import Picture, Row
+from unirl.data.sets.records import Medium, Picture, Row
 from unirl.types.errors import DataError
 from unirl.types.preference import IMAGES
 
 ROWS_PER_GROUP = 256
 """Of a table: what is held in memory at a time."""
+_NAME_LENGTH = 24
+"""Of a file or folder that is named by the sha256 of its content."""
 _NEW_LINE = re.compile(r"\s*[\r\n]\s*")
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> int:
     """Write a new file in the format of its suffix; returns the number of rows. Raises DataError where there is none.
 
-    Pictures stand in a `.parquet` file itself, and beside a `.jsonl` file in `<stem>-pictures`, named by their content.
+    Pictures stand in a `.parquet` file itself, and beside a `.jsonl` file in `<stem>-pictures`, named by their content;
+    a video is a folder of its frames there, and stands beside a `.jsonl` file only.
     """
     if path.suffix == ".parquet":
         num_rows = _write_table(path, rows)
@@ -45,18 +49,40 @@ def _line(row: Row, path: Path) -> str:
 
 def _with_files(row: Row, path: Path) -> Mapping[str, Any]:  # Any: JSON values
     """The row with paths, relative to its file, in the place of pictures."""
-    images = row.get(IMAGES)
-    if images is None:
-        return row
-    folder = pictures_folder(path)
-    folder.mkdir(exist_ok=True)
-    return {**row, IMAGES: [_file_of(picture, folder) for picture in images]}
+    folder, found = pictures_folder(path), dict(row)
+    if IMAGES in row:
+        found[IMAGES] = [_file_of(picture, folder) for picture in row[IMAGES]]
+    if MEDIA in row:
+        found[MEDIA] = [_written(medium, folder) for medium in row[MEDIA]]
+    return found
+
+
+def _written(medium: Medium, folder: Path) -> Mapping[str, str]:
+    content = medium.content
+    uri = _file_of(content, folder) if isinstance(content, Picture) else _folder_of(content, folder)
+    return {"modality": medium.modality, "role": medium.role, "uri": uri}
 
 
 def _file_of(picture: Picture, folder: Path) -> str:
-    name = f"{hashlib.sha256(picture.data).hexdigest()[:24]}{picture.suffix}"
+    name = _name(picture)
+    folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(picture.data)
     return f"{folder.name}/{name}"
+
+
+def _folder_of(frames: Sequence[Picture], folder: Path) -> str:
+    """A video, written once however many rows have it."""
+    name = hashlib.sha256("".join(map(_name, frames)).encode()).hexdigest()[:_NAME_LENGTH]
+    if not (folder / name).exists():
+        (folder / name).mkdir(parents=True)
+        for number, frame in enumerate(frames):
+            (folder / name / f"{number:04}{frame.suffix}").write_bytes(frame.data)
+    return f"{folder.name}/{name}"
+
+
+def _name(picture: Picture) -> str:
+    """Of its file, by its content."""
+    return f"{hashlib.sha256(picture.data).hexdigest()[:_NAME_LENGTH]}{picture.suffix}"
 
 
 def _write_table(path: Path, rows: Iterable[Row]) -> int:
@@ -94,8 +120,4 @@ def _with_bytes(row: Row) -> Mapping[str, Any]:  # Any: values of a table
     images = row.get(IMAGES)
     if images is None:
         return row
-    names = [f"{hashlib.sha256(picture.data).hexdigest()[:24]}{picture.suffix}" for picture in images]
-    return {
-        **row,
-        IMAGES: [{"bytes": picture.data, "path": name} for picture, name in zip(images, names, strict=True)],
-    }
+    return {**row, IMAGES: [{"bytes": picture.data, "path": _name(picture)} for picture in images]}

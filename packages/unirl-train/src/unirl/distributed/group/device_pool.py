@@ -104,6 +104,7 @@ class DevicePool:
 
     def _join(self, address: str, log_to_driver: bool) -> None:
         if self._ray.is_initialized():
+            self._require_joined(address)
             return
         begin = time.monotonic()
         if address in ON_THIS_MACHINE:
@@ -125,6 +126,18 @@ class DevicePool:
                 raise ConfigError(f"cannot join the Ray cluster at {address}: {error}. {_ADDRESS_ADVICE}") from error
         self._is_ray_ours = True
         logger.info("joined Ray at %s in %.1f s", address, time.monotonic() - begin)
+
+    def _require_joined(self, address: str) -> None:
+        """Raise ConfigError where the Ray that this process uses is not the one at the address."""
+        if address in ON_THIS_MACHINE:
+            return
+        require_answer(address, _CONNECT_TIMEOUT_S)
+        joined = self._ray.get_runtime_context().gcs_address
+        if joined not in [f"{host}:{port}" for host, port in _sockets(address)]:
+            raise ConfigError(
+                f"cluster.address = {address!r} cannot be joined: this process already uses the Ray at {joined}. "
+                "Set cluster.address to that one or to auto."
+            )
 
     def _check(self, resources: Mapping[str, float], where: str) -> None:
         cores = self.num_devices * self.cpus_per_device
@@ -252,17 +265,22 @@ _ADDRESS_ADVICE = "Start Ray there (ray start --head), or set cluster.address, o
 
 def require_answer(address: str, timeout_s: float) -> None:
     """Raise ConfigError where nobody accepts a connection at host:port within `timeout_s`."""
+    for host, port in _sockets(address):
+        try:
+            socket.create_connection((host, port), timeout=timeout_s).close()
+        except OSError as error:
+            raise ConfigError(
+                f"no Ray answers at {host}:{port} (cluster.address, or RAY_ADDRESS) within {timeout_s:.0f} s: {error}. "
+                f"{_ADDRESS_ADVICE}"
+            ) from error
+
+
+def _sockets(address: str) -> list[tuple[str, int]]:
+    """The hosts and ports that host:port of a Ray means: for this machine also the address that Ray takes instead."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"cluster.address = {address!r} must be auto, local or host:port of a running Ray.")
     hosts = [host.strip("[]")]
     if hosts[0] in ("localhost", "127.0.0.1", "::1"):
-        hosts.append(ray_module().util.get_node_ip_address())  # which Ray takes in its place
-    for each in hosts:
-        try:
-            socket.create_connection((each, int(port)), timeout=timeout_s).close()
-        except OSError as error:
-            raise ConfigError(
-                f"no Ray answers at {each}:{port} (cluster.address, or RAY_ADDRESS) within {timeout_s:.0f} s: {error}. "
-                f"{_ADDRESS_ADVICE}"
-            ) from error
+        hosts.append(ray_module().util.get_node_ip_address())
+    return [(each, int(port)) for each in hosts]

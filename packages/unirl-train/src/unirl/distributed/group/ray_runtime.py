@@ -23,6 +23,7 @@ from unirl.distributed.group.ray_worker import ProcessInfo, RayWorker
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.group.waiting import CallFailed, answers
 from unirl.distributed.runtime import Runtime
+from unirl.distributed.tensor.planes.base import DataPlane, ObjectPlane
 from unirl.distributed.tensor.transport import outgoing
 from unirl.distributed.worker import Builder, ComponentInfo
 from unirl.types.errors import ConfigError, ContractError, WorkerError
@@ -49,6 +50,7 @@ class RayRuntime(Runtime):
     start_timeout_s: longest wait for devices and processes.
     address, num_nodes, cpus_per_device, log_to_driver: see `DevicePool`.
     block: devices of a pool that several runtimes share; without one the runtime has a pool of its own.
+    plane: how samples move between workers, shared by the runtimes of a run; None: as Ray objects.
 
     Errors that a worker raises: those of ours (`UniRLError`) keep their class, others become `WorkerError`; both name
     the worker. If all ranks still answered, the runtime stays usable; otherwise it is closed.
@@ -70,9 +72,11 @@ class RayRuntime(Runtime):
         cpus_per_device: float = 1.0,
         log_to_driver: bool = True,
         block: Block | None = None,
+        plane: DataPlane | None = None,
     ) -> None:
         super().__init__()
         begin = time.monotonic()
+        self._plane = plane or ObjectPlane()
         self._ray = ray_module()
         self._timeout_s = timeout_s
         self._own_pool: DevicePool | None = None
@@ -108,6 +112,7 @@ class RayRuntime(Runtime):
             self._components = built[0][0]
             self._mesh = [place for _, place in built]
             shard_ranks(self._mesh)  # raises where the workers do not fit together
+            self._plane.join(self._actors)
             unfinished.pop_all()
         logger.info("started %s in %.1f s", ", ".join(self._names()), time.monotonic() - begin)
 
@@ -115,7 +120,9 @@ class RayRuntime(Runtime):
         threads = {"OMP_NUM_THREADS": "1"}
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self._block.pool.num_nodes == 1 else {}
         is_cuda = self._block.pool.device == "cuda"
-        actor_class = self._ray.remote(RayWorker)
+        self._plane.prepare()
+        own = dict(self._plane.actor_options)
+        actor_class = self._ray.remote(**own)(RayWorker) if own else self._ray.remote(RayWorker)
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for rank, place in enumerate(self._block.places):
             options = actor_class.options(
@@ -164,16 +171,17 @@ class RayRuntime(Runtime):
 
     def _pick(self, calls: list[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:
         self._require_open()
-        picked = [(rank, self._actors[rank].pick.options(num_returns=2).remote(key, rows)) for rank, key, rows in calls]
-        # The first of each pair says that the second is there; that one is never read here.
-        self._await({done: rank for rank, (done, _) in picked}, "pick", self._timeout_s)
-        return [rows for _, (_, rows) in picked]
+        picked = [(rank, *self._plane.pick(self._actors[rank], key, rows)) for rank, key, rows in calls]
+        self._await({done: rank for rank, done, _ in picked if done is not None}, "pick", self._timeout_s)
+        return [rows for _, _, rows in picked]
 
     def _assemble(self, calls: list[tuple[int, tuple[Any, ...], list[Any]]]) -> list[RolloutResp]:
         self._require_open()
         # Ray replaces references by their values where they are direct arguments only.
         pending = {self._actors[rank].assemble.remote(args, *arrived): rank for rank, args, arrived in calls}
-        return self._await(pending, "assemble", self._timeout_s)
+        assembled = self._await(pending, "assemble", self._timeout_s)
+        self._plane.taken()
+        return assembled
 
     def _on_all(self, method: str, args: tuple[Any, ...], what: str, timeout_s: float) -> list[Any]:
         pending = {getattr(actor, method).remote(*args): rank for rank, actor in enumerate(self._actors)}
@@ -220,6 +228,7 @@ class RayRuntime(Runtime):
         self._is_closed = True
         atexit.unregister(self.close)
         if self._ray.is_initialized():
+            self._plane.leave(self._actors)
             if self._failure is None:
                 # Ray kills what a worker has started as soon as the worker ends.
                 closing = [actor.close.remote() for actor in self._actors]

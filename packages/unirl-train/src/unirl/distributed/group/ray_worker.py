@@ -14,7 +14,10 @@ import torch.distributed
 
 from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.group.framework import ray_module
-from unirl.distributed.tensor.transport import outgoing
+from unirl.distributed.tensor.planes.base import RowsElsewhere
+from unirl.distributed.tensor.planes.queue import QueuedRows
+from unirl.distributed.tensor.transport import contiguous, outgoing
+from unirl.distributed.weight_sync.transports.base import Parcel
 from unirl.distributed.worker import Builder, ComponentInfo, Worker, WorkerContext
 from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
@@ -38,6 +41,7 @@ class RayWorker:
         self._context = WorkerContext(rank, world_size, device)
         self._store: torch.distributed.Store | None = None
         self._worker: Worker | None = None
+        self._kept: dict[str, Any] = {}  # Any: see Parcel
 
     def process_info(self) -> ProcessInfo:
         """Make this process the leader of its own process group, so that what it starts can be ended with it."""
@@ -88,16 +92,26 @@ class RayWorker:
             self._worker.close()
 
     def call_component(self, role: str, method: str, *args: Any) -> Any:  # Any: as the component's methods
-        """Call a component for a worker of another runtime (`RemoteRole`)."""
-        return self.perform("invoke", (role, method, args, {}, None))
+        """Call a component for a worker of another runtime (`RemoteRole`); parcels are opened first."""
+        opened = tuple(value.opened(self._kept) if isinstance(value, Parcel) else value for value in args)
+        return self.perform("invoke", (role, method, opened, {}, None))
 
     def pick(self, key: HeldKey, rows: Sequence[int]) -> tuple[None, Any]:  # Any: held values are of any type
         """Two results of Ray: a sign that the rows are there, and the rows, for workers that assemble a new value."""
         return None, self.perform("pick", (key, rows))
 
-    def assemble(self, args: tuple[Any, ...], *arrived: RolloutResp) -> RolloutResp:
+    def pick_contiguous(self, key: HeldKey, rows: Sequence[int]) -> Any:  # Any: as pick
+        """The rows alone, as Ray Direct Transport takes them."""
+        return contiguous(self.perform("pick", (key, rows)))
+
+    def pick_queued(self, key: HeldKey, rows: Sequence[int], name: str, timeout_s: float) -> tuple[None, QueuedRows]:
+        """`pick`, with the rows in TransferQueue under a name."""
+        return None, QueuedRows.put(self.perform("pick", (key, rows)), name, timeout_s)
+
+    def assemble(self, args: tuple[Any, ...], *arrived: RolloutResp | RowsElsewhere) -> RolloutResp:
         """`Worker.assemble`; what comes from other workers stands in the call itself, where Ray fetches it."""
-        return self.perform("assemble", (*args, arrived))
+        rows = tuple(item.fetched() if isinstance(item, RowsElsewhere) else item for item in arrived)
+        return self.perform("assemble", (*args, rows))
 
     def perform(self, method: str, args: tuple[Any, ...]) -> Any:  # Any: as the worker's methods
         """Call a method of `Worker`; what it returns leaves as CPU tensors."""

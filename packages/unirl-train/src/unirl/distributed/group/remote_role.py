@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +25,25 @@ class RemoteRole:
     timeout_s: float
 
     def call(self, method: str, *args: Any) -> list[Any]:  # Any: as the component's methods
-        """The method's results, one a worker. Arguments leave this process once, through Ray's object store.
+        """The method's results, one per worker. Arguments leave this process once, through Ray's object store.
 
         Raises what a worker raises where it is an error of ours, else WorkerError.
         """
+        return self.submit(method, *args)()
+
+    def submit(self, method: str, *args: Any) -> Callable[[], list[Any]]:  # Any: as the component's methods
+        """Call the method without waiting; what is returned waits as `call` does. Workers answer in order."""
         ray = ray_module()
         references = [ray.put(outgoing(value)) for value in args]
         pending = {
             actor.call_component.remote(self.name, method, *references): worker
             for actor, worker in zip(self.actors, self.workers, strict=True)
         }
-        try:
-            return answers(pending, f"{self.name}.{method}", self.timeout_s)
-        except CallFailed as failed:
-            failed.raise_cause()
+
+        def wait() -> list[Any]:
+            try:
+                return answers(pending, f"{self.name}.{method}", self.timeout_s)
+            except CallFailed as failed:
+                failed.raise_cause()
+
+        return wait

@@ -10,7 +10,7 @@ from unirl.distributed.group.device_pool import Device, DevicePool
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.groups import WorkerGroups
 from unirl.distributed.runtime import Runtime
-from unirl.distributed.weight_sync.remote_engines import RemoteEngines
+from unirl.distributed.tensor.planes.base import DataPlane, ObjectPlane
 from unirl.distributed.worker import Builder
 
 
@@ -37,6 +37,7 @@ def start_groups(
     start_timeout_s: float = 300.0,
     pushes_from: str | None = None,
     pushes_to: str | None = None,
+    plane: DataPlane | None = None,
 ) -> Runtime:
     """Start the groups one after the other, the first one first. Groups that have the same device take turns there.
 
@@ -45,6 +46,7 @@ def start_groups(
     Raises what they raise, and leaves nothing behind.
     """
     with contextlib.ExitStack() as unfinished:
+        plane = plane or ObjectPlane()
         pool = DevicePool(
             num_devices,
             device,
@@ -64,12 +66,15 @@ def start_groups(
                 timeout_s=timeout_s,
                 start_timeout_s=start_timeout_s,
                 block=blocks[plan.name],
+                plane=plane,
             )
             unfinished.callback(started[plan.name].close)
         elsewhere = {role: started[plan.name] for plan in plans for role in plan.roles}
         if pushes_from is not None and pushes_to in elsewhere and started[plans[0].name].has_role(pushes_from):
             engines = elsewhere[pushes_to].remote_role(pushes_to)
-            started[plans[0].name].role(pushes_from).connect(RemoteEngines(engines))
+            (to,) = (plan for plan in plans if pushes_to in plan.roles)
+            shares_device = len(to.devices) == 1 and list(to.devices) == list(plans[0].devices)
+            started[plans[0].name].role(pushes_from).connect_elsewhere(engines, shares_device)
         groups = WorkerGroups(started[plans[0].name], elsewhere, on_close=pool.close)
         unfinished.pop_all()
     return groups

@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, cast
 
 from torch import Tensor
 
-from unirl.distributed.weight_sync.canary import Canary, TokenCanary, TransitionCanary
-from unirl.types.bounds import Positive, bounded
+from unirl.distributed.group.remote_role import RemoteRole
+from unirl.distributed.weight_sync.canary import Canary, TokenCanary, TransitionCanary, canary_primitives
+from unirl.distributed.weight_sync.remote_engines import RemoteEngines
+from unirl.distributed.weight_sync.transports.base import TransportName
+from unirl.distributed.weight_sync.transports.choice import make_transport
+from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.media import Primitive
 from unirl.types.precision import dtype_named
 from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PolicyStore, PushTarget, TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -34,8 +39,13 @@ class WeightSync(ABC):
     backend: what trains. engine: the engine of this worker; None where `connect` names some elsewhere.
     pipeline: replays the canary. sampling: of the recipe, whose kind says what the canary is.
     dtype: what the engine keeps weights in; tensors are rounded to it before they leave.
-    canary_prompts: short texts that the engine samples from after every push. canary_tolerance: largest difference
-        between its log-probs and the trainer's, see `TokenCanary` and `TransitionCanary`; None takes theirs.
+    canary_prompts: short texts that the engine samples from after every push. canary_image_size: side in pixels of a
+        picture beside each in the slot "image", for models that need one; None shows none.
+    canary_tolerance: largest difference between the engine's log-probs and the trainer's, see `TokenCanary` and
+        `TransitionCanary`; None takes theirs.
+    transport: how tensors cross to engines in other workers: "ray" (objects, what None means), "files", "ipc" (shared
+        memory), "nccl" (broadcast). transfer_dir: folder of "files";
+        None: /dev/shm.
     Raises WeightSyncError, and the run stops, where anything is not as it was sent.
     """
 
@@ -51,20 +61,37 @@ class WeightSync(ABC):
         sampling: BaseSamplingParams,
         dtype: Precision = "bf16",
         canary_prompts: Sequence[str] = CANARY_PROMPTS,
+        canary_image_size: PositiveInt | None = None,
         canary_tolerance: Positive | None = None,
+        transport: TransportName | None = None,
+        transfer_dir: str | None = None,
         rank: int = 0,
     ) -> None:
+        self._transport: TransportName = transport or "ray"
+        self._transfer_dir = transfer_dir or "/dev/shm"
+        self._device = backend.device
         self._source = backend.weight_source
         self._policies: PolicyStore = backend
         self._engine = engine
         self._dtype = dtype_named(dtype, "sync.dtype")
         self._rank = rank
-        self._canary = _canary(backend, pipeline, sampling, canary_prompts, canary_tolerance)
+        self._canary = _canary(
+            backend, pipeline, sampling, canary_primitives(canary_prompts, canary_image_size), canary_tolerance
+        )
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def connect(self, engine: PushTarget) -> None:
-        """Push to engines of other workers (`RemoteEngines`) from now on: rank 0 sends, the others only gather."""
+        """Push to another engine from now on: rank 0 sends, the others only gather."""
         self._engine = engine if self._rank == 0 else None
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def connect_elsewhere(self, engines: RemoteRole, shares_device: bool = False) -> None:
+        """Push to engines of other workers from now on, by the transport that was chosen; else as `connect`.
+
+        shares_device: whether each of them is on the very device that this worker has.
+        """
+        transport = make_transport(self._transport, self._device, engines, self._transfer_dir, shares_device)
+        self.connect(RemoteEngines(engines, transport))
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:
@@ -111,6 +138,11 @@ class WeightSync(ABC):
             "sync/logprob_gap_mean": mean,
         }
 
+    def close(self) -> None:
+        """Give back what pushes to engines of other workers hold."""
+        if isinstance(self._engine, RemoteEngines):
+            self._engine.close()
+
     @property
     def is_due(self) -> bool:
         """Whether the engine's version is not the present one."""
@@ -136,14 +168,16 @@ def _canary(
     backend: TrainBackend,
     pipeline: AutoregressivePipeline | DiffusionPipeline,
     sampling: BaseSamplingParams,
-    prompts: Sequence[str],
+    primitives: Mapping[str, Primitive],
     tolerance: float | None,
 ) -> Canary:
     """The canary of what is sampled; a pipeline samples one kind of thing alone."""
     match sampling:
         case ARSamplingParams():
-            return TokenCanary(cast("AutoregressivePipeline", pipeline), prompts, tolerance)
+            return TokenCanary(cast("AutoregressivePipeline", pipeline), primitives, tolerance)
         case DiffusionSamplingParams():
-            return TransitionCanary(cast("DiffusionPipeline", pipeline), sampling, backend.device, prompts, tolerance)
+            return TransitionCanary(
+                cast("DiffusionPipeline", pipeline), sampling, backend.device, primitives, tolerance
+            )
         case other:
             raise ConfigError(f"a push of a policy that is sampled by {type(other).__name__} has no canary")

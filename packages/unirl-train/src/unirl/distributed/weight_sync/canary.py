@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
-from unirl.types.media import Texts
+from unirl.types.media import Images, Primitive, Texts
 from unirl.types.noise import noise_keys
 from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PushTarget
 from unirl.types.rollout import RolloutReq, RolloutTrack
@@ -19,20 +19,37 @@ from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 
 
+def canary_primitives(prompts: Sequence[str], image_size: int | None) -> dict[str, Primitive]:
+    """What the engine samples from: texts in the slot "text" and, with an image size, in "image" a picture beside each.
+
+    image_size: side in pixels. Pictures are noise, the same in every run. Raises ConfigError without texts.
+    """
+    if not prompts or not all(prompts):
+        raise ConfigError(f"sync.canary_prompts = {list(prompts)} must hold at least one text, and none empty")
+    texts: dict[str, Primitive] = {"text": Texts(texts=list(prompts))}
+    if image_size is None:
+        return texts
+    noise = torch.rand(len(prompts), 3, image_size, image_size, generator=torch.Generator().manual_seed(0))
+    return {**texts, "image": Images(pixels=noise)}
+
+
 class Canary(ABC):
     """Lets the engine sample from a few prompts and scores the samples with the trainer's weights.
 
     Catches what checksums cannot: weights that arrived and were bound, but to the wrong place, in the wrong scale or
-    beside stale cached values. prompts: one sample each. tolerance: in the unit of the log-probs.
+    beside stale cached values. primitives: see `canary_primitives`; one sample of each text. tolerance: in the unit of
+    the log-probs.
     """
 
     unit: ClassVar[str]
     """Of a log-prob, for messages."""
 
-    def __init__(self, prompts: Sequence[str], tolerance: float) -> None:
-        if not prompts or not all(prompts):
-            raise ConfigError(f"sync.canary_prompts = {list(prompts)} must hold at least one text, and none empty")
-        self._prompts = list(prompts)
+    def __init__(self, primitives: Mapping[str, Primitive], tolerance: float) -> None:
+        self._primitives = dict(primitives)
+        texts = self._primitives["text"]
+        if not isinstance(texts, Texts):
+            raise ContractError(f"the canary's slot 'text' holds {type(texts).__name__}")
+        self._prompts = texts.texts
         self._tolerance = tolerance
 
     @abstractmethod
@@ -88,15 +105,17 @@ class TokenCanary(Canary):
     """Rounding gives 1e-5 nats where both compute in fp32, about 0.1 in bf16."""
     _params: ClassVar[ARSamplingParams] = ARSamplingParams(temperature=1.0, max_new_tokens=8, seed=0)
 
-    def __init__(self, pipeline: AutoregressivePipeline, prompts: Sequence[str], tolerance: float | None) -> None:
-        super().__init__(prompts, self.default_tolerance if tolerance is None else tolerance)
+    def __init__(
+        self, pipeline: AutoregressivePipeline, primitives: Mapping[str, Primitive], tolerance: float | None
+    ) -> None:
+        super().__init__(primitives, self.default_tolerance if tolerance is None else tolerance)
         self._pipeline = pipeline
 
     def _request(self, version: int) -> RolloutReq:
         return RolloutReq(
             sample_ids=self._names(),
             group_ids=self._names(),
-            primitives={"text": Texts(texts=list(self._prompts))},
+            primitives=self._primitives,
             sampling_params=self._params,
             rollout_id=version,
         )
@@ -147,10 +166,10 @@ class TransitionCanary(Canary):
         pipeline: DiffusionPipeline,
         sampling: DiffusionSamplingParams,
         device: torch.device,
-        prompts: Sequence[str],
+        primitives: Mapping[str, Primitive],
         tolerance: float | None,
     ) -> None:
-        super().__init__(prompts, self.default_tolerance if tolerance is None else tolerance)
+        super().__init__(primitives, self.default_tolerance if tolerance is None else tolerance)
         self._pipeline = pipeline
         self._device = device
         self._params = dataclasses.replace(
@@ -171,7 +190,7 @@ class TransitionCanary(Canary):
         return RolloutReq(
             sample_ids=names,
             group_ids=names,
-            primitives={"text": Texts(texts=list(self._prompts))},
+            primitives=self._primitives,
             sampling_params=self._params,
             sigmas=self._pipeline.sigmas(self._params),
             init_noise_group_ids=noise_keys(version, names, names, same_noise=False),

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from unirl.distributed.group.remote_role import RemoteRole
-from unirl.distributed.tensor.transport import outgoing
-from unirl.types.errors import WeightSyncError
+from unirl.distributed.weight_sync.transports.base import ObjectTransport, WeightTransport
+from unirl.types.errors import UniRLError, WeightSyncError
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
+
+Wait = Callable[[], list[Any]]  # Any: as the component's methods
 
 
 class RemoteEngines:
     """Every engine of a runtime behind the interface of one (PushTarget).
 
-        training.role("sync").connect(RemoteEngines(rollouts.remote_role("engine")))
+        training.role("sync").connect_elsewhere(rollouts.remote_role("engine"))
 
-    Tensors travel as bytes through Ray's object store, so neither memory nor files are shared; a bucket leaves once and
-    each node fetches it once. Every engine verifies what arrives at it.
+    transport: how tensors cross; None puts them into Ray's object store. While the engines take one bucket the next
+    one is gathered and packed, so an error of an engine may be raised one call later. Every engine verifies what
+    arrives at it.
     """
 
-    def __init__(self, role: RemoteRole) -> None:
+    def __init__(self, role: RemoteRole, transport: WeightTransport | None = None) -> None:
         self._role = role
+        self._transport = transport or ObjectTransport()
+        self._on_their_way: deque[tuple[int, Wait]] = deque()
+        self._num_sent = 0
         self._policy_version = -1
 
     @property
@@ -35,19 +44,26 @@ class RemoteEngines:
 
     def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
         """See PushTarget; to all engines."""
-        self._role.call("begin_weights", policy_version, list(specs))
+        with self._dropping():
+            self._role.call("begin_weights", policy_version, list(specs))
 
     def receive_weights(self, bucket: WeightBucket) -> None:
-        """See PushTarget; to all engines."""
-        self._role.call("receive_weights", _packed(bucket))
+        """See PushTarget; to all engines. Returns when the bucket is on its way."""
+        with self._dropping():
+            self._send("receive_weights", bucket)
 
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
         """See PushTarget; of all engines."""
-        return self._agreed(self._role.call("finish_weights", policy_version, policy))
+        with self._dropping():
+            while self._on_their_way:
+                self._take_answers()
+            return self._agreed(self._role.call("finish_weights", policy_version, policy))
 
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
         """See PushTarget; to all engines."""
-        return self._agreed(self._role.call("load_adapter", _packed(bucket), config, policy))
+        with self._dropping():
+            self._send("load_adapter", bucket, config, policy)
+            return self._agreed(self._take_answers())
 
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """Every engine's samples of the whole request, one engine after the other: a canary sees each of them."""
@@ -55,6 +71,37 @@ class RemoteEngines:
         return RolloutResp.concat(
             [_of_engine(name, resp) for name, resp in zip(self._role.workers, answers, strict=True)]
         )
+
+    def close(self) -> None:
+        """Give back what the transport holds: files, memory, connections."""
+        self._on_their_way.clear()
+        self._transport.drop()
+
+    def _send(self, method: str, bucket: WeightBucket, *args: object) -> None:
+        while len(self._on_their_way) >= self._transport.num_slots:
+            self._take_answers()
+        slot = self._num_sent % self._transport.num_slots
+        self._num_sent += 1
+        parcel = self._transport.pack(bucket, slot)
+        self._on_their_way.append((slot, self._role.submit(method, parcel, *args)))
+        self._transport.depart(slot)
+
+    def _take_answers(self) -> list[Any]:  # Any: as the component's methods
+        """Wait for the engines to answer the oldest bucket."""
+        slot, wait = self._on_their_way.popleft()
+        answers = wait()
+        self._transport.arrived(slot)
+        return answers
+
+    @contextmanager
+    def _dropping(self) -> Generator[None]:
+        """Leaves nothing on its way where the inside fails."""
+        try:
+            yield
+        except UniRLError:
+            self._on_their_way.clear()
+            self._transport.drop()
+            raise
 
     def _agreed(self, receipts: list[WeightReceipt]) -> WeightReceipt:
         first = receipts[0]
@@ -73,8 +120,3 @@ def _of_engine(name: str, resp: RolloutResp) -> RolloutResp:
             for key, track in resp.tracks.items()
         }
     )
-
-
-def _packed(bucket: WeightBucket) -> WeightBucket:
-    """The bucket ready to leave its process: a tensor that is a part of another travels without the rest."""
-    return WeightBucket(bucket.policy_version, outgoing(dict(bucket.tensors)), bucket.specs)

@@ -43,14 +43,18 @@ def prepare_parameters(
     lora: LoraConfig | None,
     device: torch.device,
 ) -> AdapterConfig | None:
-    """Move `modules` to the device, in place, with adapters, in the dtypes of `config`; ranks take rank 0's values.
+    """Give `modules` adapters, in place, in the dtypes of `config`; ranks take rank 0's values.
+
+    What trains moves to the device, and the rest too where nothing is sharded: else `wrap` moves it block by block,
+    so that a device need never hold the whole model.
 
     Returns what the tensors of the adapters do not say, None without them. Raises ConfigError for options that do not
     fit the model.
     """
     adapter = None
-    for module in modules.values():
-        module.to(device)
+    if not is_sharding(config):
+        for module in modules.values():
+            module.to(device)
     if lora is not None:
         targets = tuple(bundle.lora_target_modules if lora.target_modules is None else lora.target_modules)
         inject_lora(modules, lora, targets)
@@ -58,6 +62,8 @@ def prepare_parameters(
     trainable = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
     if not trainable:
         raise ConfigError(f"no parameter of {', '.join(modules) or 'the bundle'} requires a gradient")
+    for parameter in trainable:
+        parameter.data = parameter.data.to(device)
     keep_in(trainable, dtype_named(config.master_dtype, "fsdp.master_dtype"))
     check_frozen_dtype(modules.items(), config.param_dtype)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -73,20 +79,22 @@ def wrap(
     topology: TrainTopology,
     device: torch.device,
 ) -> Wrapped:
-    """Checkpoint, compile and shard the blocks of `modules`, in place, as configured.
-
-    One device that computes in float32 has nothing to shard, and FSDP's hooks would cost time.
-    """
+    """Checkpoint, compile and shard the blocks of `modules`, in place, as configured."""
     blocks = {name: find_blocks(name, module, bundle.block_class_names) for name, module in modules.items()}
     for found in blocks.values():
         if config.activation_checkpointing:
             checkpoint_activations(found)
         if config.compile:
             compile_blocks(found)
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if is_alone and config.param_dtype == config.master_dtype == "fp32" and not config.cpu_offload:
+    if not is_sharding(config):
         return Wrapped([], owns_process_group=False)
     owns_process_group = ensure_process_group(device)
     mesh = data_parallel_mesh(topology, device)
     roots = [shard(module, blocks[name], mesh, config) for name, module in modules.items()]
     return Wrapped(roots, owns_process_group)
+
+
+def is_sharding(config: FSDPConfig) -> bool:
+    """Whether FSDP wraps the model: one device that computes in float32 has nothing to shard, and hooks cost time."""
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return not is_alone or not config.param_dtype == config.master_dtype == "fp32" or config.cpu_offload

@@ -118,21 +118,24 @@ class NamedPolicies:
     def _swapped_in(self, name: str, copies: Mapping[str, Tensor]) -> Generator[None]:
         """Inside, the parameters hold the values of `copies`; afterwards their own again, bit for bit.
 
-        Whole tensors of one dtype change places, which costs nothing; shards, into which FSDP holds views, and other
-        dtypes are copied. Parameter objects, requires_grad and optimizer state are untouched. Autograd notices a graph
-        that was recorded outside and is differentiated after a swap: its backward raises RuntimeError. Run the other
-        policies' forwards first.
+        Whole tensors of one dtype change places, which costs nothing. Shards, into which FSDP holds views, exchange
+        their values, so that no third copy of the weights is there; other dtypes are copied. Parameter objects,
+        requires_grad and optimizer state are untouched. Autograd notices a graph that was recorded outside and is
+        differentiated after a swap: its backward raises RuntimeError. Run the other policies' forwards first.
         """
         self.require_current(f"policy {name!r}")
         self._inside = name
         pairs = [(parameter, copies[key]) for key, parameter in self._parameters.items()]
         exchanged = [pair for pair in pairs if _can_change_places(*pair)]
-        copied = [(local_part(mine), local_part(copy)) for mine, copy in pairs if not _can_change_places(mine, copy)]
+        local = [(local_part(mine), local_part(copy)) for mine, copy in pairs if not _can_change_places(mine, copy)]
+        alike = [pair for pair in local if _are_alike(*pair)]
+        copied = [pair for pair in local if not _are_alike(*pair)]
         try:
             with torch.no_grad():
                 own = [mine.clone() for mine, _ in copied]
                 for mine, copy in copied:
                     mine.copy_(copy)
+                _exchange_values(alike)
                 _change_places(exchanged)
             self._after_change()
             try:
@@ -141,6 +144,7 @@ class NamedPolicies:
                 with torch.no_grad():
                     for (mine, _), value in zip(copied, own, strict=True):
                         mine.copy_(value)
+                    _exchange_values(alike)
                     _change_places(exchanged)
                 self._after_change()
         finally:
@@ -154,8 +158,19 @@ class NamedPolicies:
 
 
 def _can_change_places(parameter: nn.Parameter, copy: Tensor) -> bool:
-    is_whole = not isinstance(parameter, DTensor)
-    return is_whole and parameter.dtype == copy.dtype and parameter.device == copy.device
+    return not isinstance(parameter, DTensor) and _are_alike(parameter, copy)
+
+
+def _are_alike(parameter: Tensor, copy: Tensor) -> bool:
+    return parameter.dtype == copy.dtype and parameter.device == copy.device
+
+
+def _exchange_values(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """One tensor after the other, so that what is held beside them is the largest."""
+    for mine, copy in pairs:
+        own = mine.clone()
+        mine.copy_(copy)
+        copy.copy_(own)
 
 
 def _change_places(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

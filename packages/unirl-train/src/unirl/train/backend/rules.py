@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
 from unirl.algorithms.rules import needs_reference
-from unirl.types.recipe import Messages, Part, Run
+from unirl.types.recipe import Machine, Messages, Part, Run
 
 
 def device_options_fit(own: Part, run: Run) -> Messages:
@@ -28,4 +33,35 @@ def kept_reference_has_a_use(own: Part, run: Run) -> Messages:
         yield f"{own.at}.keep_reference: true does nothing with {at}.kl_coef = 0. Remove it."
 
 
+def lora_targets_exist(own: Part, run: Run, machine: Machine) -> Messages:
+    """Every layer that the recipe names for LoRA is in a checkpoint of this machine, by the names of its weights."""
+    targets, bundle = (own.get("lora") or {}).get("target_modules"), run.policy_of(own).bundle
+    layers = {name.removesuffix(".weight") for name in _trainable_weights(bundle)}
+    if not targets or isinstance(targets, str) or not layers:
+        return
+    unmatched = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in layers)]
+    if unmatched:
+        ends = sorted({name.rsplit(".", 1)[-1] for name in layers if not name.endswith(".bias")})
+        yield (
+            f"{own.at}.lora.target_modules {unmatched} match no layer of {bundle.node['pretrained_model']}, whose "
+            f"layers end in {', '.join(ends[:12])}. Correct them, or set target_modules: null for the family's own."
+        )
+
+
+def _trainable_weights(bundle: Part) -> Iterator[str]:
+    """Names of the weights of what can train in a local pipeline folder, from the heads of their files."""
+    folder = Path(str(bundle.node.get("pretrained_model"))).expanduser()
+    if bundle.ability("index_file") != "model_index.json":
+        return  # other libraries rename weights as they load them
+    for component in ("transformer", "transformer_2", "unet"):
+        for file in sorted((folder / component).glob("*.safetensors")):
+            try:
+                with file.open("rb") as opened:
+                    (length,) = struct.unpack("<Q", opened.read(8))
+                    yield from json.loads(opened.read(length)).keys() - {"__metadata__"}
+            except (OSError, ValueError, struct.error):
+                return  # loading it says what is wrong
+
+
 RULES = (device_options_fit, kept_reference_has_a_use)
+MACHINE_RULES = (lora_targets_exist,)

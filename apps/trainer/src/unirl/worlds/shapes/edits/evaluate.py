@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -15,6 +12,7 @@ from unirl.data.data_source import PromptRow
 from unirl.data.datasets import read_rows
 from unirl.models.qwen_image_edit.bundle import QwenImageEditBundle
 from unirl.models.qwen_image_edit.pipeline import QwenImageEditPipeline
+from unirl.pretraining.judging import accuracy, print_accuracy
 from unirl.reward.worlds.edits import score_edits
 from unirl.reward.worlds.edits_grammar import CATEGORIES
 from unirl.sde.kernels import FlowSDEStrategy
@@ -26,10 +24,7 @@ from unirl.types.sampling import DiffusionSamplingParams
 from unirl.worlds.shapes.edits import world
 from unirl.worlds.shapes.world import IMAGE_SIDE
 
-logger = logging.getLogger(__name__)
-
 HELDOUT = world.FOLDER / "data" / "heldout.jsonl"
-BATCH_SIZE = 128
 
 
 def load(checkpoint: Path) -> QwenImageEditPipeline:
@@ -62,38 +57,19 @@ def edit(
 def evaluate(
     checkpoint: Path, prompts: Path = HELDOUT, *, num_samples: int = 256, num_steps: int = 10, seed: int = 1234
 ) -> Mapping[str, float]:
-    """Strict accuracy over the first rows and per category, and the mean soft score."""
+    """See `unirl.pretraining.judging.accuracy`, over the first rows."""
     pipeline = load(checkpoint)
-    rows = read_rows(prompts)[:num_samples]
-    strict: list[float] = []
-    soft: list[float] = []
-    for start in range(0, len(rows), BATCH_SIZE):
-        part = rows[start : start + BATCH_SIZE]
-        strict_B, soft_B = score_edits(
-            *edit(pipeline, part, num_steps=num_steps, seed=seed), [row.prompt for row in part]
-        )
-        strict += strict_B.tolist()
-        soft += soft_B.tolist()
-    found = {"strict": fmean(strict), "soft": fmean(soft)}
-    for category in CATEGORIES:
-        found[category] = fmean(s for s, row in zip(strict, rows, strict=True) if row.metadata["category"] == category)
-    return {name: round(value, 3) for name, value in found.items()}
+
+    def score(part: Sequence[PromptRow]) -> tuple[Tensor, Tensor]:
+        results, givens = edit(pipeline, part, num_steps=num_steps, seed=seed)
+        return score_edits(results, givens, [row.prompt for row in part])
+
+    return accuracy(score, read_rows(prompts)[:num_samples], lambda row: row.metadata["category"], CATEGORIES)
 
 
 def main() -> None:
-    """Read the command line and print the held-out accuracy of a checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--samples", type=int, default=world.NUM_HELDOUT)
-    parser.add_argument("--seed", type=int, default=1234)
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
-    figures = evaluate(
-        arguments.checkpoint, num_samples=arguments.samples, num_steps=arguments.steps, seed=arguments.seed
-    )
-    logger.info("%s", figures)
+    """Log the held-out accuracy of a checkpoint."""
+    print_accuracy(Path, evaluate, {"heldout": HELDOUT}, __doc__, num_samples=world.NUM_HELDOUT)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ Shape letters: B samples, S sources, N tasks, C h w latent, T text tokens, D tex
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import diffusers
 import numpy as np
@@ -23,18 +21,23 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from unirl.models.diffusers_pipeline.normalisation import channel_moments
 from unirl.models.patches import packed_2x2, unpacked_2x2
 from unirl.models.qwen_image.one_frame import convolve_images_in_2d
+from unirl.pretraining import autoencoding
+from unirl.pretraining.autoencoding import signed
+from unirl.pretraining.command_line import make_checkpoint
 from unirl.pretraining.flow_matching import train_flow
-from unirl.pretraining.saving import load_in_fp32
+from unirl.pretraining.saving import load_in_fp32, rounded
+from unirl.pretraining.vision_language import make_image_processor
 from unirl.reward.worlds.edits_grammar import CATEGORIES, prompt_of
 from unirl.worlds.shapes.edits import text, world
 from unirl.worlds.shapes.edits.evaluate import evaluate
+from unirl.worlds.shapes.world import IMAGE_SIDE
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 logger = logging.getLogger(__name__)
 
 SHIFT = 3.0
@@ -73,18 +76,7 @@ class TaskBank:
 
 def main() -> None:
     """Read the command line and make the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--encoder-steps", type=int, default=Budget.encoder)
-    parser.add_argument("--autoencoder-steps", type=int, default=Budget.autoencoder)
-    parser.add_argument("--transformer-steps", type=int, default=Budget.transformer)
-    parser.add_argument("--snapshot-every", type=int, default=0, help="also save and judge every N transformer steps")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    torch.set_num_threads(1)
-    budget = Budget(arguments.encoder_steps, arguments.autoencoder_steps, arguments.transformer_steps)
-    pretrain(arguments.out, seed=arguments.seed, budget=budget, snapshot_every=arguments.snapshot_every)
+    make_checkpoint(pretrain, Budget, __doc__)
 
 
 def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -> None:
@@ -104,11 +96,6 @@ def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -
         logger.info("held-out: %s", evaluate(out, num_samples=256))
 
     train_transformer(transformer, bank, num_steps=budget.transformer, snapshot=snapshot, every=snapshot_every)
-
-
-def rounded(module: ModuleT) -> ModuleT:
-    """The module in evaluation mode with the fp16 values that are saved."""
-    return module.half().float().eval()
 
 
 def make_autoencoder() -> AutoencoderKLQwenImage:
@@ -146,33 +133,11 @@ def train_encoder(encoder: Qwen2_5_VLForConditionalGeneration, rng: np.random.Ge
     text.pretrain_encoder(tasks, patches, ids, encoder, num_steps=num_steps)
 
 
-def train_autoencoder(
-    vae: AutoencoderKLQwenImage,
-    rng: np.random.Generator,
-    *,
-    num_steps: int,
-    batch_size: int = 16,
-    learning_rate: float = 4e-3,
-    kl_weight: float = 1e-3,
-) -> None:
+def train_autoencoder(vae: AutoencoderKLQwenImage, rng: np.random.Generator, *, num_steps: int) -> None:
     """Train on drawings of random scenes, then set mean and deviation of the latents by channel."""
     convolve_images_in_2d(vae)
     drawings = torch.from_numpy(np.stack([world.render(world.draw_scene(rng, heldout=False)) for _ in range(6000)]))
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=num_steps, pct_start=0.1)
-    for step in range(num_steps):
-        pictures = _as_vae_input(drawings[torch.randint(len(drawings), (batch_size,))])
-        posterior = vae.encode(pictures).latent_dist
-        restored = vae.decode(posterior.sample()).sample
-        error = nn.functional.l1_loss(restored, pictures) + nn.functional.mse_loss(restored, pictures)
-        loss = error + kl_weight * posterior.kl().mean() / posterior.mean[0].numel()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 100 == 0 or step == num_steps - 1:
-            logger.info("autoencoder step %d loss %.4f error %.4f", step, loss.item(), error.item())
+    autoencoding.train_autoencoder(vae, drawings, _as_vae_input, num_steps=num_steps, batch_size=16)
     with torch.no_grad():
         latents = vae.encode(_as_vae_input(drawings[:1024])).latent_dist.sample()
     mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
@@ -271,7 +236,7 @@ def save(
     tokenizer = text.make_tokenizer()
     tokenizer.save_pretrained(out / "tokenizer")
     tokenizer.save_pretrained(out / "processor")
-    text.make_image_processor().save_pretrained(out / "processor")
+    make_image_processor(IMAGE_SIDE).save_pretrained(out / "processor")
     index = {
         "_class_name": "QwenImageEditPipeline",
         "_diffusers_version": diffusers.__version__,
@@ -287,18 +252,18 @@ def save(
 
 def _encoded(vae: AutoencoderKLQwenImage, pictures: list[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Mean and deviation of the latents [B, C, h, w], normalised by the configuration."""
-    mean_C11, std_C11 = (torch.tensor(vae.config[name]).view(-1, 1, 1) for name in ("latents_mean", "latents_std"))
     means, stds = [], []
     for start in range(0, len(pictures), 128):
         batch = torch.from_numpy(np.stack(pictures[start : start + 128]))
         posterior = vae.encode(_as_vae_input(batch)).latent_dist
-        means.append((posterior.mean[:, :, 0] - mean_C11) / std_C11)
-        stds.append(posterior.std[:, :, 0] / std_C11)
+        mean, std = channel_moments(posterior.mean, vae.config)
+        means.append(((posterior.mean - mean) / std)[:, :, 0])
+        stds.append((posterior.std / std)[:, :, 0])
     return torch.cat(means), torch.cat(stds)
 
 
 def _as_vae_input(pictures_BCHW: Tensor) -> Tensor:
-    return (pictures_BCHW.float() / 127.5 - 1)[:, :, None]
+    return signed(pictures_BCHW)[:, :, None]
 
 
 if __name__ == "__main__":

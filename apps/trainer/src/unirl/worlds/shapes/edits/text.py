@@ -7,9 +7,7 @@ Shape letters: B tasks, T tokens after the template, D width, F facts.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,22 +15,18 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
 from unirl.models.qwen_image_edit.bundle import QwenImageEditBundle
 from unirl.models.qwen_image_edit.text import TEMPLATE, TEMPLATE_TOKENS
-from unirl.pretraining.probing import fact_losses
+from unirl.pretraining.probing import fact_losses, train_by_probes
+from unirl.pretraining.vision_language import PATCH_SIDE, make_image_processor, make_qwen_vl
 from unirl.reward.worlds.edits_grammar import CATEGORIES, DIRECTIONS, Edit
 from unirl.reward.worlds.shapes_grammar import COLORS, SHAPES
 from unirl.worlds.shapes.edits.world import Scene
 from unirl.worlds.shapes.world import IMAGE_SIDE
 
-logger = logging.getLogger(__name__)
-
 WIDTH = 64
-PATCH_SIDE = 8
-"""Pixels. Two by two patches become one token: a token a quadrant."""
 PICTURE = QwenImageEditBundle.picture_mark
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 WORDS = (
@@ -61,50 +55,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_image_processor() -> Qwen2VLImageProcessorPil:
-    """Sixteen patches a picture."""
-    size = {"shortest_edge": IMAGE_SIDE**2, "longest_edge": IMAGE_SIDE**2}
-    return Qwen2VLImageProcessorPil(patch_size=PATCH_SIDE, size=size)
-
-
 def make_encoder() -> Qwen2_5_VLForConditionalGeneration:
-    """A Qwen2.5-VL of two blocks of vision and two decoder layers of width 64; 0.3 M parameters."""
-    text: dict[str, Any] = {  # Any: values of several types
-        "vocab_size": len(VOCABULARY),
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.05,
-        # Rows and columns get the lower frequencies; at the usual base they would not tell neighbours apart.
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10.0},
-        "eos_token_id": VOCABULARY["<|im_end|>"],
-        "pad_token_id": VOCABULARY["<|endoftext|>"],
-        "bos_token_id": None,
-    }
-    vision: dict[str, Any] = {
-        "depth": 2,
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_heads": 2,
-        "patch_size": PATCH_SIDE,
-        "out_hidden_size": WIDTH,
-        "initializer_range": 0.05,
-        "window_size": 2 * PATCH_SIDE,
-        "fullatt_block_indexes": [0, 1],
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=VOCABULARY["<|image_pad|>"],
-        video_token_id=VOCABULARY["<|video_pad|>"],
-        vision_start_token_id=VOCABULARY["<|vision_start|>"],
-        vision_end_token_id=VOCABULARY["<|vision_end|>"],
-        tie_word_embeddings=False,
-    )
-    return Qwen2_5_VLForConditionalGeneration(config)
+    """See `make_qwen_vl`; 0.3 M parameters."""
+    return make_qwen_vl(VOCABULARY.__getitem__, vocab_size=len(VOCABULARY), width=WIDTH, num_heads=2)
 
 
 def pretrain_encoder(
@@ -126,12 +79,9 @@ def pretrain_encoder(
     sizes = (facts_BF.amax(0) + 1).tolist()
     fact_probe, word_probe = nn.Linear(WIDTH, sum(sizes)), nn.Linear(WIDTH, len(VOCABULARY))
     content_probe = nn.Linear(WIDTH, len(COLORS) + 1 + len(SHAPES) + 1)
-    parameters = [p for module in (encoder, fact_probe, word_probe, content_probe) for p in module.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=num_steps, pct_start=0.1)
     is_image_T = ids_BT[0, TEMPLATE_TOKENS:] == VOCABULARY["<|image_pad|>"]
-    share = 0.0
-    for step in range(num_steps):
+
+    def batch() -> tuple[list[Tensor], list[Tensor]]:
         rows = torch.randint(len(tasks), (batch_size,))
         hidden_BTD = hidden_states(encoder, ids_BT[rows], patches_BND[rows])
         words_BTD, images_BQD = hidden_BTD[:, ~is_image_T], hidden_BTD[:, is_image_T]
@@ -143,17 +93,10 @@ def pretrain_encoder(
         losses += fact_losses(read, contents, [len(COLORS) + 1, len(SHAPES) + 1], hits)
         own = ids_BT[rows][:, TEMPLATE_TOKENS:][:, ~is_image_T]
         losses.append(nn.functional.cross_entropy(word_probe(words_BTD).flatten(0, 1), own.flatten()))
-        loss = torch.stack(losses).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        share = torch.stack(hits).mean().item()
-        if step % 100 == 0 or step == num_steps - 1:
-            rights = " ".join(f"{hit:.2f}" for hit in hits)
-            logger.info("encoder step %d loss %.3f right %.4f (%s)", step, loss.item(), share, rights)
-    return share
+        return losses, hits
+
+    modules = (encoder, fact_probe, word_probe, content_probe)
+    return train_by_probes(modules, batch, num_steps=num_steps, learning_rate=learning_rate)
 
 
 def hidden_states(encoder: Qwen2_5_VLForConditionalGeneration, ids_BT: Tensor, patches_BND: Tensor) -> Tensor:
@@ -175,7 +118,8 @@ def texts_and_patches(prompts: Sequence[str], pictures_BCHW: np.ndarray) -> tupl
         TEMPLATE.format(PICTURE + prompt).replace("<|image_pad|>", "<|image_pad|>" * side**2) for prompt in prompts
     ]
     ids_BT = torch.tensor(make_tokenizer()(filled)["input_ids"])
-    out = make_image_processor()(images=list(pictures_BCHW), return_tensors="pt", input_data_format="channels_first")
+    processor = make_image_processor(IMAGE_SIDE)
+    out = processor(images=list(pictures_BCHW), return_tensors="pt", input_data_format="channels_first")
     return ids_BT, out["pixel_values"].unflatten(0, (len(prompts), -1))
 
 

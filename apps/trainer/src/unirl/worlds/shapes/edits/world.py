@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from unirl.pretraining.prompt_files import write_from_command_line, write_rows
 from unirl.reward.worlds.edits import score_edits
 from unirl.reward.worlds.edits_grammar import CATEGORIES, DIRECTIONS, Edit, all_edits, prompt_of
 from unirl.reward.worlds.shapes_grammar import COLORS, PALETTE, SHAPES, ShapeObject
@@ -162,7 +161,7 @@ def write_tasks(folder: Path) -> None:
     rng = np.random.default_rng(1)
     for name, number in (("train", NUM_TRAIN), ("heldout", NUM_HELDOUT)):
         pictures: list[np.ndarray] = []
-        lines: list[str] = []
+        lines: list[Mapping[str, object]] = []
         while len(pictures) < number:
             category = CATEGORIES[len(pictures) % len(CATEGORIES)]
             scene, edit = draw_task(category, rng, heldout=name == "heldout")
@@ -178,9 +177,9 @@ def write_tasks(folder: Path) -> None:
                 ],
                 "metadata": {"category": category},
             }
-            lines.append(json.dumps(line) + "\n")
+            lines.append(line)
             pictures.append(source)
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_rows(folder / f"{name}.jsonl", lines)
         write_sheet(folder / f"{name}.png", pictures, SHEET_COLUMNS)
 
 
@@ -204,12 +203,5 @@ def _neighbour(quadrant: int, direction: str) -> int | None:
     return QUADRANTS.index(place) if place in QUADRANTS else None
 
 
-def main() -> None:
-    """Read the command line and write the prompt files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the prompt files")
-    write_tasks(parser.parse_args().out)
-
-
 if __name__ == "__main__":
-    main()
+    write_from_command_line(write_tasks, __doc__)

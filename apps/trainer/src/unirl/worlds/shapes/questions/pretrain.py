@@ -9,25 +9,23 @@ Shape letters: I images, Q quadrants of all images, D width of the language mode
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
+from unirl.pretraining.command_line import make_checkpoint
 from unirl.pretraining.fit import fit
 from unirl.pretraining.saving import load_in_fp32
-from unirl.pretraining.text import END, PAD, byte_tokenizer
+from unirl.pretraining.text import byte_tokenizer
+from unirl.pretraining.vision_language import make_image_processor, make_qwen_vl
 from unirl.reward.worlds.shapes_grammar import COLORS, SHAPES, ShapeObject
 from unirl.types.conditions import Condition, ImagePatchCondition
 from unirl.types.media import ImageLists, Texts
@@ -43,8 +41,6 @@ PUPIL: Mapping[str, float] = {"right": 0.15, "habit": 0.60, "slip": 0.25}
 """Shares of a pupil's answers: right, by habit, and wrong in any other way."""
 LESSON_SHARES: Mapping[str, float] = {"color": 0.25, "shape": 0.25, "place": 0.20, "count": 0.15, "compare": 0.15}
 """Shares of the lessons: more of what is hard to learn than among the prompts."""
-PATCH_SIDE = 8
-"""Pixels. Two by two patches become one token: a token a quadrant."""
 NUM_LESSONS = 12000
 PARAMS = ARSamplingParams(temperature=1.0, max_new_tokens=16)
 
@@ -72,17 +68,7 @@ class Lessons:
 
 def main() -> None:
     """Read the command line and make the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeing-steps", type=int, default=Budget.seeing)
-    parser.add_argument("--right-steps", type=int, default=Budget.right)
-    parser.add_argument("--pupil-steps", type=int, default=Budget.pupil)
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
-    torch.set_num_threads(1)
-    budget = Budget(arguments.seeing_steps, arguments.right_steps, arguments.pupil_steps)
-    pretrain(arguments.out, seed=arguments.seed, budget=budget)
+    make_checkpoint(pretrain, Budget, __doc__, has_snapshots=False)
 
 
 def pretrain(out: Path, *, seed: int, budget: Budget, num_lessons: int = NUM_LESSONS, prompts: Path = HELDOUT) -> None:
@@ -108,45 +94,8 @@ def pretrain(out: Path, *, seed: int, budget: Budget, num_lessons: int = NUM_LES
 def save_random_model(folder: Path) -> None:
     """A Qwen2.5-VL of two blocks of vision of width 64 and two decoder layers of width 128, as a checkpoint."""
     tokenizer = byte_tokenizer(["<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
-    ids: Any = tokenizer.convert_tokens_to_ids  # Any: typed as a list wherever it might be one
-    size = {"shortest_edge": IMAGE_SIDE**2, "longest_edge": IMAGE_SIDE**2}
-    Qwen2VLImageProcessorPil(patch_size=PATCH_SIDE, size=size).save_pretrained(folder)
-    text: dict[str, Any] = {  # Any: values of several types
-        "vocab_size": 264,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.05,
-        # Rows and columns get the lower frequencies; at the usual base they would not tell neighbours apart.
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10.0},
-        "eos_token_id": ids(END),
-        "pad_token_id": ids(PAD),
-        "bos_token_id": None,
-    }
-    vision: dict[str, Any] = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "patch_size": PATCH_SIDE,
-        "out_hidden_size": text["hidden_size"],
-        "initializer_range": 0.05,
-        "window_size": 2 * PATCH_SIDE,
-        "fullatt_block_indexes": [0, 1],
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids("<|image_pad|>"),
-        video_token_id=ids("<|video_pad|>"),
-        vision_start_token_id=ids("<|vision_start|>"),
-        vision_end_token_id=ids("<|vision_end|>"),
-        tie_word_embeddings=False,
-    )
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    make_image_processor(IMAGE_SIDE).save_pretrained(folder)
+    make_qwen_vl(tokenizer.convert_tokens_to_ids, vocab_size=264, width=128, num_heads=4).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -6,9 +6,7 @@ unirl.worlds.shapes.questions.world --out DIR` writes the question files and the
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from unirl.pretraining.prompt_files import write_from_command_line, write_rows
 from unirl.reward.worlds.shapes_grammar import COLORS, SHAPES
 from unirl.worlds.shapes import world
 from unirl.worlds.shapes.sheet import coarse, tile_uri, write_sheet
@@ -164,7 +163,7 @@ def write_questions(folder: Path) -> None:
     rng = np.random.default_rng(1)
     for name, number in (("train", NUM_TRAIN), ("heldout", NUM_HELDOUT)):
         pictures: list[np.ndarray] = []
-        lines: list[str] = []
+        lines: list[Mapping[str, object]] = []
         for row, question in enumerate(draw_questions(number, rng, heldout=name == "heldout")):
             media = []
             for picture in draw_pictures(question, rng):
@@ -177,17 +176,10 @@ def write_questions(folder: Path) -> None:
                 "media": media,
                 "metadata": {"answer": question.answer, "category": question.category},
             }
-            lines.append(json.dumps(line) + "\n")
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+            lines.append(line)
+        write_rows(folder / f"{name}.jsonl", lines)
         write_sheet(folder / f"{name}.png", pictures, SHEET_COLUMNS)
 
 
-def main() -> None:
-    """Read the command line and write the question files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the question files")
-    write_questions(parser.parse_args().out)
-
-
 if __name__ == "__main__":
-    main()
+    write_from_command_line(write_questions, __doc__)

@@ -56,5 +56,5 @@ class OfflineRolloutEngine(TrainsideRolloutEngine):
         )
         verify_segment(segment, sigmas, params)
         conditions = self._pipeline.encode(req.primitives, params)
-        track = req.make_root_track(conditions=conditions, segment=segment, decoded=images)
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=self._kept(images))
         return RolloutResp(tracks={self._track: track})

@@ -18,41 +18,10 @@ from unirl.types.sampling import Precision
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
 
-class PushedSampling(DirectSampling):
-    """Samples with a pipeline over a bundle of its own; the policy comes by pushes. The engine says which: `_weights`.
-
-    Implements WeightReceiver of unirl.types.protocols. Under the weights of one policy it gives, in float32, the bits
-    of an engine that samples with the model that trains.
-    """
-
-    has_own_weights: ClassVar[bool] = True
-    has_own_model: ClassVar[bool] = True
-    can_sleep: ClassVar[bool] = True
-    has_trainer_logp: ClassVar[bool] = False
-    announces_chunks: ClassVar[bool] = False  # the canary of a push would be announced too
+class PushedWeights:
+    """Takes pushes into weights of this process: WeightReceiver of unirl.types.protocols. The engine says which."""
 
     _weights: ReplicaWeights
-
-    def _own(self, bundle: ModelBundle, dtype: Precision, device: str, policies: PolicyStore | None) -> None:
-        """Take the modules of the bundle, which start as the policy of `policies`. Arguments: ReplicaRolloutEngine."""
-        self._weights = ReplicaWeights(
-            bundle.trainable_modules(),
-            dtype_named(dtype, "engine.dtype"),
-            torch.device(device),
-            0 if policies is None else policies.policy_version,
-        )
-
-    def _policy(self, name: str | None) -> AbstractContextManager[None]:
-        self._weights.pushes.require(name)
-        self._weights.require_awake()
-        return nullcontext()
-
-    def announce_to(self, listener: ChunkListener) -> None:
-        """Raise ConfigError: samples are had when all are there."""
-        BaseRolloutEngine.announce_to(self, listener)
-
-    def _versions(self, num_samples: int) -> torch.Tensor:
-        return torch.full((num_samples,), self.policy_version, dtype=torch.long)
 
     @property
     def policy_version(self) -> int:
@@ -92,3 +61,38 @@ class PushedSampling(DirectSampling):
     def wake_up(self) -> None:
         """Move the weights back."""
         self._weights.wake_up()
+
+
+class PushedSampling(PushedWeights, DirectSampling):
+    """Samples with a pipeline over a bundle of its own; the policy comes by pushes.
+
+    Under the weights of one policy it gives, in float32, the bits of an engine that samples with the model that trains.
+    """
+
+    has_own_weights: ClassVar[bool] = True
+    takes_partial_pushes: ClassVar[bool] = True
+    has_own_model: ClassVar[bool] = True
+    can_sleep: ClassVar[bool] = True
+    has_trainer_logp: ClassVar[bool] = False
+    announces_chunks: ClassVar[bool] = False  # the canary of a push would be announced too
+
+    def _own(self, bundle: ModelBundle, dtype: Precision, device: str, policies: PolicyStore | None) -> None:
+        """Take the modules of the bundle, which start as the policy of `policies`. Arguments: ReplicaRolloutEngine."""
+        self._weights = ReplicaWeights(
+            bundle.trainable_modules(),
+            dtype_named(dtype, "engine.dtype"),
+            torch.device(device),
+            0 if policies is None else policies.policy_version,
+        )
+
+    def _policy(self, name: str | None) -> AbstractContextManager[None]:
+        self._weights.pushes.require(name)
+        self._weights.require_awake()
+        return nullcontext()
+
+    def announce_to(self, listener: ChunkListener) -> None:
+        """Raise ConfigError: samples are had when all are there."""
+        BaseRolloutEngine.announce_to(self, listener)
+
+    def _versions(self, num_samples: int) -> torch.Tensor:
+        return torch.full((num_samples,), self.policy_version, dtype=torch.long)

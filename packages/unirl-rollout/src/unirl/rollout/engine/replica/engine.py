@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unirl.rollout.engine.replica.base import PushedSampling
-from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.rollout.engine.trainside.engine import MediaBits, TrainsideRolloutEngine
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.protocols import DiffusionPipeline, ModelBundle, PolicyStore
 from unirl.types.sampling import Precision
@@ -29,6 +29,8 @@ class ReplicaRolloutEngine(PushedSampling, TrainsideRolloutEngine):
         forward_batch_size: PositiveInt,
         device: str = "cpu",
         rank: int = 0,
+        media_bits: MediaBits = 32,
+        decode: bool = True,
         drop_text_encoders: bool = False,
         dump_dir: str | None = None,
         track: str = "image",
@@ -39,6 +41,8 @@ class ReplicaRolloutEngine(PushedSampling, TrainsideRolloutEngine):
             forward_batch_size=forward_batch_size,
             device=device,
             rank=rank,
+            media_bits=media_bits,
+            decode=decode,
             drop_text_encoders=drop_text_encoders,
             dump_dir=dump_dir,
             track=track,

@@ -48,6 +48,8 @@ class ReplicaWeights:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
         self.pushes = PushReceiver(shapes, str(dtype), policy_version)
         self._received: dict[str, Tensor] = {}
+        self._scratch: dict[str, Tensor] = {}
+        """Host memory of the last push, for the next: new memory takes longer than the copy into it."""
         self._adapted: list[_Adapted] = []
         self._is_asleep = False
 
@@ -58,8 +60,8 @@ class ReplicaWeights:
 
     def receive(self, bucket: WeightBucket) -> None:
         """Keep a copy of the bucket's tensors until all are there."""
-        with self.pushes.receiving(bucket):
-            self._received.update({name: tensor.clone() for name, tensor in bucket.tensors.items()})
+        with self.pushes.receiving(bucket, self._tensors() if bucket.kept else {}):
+            self._received.update({name: self._copied(name, tensor) for name, tensor in bucket.tensors.items()})
 
     @torch.no_grad()
     def finish(self, policy_version: int, policy: str | None) -> WeightReceipt:
@@ -71,7 +73,8 @@ class ReplicaWeights:
             self._remove_adapter()
             for name, tensor in received.items():
                 own[name].copy_(tensor)
-        return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, len(received))
+        self._scratch = {name: tensor for name, tensor in received.items() if tensor.device.type == "cpu"}
+        return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, push.num_tensors)
 
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None) -> WeightReceipt:
         """Put a LoRA adapter in the place of the last one: a term beside each layer's output, as it is in training."""
@@ -93,6 +96,7 @@ class ReplicaWeights:
     def sleep(self) -> None:
         """Move the weights to host memory. Pushes are taken all the same."""
         self._is_asleep = True
+        self._scratch = {}
         self._move(torch.device("cpu"))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -106,6 +110,12 @@ class ReplicaWeights:
         """Raise ContractError between `sleep` and `wake_up`."""
         if self._is_asleep:
             raise ContractError("generate while the engine sleeps: call wake_up() first")
+
+    def _copied(self, name: str, tensor: Tensor) -> Tensor:
+        place = self._scratch.pop(name, None)
+        if place is None or place.device != tensor.device:
+            return tensor.clone()
+        return place.copy_(tensor)
 
     def _move(self, device: torch.device) -> None:
         for module in self._modules.values():

@@ -1,6 +1,7 @@
-"""Text from an SGLang server on a GPU host, over its own HTTP interface.
+"""Text from an SGLang server, over its own HTTP interface.
 
 engine      what the trainer talks to: requests, sleep, wake, weights
 request     what SGLang is sent, and response, what it answers; pure functions
 server      the HTTP calls, and the server process where we start it
+keeper      ends that process with the trainer's
 """

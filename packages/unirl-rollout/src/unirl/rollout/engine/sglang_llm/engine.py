@@ -1,12 +1,11 @@
-"""Rollouts of text by an SGLang server on a GPU host, the trainer's policy pushed to it and verified."""
+"""Rollouts of text by an SGLang server, the trainer's policy pushed to it and verified."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
+import logging
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,18 +14,20 @@ from typing import Annotated, Any, ClassVar
 from safetensors.torch import save_file
 
 from unirl.rollout.engine.base import BaseRolloutEngine
-from unirl.rollout.engine.checkpoint import checkpoint_shapes
-from unirl.rollout.engine.push import PushReceiver
+from unirl.rollout.engine.checkpoint import checkpoint_names, checkpoint_shapes, local_folder
+from unirl.rollout.engine.child.process import interpreter
+from unirl.rollout.engine.push import PushReceiver, check_version, refuse
 from unirl.rollout.engine.served_text import (
     check_fits,
-    check_version,
     generation,
+    prompt_tokens,
     text_segment,
     text_track,
 )
-from unirl.rollout.engine.sglang_llm.request import PromptImages, data_uris, payload
-from unirl.rollout.engine.sglang_llm.response import generations
-from unirl.rollout.engine.sglang_llm.server import SGLangServer
+from unirl.rollout.engine.sglang_llm.request import payload
+from unirl.rollout.engine.sglang_llm.response import checksums, generations, kept_parameters
+from unirl.rollout.engine.sglang_llm.rules import adapters_need_a_gpu
+from unirl.rollout.engine.sglang_llm.server import SGLangServer, free_port
 from unirl.rollout.text_checks import text_params
 from unirl.types.bounds import Bounds, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, WeightSyncError
@@ -36,6 +37,8 @@ from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import Precision
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
+logger = logging.getLogger(__name__)
+
 _DTYPES: dict[Precision, tuple[str, str]] = {
     "fp32": ("float32", "torch.float32"),
     "bf16": ("bfloat16", "torch.bfloat16"),
@@ -43,8 +46,23 @@ _DTYPES: dict[Precision, tuple[str, str]] = {
 }
 _TAGS = ["weights", "kv_cache"]
 CONFIG_FILE = "config.json"
-KEEP_PROMPTS = "SGLANG_MM_AVOID_RETOKENIZE=1"
-"""Keeps the tokens of prompts with images; SGLang would otherwise decode and tokenise them again."""
+_VARIABLES = {
+    "SGLANG_MM_AVOID_RETOKENIZE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+"""The first keeps the tokens of prompts with images; SGLang would otherwise decode and tokenise them again."""
+_ON_A_CPU: dict[str, str | int | float | bool] = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "mm-attention-backend": "sdpa",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "disable-cuda-graph": True,
+    "disable-overlap-schedule": True,
+    "skip-server-warmup": True,
+    "mem-fraction-static": 0.1,  # of the host's memory, of which kv_cache_tokens takes what it needs
+}
 
 
 @bounded("engine")
@@ -55,21 +73,30 @@ class SGLangRolloutEngine(BaseRolloutEngine):
 
     Pushed weights travel as safetensors files that the server reads by /update_weights_from_disk or /load_lora_adapter:
     nothing is pickled, and unlike tensors over HTTP (/update_weights_from_tensor) they need no
-    begin_weight_update/end_weight_update session. So the server must see `transfer_dir`. SGLang does not say which of
-    its parameters took a value; the tensors are compared with the model's checkpoint here instead.
+    begin_weight_update/end_weight_update session. So the server must see `transfer_dir`. SGLang calls a push a success
+    whatever it left out. So the tensors are compared with the model's checkpoint here, SGLang fills its parameters with
+    noise before it reads, and then its own checksum of every one must have changed.
 
     pipeline: makes prompts of requests and texts of tokens; SGLang sees tokens alone.
     model: folder of the weights that the server starts with, which must be the policy's; or a hub id whose files are
         here already, since the trainer has loaded it.
-    url: of a server that runs already, with this model; None starts one on `port` + rank, with `server_args` as more
-        options ({"tp-size": 2} is --tp-size 2).
+    url: of a server that runs already, with this model; None starts one, with `server_args` as more options
+        ({"tp-size": 2} is --tp-size 2), on `port` + rank, or on a free port where `port` is None.
+    python: interpreter of the environment that has SGLang, for a server that is started here; None is the running one.
+        Without a GPU, make one with `uv sync --project environments/sglang-cpu` and name
+        `environments/sglang-cpu/.venv/bin/python`.
     dtype: SGLang computes and keeps weights in it; pushes must bring it.
     context_length, vocab_size: limits, checked before a prompt is sent; None takes the model's own.
     max_lora_rank: for policies that are pushed as LoRA adapters; None for full weights.
+    kv_cache_tokens: tokens whose keys and values the server keeps; None leaves it to SGLang, on a GPU.
+    num_threads: CPU threads of a server on a host without a GPU.
     uses_memory_saver: whether `sleep` frees weights and caches; they must be pushed again after it.
     transfer_dir: where pushed weights lie; memory-backed by default, once the model's size.
     """
 
+    recipe_rules: ClassVar[str] = "unirl.rollout.engine.sglang_llm.rules"
+    environment: ClassVar[str] = "environments/sglang-cpu"
+    versions: ClassVar[tuple[str, ...]] = ("0.5.23",)
     has_own_weights: ClassVar[bool] = True
     adapter_option: ClassVar[str | None] = "max_lora_rank"
     takes_media: ClassVar[bool] = True
@@ -84,11 +111,15 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         *,
         model: str,
         url: str | None = None,
+        device: str = "cuda",
         rank: int = 0,
-        port: Annotated[int, Bounds(ge=1, le=65535)] = 30000,
+        python: str | None = None,
+        port: Annotated[int, Bounds(ge=1, le=65535)] | None = None,
         dtype: Precision = "bf16",
         context_length: PositiveInt | None = None,
         vocab_size: PositiveInt | None = None,
+        kv_cache_tokens: PositiveInt | None = None,
+        num_threads: PositiveInt = 1,
         max_lora_rank: PositiveInt | None = None,
         uses_memory_saver: bool = False,
         transfer_dir: str = "/dev/shm",
@@ -101,6 +132,10 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         self._config = json.loads((self._model / CONFIG_FILE).read_text(encoding="utf-8"))
         if url is not None and server_args:
             raise ConfigError(f"engine.server_args do nothing for a server that runs already, at {url}")
+        executable = interpreter(python, engine="SGLang", environment=self.environment)
+        is_cpu = device == "cpu" and url is None
+        if is_cpu:
+            _check_cpu(kv_cache_tokens, max_lora_rank, uses_memory_saver=uses_memory_saver)
         name, torch_name = _DTYPES[dtype]
         self._pipeline = pipeline
         context_length = context_length or _limit(self._config, "max_position_embeddings")
@@ -115,25 +150,31 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         self._num_files = itertools.count()
         version = 0 if policies is None else policies.policy_version
         self._pushes = PushReceiver(checkpoint_shapes(self._model), torch_name, version)
+        self._names = checkpoint_names(self._model)
         self._is_ready = False
         self._adapter: str | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="unirl-sglang-", dir=transfer_dir))
+        number = free_port() if port is None else port + rank
         options: dict[str, str | int | float | bool] = {
             "model-path": str(self._model.absolute()),
             "host": "127.0.0.1",
-            "port": port + rank,
+            "port": number,
             "dtype": name,
             "context-length": context_length,
             "skip-tokenizer-init": True,
             "enable-memory-saver": uses_memory_saver,
             "enable-lora": self._has_lora,
+            **(_ON_A_CPU if is_cpu else {}),
+            **({} if kv_cache_tokens is None else {"max-total-tokens": kv_cache_tokens}),
             **({"max-lora-rank": max_lora_rank, "lora-target-modules": "all"} if max_lora_rank is not None else {}),
             **(server_args or {}),
         }
         command = None
         if url is None:
-            command = ["env", KEEP_PROMPTS, sys.executable, "-m", "sglang.launch_server", *_flags(options)]
-        self._server = SGLangServer(url or f"http://127.0.0.1:{port + rank}", command, self._folder / "log")
+            variables = _VARIABLES | ({"OMP_NUM_THREADS": str(num_threads)} if is_cpu else {})
+            settings = [f"{key}={value}" for key, value in variables.items()]
+            command = ["env", *settings, executable, "-m", "sglang.launch_server", *_flags(options)]
+        self._server = SGLangServer(url or f"http://127.0.0.1:{number}", command, self._folder / "log")
 
     # Rollout ----------------------------------------------------------------------------------------------------
 
@@ -149,36 +190,21 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         self._wait()
         conditions = self._pipeline.encode(req.primitives, params)
         stops = self._pipeline.stop_token_ids(params)
-        call = generation(req, conditions, stops, next(self._calls), takes_images=True)
-        check_fits(call, **self._limits)
-        body = payload(call, self._adapter, self._images(req))
+        call = generation(req, conditions, stops, next(self._calls), placeholder=self._config.get("image_token_id"))
+        check_fits(call.prompts, call.max_new_tokens, **self._limits)
+        body = payload(call, self._adapter)
         answer = generations(self._post("/generate", body), [len(prompt) for prompt in call.prompts])
-        check_version(answer, self._pushes.policy_version)
+        check_version(answer.policy_version, self._pushes.policy_version)
         segment = text_segment(answer, call, params)
         track = text_track(req, conditions, segment, self._pipeline.decode(segment), answer.policy_version)
         return RolloutResp(tracks={self._track: track})
-
-    def _images(self, req: RolloutReq) -> PromptImages | None:
-        """The images of a request; None where it has none."""
-        shown = req.primitives.get("image")
-        images = [] if shown is None else data_uris(shown)
-        if not any(images):
-            return None
-        placeholder = self._config.get("image_token_id")
-        if placeholder is None:
-            raise ConfigError(
-                f"the request has images, but {self._model / CONFIG_FILE} names no image_token_id: the model reads "
-                "text alone. Choose a vision-language model, or prompts without images."
-            )
-        return PromptImages(images, int(placeholder))
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def check_prompts(self, req: RolloutReq) -> None:
         """Raise ConfigError where a prompt does not fit the context."""
         params = text_params(req)
-        conditions = self._pipeline.encode(req.primitives, params)
-        call = generation(req, conditions, self._pipeline.stop_token_ids(params), next(self._calls))
-        check_fits(call, **self._limits)
+        prompts = prompt_tokens(self._pipeline.encode(req.primitives, params))
+        check_fits(prompts, params.max_new_tokens, **self._limits)
 
     def abort(self) -> None:
         """End the `generate` that runs in another thread: it returns what it has, unfinished samples ABORTED."""
@@ -229,7 +255,9 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         """Take a bucket, see WeightReceiver."""
         path = self._push_folder() / f"model-{next(self._num_files):05d}.safetensors"
         with self._pushes.receiving(bucket):
-            save_file({name: tensor.contiguous() for name, tensor in bucket.tensors.items()}, path, {"format": "pt"})
+            # SGLang reads Qwen2.5-VL under the names of its checkpoint alone.
+            own = {self._names[name]: tensor.contiguous() for name, tensor in bucket.tensors.items()}
+            save_file(own, path, {"format": "pt"})
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
@@ -237,6 +265,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         push = self._pushes.finish(policy_version)
         self._wait()
         with self._pushes.loading(policy_version, policy):
+            self._check_weights("reset_tensors")
+            noise = checksums(self._check_weights("checksum"))
             self._must(
                 "/update_weights_from_disk",
                 {
@@ -247,8 +277,10 @@ class SGLangRolloutEngine(BaseRolloutEngine):
                 },
             )
             self._check_version(policy_version)
+            found = checksums(self._check_weights("checksum"))
+            refuse("parameters of SGLang's model took no value", kept_parameters(noise, found))
         shutil.rmtree(self._push_folder())
-        return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, None)
+        return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, sum(map(len, found)))
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
@@ -279,6 +311,9 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     def _push_folder(self) -> Path:
         return self._folder / "weights"
 
+    def _check_weights(self, action: str) -> dict[str, Any]:  # Any: JSON
+        return self._must("/weights_checker", {"action": action})
+
     def _check_version(self, version: int) -> None:
         """Raise WeightSyncError unless the server answers under the version that was pushed."""
         found = (self._server.get("/model_info", self._timeout_s) or {}).get("weight_version")
@@ -298,8 +333,20 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     def _wait(self) -> None:
         if not self._is_ready:
             self._server.wait_until_ready(self._start_timeout_s)
+            self._check_engine()
             self._name_version(self._pushes.policy_version)  # SGLang starts with the version "default"
             self._is_ready = True
+
+    def _check_engine(self) -> None:
+        """Raise ConfigError for a version of SGLang that this was not written against."""
+        found = (self._server.get("/server_info", self._timeout_s) or {}).get("version")
+        if found not in self.versions:
+            raise ConfigError(
+                f"the server has SGLang {found}; this unirl-rollout speaks to {', '.join(self.versions)}. Make its "
+                f"environment again (`uv sync --project {self.environment}`), or install that version."
+            )
+        pid = self._server.pid
+        logger.info("SGLang %s is up (%s)", found, "already" if pid is None else f"pid {pid}")
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:  # Any: JSON
         return self._server.post(path, body, self._timeout_s)
@@ -314,21 +361,28 @@ class SGLangRolloutEngine(BaseRolloutEngine):
 
 def _model_folder(model: str) -> Path:
     """The folder of a model on this machine. Raises ConfigError where there is none."""
-    folder = Path(model)
-    if not folder.is_dir() and model.count("/") == 1:
-        try:
-            from huggingface_hub import snapshot_download
-            from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-        except ImportError as error:
-            raise ImportError("hub ids need huggingface-hub: pip install 'unirl-rollout[sglang]'") from error
-        with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
-            folder = Path(snapshot_download(model, local_files_only=True))
+    folder = local_folder(model)
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
             f"engine.model = {model!r} is no folder with a {CONFIG_FILE}; SGLang's pushes are compared with its "
             "checkpoint. Give the folder of a model, or the hub id of one that has been downloaded."
         )
     return folder
+
+
+def _check_cpu(kv_cache_tokens: int | None, max_lora_rank: int | None, *, uses_memory_saver: bool) -> None:
+    """Raise ConfigError for what SGLang cannot do without a GPU."""
+    if kv_cache_tokens is None:
+        raise ConfigError(
+            "engine.kv_cache_tokens is needed on a CPU: SGLang would take a share of the host's memory for them. Set "
+            "it to the tokens of all samples that are drawn at once."
+        )
+    if max_lora_rank is not None:
+        raise ConfigError(adapters_need_a_gpu("engine", max_lora_rank))
+    if uses_memory_saver:
+        raise ConfigError(
+            "engine.uses_memory_saver: true would end SGLang on a CPU at its first sleep. Set it to false."
+        )
 
 
 def _limit(config: Mapping[str, Any], name: str) -> int:  # Any: JSON

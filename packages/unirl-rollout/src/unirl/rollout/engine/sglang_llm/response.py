@@ -51,3 +51,27 @@ def generations(answer: Any, prompt_lengths: Sequence[int]) -> Generations:  # A
     if len(versions) != 1 or not (version := next(iter(versions))).isdecimal():
         raise WeightSyncError(f"SGLang's samples are of weight versions {sorted(versions)}, not of one push")
     return Generations(int(version), tokens, log_probs, reasons)
+
+
+def checksums(answer: Any) -> list[dict[str, str]]:  # Any: JSON
+    """SGLang's own checksum of every parameter, a mapping for each of its ranks. Raises ContractError for no such
+    answer of /weights_checker."""
+    try:
+        ranks = [{str(name): str(value) for name, value in rank["checksums"].items()} for rank in answer["ranks"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ContractError(
+            f"SGLang's /weights_checker gave no checksums ({type(error).__name__}: {error}): {str(answer)[:200]}"
+        ) from error
+    if not all(ranks) or not ranks:
+        raise ContractError(f"SGLang's /weights_checker gave checksums of no parameter: {str(answer)[:200]}")
+    return ranks
+
+
+def kept_parameters(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> list[str]:
+    """Names of parameters whose checksum did not change on some rank, or that are on one side alone."""
+    if len(before) != len(after):
+        raise ContractError(f"SGLang had {len(before)} ranks before a push and has {len(after)} after it")
+    kept = set()
+    for old, new in zip(before, after, strict=True):
+        kept |= {name for name in old.keys() | new.keys() if name not in old or old[name] == new.get(name, old[name])}
+    return sorted(kept)

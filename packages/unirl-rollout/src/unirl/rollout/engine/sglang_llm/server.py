@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -19,24 +21,42 @@ from unirl.types.errors import WorkerError
 _POLL_S = 1.0
 _LEAVE_TIMEOUT_S = 20.0
 _LOG_TAIL_BYTES = 4000
+_KEEPER = "unirl.rollout.engine.sglang_llm.keeper"
+
+
+def free_port() -> int:
+    """A TCP port of this host that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class SGLangServer:
-    """Calls to one server. `command` starts it as a process of ours, which `stop` ends; None takes one that runs."""
+    """Calls to one server. `command` starts it as a process of ours, which ends with `stop` or with this process, and
+    then takes the log's folder along; None takes a server that runs."""
 
     def __init__(self, url: str, command: Sequence[str] | None, log: Path) -> None:
         self._url = url.rstrip("/")
         self._log = log
         self._child: subprocess.Popen[bytes] | None = None
         if command is not None:
+            theirs, self._lifeline = os.pipe()
             with log.open("wb") as output:
                 self._child = subprocess.Popen(
-                    list(command),
+                    [sys.executable, "-m", _KEEPER, str(theirs), str(log.parent), *command],
+                    pass_fds=[theirs],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops the server in order
                 )
+            os.close(theirs)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that is ours, also the id of the group of all that it starts; None for a server that ran."""
+        return None if self._child is None else self._child.pid
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until it generates. Raises WorkerError where it dies or takes longer."""
@@ -76,7 +96,7 @@ class SGLangServer:
 
     def stop(self) -> None:
         """End the process, if it is ours, and all that it started. Safe to call twice."""
-        if self._child is None:
+        if self._child is None or self._child.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGTERM)
@@ -85,6 +105,7 @@ class SGLangServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
+        os.close(self._lifeline)
 
     def _open(self, request: urllib.request.Request, path: str, timeout_s: float) -> Any:  # Any: JSON
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

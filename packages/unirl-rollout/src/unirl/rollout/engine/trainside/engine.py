@@ -16,21 +16,19 @@ from unirl.rollout.checks import (
     step_noise_keys,
     verify_segment,
 )
-from unirl.rollout.engine.base import BaseDiffusionEngine
+from unirl.rollout.engine.base import PipelineEngine
 from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
-from unirl.types.media import Texts
+from unirl.types.media import Images, Videos
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
-from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.rollout import RolloutReq, RolloutResp
 
 MediaBits = Literal[8, 32]
 
 
 @bounded("engine")
-class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
+class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
     """Samples with the pipeline that trains.
 
     forward_batch_size: samples denoised together; the memory knob of the rollout. Where it equals the training
@@ -38,6 +36,8 @@ class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
     policies: the backend, when rollouts may be asked for under a named copy of the weights.
     media_bits: 8 keeps what was made as uint8 until it is scored, a quarter of the memory: rewards then see pixels
         rounded to 1 / 255. 32 keeps float32.
+    decode: whether latents become media. False where no scorer reads media: nothing is decoded, and there are no
+        pictures to look at.
     drop_text_encoders: encode every prompt of the run before it starts, then free the encoders.
     dump_dir: where requests and responses are written as safetensors, one file a rollout and rank; None writes none.
     """
@@ -51,6 +51,7 @@ class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
         device: str = "cpu",
         rank: int = 0,
         media_bits: MediaBits = 32,
+        decode: bool = True,
         drop_text_encoders: bool = False,
         dump_dir: str | None = None,
         track: str = "image",
@@ -60,29 +61,12 @@ class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
         self._device = torch.device(device)
         if media_bits not in get_args(MediaBits):
             raise ConfigError(f"engine.media_bits = {media_bits!r} must be one of {get_args(MediaBits)}")
+        if media_bits == 8 and not decode:
+            raise ConfigError("engine.media_bits = 8 does nothing with engine.decode: false. Remove one of them.")
         self._media_bits = media_bits
+        self._decodes = decode
         self._drops_text_encoders = drop_text_encoders
         self._track = track
-
-    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
-        """Sigmas, latent shape and kernel for these parameters."""
-        return DiffusionPlan(
-            self._pipeline.sigmas(params), self._pipeline.latent_shape(params), self._pipeline.strategy_name
-        )
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def prepare_prompts(self, prompts: list[str], params: list[DiffusionSamplingParams]) -> None:
-        """Encode every prompt of the run under each of `params` and free the text encoders, where the recipe asks for
-        it; nothing otherwise."""
-        if not self._drops_text_encoders:
-            return
-        distinct = list(dict.fromkeys(prompts))
-        for each in params:
-            for start in range(0, len(distinct), self._forward_batch_size):
-                part = distinct[start : start + self._forward_batch_size]
-                self._pipeline.encode({"text": Texts(texts=part)}, each)
-        self._pipeline.drop_text_encoders()
 
     def _check(self, req: RolloutReq) -> None:
         params = diffusion_params(req)
@@ -107,8 +91,13 @@ class TrainsideRolloutEngine(DirectSampling, BaseDiffusionEngine):
         )
         segment = segment.replace(params=params)
         verify_segment(segment, sigmas, params)
-        decoded = self._pipeline.decode(segment.clean_latents, params)
-        decoded = decoded.in_bytes() if self._media_bits == 8 else decoded
-        track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
+        decoded = self._pipeline.decode(segment.clean_latents, params) if self._decodes else None
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=self._kept(decoded))
         track.policy_versions = self._versions(req.batch_size)
         return RolloutResp(tracks={self._track: track})
+
+    def _kept(self, media: Images | Videos | None) -> Images | Videos | None:
+        """Media as the track keeps them."""
+        if media is None or not self._decodes:
+            return None
+        return media.in_bytes() if self._media_bits == 8 else media

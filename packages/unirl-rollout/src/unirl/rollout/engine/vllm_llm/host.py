@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,22 @@ import torch
 from safetensors.torch import load_file
 
 from unirl.rollout.engine.checkpoint import checkpoint_shapes
-from unirl.rollout.engine.push import PushReceiver, refuse
-from unirl.rollout.engine.served_text import Generate, Generations
-from unirl.rollout.engine.vllm_llm.messages import (
+from unirl.rollout.engine.child.messages import (
     BeginWeights,
     Done,
     FinishWeights,
     LoadAdapter,
     Loaded,
     Message,
-    Ready,
     ReceiveWeights,
     Sleep,
     Start,
     WakeUp,
 )
+from unirl.rollout.engine.push import PushReceiver, refuse
+from unirl.rollout.engine.served_images import one_placeholder_each, picture
+from unirl.rollout.engine.served_text import Generate, Generations
+from unirl.rollout.engine.vllm_llm.messages import Ready
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 from unirl.types.weights import WeightBucket
 
@@ -46,9 +47,12 @@ class EngineHost:
         self._vllm: Any = _vllm()  # Any: an optional module
         folder = _model_folder(start.model)
         self._shapes = checkpoint_shapes(folder)
+        self._image_token = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("image_token_id")
         self._aborts = aborts
         self._paths: list[str] = []
         self._adapter: Any = None  # Any: a vllm LoRARequest, once one was pushed
+        options = dict(start.engine_args)
+        uses_processes = options.pop("enable_multiprocessing")
         arguments = self._vllm.EngineArgs(
             model=str(folder),
             worker_extension_cls=EXTENSION,
@@ -56,21 +60,24 @@ class EngineHost:
             logprobs_mode="processed_logprobs",
             # Tokens reach this process in steps of so many, so that an abort keeps what was sampled.
             stream_interval=8,
-            **start.engine_args,
+            # Tokens come and go; but vLLM builds its image processor with the tokenizer.
+            skip_tokenizer_init=self._image_token is None,
+            **options,
         )
-        self._engine = self._vllm.LLMEngine.from_engine_args(arguments, enable_multiprocessing=start.uses_processes)
+        self._engine = self._vllm.LLMEngine.from_engine_args(arguments, enable_multiprocessing=uses_processes)
         self._pushes = PushReceiver(self._shapes, str(self._engine.model_config.dtype), start.policy_version)
 
     def ready(self) -> Ready:
         """What the trainer needs to know of the engine."""
         config = self._engine.model_config
         return Ready(
-            vllm_version=self._vllm.__version__,
+            version=self._vllm.__version__,
             torch_version=torch.__version__,
             vocab_size=config.get_vocab_size(),
             context_length=config.max_model_len,
             dtype=str(config.dtype),
             num_tensors=len(self._shapes),
+            image_token=self._image_token,
         )
 
     def answer(self, message: Message) -> Message:
@@ -104,16 +111,16 @@ class EngineHost:
         tokens: list[list[int]] = [[] for _ in range(num)]
         log_probs: list[list[float]] = [[] for _ in range(num)]
         reasons = ["abort"] * num
+        prompts = prompts_of(call)
         try:
-            for row, (prompt, seed) in enumerate(zip(call.prompts, call.seeds, strict=True)):
+            for row, seed in enumerate(call.seeds):
                 name = f"{call.number}-{row}"
-                self._engine.add_request(
-                    name, {"prompt_token_ids": prompt}, self._sampling(call, seed), lora_request=self._adapter
-                )
+                self._engine.add_request(name, prompts[row], self._sampling(call, seed), lora_request=self._adapter)
                 rows[name] = row
             while self._engine.has_unfinished_requests() and call.number not in self._aborts:
                 for output in self._engine.step():
                     row = rows[output.request_id]
+                    _check_read(row, output.prompt_token_ids, call.prompts[row])
                     (completion,) = output.outputs
                     tokens[row] += completion.token_ids
                     log_probs[row] += [
@@ -202,6 +209,29 @@ class EngineHost:
         if message.level == 2:
             self._pushes.invalidate("its weights were dropped by sleep level 2")
         return Done()
+
+
+def prompts_of(call: Generate) -> list[dict[str, Any]]:  # Any: tokens and pictures
+    """The prompts as vLLM takes them; it repeats the one placeholder of a picture as often as it has pieces."""
+    if call.placeholder is None or not call.pictures:
+        return [{"prompt_token_ids": prompt} for prompt in call.prompts]
+    pictures = [picture(uri) for uri in call.pictures]
+    return [
+        {
+            "prompt_token_ids": one_placeholder_each(prompt, call.placeholder),
+            **({"multi_modal_data": {"image": [pictures[place] for place in places]}} if places else {}),
+        }
+        for prompt, places in zip(call.prompts, call.shown, strict=True)
+    ]
+
+
+def _check_read(row: int, found: Sequence[int], prompt: Sequence[int]) -> None:
+    if list(found) != list(prompt):
+        raise ContractError(
+            f"prompt {row} has {len(prompt)} tokens, vLLM read {len(found)} or others: its image processor resizes "
+            "otherwise. Leave bundle.min_pixels and max_pixels to the checkpoint, or give vLLM the same "
+            "(engine.engine_args.mm_processor_kwargs)."
+        )
 
 
 def _vllm() -> Any:  # Any: an optional module

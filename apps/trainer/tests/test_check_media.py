@@ -1,0 +1,66 @@
+"""Rules about videos in data and about layers for LoRA: said before weights are read."""
+
+import json
+import struct
+
+import pytest
+from PIL import Image
+
+from unirl.app.environment import register_resolvers
+from unirl.config.check import machine_findings
+from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
+from unirl.types.recipe import Machine
+
+
+def findings(name, *overrides):
+    register_resolvers()
+    run = run_of(resolve(compose(name, list(overrides))))
+    return list(machine_findings(run, Machine(num_cpus=8, num_gpus=8)))
+
+
+def rows(folder, **num_frames):
+    """A file of one row: a picture, and a video of each role with so many frames."""
+    Image.new("RGB", (4, 4)).save(folder / "cat.png")
+    media = [{"modality": "image", "role": "condition", "uri": "cat.png"}]
+    for role, count in num_frames.items():
+        (folder / role).mkdir()
+        for frame in range(count):
+            Image.new("RGB", (4, 4)).save(folder / role / f"{frame:03}.png")
+        media.append({"modality": "video", "role": role, "uri": role})
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "it dances", "prompt_id": "a", "media": media}) + "\n")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "message"),
+    [
+        ({"pose": 9}, "1 rows (a) bring no video of the role face, which bundle WanAnimateBundle follows"),
+        (
+            {"pose": 9, "face": 5},
+            "1 videos have other numbers of frames than sampling.num_frames = 9: a (face: 5). Cut them",
+        ),
+        ({"pose": 9, "face": 9}, None),
+    ],
+)
+def test_videos_that_a_model_cannot_follow_are_refused_by_name(tmp_path, num_frames, message):
+    file = rows(tmp_path, **num_frames)
+    found = findings("diffusion/wan22_animate", f"data.path={file}", "sampling.num_frames=9")
+    about = [each for each in found if each.startswith(f"data.path = {file}")]
+    assert [message in each for each in about] == ([True] if message else []), found
+
+
+def test_layers_for_lora_that_a_folder_does_not_have_are_refused(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "transformer").mkdir()
+    names = {f"blocks.0.attn.{name}.weight": {} for name in ("to_q", "to_k")}
+    head = json.dumps({**names, "__metadata__": {}}).encode()
+    # The head of a file of weights, and none of the weights.
+    (tmp_path / "transformer" / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head)
+    at, targets = f"bundle.pretrained_model={tmp_path}", "backend.lora.target_modules"
+    found = findings("diffusion/wan21_t2v", at, f"{targets}=[attn.to_q,to_p]")
+    message = f"backend.lora.target_modules ['to_p'] match no layer of {tmp_path}, whose layers end in to_k, to_q"
+    assert any(message in each for each in found), found
+    fine = findings("diffusion/wan21_t2v", at, f"{targets}=[attn.to_q]")
+    assert not any("target_modules" in each for each in fine), fine

@@ -1,0 +1,121 @@
+"""HunyuanImage3 as the pipelines that recipes name: images, and the texts before them or about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from unirl.models.adapter import require_condition
+from unirl.models.ar import ReplayedTokens
+from unirl.models.hunyuan_image3.adapter import HunyuanImage3Adapter
+from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
+from unirl.models.hunyuan_image3.sizes import Size
+from unirl.models.hunyuan_image3.text_adapter import HunyuanImage3TextAdapter, Task
+from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.text_pipeline import AutoregressivePipeline
+from unirl.sde.kernels import SDEStrategy
+from unirl.sde.schedule import SigmaSchedule
+from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.conditions import ExpertCondition, PromptCondition
+from unirl.types.errors import ContractError
+from unirl.types.protocols import Conditions
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
+
+PUBLISHED_SHIFT = 3.0
+
+
+@bounded("pipeline")
+class HunyuanImage3Pipeline(DiffusionPipeline):
+    """Images of a prompt, of a prompt and a thought, or of given images, see `unirl.models.pipeline.DiffusionPipeline`.
+
+    schedule: None is linspace(1, 0, T + 1) shifted by 3, as published. vLLM-Omni shifts its own levels twice.
+    system_prompt, decode_batch_size: see `HunyuanImage3Adapter`. forward_batch_size: see `DiffusionStage`.
+    """
+
+    def __init__(
+        self,
+        bundle: HunyuanImage3Bundle,
+        strategy: SDEStrategy,
+        schedule: SigmaSchedule | None = None,
+        *,
+        system_prompt: str | None = None,
+        decode_batch_size: PositiveInt = 1,
+        forward_batch_size: PositiveInt | None = None,
+    ) -> None:
+        adapter = HunyuanImage3Adapter(bundle, system_prompt=system_prompt, decode_batch_size=decode_batch_size)
+        levels = SigmaSchedule("linear", shift=PUBLISHED_SHIFT) if schedule is None else schedule
+        super().__init__(adapter, strategy, levels, forward_batch_size=forward_batch_size)
+
+
+EXPERTS = "experts"
+"""Slot of the experts that tokens went to."""
+
+
+class HunyuanImage3TextPipeline(AutoregressivePipeline):
+    """Thoughts, captions and answers, see `unirl.models.text_pipeline.AutoregressivePipeline`.
+
+    task, system_prompt, chooses_size: see `HunyuanImage3TextAdapter`.
+    replays_experts: keep with each rollout to which experts its tokens go, and send them there again in every replay,
+        so that a ratio does not jump where an update moves a token from one expert to another. The experts are those
+        of one more forward of all tokens, at the weights of the rollout.
+    """
+
+    adapter: HunyuanImage3TextAdapter
+
+    def __init__(
+        self,
+        bundle: HunyuanImage3Bundle,
+        *,
+        task: Task = "answer",
+        system_prompt: str | None = None,
+        chooses_size: bool = False,
+        replays_experts: bool = False,
+    ) -> None:
+        super().__init__(
+            HunyuanImage3TextAdapter(bundle, task=task, system_prompt=system_prompt, chooses_size=chooses_size)
+        )
+        self._replays_experts = replays_experts
+
+    def chosen_sizes(self, segment: TextSegment) -> list[Size]:
+        """Height and width of the image that each text ends with. Raises ContractError for a text without one."""
+        return self.adapter.chosen_sizes(segment)
+
+    def generate(
+        self,
+        conditions: Conditions,
+        params: ARSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+        any_rank: Callable[[bool], bool] | None = None,
+    ) -> TextSegment:
+        """See `AutoregressivePipeline.generate`. Where experts are replayed, adds their slot to `conditions`, which
+        must then be a dict."""
+        segment = super().generate(conditions, params, noise_keys=noise_keys, any_rank=any_rank)
+        if self._replays_experts:
+            if not isinstance(conditions, dict):
+                raise ContractError(f"conditions must be a dict to keep experts in, got {type(conditions).__name__}")
+            conditions[EXPERTS] = self.experts(conditions, segment)
+        return segment
+
+    @torch.no_grad()
+    def experts(self, conditions: Conditions, segment: TextSegment) -> ExpertCondition:
+        """The experts of every token that a replay reads, under the present weights."""
+        prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
+        rows = [torch.cat([prompt, said[:-1]]) for prompt, said in zip(prompts, segment.unpack("tokens"), strict=True)]
+        bundle = self.adapter.bundle
+        found = bundle.model.experts(rows, **self.adapter.model_inputs(conditions))
+        return ExpertCondition.pack(experts=list(found.split([len(row) for row in rows])))
+
+    def replay(self, conditions: Conditions, segment: TextSegment, params: ARSamplingParams) -> ReplayedTokens:
+        """See `AutoregressivePipeline.replay`. Raises ContractError for experts of another batch."""
+        if EXPERTS in conditions:
+            kept = require_condition(conditions, EXPERTS, ExpertCondition).lengths.tolist()
+            prompts = require_condition(conditions, "prompt", PromptCondition).lengths.tolist()
+            read = [prompt + said - 1 for prompt, said in zip(prompts, segment.lengths.tolist(), strict=True)]
+            if kept != read:
+                raise ContractError(
+                    f"expert indices of another batch: they are of {kept[:8]} tokens, the samples read {read[:8]}"
+                )
+        return super().replay(conditions, segment, params)

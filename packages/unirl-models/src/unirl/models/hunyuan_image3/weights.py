@@ -1,0 +1,87 @@
+"""Weights of a folder in several files: where each is, and modules that are filled from them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from unirl.types.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """The file of each weight of a folder. Raises CheckpointError where a file is missing or cannot be read."""
+    index = folder / INDEX
+    if index.is_file():
+        files = {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    else:
+        files = {folder / SINGLE}
+    missing = sorted(file.name for file in files if not file.is_file())
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing[:4]} ({len(missing)} files). Fetch the folder again.")
+    found: dict[str, Path] = {}
+    for file in sorted(files):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= dict.fromkeys(opened.keys(), file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}). Fetch the folder again.") from error
+    return found
+
+
+def fill(modules: Sequence[tuple[str, nn.Module, torch.dtype]], files: Mapping[str, Path]) -> None:
+    """Give modules on the meta device their weights, in place; frozen and in evaluation mode.
+
+    modules: (beginning of the names in the files, module, dtype). On the CPU a weight that has the dtype stays mapped
+    to its file, so that processes of a machine share it. Raises CheckpointError, before anything is read, where weights
+    are missing or of another shape; those that no module has are named in the log.
+    """
+    expected = {
+        f"{prefix}{name}": tensor.shape for prefix, module, _ in modules for name, tensor in module.state_dict().items()
+    }
+    with ExitStack() as stack:
+        opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
+        wrong: dict[str, list[str]] = {"missing": sorted(expected.keys() - files.keys()), "shape": []}
+        for name, shape in expected.items():
+            if name in files and tuple(opened[files[name]].get_slice(name).get_shape()) != tuple(shape):
+                wrong["shape"].append(name)
+        if any(wrong.values()):
+            where = next(iter(files.values())).parent if files else "the folder"
+            short = {kind: names[:8] for kind, names in wrong.items() if names}
+            raise CheckpointError(f"{where} does not hold the weights of this model: {short}")
+        unread = sorted(files.keys() - expected.keys())
+        if unread:
+            logger.warning("%d tensors are not read: %s", len(unread), unread[:8])
+        for prefix, module, dtype in modules:
+            tensors = {
+                name: opened[files[f"{prefix}{name}"]].get_tensor(f"{prefix}{name}").to(dtype)
+                for name in module.state_dict()
+            }
+            module.load_state_dict(tensors, assign=True)
+            module.requires_grad_(False).eval()
+
+
+def replace_weights(files: Mapping[str, Path], replaced: Mapping[str, Tensor], target: Path) -> None:
+    """Write the files again into `target`, with some weights replaced, one file at a time."""
+    names_of = defaultdict(list)
+    for name, file in files.items():
+        names_of[file].append(name)
+    for file, names in names_of.items():
+        weights = load_file(file)
+        for name in names:
+            if name in replaced:
+                weights[name] = replaced[name].detach().to("cpu").contiguous()
+        save_file(weights, target / file.name, metadata={"format": "pt"})

@@ -1,0 +1,33 @@
+"""Environment variables of engine processes: threads on a CPU, which GPUs elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unirl.types.errors import ConfigError
+
+
+def process_variables(is_cpu: bool, num_threads: int) -> dict[str, str]:
+    """What every process of an engine gets. num_threads: on a host without a GPU."""
+    common = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    return common | {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)} if is_cpu else common
+
+
+def dealt_gpus(is_cpu: bool, num_instances: int, num_gpus: int, gpus: Sequence[int] | None) -> list[dict[str, str]]:
+    """Variables that name the GPUs of each instance; none where one takes all that this process sees.
+
+    Raises ConfigError for another number of GPUs than the instances need, and for GPUs on a CPU.
+    """
+    if is_cpu and gpus is not None:
+        raise ConfigError(f"engine.gpus = {list(gpus)} does nothing on a CPU. Set it to null.")
+    if is_cpu or (gpus is None and num_instances == 1):
+        return [{}] * num_instances
+    needed = num_instances * num_gpus
+    if gpus is None or len(gpus) != needed:
+        raise ConfigError(
+            f"engine.num_instances * engine.num_gpus = {num_instances} * {num_gpus} = {needed} GPUs are needed, "
+            f"engine.gpus = {None if gpus is None else list(gpus)}. Name as many GPUs of this host in engine.gpus, or "
+            "change one of the others."
+        )
+    dealt = [gpus[first : first + num_gpus] for first in range(0, needed, num_gpus)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(map(str, each))} for each in dealt]

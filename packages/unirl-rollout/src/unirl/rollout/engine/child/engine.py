@@ -1,0 +1,266 @@
+"""What engines in processes of their own share on the trainer's side: instances, answers, pushes, sleep."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import tempfile
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from safetensors.torch import save_file
+
+from unirl.rollout.engine.base import BaseRolloutEngine
+from unirl.rollout.engine.child.instance import EngineInstance, Launch
+from unirl.rollout.engine.child.messages import (
+    BeginWeights,
+    FinishWeights,
+    LoadAdapter,
+    Loaded,
+    Message,
+    MessageCodec,
+    ReceiveWeights,
+    Sleep,
+    WakeUp,
+)
+from unirl.rollout.engine.child.pool import InstancePool
+from unirl.rollout.engine.child.process import interpreter
+from unirl.rollout.engine.push import check_version, refuse_other, refuse_unkept
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+from unirl.types.protocols import PolicyStore
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
+
+
+class ChildEngine(BaseRolloutEngine):
+    """An engine whose model lives in other processes, where the policy is pushed as files. Implements WeightReceiver of
+    unirl.types.protocols.
+
+    The processes start with the object and load while the trainer does; the first call waits for them.
+    """
+
+    recipe_rules: ClassVar[str] = "unirl.rollout.engine.child.rules"
+    has_own_weights: ClassVar[bool] = True
+    adapter_option: ClassVar[str | None] = "max_lora_rank"
+    can_sleep: ClassVar[bool] = True
+    sleep_option: ClassVar[str | None] = "sleep_level"
+
+    codec: ClassVar[MessageCodec]
+    """Messages of this engine, and its name in errors."""
+    module: ClassVar[str]
+    """What the engine's interpreter runs; it calls `child.server.main`."""
+    environment: ClassVar[str] = ""
+    """Project in a clone that makes an environment for a host without a GPU."""
+    versions: ClassVar[tuple[str, ...]]
+    """Versions of the engine whose interfaces its side was written against; a prefix of components names all."""
+    replaces_dead: ClassVar[bool] = False
+    """Whether another process takes the place of one that dies; else its death ends the run."""
+    owned_options: ClassVar[frozenset[str]]
+    """Options of the engine's own constructor that ours sets, so that `engine.engine_args` may not."""
+
+    def _check_options(self, engine_args: Mapping[str, object] | None, sleep_level: int, is_cpu: bool) -> None:
+        """Raise ConfigError for an option that the engine sets itself, and for a sleep that would free nothing."""
+        repeated = sorted(self.owned_options & set(engine_args or {}))
+        if repeated:
+            raise ConfigError(f"engine.engine_args sets {repeated}, which the engine sets itself")
+        if sleep_level and is_cpu:
+            raise ConfigError(f"engine.sleep_level = {sleep_level} does nothing on a CPU. Set it to 0.")
+
+    def _launch(
+        self,
+        start: tuple[str, dict[str, Any]],  # Any: options of the engine's own constructor
+        variables: Sequence[Mapping[str, str]],
+        policies: PolicyStore | None,
+        *,
+        python: str | None,
+        has_lora: bool,
+        sleep_level: int,
+        transfer_dir: str,
+        start_timeout_s: float,
+        timeout_s: float,
+    ) -> None:
+        """Start the processes. start: model and options of the engine. variables: environment variables of each."""
+        self._has_lora = has_lora
+        self._sleep_level = sleep_level
+        self._is_asleep = False
+        self._policy_version = 0 if policies is None else policies.policy_version
+        self._policy: str | None = None
+        self._ready: Any = None  # Any: the engine's own message
+        self._calls = itertools.count()
+        self._num_files = itertools.count()
+        self._push: list[Message] = []
+        """The last push, of which the files are kept where a process may be replaced."""
+        executable = interpreter(python, engine=self.codec.engine, environment=self.environment)
+        self._folder = Path(tempfile.mkdtemp(prefix="unirl-engine-", dir=transfer_dir))
+        launch = Launch(
+            codec=self.codec,
+            python=executable,
+            module=self.module,
+            versions=self.versions,
+            model=start[0],
+            engine_args=start[1],
+            policy_version=self._policy_version,
+            check=self._check_ready,
+            start_timeout_s=start_timeout_s,
+            timeout_s=timeout_s,
+        )
+        self._pool = InstancePool(
+            [
+                EngineInstance(launch, own, self._folder / f"instance-{number}", self._folder)
+                for number, own in enumerate(variables)
+            ],
+            self._restore if self.replaces_dead else None,
+        )
+
+    @abstractmethod
+    def _check_ready(self, answer: Message, pid: int) -> None:
+        """Look at the first message of a process. Raises ConfigError where the engine is not what the trainer needs."""
+
+    def _restore(self, instance: EngineInstance) -> None:
+        """Give a process that has just started the policy that was pushed last, and prove it."""
+        for message in self._push:
+            instance.call(message)
+        self._prove(instance)
+        if self._is_asleep:
+            instance.call(Sleep(self._sleep_level))
+
+    def _prove(self, instance: EngineInstance) -> None:
+        """Raise WeightSyncError where an instance does not sample as the others do, or did."""
+
+    def ready(self) -> Any:  # Any: the engine's own message
+        """What the first process said when it had loaded the model. The first call waits for all, and checks them."""
+        if self._ready is None:
+            try:
+                self._ready = self._pool.ready()
+            except ConfigError:
+                self.shutdown()
+                raise
+        return self._ready
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def wait_until_ready(self) -> None:
+        """Wait for the processes to load the model, see WeightReceiver."""
+        self.ready()
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def sleep(self) -> None:
+        """Free device memory, as `sleep_level` says."""
+        if self._sleep_level:
+            self._pool.heal()
+            self._is_asleep = True
+            self._call(Sleep(self._sleep_level))
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def wake_up(self) -> None:
+        """Undo `sleep`. After sleep_level 2 the weights must be pushed before the engine generates."""
+        if self._sleep_level:
+            self._is_asleep = False
+            self._call(WakeUp())
+            self._pool.heal()
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def shutdown(self) -> None:
+        """Stop the processes and delete their files. Safe to call twice."""
+        self._pool.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the engine's processes, each also the id of the group of all that it starts."""
+        return self._pool.pids
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the policy that was pushed last."""
+        return self._policy_version
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
+        """Announce a push of the whole model, see WeightReceiver."""
+        if self._has_lora:
+            raise ConfigError(
+                "this engine was started for LoRA adapters (engine.max_lora_rank); push the adapter, or remove it"
+            )
+        self._pool.heal()
+        begin = BeginWeights(policy_version, list(specs))
+        self._ask_all(begin)
+        self._drop_pushed()
+        self._push = [begin]
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def receive_weights(self, bucket: WeightBucket) -> None:
+        """Hand a bucket over, see WeightReceiver."""
+        refuse_unkept(bucket)
+        path = self._folder / f"bucket-{next(self._num_files)}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in bucket.tensors.items()}, path)
+        message = ReceiveWeights(bucket.policy_version, str(path), list(bucket.specs))
+        self._ask_all(message)
+        self._push.append(message)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
+        """Load what was received, see WeightReceiver."""
+        try:
+            return self._finish([*self._push, FinishWeights(policy_version)], policy)
+        finally:
+            if not self.replaces_dead:
+                self._drop_pushed()
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
+        """Swap the LoRA adapter, see WeightReceiver."""
+        folder = self._folder / f"adapter-{next(self._num_files)}"
+        folder.mkdir()
+        prefixed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in bucket.tensors.items()}
+        save_file(prefixed, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(config.peft()), encoding="utf-8")
+        self._pool.heal()
+        receipt = self._finish([LoadAdapter(bucket.policy_version, str(folder), list(bucket.specs))], policy)
+        for old in self._folder.glob("adapter-*"):
+            if old != folder:  # the engine may read the present one again
+                shutil.rmtree(old)
+        return receipt
+
+    def _check_policy(self, policy: str | None) -> None:
+        """Raise WeightSyncError where `policy` is not the one that was pushed last."""
+        refuse_other(policy, self._policy)
+
+    def _check_version(self, answered: int) -> None:
+        """Raise WeightSyncError where samples are of another version than was pushed last."""
+        check_version(answered, self._policy_version)
+
+    def _finish(self, push: list[Message], policy: str | None) -> WeightReceipt:
+        """Let all instances load what was sent. push: its messages, the last of which is still to be sent."""
+        answers = self._ask_all(push[-1])
+        loaded = answers[0]
+        if not isinstance(loaded, Loaded):
+            raise ContractError(f"{self.codec.engine} answered a push with {type(loaded).__name__}")
+        other = [answer for answer in answers if answer != loaded]
+        if other:
+            raise WeightSyncError(f"instances of one engine took different weights: {loaded}, {other[0]}")
+        self._policy_version, self._policy, self._push = loaded.policy_version, policy, push
+        self._forget_proof()
+        self._pool.heal()
+        return WeightReceipt(loaded.policy_version, loaded.num_tensors, loaded.num_bytes, loaded.num_bound)
+
+    def _forget_proof(self) -> None:
+        """The samples that `_prove` compares with are of an older policy from now on."""
+
+    def _ask_all(self, message: Message) -> list[Any]:  # Any: the engine's own messages
+        self.ready()
+        return self._pool.broadcast(message)
+
+    def _drop_pushed(self) -> None:
+        self._push = []
+        for path in self._folder.glob("bucket-*.safetensors"):
+            path.unlink()
+
+    def _call(self, message: Message, expected: type[Any] = object) -> Any:  # Any: the answer's class is `expected`
+        """The first instance's answer to what all are asked."""
+        answer = self._ask_all(message)[0]
+        if not isinstance(answer, expected):
+            raise ContractError(f"{self.codec.engine} answered {type(message).__name__} with {type(answer).__name__}")
+        return answer

@@ -1,0 +1,117 @@
+"""One instance of an engine: its process, the first message of it, calls, and another process in its place."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unirl.rollout.engine.child.messages import PROTOCOL, EngineReady, Message, MessageCodec, Start
+from unirl.rollout.engine.child.process import EngineProcess
+from unirl.types.errors import ConfigError, ContractError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a process of an engine is started, and what its first message must say."""
+
+    codec: MessageCodec
+    python: str
+    """Its interpreter."""
+    module: str
+    """What the interpreter runs; it calls `child.server.main`."""
+    versions: tuple[str, ...]
+    """Of the engine's package; a prefix of components names all."""
+    model: str
+    engine_args: dict[str, Any]  # Any: options of the engine's own constructor
+    policy_version: int
+    check: Callable[[Message, int], None]
+    """(first message, process id): raises ConfigError where the engine is not what the trainer needs."""
+    start_timeout_s: float
+    timeout_s: float
+
+
+class EngineInstance:
+    """A process that is started with the object and loads while the caller does something else.
+
+    variables: environment variables of this instance alone. folder: of its own, under `root`, which the process deletes
+    when the trainer's ends.
+    """
+
+    def __init__(self, launch: Launch, variables: Mapping[str, str], folder: Path, root: Path) -> None:
+        self._launch = launch
+        self._variables = variables
+        self._folder = folder
+        self._root = root
+        self._ready: Any = None  # Any: the engine's own message
+        self._process = self._started()
+
+    @property
+    def pid(self) -> int:
+        """Id of the present process."""
+        return self._process.pid
+
+    @property
+    def name(self) -> str:
+        """Engine and process, as errors call them."""
+        return self._process.name
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.is_alive
+
+    def ready(self) -> Any:  # Any: the engine's own message
+        """What the process said when it had loaded the model; waits for it once. Raises ConfigError for another
+        version, WorkerError where the process died."""
+        if self._ready is None:
+            launch, answer = self._launch, self._process.receive("start", self._launch.start_timeout_s)
+            engine = launch.codec.engine
+            if not isinstance(answer, EngineReady):
+                raise ContractError(f"{engine}'s process began with {type(answer).__name__}")
+            is_known = any(f"{answer.version}.".startswith(f"{version}.") for version in launch.versions)
+            if answer.protocol != PROTOCOL or not is_known:
+                raise ConfigError(
+                    f"the engine's environment has {engine} {answer.version} and speaks protocol "
+                    f"{answer.protocol}; this unirl-rollout needs {engine} {', '.join(launch.versions)} and "
+                    f"protocol {PROTOCOL}. Make the environment again, from the same sources."
+                )
+            launch.check(answer, self.pid)
+            self._ready = answer
+        return self._ready
+
+    def call(self, message: Message) -> Message:
+        """The answer to a message, see `EngineProcess.call`."""
+        self.ready()
+        return self._process.call(message, self._launch.timeout_s)
+
+    def post(self, message: Message) -> None:
+        """Send without waiting for an answer."""
+        self._process.post(message)
+
+    def restart(self) -> None:
+        """Begin another process, with what the engine was started with, in the place of this one."""
+        self._process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._ready = None
+        self._process = self._started()
+
+    def stop(self) -> None:
+        """End the process. Safe to call twice."""
+        self._process.stop()
+
+    def _started(self) -> EngineProcess:
+        launch = self._launch
+        self._folder.mkdir(parents=True)
+        process = EngineProcess(
+            launch.codec,
+            launch.python,
+            self._variables,
+            self._root,
+            module=launch.module,
+            log=self._folder / "log",
+        )
+        process.post(Start(launch.model, launch.engine_args, launch.policy_version, str(self._folder)))
+        return process

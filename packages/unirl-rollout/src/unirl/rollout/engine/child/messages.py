@@ -1,0 +1,153 @@
+"""What a trainer's process and an engine's process say to each other: frozen dataclasses of plain values, sent as JSON.
+
+Large tensors never pass here: they lie in safetensors files of which a message names the path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from unirl.types.errors import ContractError
+from unirl.types.weights import WeightSpec
+
+PROTOCOL = 6
+"""Raised with every change of a message; both sides compare."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """First message to the new process."""
+
+    model: str
+    engine_args: dict[str, Any]  # Any: keyword arguments of the engine's own constructor
+    policy_version: int
+    scratch_dir: str
+    """Folder of this process alone, for the files of its answers."""
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReady:
+    """First message back, when the model is loaded. Engines add what the trainer needs to know of theirs."""
+
+    version: str
+    """Of the engine's package."""
+    torch_version: str
+    dtype: str
+    """Of the model that samples, as torch writes it: "torch.float32"."""
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End a running call early. Has no answer of its own; late ones are ignored."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class BeginWeights:
+    """Announce a push of the whole model."""
+
+    policy_version: int
+    specs: list[WeightSpec]
+
+
+@dataclass(frozen=True)
+class ReceiveWeights:
+    """Some of the announced tensors, in a safetensors file that the receiver may read until the push ends."""
+
+    policy_version: int
+    path: str
+    specs: list[WeightSpec]
+
+
+@dataclass(frozen=True)
+class FinishWeights:
+    """Load what was received."""
+
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """A LoRA adapter in a folder as peft writes it."""
+
+    policy_version: int
+    folder: str
+    specs: list[WeightSpec]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Answer to `FinishWeights` and `LoadAdapter`."""
+
+    policy_version: int
+    num_tensors: int
+    num_bytes: int
+    num_bound: int
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """Free device memory. Level 1 keeps the weights in host memory, level 2 drops them."""
+
+    level: int
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    """Undo `Sleep`."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """Answer to what returns nothing."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Answer to anything that could not be done."""
+
+    kind: str
+    """Name of an error of unirl.types.errors."""
+    text: str
+    traceback_text: str = field(default="")
+
+
+Message = Any
+"""A dataclass of this module, or one that an engine adds; Any because engines name their own."""
+
+_COMMON = (Start, Abort, BeginWeights, ReceiveWeights, FinishWeights, LoadAdapter, Loaded, Sleep, WakeUp, Done, Failed)
+
+
+class MessageCodec:
+    """Messages as UTF-8 JSON and back. engine: its name in errors. own: the messages that it adds."""
+
+    def __init__(self, engine: str, *own: type[Message]) -> None:
+        self.engine = engine
+        self._classes = {cls.__name__: cls for cls in (*_COMMON, *own)}
+
+    def encode(self, message: Message) -> bytes:
+        """A message as bytes. Floats keep every bit."""
+        return json.dumps({"message": type(message).__name__, **dataclasses.asdict(message)}).encode()
+
+    def decode(self, data: bytes) -> Message:
+        """The message of `encode`. Raises ContractError for what is none."""
+        try:
+            content = json.loads(data)
+            message_class = self._classes[content.pop("message")]
+            if "specs" in content:
+                content["specs"] = [
+                    WeightSpec(spec["name"], tuple(spec["shape"]), spec["dtype"], spec["checksum"])
+                    for spec in content["specs"]
+                ]
+            return message_class(**content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ContractError(
+                f"no message of this protocol ({type(error).__name__}: {error}): {data[:200]!r}. "
+                f"Install the same unirl-rollout in the trainer's environment and in {self.engine}'s."
+            ) from error

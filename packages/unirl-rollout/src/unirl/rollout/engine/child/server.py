@@ -1,0 +1,111 @@
+"""An engine's process: reads messages from the pipe that it was started with, and answers each in its turn.
+
+Run by `process.EngineProcess` as `python -m MODULE FD FOLDER`, where the module calls `main`; ends when the pipe does.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from unirl.rollout.engine.child.messages import PROTOCOL, Abort, Failed, Message, MessageCodec, Start
+from unirl.types.errors import ConfigError, ContractError, UniRLError
+
+
+class Host(Protocol):
+    """The engine in its process."""
+
+    def ready(self) -> Message:
+        """First message to the trainer, when the model is loaded."""
+        ...
+
+    def answer(self, message: Message) -> Message:
+        """Do what a message asks."""
+        ...
+
+
+class Aborts:
+    """Numbers of the calls that are to end early. Written by the reading thread, read between two steps."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest = -1
+
+    def add(self, number: int) -> None:
+        """End call `number`, if it still runs."""
+        with self._lock:
+            self._newest = max(self._newest, number)
+
+    def __contains__(self, number: int) -> bool:
+        with self._lock:
+            return number <= self._newest
+
+
+MakeHost = Callable[[Start, Aborts], Host]
+
+
+def _read(
+    pipe: Connection, folder: str, codec: MessageCodec, inbox: queue.SimpleQueue[Message], aborts: Aborts
+) -> None:
+    """Sort what arrives. The end of the pipe is the end of the process, whatever it is doing, of its children and of
+    the folder: a trainer that was killed cannot delete it."""
+    while True:
+        try:
+            message = codec.decode(pipe.recv_bytes())
+        except (EOFError, OSError):
+            shutil.rmtree(folder, ignore_errors=True)
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+            return
+        if isinstance(message, Abort):
+            aborts.add(message.number)
+        else:
+            inbox.put(message)
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, UniRLError):
+        return Failed(type(error).__name__, str(error))
+    return Failed("WorkerError", str(error), "".join(traceback.format_exception(error)))
+
+
+def serve(pipe: Connection, folder: str, codec: MessageCodec, make_host: MakeHost) -> None:
+    """Answer messages until the pipe ends."""
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    aborts = Aborts()
+    threading.Thread(target=_read, args=(pipe, folder, codec, inbox, aborts), daemon=True).start()
+    start = inbox.get()
+    try:
+        if not isinstance(start, Start):
+            raise ContractError(f"the first message must be Start, got {type(start).__name__}")
+        if start.protocol != PROTOCOL:
+            raise ConfigError(
+                f"the trainer speaks protocol {start.protocol}, {codec.engine}'s environment {PROTOCOL}. Install the "
+                "same unirl-rollout in both."
+            )
+        host = make_host(start, aborts)
+        pipe.send_bytes(codec.encode(host.ready()))
+    except Exception as error:  # noqa: BLE001 - the trainer raises it
+        pipe.send_bytes(codec.encode(_failed(error)))
+        return
+    while True:
+        message = inbox.get()
+        try:
+            answer = host.answer(message)
+        except Exception as error:  # noqa: BLE001 - the trainer raises it
+            answer = _failed(error)
+        pipe.send_bytes(codec.encode(answer))
+
+
+def main(codec: MessageCodec, make_host: MakeHost) -> None:
+    """Take over the pipe whose file descriptor is the first argument; the second is the folder of shared files."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # or processes that the engine starts would keep the pipe open
+    serve(Connection(descriptor), sys.argv[2], codec, make_host)

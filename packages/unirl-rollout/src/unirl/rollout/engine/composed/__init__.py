@@ -1,0 +1,1 @@
+"""A text engine and a diffusion engine as one: texts first, then images of each text."""

@@ -1,0 +1,189 @@
+"""The trainer's side of diffusion engines that sample latents in another process."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from unirl.rollout.engine.base import PipelineEngine
+from unirl.rollout.engine.child.engine import ChildEngine
+from unirl.rollout.engine.child.instance import EngineInstance
+from unirl.rollout.engine.served_latents.call import (
+    LATENTS,
+    SampledLatents,
+    SampleLatents,
+    latent_segment,
+    latents_call,
+    sampling_of,
+)
+from unirl.types.conditions import Condition
+from unirl.types.errors import ContractError, WeightSyncError
+from unirl.types.media import Modality
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import DiffusionSamplingParams
+
+_AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""Largest difference between latents of two instances that is rounding: some 1e3 units of the last place, of latents of
+a few units, since kernels may be tuned in each process. Other weights differ by more than that but for a small step,
+which versions and checksums tell."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What was asked for some rows, and what its answer is made a response with."""
+
+    req: RolloutReq
+    params: DiffusionSamplingParams
+    conditions: dict[str, Condition]
+    start: Tensor
+    own: SampleLatents
+    """In our words; the message has the engine's."""
+    message: SampleLatents
+    path: Path
+
+
+class ServedLatentsEngine(ChildEngine, PipelineEngine):
+    """Samples latents with models in other processes, `forward_batch_size` at a time; encodes and decodes here.
+
+    Each batch goes to the instance that is free first, and to another where that dies: noise is keyed by sample, so the
+    samples are the same.
+    An engine says how its tensors are called and laid out: `_inputs` and `_latents`.
+    """
+
+    replaces_dead: ClassVar[bool] = True
+    kernels: ClassVar[dict[str, str]] = {}
+    """Names of our kernels -> of the engine's."""
+    _forward_batch_size: int
+    _track: str
+    _dtype: torch.dtype
+    """Of the engine's model."""
+    _modality: Modality
+    _proof: tuple[SampleLatents, Tensor] | None = None
+    """The first call after the last push, and the latents that answered it."""
+
+    @abstractmethod
+    def _inputs(
+        self, conditions: dict[str, Condition], start: Tensor, params: DiffusionSamplingParams
+    ) -> dict[str, Tensor]:
+        """The tensors of a request in the engine's names and layout. start: initial latents [B, ...]."""
+
+    def _guidance_scale(self, params: DiffusionSamplingParams) -> float:
+        """What the engine calls the guidance."""
+        return params.guidance_scale
+
+    @abstractmethod
+    def _latents(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Stored latents [B, K, *shape] of what the engine gives."""
+
+    @abstractmethod
+    def _layout(self) -> dict[str, Any]:  # Any: JSON
+        """What else the engine must know of the tensors."""
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """Sample every row of this rank's request.
+
+        Raises ConfigError for parameters that the engine does not serve, WeightSyncError where `policy` is not the one
+        that was pushed last, ContractError where the engine did not use what it was given, WorkerError where it dies.
+        """
+        self._check_policy(policy)
+        self.ready()
+        size = self._forward_batch_size
+        batches = [req.slice(row, row + size) for row in range(0, req.batch_size, size)]
+        calls: dict[int, _Call] = {}
+
+        def prepare(number: int) -> SampleLatents:
+            calls[number] = self._prepared(batches[number])
+            return calls[number].message
+
+        made: dict[int, RolloutResp] = {}
+        try:
+            if self._proof is None:
+                answer = self._proved(prepare(0))
+                made[0] = self._response(calls[0], *answer)
+            for number, answer in self._pool.answers(range(len(made), len(batches)), prepare, _read):
+                call = calls.pop(number)
+                made[number] = self._response(call, *answer)
+                call.path.unlink()
+        finally:
+            for call in calls.values():
+                if self._proof is None or call.message != self._proof[0]:
+                    call.path.unlink(missing_ok=True)
+        return RolloutResp.concat([made[number] for number in range(len(batches))])
+
+    def _prepared(self, req: RolloutReq) -> _Call:
+        """What is asked for some rows, its tensors in a file."""
+        kernel = self._pipeline.strategy_name
+        params = sampling_of(req, kernel, self.kernels, self.codec.engine)
+        with torch.no_grad():
+            conditions = self._pipeline.encode(req.primitives, params)
+        path = self._folder / f"request-{next(self._calls)}.safetensors"
+        own, start = latents_call(req, params, kernel, str(path))
+        inputs = self._inputs(conditions, start, params)
+        save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, path)
+        message = replace(
+            own,
+            kernel=self.kernels.get(kernel, kernel),
+            guidance_scale=self._guidance_scale(params),
+            layout=self._layout(),
+        )
+        return _Call(req, params, conditions, start, own, message, path)
+
+    def _response(self, call: _Call, answer: SampledLatents, tensors: dict[str, Tensor]) -> RolloutResp:
+        """The verified samples of an answer."""
+        self._check_version(answer.policy_version)
+        stored = {**tensors, LATENTS: self._latents(tensors[LATENTS], tuple(call.own.noise_shape))}
+        segment = latent_segment(stored, call.own, call.params, call.start, dtype=self._dtype, modality=self._modality)
+        with torch.no_grad():
+            decoded = self._pipeline.decode(segment.clean_latents, call.params)
+        track = call.req.make_root_track(conditions=call.conditions, segment=segment, decoded=decoded)
+        track.policy_versions = torch.full((call.req.batch_size,), answer.policy_version, dtype=torch.long)
+        return RolloutResp(tracks={self._track: track})
+
+    # A push is proved by the trainer's replay of the samples that follow it. All instances give these, and must agree;
+    # one that starts later gives them again.
+
+    def _proved(self, message: SampleLatents) -> tuple[SampledLatents, dict[str, Tensor]]:
+        """The first instance's answer; all must give the same."""
+        self._pool.heal()
+        first, *others = [_read(answer) for answer in self._pool.broadcast(message)]
+        for _, tensors in others:
+            self._compare(tensors[LATENTS], first[1][LATENTS], "the other instances")
+        self._proof = message, first[1][LATENTS]
+        return first
+
+    def _prove(self, instance: EngineInstance) -> None:
+        if self._proof is not None:
+            message, expected = self._proof
+            _, tensors = _read(instance.call(message))
+            self._compare(tensors[LATENTS], expected, f"those that {instance.name} takes the place of")
+
+    def _forget_proof(self) -> None:
+        if self._proof is not None:
+            Path(self._proof[0].path).unlink()
+        self._proof = None
+
+    def _compare(self, found: Tensor, expected: Tensor, others: str) -> None:
+        gap = float((found.float() - expected.float()).abs().max())
+        if not gap <= _AGREEMENT[self._dtype]:
+            raise WeightSyncError(
+                f"an instance of {self.codec.engine} gives other samples than {others}, given the same policy, noise "
+                f"and prompts: latents differ by up to {gap:.3g}, at most {_AGREEMENT[self._dtype]:g} is rounding in "
+                f"{self._dtype}. Its GPU or environment is another, or it has other weights."
+            )
+
+
+def _read(answer: Any) -> tuple[SampledLatents, dict[str, Tensor]]:  # Any: the engine's own message
+    """An answer and its tensors, whose file is deleted. Raises ContractError for another answer."""
+    if not isinstance(answer, SampledLatents):
+        raise ContractError(f"a request for latents was answered with {type(answer).__name__}")
+    tensors = load_file(answer.path)
+    Path(answer.path).unlink()
+    return answer, tensors

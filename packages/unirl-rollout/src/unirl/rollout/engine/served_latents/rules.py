@@ -1,0 +1,55 @@
+"""What an engine that samples latents elsewhere needs of the rest of a recipe. See `unirl.types.recipe`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from unirl.rollout.engine.served_latents.folder import REPLICA
+from unirl.types.recipe import Messages, Part, Run
+
+Rule = Callable[[Part, Run], Messages]
+
+
+def family_is_served(bundles: tuple[str, ...]) -> Rule:
+    """The model is one of `bundles` (class names), which the engine runs natively, and reads no images."""
+
+    def rule(own: Part, run: Run) -> Messages:
+        bundle = run.policy.bundle
+        names = [path.rsplit(".", 1)[-1] for path in (bundle.path, *bundle.lineage)]
+        if not bundle.takes_any and (bundle.ability("needs_media") or not set(names) & set(bundles)):
+            yield (
+                f"{own.name} serves {', '.join(bundles)}, the recipe has {bundle.name}. Set {own.at}._target_: "
+                f"{REPLICA}, which serves every family."
+            )
+
+    return rule
+
+
+def kernel_is_served(kernels: tuple[str, ...]) -> Rule:
+    """Stochastic steps are of `kernels` (class names), their log-probs averaged over the elements of a latent."""
+
+    def rule(own: Part, run: Run) -> Messages:
+        for pipeline in run.policy.pipelines.values():
+            kernel = pipeline.inner.get("strategy")
+            if kernel is None or run.sampling.get("eta", 0.0) == 0:
+                continue
+            if not any(path.endswith(kernels) for path in (kernel.path, *kernel.lineage)):
+                yield (
+                    f"{own.name} steps with {' or '.join(kernels)}, but {kernel.at} is {kernel.name}. Set "
+                    f"{kernel.at}._target_ to one of them, or {own.at}._target_: {REPLICA}."
+                )
+            elif kernel.get("reduction", "mean") != "mean":
+                yield (
+                    f"{own.name} averages log-probs over the elements of a latent, but {kernel.at}.reduction = "
+                    f"{kernel.get('reduction')}. Set it to mean."
+                )
+
+    return rule
+
+
+def sampling_is_served(own: Part, run: Run) -> Messages:
+    """Nothing is asked of the sampling that the engine has not."""
+    for name, neutral in (("post_solver", "euler"), ("trajectory_precision", "fp32")):
+        value = run.sampling.get(name, neutral)
+        if value != neutral:
+            yield f"{run.sampling.at}.{name} = {value} is not served by {own.name}. Set it to {neutral}."

@@ -1,0 +1,111 @@
+"""Model families that SGLang Diffusion runs natively: how it calls and lays out the tensors of each.
+
+Legend: B samples, K stored positions, L tokens, D width, p pixels on a side of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unirl.rollout.engine.served_latents.folder import served_class
+from unirl.rollout.engine.served_latents.tokens import from_tokens
+from unirl.types.conditions import Condition, TextEmbedCondition
+from unirl.types.errors import ContractError
+from unirl.types.media import Modality
+from unirl.types.sampling import DiffusionSamplingParams
+
+Conditions = Mapping[str, Condition]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the trainer's side must know of a family."""
+
+    model_id: str
+    """SGLang's name for the architecture of a local folder."""
+    text: Callable[[TextEmbedCondition, str, DiffusionSamplingParams], dict[str, Tensor]]
+    """(condition, prefix, sampling) -> fields of SGLang's request; prefix is "" or "negative_"."""
+    modality: Modality = Modality.IMAGE
+    token_side: int = 0
+    """p where latents are [B, L, C p p] between steps, 0 where they stay [B, C, ...]."""
+    frames_axis: int | None = None
+    """Where SGLang's initial latents of an image have an axis of one frame."""
+    unguided_scale: float = 1.0
+    """SGLang's guidance scale of a sample without guidance."""
+
+    def initial(self, latents: Tensor) -> Tensor:
+        """SGLang's initial latents of ours [B, ...]."""
+        return latents if self.frames_axis is None else latents.unsqueeze(self.frames_axis)
+
+    def stored(self, latents: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Stored latents [B, K, *shape] of SGLang's [B, K, ...]."""
+        if not self.token_side:
+            return latents.reshape(*latents.shape[:2], *shape)
+        return from_tokens(latents, self.token_side, *shape[-2:])
+
+    def guidance_scale(self, params: DiffusionSamplingParams) -> float:
+        """SGLang's guidance scale."""
+        return params.guidance_scale if params.uses_guidance else self.unguided_scale
+
+    def inputs(self, conditions: Conditions, params: DiffusionSamplingParams) -> dict[str, Tensor]:
+        """Encoded prompts as fields of SGLang's request. Raises ContractError for conditions that it does not take."""
+        fields: dict[str, Tensor] = {}
+        for slot, condition in conditions.items():
+            prefix = {"text": "", "negative_text": "negative_"}.get(slot)
+            if prefix is None or not isinstance(condition, TextEmbedCondition):
+                raise ContractError(
+                    f"SGLang Diffusion is given text alone; the conditions hold {slot!r} ({type(condition).__name__}). "
+                    "Use the trainside or replica engine for models that read images."
+                )
+            fields |= self.text(condition, prefix, params)
+        return fields
+
+
+def _pooled_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
+    if text.pooled is None:
+        raise ContractError("the prompts were encoded without pooled vectors, which this family reads")
+    short = "neg_" if prefix else ""
+    return {f"{prefix}prompt_embeds": text.embeds, f"{short}pooled_embeds": text.pooled}
+
+
+def _lengths(text: TextEmbedCondition) -> Tensor:
+    """Tokens of each text, int64 [B]."""
+    num, length = text.embeds.shape[:2]
+    return torch.full((num,), length) if text.attention_mask is None else text.attention_mask.long().sum(dim=1)
+
+
+def _ragged_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
+    """Texts of their own lengths, padded to the longest."""
+    lengths = _lengths(text)
+    return {f"{prefix}prompt_embeds": text.embeds[:, : int(lengths.max())], f"{prefix}prompt_seq_lens": lengths}
+
+
+def _fixed_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
+    num, length = text.embeds.shape[:2]
+    return {f"{prefix}prompt_embeds": text.embeds, f"{prefix}prompt_seq_lens": torch.full((num,), length)}
+
+
+def _padded_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
+    """Zeros up to the full length, which the model attends to."""
+    length = 512 if params.max_sequence_length is None else params.max_sequence_length
+    return {f"{prefix}prompt_embeds": torch.nn.functional.pad(text.embeds, (0, 0, 0, length - text.embeds.shape[1]))}
+
+
+SERVED: Mapping[str, Family] = {
+    "StableDiffusion3Pipeline": Family("stable-diffusion-3.5-medium-diffusers", _pooled_text),
+    "Flux2KleinPipeline": Family("FLUX.2-klein-4B", _fixed_text, token_side=1),
+    "QwenImagePipeline": Family("Qwen-Image", _ragged_text, token_side=2, frames_axis=1),
+    "WanPipeline": Family("Wan2.1-T2V-1.3B-Diffusers", _padded_text, modality=Modality.VIDEO),
+    "ZImagePipeline": Family("Z-Image", _ragged_text, frames_axis=2, unguided_scale=0.0),
+}
+"""By the pipeline class that a checkpoint's index names."""
+
+
+def family_of(folder: Path) -> Family:
+    """The family of a pipeline folder. Raises ConfigError for one that SGLang Diffusion does not serve here."""
+    return SERVED[served_class(folder, SERVED, "SGLang Diffusion")]

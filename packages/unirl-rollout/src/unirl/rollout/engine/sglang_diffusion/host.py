@@ -1,0 +1,259 @@
+"""SGLang Diffusion itself, behind the messages of this package. Imported by the interpreter that has it alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from unirl.rollout.engine.child.messages import Start
+from unirl.rollout.engine.served_latents.call import (
+    ECHOED_SIGMAS,
+    LATENTS,
+    LOG_PROBS,
+    SampledLatents,
+    SampleLatents,
+)
+from unirl.rollout.engine.served_latents.host import TRANSFORMER, LatentsHost
+from unirl.rollout.engine.sglang_diffusion.messages import Ready
+from unirl.rollout.engine.sglang_diffusion.worker_ext import DESCRIBE, GIVEN
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+
+_NO_DENSITY = {"sde": False, "cps": True, "ode": True}
+"""SGLang's kernels, and whether their log-prob leaves the Gaussian's constants out."""
+_MERGED = re.compile(r"Updated (\d+) LoRA layers .*skipped (\d+) unknown")
+_WATCH_S = 0.5
+
+
+class EngineHost(LatentsHost):
+    """Owns SGLang's generator and the version of its policy. Raises ConfigError where SGLang is missing or would run
+    anything but its native backend."""
+
+    engine = "SGLang"
+
+    def __init__(self, start: Start) -> None:
+        self._sgl = _SGLang()
+        self._folder = Path(start.model)
+        options = dict(start.engine_args)
+        self._transport: str = options.pop("push_transport")
+        # Engines that start at one time on one host would all find SGLang's own choice free.
+        ports = dict(zip(("scheduler_port", "master_port"), _free_ports(2), strict=True))
+        self._generator = self._sgl.generator.from_pretrained(
+            model_path=start.model, backend="sglang", **(ports | options)
+        )
+        threading.Thread(target=_end_with, args=(self._generator.local_scheduler_process,), daemon=True).start()
+        self._facts: dict[str, Any] = json.loads(self._checksums([DESCRIBE])[DESCRIBE])  # Any: JSON
+        for what in ("pipeline", TRANSFORMER):
+            if not self._facts[what].startswith("sglang.") or "diffusers" in self._facts[what]:
+                raise ConfigError(
+                    f"SGLang fell back to {self._facts[what]} for the {what} of {start.model}, which gives no "
+                    "trajectories. Use a checkpoint of a family that it runs natively, or the replica engine."
+                )
+        self._is_adapter_proved = False
+        """Whether an adapter has changed the checksum of the weights."""
+        super().__init__(start, self._facts["dtype"])
+
+    def ready(self) -> Ready:
+        """What the trainer needs to know of the engine."""
+        return Ready(version=self._sgl.version, torch_version=torch.__version__, **self._facts)
+
+    def denoise(self, call: SampleLatents) -> SampledLatents:
+        """Sample all rows of a call in one batch."""
+        kernel = call.kernel if call.eta > 0 and call.sde_indices else "ode"
+        sampling = self._sgl.sampling_params.from_user_sampling_params_args(
+            self._generator.server_args.model_path,
+            server_args=self._generator.server_args,
+            prompt="given",
+            negative_prompt="given",
+            height=call.height,
+            width=call.width,
+            num_frames=call.num_frames,
+            num_inference_steps=len(call.sigmas) - 1,
+            guidance_scale=call.guidance_scale,
+            cfg_normalization=0.0,
+            seed=0,
+            generator_device="cpu",
+            save_output=False,
+            rollout=True,
+            rollout_sde_type=kernel,
+            rollout_noise_level=call.eta,
+            rollout_log_prob_no_const=_NO_DENSITY[kernel],
+            rollout_sde_step_indices=call.sde_indices if kernel != "ode" else None,
+            rollout_return_step_indices=call.positions,
+            rollout_return_dit_trajectory=True,
+        )
+        request = self._sgl.prepare_request(server_args=self._generator.server_args, sampling_params=sampling)
+        request.prompt = ["given"] * call.num_samples
+        tensors = load_file(call.path)
+        request.latents = tensors.pop(LATENTS)
+        for name, tensor in tensors.items():
+            setattr(request, name, [tensor.tolist() if name.endswith("seq_lens") else tensor])
+        request.scheduler = self._scheduler(call.sigmas)
+        request.timesteps = request.scheduler.timesteps
+        request.extra[GIVEN] = {
+            "noise_keys": call.noise_keys,
+            "noise_seed": call.noise_seed,
+            "noise_shape": call.noise_shape,
+            "token_side": call.layout["token_side"],
+        }
+        data = self._forward([request]).rollout_trajectory_data
+        data = data[0] if isinstance(data, list) else data
+        if data is None or data.dit_trajectory is None or data.rollout_log_probs is None:
+            raise ContractError("SGLang returned no trajectory; its native backend did not run")
+        path = self._next_answer()
+        stored = {
+            LATENTS: data.dit_trajectory.latents,
+            LOG_PROBS: data.rollout_log_probs,
+            ECHOED_SIGMAS: data.dit_trajectory.sigmas,
+        }
+        save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path)
+        return SampledLatents(self._pushes.policy_version, str(path))
+
+    def _scheduler(self, sigmas: list[float]) -> Any:  # Any: SGLang's own
+        """A scheduler that holds these sigmas verbatim; one that computes its own would shift them again."""
+        scheduler = self._sgl.scheduler(shift=1.0)
+        scheduler.set_timesteps(len(sigmas) - 1)
+        scheduler.sigmas = torch.tensor(sigmas, dtype=torch.float32)
+        scheduler.timesteps = scheduler.sigmas[:-1] * scheduler.config.num_train_timesteps
+        return scheduler
+
+    # Weights ----------------------------------------------------------------------------------------------------
+
+    def _load(self, paths: Sequence[str]) -> int:
+        if self._transport == "disk":
+            self._load_from_disk(paths)
+        else:
+            tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+            self._must(self._tensor_request(tensors))
+        return self._facts["num_parameters"]
+
+    def _checksum(self) -> object:
+        return self._checksums([TRANSFORMER])
+
+    def _load_from_disk(self, paths: Sequence[str]) -> None:
+        folder = self._scratch / "push"
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / TRANSFORMER).mkdir(parents=True)
+        for entry in (*self._folder.glob("*.json"), *(self._folder / TRANSFORMER).glob("*.json")):
+            if not entry.name.endswith(".index.json"):
+                shutil.copy(entry, folder / entry.relative_to(self._folder))
+        for number, path in enumerate(paths):
+            os.link(path, folder / TRANSFORMER / f"diffusion_pytorch_model-{number:05d}.safetensors")
+        request = self._sgl.structs.UpdateWeightFromDiskReqInput(model_path=str(folder), target_modules=[TRANSFORMER])
+        self._must(request)
+        # The files are read, but SGLang remembers the folder as the one to return to where a later load fails.
+
+    def _act_with(self, folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+        """Merges it into the weights that the engine was started with."""
+        del folder
+        acts = any(bool(tensor.any()) for name, tensor in tensors.items() if ".lora_B." in name)
+        proves = acts and not self._is_adapter_proved
+        before = self._checksum() if proves else None
+        said = self._must(
+            self._tensor_request(
+                tensors, weight_update_mode="lora_merge", lora_alpha=config["lora_alpha"], lora_rank=config["r"]
+            )
+        )
+        counted = _MERGED.match(said)
+        if counted is None or (2 * int(counted[1]), int(counted[2])) != (len(tensors), 0):
+            raise WeightSyncError(f"an adapter of {len(tensors) // 2} layers was sent, SGLang says: {said}")
+        if proves and self._checksum() == before:
+            raise WeightSyncError(f"the adapter changed none of SGLang's weights, although it says: {said}")
+        self._is_adapter_proved |= acts
+        return len(tensors) // 2
+
+    def _tensor_request(self, tensors: Mapping[str, Tensor], **options: Any) -> Any:  # Any: SGLang's own
+        payload = self._sgl.serialize({TRANSFORMER: list(tensors.items())}, output_str=True)
+        return self._sgl.structs.UpdateWeightFromTensorReqInput(
+            serialized_named_tensors=[payload], target_modules=[TRANSFORMER], **options
+        )
+
+    def _checksums(self, modules: list[str]) -> dict[str, str]:
+        return self._forward(self._sgl.structs.GetWeightsChecksumReqInput(module_names=modules)).output
+
+    def _must(self, request: Any) -> str:  # Any: SGLang's own
+        """Send what answers with a `success` of its own; what it says. Raises WeightSyncError where it is not true."""
+        answer = self._sgl.client.forward(request)
+        output = answer.output or {}
+        if answer.error or output.get("success") is not True:
+            raise WeightSyncError(f"SGLang did not take the weights: {answer.error or output}")
+        return str(output.get("message", ""))
+
+    def _sleep(self, level: int) -> None:
+        del level
+        self._occupation(self._sgl.structs.ReleaseMemoryOccupationReqInput())
+
+    def _wake_up(self) -> None:
+        self._occupation(self._sgl.structs.ResumeMemoryOccupationReqInput())
+
+    def _occupation(self, request: Any) -> None:  # Any: SGLang's own
+        answer = self._sgl.client.forward(request)
+        if answer.error or not (answer.output or {}).get("success"):
+            raise ConfigError(f"SGLang's {type(request).__name__} did not succeed: {answer.error or answer.output}")
+
+    def _forward(self, request: Any) -> Any:  # Any: SGLang's own
+        answer = self._sgl.client.forward(request)
+        if answer.error:
+            raise ContractError(f"SGLang could not do it: {answer.error}")
+        return answer
+
+
+class _SGLang:
+    """What is used of SGLang, imported once. Raises ConfigError where it is missing."""
+
+    def __init__(self) -> None:
+        root = "sglang.multimodal_gen"
+        try:
+            runtime = f"{root}.runtime"
+            self.version: str = importlib.import_module("sglang").__version__
+            self.generator: Any = importlib.import_module(
+                root
+            ).DiffGenerator  # Any, here and below: an optional package
+            self.client: Any = importlib.import_module(f"{runtime}.scheduler_client").sync_scheduler_client
+            self.prepare_request: Any = importlib.import_module(f"{runtime}.entrypoints.utils").prepare_request
+            self.sampling_params: Any = importlib.import_module(f"{root}.configs.sample.sampling_params").SamplingParams
+            self.structs: Any = importlib.import_module(f"{runtime}.entrypoints.post_training.io_struct")
+            self.serialize: Any = importlib.import_module("sglang.srt.utils").MultiprocessingSerializer.serialize
+            self.scheduler: Any = importlib.import_module(
+                f"{runtime}.models.schedulers.scheduling_flow_match_euler_discrete"
+            ).FlowMatchEulerDiscreteScheduler
+        except ImportError as error:
+            raise ConfigError(
+                f"SGLang Diffusion cannot be imported in its process ({error}). On a GPU host install "
+                "'unirl-rollout[sglang]'; without a GPU, `uv sync --project environments/sglang-cpu`, and set "
+                "engine.python to that environment's interpreter."
+            ) from error
+
+
+def _free_ports(num: int) -> list[int]:
+    """Ports of this host that nothing listens on."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(num)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _end_with(processes: list[Any]) -> None:  # Any: multiprocessing's own
+    """End this process when one of SGLang's does: a call to a dead scheduler would wait for ever."""
+    while True:
+        dead = [process for process in processes if not process.is_alive()]
+        if dead:
+            names = ", ".join(f"{process.name} (pid {process.pid}, exit code {process.exitcode})" for process in dead)
+            sys.stderr.write(f"SGLang's {names} is dead\n")
+            os._exit(1)
+        time.sleep(_WATCH_S)

@@ -1,0 +1,23 @@
+"""What crosses between the trainer's process and SGLang's, beside the messages that engines share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unirl.rollout.engine.child.messages import EngineReady, MessageCodec
+from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready(EngineReady):
+    """First message back, when the model is loaded."""
+
+    pipeline: str
+    """Import path of the class of SGLang's pipeline."""
+    transformer: str
+    """Import path of the class of the transformer."""
+    num_parameters: int
+    """Tensors of the transformer that a push must reach."""
+
+
+CODEC = MessageCodec("SGLang Diffusion", Ready, SampleLatents, SampledLatents)

@@ -1,0 +1,11 @@
+"""What SGLang Diffusion needs of the rest of a recipe. See `unirl.types.recipe`."""
+
+from __future__ import annotations
+
+from unirl.rollout.engine.served_latents.rules import family_is_served, kernel_is_served, sampling_is_served
+
+RULES = (
+    family_is_served(("SD3Bundle", "Flux2KleinBundle", "QwenImageBundle", "WanBundle", "ZImageBundle")),
+    kernel_is_served(("FlowSDEStrategy", "CPSSDEStrategy")),
+    sampling_is_served,
+)

@@ -1,0 +1,34 @@
+"""Runs a command for as long as the process that started it lives: `python -m ... FD FOLDER COMMAND...`.
+
+When the pipe FD ends, so do the command and all that it started, and FOLDER is deleted: a trainer that was killed can
+do neither. Ends with the command's status where that ends first. Imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+
+def _end_with(descriptor: int, folder: str) -> None:
+    os.read(descriptor, 1)  # nothing is ever written: it returns when the other end is gone
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main(descriptor: int, folder: str, command: list[str]) -> int:
+    """Run the command in this process group; returns its status, 128 + number where a signal ended it."""
+    os.set_inheritable(descriptor, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # sent to the group; the command is what leaves, and this after it
+    threading.Thread(target=_end_with, args=(descriptor, folder), daemon=True).start()
+    with subprocess.Popen(command) as child:
+        status = child.wait()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,1 @@
+"""One policy that writes and draws."""

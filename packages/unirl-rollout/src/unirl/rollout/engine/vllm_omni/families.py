@@ -1,0 +1,80 @@
+"""Model families that the vLLM-Omni engine serves, and how encoded prompts cross to it.
+
+Legend: B samples, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unirl.rollout.engine.served_latents.folder import served_class
+from unirl.types.conditions import Condition, TextEmbedCondition
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.media import Modality
+from unirl.types.sampling import DiffusionSamplingParams
+
+NEGATIVE = "negative_"
+"""What the slots of conditions of the negative prompt begin with."""
+FULL_TEXT = 512
+"""Tokens of a text where `max_sequence_length` is not set, for a family that attends to all of them."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the trainer's side must know of a family."""
+
+    modality: Modality = Modality.IMAGE
+    attends_to_padding: bool = False
+    """Whether texts are filled with zeros that the model attends to."""
+
+
+SERVED: Mapping[str, Family] = {
+    "StableDiffusion3Pipeline": Family(),
+    "QwenImagePipeline": Family(),
+    "Flux2KleinPipeline": Family(),
+    "WanPipeline": Family(Modality.VIDEO, attends_to_padding=True),
+    "HunyuanVideo15Pipeline": Family(Modality.VIDEO),
+}
+"""By the pipeline class that a checkpoint's index names."""
+
+
+def family_of(folder: Path) -> Family:
+    """The family of a pipeline folder. Raises ConfigError for one that is not served, or has two transformers."""
+    family = SERVED[served_class(folder, SERVED, "vLLM-Omni")]
+    if (folder / "transformer_2").is_dir():
+        raise ConfigError(
+            f"{folder} has two transformers; the vLLM-Omni engine serves checkpoints of one. Sample with "
+            "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine."
+        )
+    return family
+
+
+def text_tensors(
+    conditions: Mapping[str, Condition], family: Family, params: DiffusionSamplingParams
+) -> dict[str, Tensor]:
+    """`SLOT.embeds` [B, L, D], `SLOT.mask` [B, L] and `SLOT.pooled` [B, P] of every text, as far as it has them.
+
+    Raises ContractError for a condition that is no text.
+    """
+    tensors: dict[str, Tensor] = {}
+    for slot, condition in conditions.items():
+        if not isinstance(condition, TextEmbedCondition):
+            raise ContractError(
+                f"vLLM-Omni is given text alone; the conditions hold {slot!r} ({type(condition).__name__}). "
+                "Use the trainside or replica engine for models that read images."
+            )
+        embeds = condition.embeds
+        if family.attends_to_padding:
+            missing = (params.max_sequence_length or FULL_TEXT) - embeds.shape[1]
+            embeds = pad(embeds, (0, 0, 0, missing))
+        tensors[f"{slot}.embeds"] = embeds
+        if condition.attention_mask is not None and not family.attends_to_padding:
+            tensors[f"{slot}.mask"] = condition.attention_mask
+        if condition.pooled is not None:
+            tensors[f"{slot}.pooled"] = condition.pooled
+    return tensors

@@ -1,0 +1,118 @@
+"""vLLM-Omni itself, behind the messages of this package. Imported by the interpreter that has it alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from unirl.rollout.engine.child.messages import Start
+from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
+from unirl.rollout.engine.served_latents.host import LatentsHost
+from unirl.rollout.engine.vllm_omni.messages import Ready
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+class EngineHost(LatentsHost):
+    """Owns vLLM-Omni and the version of its policy. Raises ConfigError where vLLM-Omni is missing."""
+
+    engine = "vLLM-Omni"
+
+    def __init__(self, start: Start) -> None:
+        self._omni = _VLLMOmni()
+        options = dict(start.engine_args)
+        self._transport: str = options.pop("push_transport")
+        self._engine: Any = self._omni.engine(
+            model=start.model,
+            custom_pipeline_args={"pipeline_class": f"{_PACKAGE}.pipeline.GivenLatentsPipeline"},
+            worker_extension_cls=f"{_PACKAGE}.worker_ext.PushExtension",
+            **options,
+        )
+        self._facts = self._ask("unirl_describe")
+        self._adapter: Any = None  # Any: vLLM-Omni's own
+        self._num_adapters = 0
+        super().__init__(start, self._facts["dtype"])
+
+    def ready(self) -> Ready:
+        """What the trainer needs to know of the engine."""
+        return Ready(version=self._omni.version, torch_version=torch.__version__, **self._facts)
+
+    def denoise(self, call: SampleLatents) -> SampledLatents:
+        """Sample all rows of a call in one batch."""
+        path = self._next_answer()
+        sampling = self._omni.sampling_params(
+            height=call.height,
+            width=call.width,
+            num_inference_steps=len(call.sigmas) - 1,
+            lora_request=self._adapter,
+            extra_args={self._omni.given: {"call": dataclasses.asdict(call), "answer": str(path)}},
+        )
+        (output,) = self._engine.generate({"prompt": "given"}, sampling, use_tqdm=False)
+        if not path.is_file():
+            raise ContractError(f"vLLM-Omni wrote no answer: {output.error_message or output}")
+        return SampledLatents(self._pushes.policy_version, str(path))
+
+    def _load(self, paths: Sequence[str]) -> int:
+        if self._transport == "files":
+            return self._ask("unirl_load_files", list(paths))["num_bound"]
+        tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+        return self._ask("unirl_load_tensors", tensors)["num_bound"]
+
+    def _checksum(self) -> object:
+        return self._ask("unirl_checksum")["checksum"]
+
+    def _act_with(self, folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+        self._num_adapters += 1
+        num_layers: int = self._ask("unirl_load_adapter", str(folder), self._num_adapters)["num_layers"]
+        if 2 * num_layers != len(tensors):
+            raise WeightSyncError(
+                f"an adapter of {len(tensors) // 2} layers was sent, vLLM-Omni acts with {num_layers}"
+            )
+        self._adapter = self._omni.adapter_request(str(folder), self._num_adapters)
+        return num_layers
+
+    def _sleep(self, level: int) -> None:
+        self._rpc("sleep", level)
+
+    def _wake_up(self) -> None:
+        self._rpc("wake_up")
+
+    def _ask(self, method: str, *args: Any) -> dict[str, Any]:  # Any: what PushExtension takes and says
+        """What the workers found, all the same. Raises WeightSyncError where one says `error`."""
+        answers = self._rpc(method, *args)
+        errors = [answer for answer in answers if not isinstance(answer, dict) or "error" in answer]
+        if errors:
+            said = errors[0]
+            raise WeightSyncError(f"vLLM-Omni could not do it: {said['error'] if isinstance(said, dict) else said}")
+        return answers[0]
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """The answer of every worker that gives one."""
+        (answers,) = self._engine.engine.collective_rpc(method, args=args, stage_ids=[0])
+        return answers if isinstance(answers, list) else [answers]
+
+
+class _VLLMOmni:
+    """What is used of vLLM-Omni, imported once. Raises ConfigError where it is missing."""
+
+    def __init__(self) -> None:
+        try:
+            self.version: str = importlib.import_module("vllm_omni").__version__
+            self.engine: Any = importlib.import_module("vllm_omni.entrypoints.omni").Omni  # Any: an optional package
+            self.sampling_params: Any = importlib.import_module("vllm_omni.inputs.data").OmniDiffusionSamplingParams
+            self.given: str = importlib.import_module(f"{_PACKAGE}.pipeline").GIVEN
+            self.adapter_request: Any = importlib.import_module(f"{_PACKAGE}.worker_ext").adapter_request
+        except ImportError as error:
+            raise ConfigError(
+                f"vLLM-Omni cannot be imported in its process ({error}). On a GPU host install 'unirl-rollout[vllm]'; "
+                "without a GPU, `uv sync --project environments/vllm-omni-cpu`, and set engine.python to that "
+                "environment's interpreter."
+            ) from error

@@ -1,0 +1,154 @@
+"""How vLLM-Omni's transformers of each family are built and called. Runs inside its workers.
+
+Legend: B samples, L tokens, D width, p latent pixels on a side of a token.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
+
+_MODELS = "vllm_omni.diffusion.models"
+_TIMESTEPS_PER_SIGMA = 1000.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """An encoded prompt of every sample, on the device of the latents."""
+
+    embeds: Tensor
+    """[B, L, D] in the transformer's dtype."""
+    mask: Tensor | None
+    """[B, L]; None where all tokens count."""
+    pooled: Tensor | None
+
+
+Texts = Mapping[str, Text]
+"""By slot: "text" and, of a family with two encoders that are not joined, "text_2"."""
+
+Inputs = Callable[[Tensor, Tensor, Texts, Any], dict[str, Any]]  # Any: keywords of vLLM-Omni's transformers
+"""(latents [B, ...] in the transformer's dtype, sigma float32 [B], texts, transformer) -> keywords of its forward."""
+
+
+@dataclass(frozen=True)
+class Native:
+    """A transformer of vLLM-Omni."""
+
+    module: str
+    """Below vllm_omni.diffusion.models."""
+    name: str
+    inputs: Inputs
+    token_side: int = 0
+    """p where the transformer takes and gives tokens, 0 where latents."""
+    normalises_guidance: bool = False
+    """Whether each token of a guided velocity gets the norm of the conditional one."""
+
+    def build(self, od_config: Any) -> Any:  # Any: vLLM-Omni's own
+        """The transformer that a configuration of vLLM-Omni describes, without weights."""
+        model_class = getattr(importlib.import_module(f"{_MODELS}.{self.module}"), self.name)
+        utils = importlib.import_module("vllm_omni.diffusion.utils.tf_utils")
+        sizes = utils.get_transformer_config_kwargs(od_config.tf_model_config, model_class)
+        own = {"od_config": od_config, "quant_config": od_config.quantization_config}
+        taken = inspect.signature(model_class.__init__).parameters
+        return model_class(
+            **{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()},
+            **{name: value for name, value in own.items() if name in taken},
+        )
+
+    def velocity(self, out: Tensor, shape: torch.Size) -> Tensor:
+        """Velocity [B, ...] of what the transformer gives."""
+        return from_tokens(out, self.token_side, *shape[-2:]) if self.token_side else out
+
+
+def _sd3(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
+    text = texts["text"]
+    return {
+        "hidden_states": x,
+        "timestep": sigma_B * _TIMESTEPS_PER_SIGMA,
+        "encoder_hidden_states": text.embeds,
+        "pooled_projections": text.pooled,
+    }
+
+
+def _qwen_image(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
+    text, (height, width) = texts["text"], x.shape[-2:]
+    num, length = text.embeds.shape[:2]
+    return {
+        "hidden_states": as_tokens(x, 2),
+        "timestep": sigma_B.to(x.dtype),
+        "encoder_hidden_states": text.embeds,
+        "encoder_hidden_states_mask": text.mask,
+        "img_shapes": [[(1, height // 2, width // 2)]] * num,
+        "txt_seq_lens": [length] * num,
+    }
+
+
+def _flux2_klein(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
+    text, (height, width) = texts["text"], x.shape[-2:]
+    return {
+        "hidden_states": as_tokens(x, 1),
+        "timestep": sigma_B,
+        "encoder_hidden_states": text.embeds,
+        "img_ids": _places(1, height, width, 1, device=x.device),
+        "txt_ids": _places(1, 1, 1, text.embeds.shape[1], device=x.device),
+    }
+
+
+def _wan(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
+    return {
+        "hidden_states": x,
+        "timestep": sigma_B * _TIMESTEPS_PER_SIGMA,
+        "encoder_hidden_states": texts["text"].embeds,
+    }
+
+
+def _hunyuan_video15(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
+    text, glyphs = texts["text"], texts["text_2"]
+    given_frames = x.new_zeros(len(x), x.shape[1] + 1, *x.shape[2:])
+    image_width = transformer.image_embedder.norm_in.normalized_shape[0]
+    return {
+        "hidden_states": torch.cat([x, given_frames], dim=1),
+        "timestep": (sigma_B * _TIMESTEPS_PER_SIGMA).to(x.dtype),
+        "encoder_hidden_states": text.embeds,
+        "encoder_attention_mask": _mask(text),
+        "encoder_hidden_states_2": glyphs.embeds,
+        "encoder_attention_mask_2": _mask(glyphs),
+        "image_embeds": x.new_zeros(len(x), 0, image_width),
+    }
+
+
+def _mask(text: Text) -> Tensor:
+    return torch.ones(text.embeds.shape[:2], device=text.embeds.device) if text.mask is None else text.mask
+
+
+def _places(*sizes: int, device: torch.device) -> Tensor:
+    """Coordinates [product of sizes, number of axes] of tokens, the last axis fastest."""
+    return torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes))
+
+
+NATIVE: Mapping[str, Native] = {
+    "StableDiffusion3Pipeline": Native("sd3.sd3_transformer", "SD3Transformer2DModel", _sd3),
+    "QwenImagePipeline": Native(
+        "qwen_image.qwen_image_transformer",
+        "QwenImageTransformer2DModel",
+        _qwen_image,
+        token_side=2,
+        normalises_guidance=True,
+    ),
+    "Flux2KleinPipeline": Native(
+        "flux2_klein.flux2_klein_transformer", "Flux2Transformer2DModel", _flux2_klein, token_side=1
+    ),
+    "WanPipeline": Native("wan2_2.wan2_2_transformer", "WanTransformer3DModel", _wan),
+    "HunyuanVideo15Pipeline": Native(
+        "hunyuan_video.hunyuan_video_15_transformer", "HunyuanVideo15Transformer3DModel", _hunyuan_video15
+    ),
+}
+"""By the pipeline class that a checkpoint's index names."""

@@ -1,0 +1,81 @@
+"""What pushes ask of vLLM-Omni's workers: methods for its `collective_rpc`, imported by the workers alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors.torch import load_file
+from torch import Tensor
+
+from unirl.rollout.engine.vllm_omni.pipeline import TRANSFORMER
+from unirl.types.weights import tensor_checksum
+
+_EXTENSION: Any = importlib.import_module("vllm_omni.diffusion.worker.diffusion_worker").CustomPipelineWorkerExtension
+_LORA: Any = importlib.import_module("vllm_omni.lora.request").LoRARequest
+
+Facts = dict[str, Any]  # Any: JSON
+"""What a method says: `error`, or what it found. An exception would end vLLM-Omni."""
+
+
+class PushExtension(_EXTENSION):
+    """Methods of a worker; each names itself so that no method of vLLM-Omni's is hidden."""
+
+    def unirl_describe(self) -> Facts:
+        """What samples here."""
+        transformer = self._transformer()
+        parameters = dict(transformer.named_parameters())
+        sizes: Counter[str] = Counter()
+        for tensor in parameters.values():
+            sizes[str(tensor.dtype)] += tensor.numel()
+        return {
+            "transformer": f"{type(transformer).__module__}.{type(transformer).__qualname__}",
+            "dtype": sizes.most_common(1)[0][0],
+            "num_parameters": len(parameters),
+        }
+
+    def unirl_load_files(self, paths: list[str]) -> Facts:
+        """Load all weights from safetensors files, names as in the checkpoint."""
+        return self.unirl_load_tensors({name: tensor for path in paths for name, tensor in load_file(path).items()})
+
+    def unirl_load_tensors(self, tensors: dict[str, Tensor]) -> Facts:
+        """Load all weights; `error` where a parameter took none, which vLLM-Omni itself does not say."""
+        pipeline: Any = self.model_runner.pipeline
+        try:
+            loaded = pipeline.load_weights((TRANSFORMER + name, tensor) for name, tensor in tensors.items())
+        except (KeyError, ValueError, RuntimeError, AssertionError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        own = {TRANSFORMER + name for name, _ in self._transformer().named_parameters()}
+        if missing := sorted(own - set(loaded)):
+            return {"error": f"{len(missing)} of {len(own)} parameters took no value: {', '.join(missing[:20])}"}
+        return {"num_bound": len(own)}
+
+    def unirl_checksum(self) -> Facts:
+        """One checksum of all parameters and buffers of the transformer."""
+        digest = xxhash.xxh3_128()
+        state = self._transformer().state_dict()
+        for name in sorted(state):
+            digest.update(f"{name} {tensor_checksum(state[name])}\n".encode())
+        return {"checksum": digest.hexdigest()}
+
+    def unirl_load_adapter(self, folder: str, number: int) -> Facts:
+        """Act with the adapter of a folder from now on; `error` where a layer of it acts on nothing."""
+        manager: Any = self.lora_manager
+        try:
+            manager.set_active_adapter(adapter_request(folder, number))
+        except (KeyError, ValueError, RuntimeError, AssertionError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        # It refuses to act with layers that it finds no module for; those that it did not read are not counted.
+        return {"num_layers": len(manager._registered_adapters[number].loras)}
+
+    def _transformer(self) -> torch.nn.Module:
+        return self.model_runner.pipeline.transformer
+
+
+def adapter_request(folder: str, number: int) -> Any:  # Any: vLLM-Omni's own
+    """vLLM-Omni's name for an adapter; number: > 0, another for every push."""
+    return _LORA(lora_name=Path(folder).name, lora_int_id=number, lora_path=folder)

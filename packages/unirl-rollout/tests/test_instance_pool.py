@@ -1,0 +1,333 @@
+"""Several processes of one engine: by load, and nothing is lost or made twice where they are killed."""
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from linear_server import CODEC
+from rollout_fakes import LinearPipeline, request
+from rollout_fakes import engine as direct_engine
+from safetensors.torch import save_file
+
+from unirl.rollout.engine.child.devices import dealt_gpus
+from unirl.rollout.engine.child.pool import InstancePool
+from unirl.rollout.engine.served_latents.call import LATENTS, SampledLatents
+from unirl.rollout.engine.served_latents.engine import ServedLatentsEngine
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
+from unirl.types.media import Modality
+from unirl.types.weights import weight_buckets
+
+# The pool alone: instances are objects that die where they are told to
+
+
+class FakeInstance:
+    """Stands for a process: answers a message with it and its own id, and dies of each in `deadly` once."""
+
+    def __init__(self, pid, deadly=frozenset()):
+        self.pid, self.name, self.is_alive = pid, f"fake (pid {pid})", True
+        self.deadly: Any = deadly
+        self.asked, self.num_starts, self.dies_at_start = [], 1, 0
+
+    def ready(self):
+        if self.dies_at_start:
+            self.dies_at_start -= 1
+            self._die()
+        return "ready"
+
+    def call(self, message):
+        if not self.is_alive:
+            raise WorkerError(self.name, "it is dead")
+        self.asked.append(message)
+        if message in self.deadly:
+            self.deadly.remove(message)
+            self._die()
+        return message, self.pid
+
+    def restart(self):
+        self.is_alive, self.num_starts = True, self.num_starts + 1
+
+    def stop(self):
+        self.is_alive = False
+
+    def _die(self):
+        self.is_alive = False
+        raise WorkerError(self.name, "it died")
+
+
+def pool_of(*instances, restore: Any = lambda instance: None):
+    fakes: Any = instances
+    return InstancePool(fakes, restore)
+
+
+def asked(pool, num):
+    """number -> what its answer was made of; raises where a call has two answers."""
+    found = {}
+    for number, answer in pool.answers(range(num), lambda number: number, lambda answer: answer):
+        assert number not in found
+        found[number] = answer
+    return found
+
+
+def test_a_call_goes_to_the_instance_that_is_free_first():
+    class Slow(FakeInstance):
+        def call(self, message):
+            assert fast.has_done_the_rest.wait(60)
+            return super().call(message)
+
+    class Fast(FakeInstance):
+        has_done_the_rest = threading.Event()
+
+        def call(self, message):
+            answer = super().call(message)
+            if len(self.asked) == 8:
+                self.has_done_the_rest.set()
+            return answer
+
+    slow, fast = Slow(1), Fast(2)
+    found = asked(pool_of(slow, fast), 9)
+    assert [found[number][0] for number in range(9)] == list(range(9))
+    assert len(slow.asked) == 1 and len(fast.asked) == 8
+
+
+def test_what_an_instance_left_unfinished_goes_to_the_others_once():
+    deadly = {0, 3, 4}  # each ends the first process that is asked
+    first, second = FakeInstance(1, deadly), FakeInstance(2, deadly)
+    restored = []
+    pool = pool_of(first, second, restore=lambda instance: restored.append(instance.pid))
+    found = asked(pool, 8)
+    assert sorted(found) == list(range(8)) and all(found[number][0] == number for number in found)
+    pool.heal()
+    assert first.is_alive and second.is_alive
+    assert pool.num_restarts == len(restored) == first.num_starts + second.num_starts - 2 == 3
+    assert sorted(first.asked + second.asked) == sorted([*range(8), 0, 3, 4])
+
+
+def test_a_call_that_ends_every_process_ends_the_run():
+    class Poisoned(FakeInstance):
+        def call(self, message):
+            self.deadly = {1}
+            return super().call(message)
+
+    pool = pool_of(Poisoned(1), Poisoned(2))
+    with pytest.raises(WorkerError, match="it died"):
+        asked(pool, 3)
+    assert pool.num_restarts <= 4
+
+
+def test_a_process_that_dies_again_and_again_while_it_starts_ends_the_run():
+    instance = FakeInstance(1, {0})
+    instance.dies_at_start = 2
+    assert asked(pool_of(instance), 2) == {0: (0, 1), 1: (1, 1)}  # the third start holds
+    assert instance.num_starts == 4
+    instance.deadly, instance.dies_at_start = {0}, 3
+    with pytest.raises(WorkerError, match="it died"):
+        asked(pool_of(instance), 2)
+
+
+def test_without_the_weights_to_restore_a_death_ends_the_run_at_once():
+    pool = pool_of(FakeInstance(1, {0}), FakeInstance(2), restore=None)
+    with pytest.raises(WorkerError, match="it died"):
+        asked(pool, 2)
+    with pytest.raises(WorkerError, match="it is dead"):
+        pool.broadcast("push")
+    assert pool.num_restarts == 0
+
+
+def test_what_the_engine_itself_refuses_is_raised_and_replaces_nothing():
+    class Refusing(FakeInstance):
+        def call(self, message):
+            raise ContractError("no such step")
+
+    pool = pool_of(Refusing(1), Refusing(2))
+    with pytest.raises(ContractError, match="no such step"):
+        asked(pool, 2)
+    with pytest.raises(ContractError, match="no such step"):
+        pool.broadcast("push")
+    assert pool.num_restarts == 0
+
+
+def test_a_push_reaches_all_and_is_given_later_to_one_that_died_of_it():
+    first, second = FakeInstance(1), FakeInstance(2, {"push"})
+    pool = pool_of(first, second)
+    assert pool.broadcast("push") == [("push", 1)]
+    assert pool.broadcast("more") == [("more", 1)]
+    assert second.asked == ["push"] and second.num_starts == 1
+    pool.heal()
+    assert pool.broadcast("next") == [("next", 1), ("next", 2)]
+
+
+def test_a_push_that_no_instance_survives_is_an_error():
+    with pytest.raises(WorkerError, match="it died"):
+        pool_of(FakeInstance(1, {"push"}), FakeInstance(2, {"push"})).broadcast("push")
+
+
+# Real processes
+
+
+class LinearEngine(ServedLatentsEngine):
+    """The trainer's side of `linear_server`."""
+
+    codec = CODEC
+    module = "linear_server"
+    versions = ("1",)
+    kernels = {"flow": "flow"}
+
+    def __init__(self, num_instances, **options):
+        pipeline: Any = LinearPipeline()
+        self._pipeline = pipeline
+        self._forward_batch_size = 2
+        self._track, self._modality, self._dtype = "image", Modality.IMAGE, torch.float32
+        self._drops_text_encoders = False
+        self._launch(
+            ("linear", {"seconds_per_call": 0.0, **options}),
+            [{"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}] * num_instances,
+            None,
+            python=None,
+            has_lora=False,
+            sleep_level=0,
+            transfer_dir="/dev/shm",
+            start_timeout_s=300,
+            timeout_s=300,
+        )
+
+    def _inputs(self, conditions, start, params):
+        return {LATENTS: start}
+
+    def _latents(self, stored, shape):
+        return stored
+
+    def _layout(self):
+        return {}
+
+    def _check_ready(self, answer, pid):
+        pass
+
+
+WEIGHTS = {"a": torch.tensor(-0.7), "b": torch.tensor(0.3)}
+
+
+def push(engine, version, weights=WEIGHTS):
+    """Push two numbers in two buckets."""
+    buckets = list(weight_buckets(weights.items(), policy_version=version, max_bytes=4))
+    engine.begin_weights(version, [spec for bucket in buckets for spec in bucket.specs])
+    for bucket in buckets:
+        engine.receive_weights(bucket)
+    return engine.finish_weights(version)
+
+
+def expected_track(req, weights=WEIGHTS):
+    """What direct sampling with these weights gives."""
+    pipeline: Any = LinearPipeline()
+    pipeline.a, pipeline.b = weights["a"], weights["b"]
+    return direct_engine(pipeline=pipeline).generate(req).tracks["image"]
+
+
+def assert_same(track, req, version, weights=WEIGHTS):
+    """Every sample once, in its place, of the pushed version, bit for bit."""
+    expected = expected_track(req, weights)
+    assert track.sample_ids == req.sample_ids
+    assert torch.equal(track.segment.latents, expected.segment.latents)
+    assert torch.equal(track.segment.sde_logp, expected.segment.sde_logp)
+    assert torch.equal(track.decoded.pixels, expected.decoded.pixels)
+    assert track.policy_versions.tolist() == [version] * req.batch_size
+
+
+def test_a_killed_process_is_replaced_with_the_present_weights_and_no_sample_is_lost(tmp_path):
+    engine = LinearEngine(2, die_once=str(tmp_path / "died"), seconds_per_call=0.02)
+    try:
+        assert push(engine, 4).num_bound == 2
+        engine.generate(request(num=2))  # as the canary of the push
+        before = engine.pids
+        req = request(num=16)
+        assert_same(engine.generate(req).tracks["image"], req, 4)
+        assert (tmp_path / "died").exists()
+        engine._pool.heal()
+        assert engine._pool.num_restarts == 1 and len(set(before) & set(engine.pids)) == 1
+        assert_same(engine.generate(req).tracks["image"], req, 4)
+        with pytest.raises(WeightSyncError, match="unknown: c"):
+            push(engine, 5, {**WEIGHTS, "c": torch.tensor(0.0)})
+        assert_same(engine.generate(req).tracks["image"], req, 4)  # what does not fit changes nothing
+    finally:
+        engine.shutdown()
+    assert not engine._folder.exists()
+
+
+@pytest.mark.matrix
+def test_twenty_processes_of_three_are_killed_at_random_and_every_sample_is_there_once():
+    engine = LinearEngine(3, seconds_per_call=0.1)
+    random_kills, killed, stop = random.Random(0), [], threading.Event()
+
+    def kill():
+        """Kill an instance that has loaded, at a random time, until twenty are dead; one more while it loads."""
+        while len(killed) < 21 and not stop.is_set():
+            time.sleep(random_kills.uniform(0.1, 1.0))
+            instance = random_kills.choice(engine._pool._instances)
+            pid, has_loaded = instance.pid, instance._ready is not None
+            if pid not in killed and has_loaded == (len(killed) != 10):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+    try:
+        engine.wait_until_ready()
+        killer = threading.Thread(target=kill)
+        killer.start()
+        version = 0
+        while killer.is_alive() or version == 0:
+            version += 1
+            weights = {name: value * (1 + version / 10) for name, value in WEIGHTS.items()}
+            push(engine, version, weights)
+            for num in (2, 96):
+                req = request(num=num)
+                assert_same(engine.generate(req).tracks["image"], req, version, weights)
+        killer.join()
+        engine._pool.heal()
+        assert len(set(killed)) == 21 and engine._pool.num_restarts == 21
+        for pid in killed:
+            assert pid not in engine.pids
+    finally:
+        stop.set()
+        engine.shutdown()
+
+
+def test_an_instance_that_samples_otherwise_is_refused(tmp_path):
+    engine: Any = ServedLatentsEngine.__new__(LinearEngine)
+    engine._dtype = torch.float32
+    latents = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    engine._proof = SimpleNamespace(path="request"), latents
+
+    def answering(found):
+        path = tmp_path / "answer.safetensors"
+
+        def call(message):
+            save_file({LATENTS: found}, path)
+            return SampledLatents(1, str(path))
+
+        return SimpleNamespace(call=call, name="Linear (pid 7)")
+
+    engine._prove(answering(latents + 1e-6))
+    for wrong in (latents + 1e-3, latents * torch.nan):
+        with pytest.raises(WeightSyncError, match=r"other samples than those that Linear \(pid 7\) takes the place"):
+            engine._prove(answering(wrong))
+
+
+# Devices
+
+
+def test_gpus_are_dealt_to_the_instances():
+    assert dealt_gpus(True, 2, 1, None) == [{}, {}]
+    assert dealt_gpus(False, 1, 2, None) == [{}]  # all that this process sees
+    names = [each["CUDA_VISIBLE_DEVICES"] for each in dealt_gpus(False, 2, 2, [4, 5, 7, 6])]
+    assert names == ["4,5", "7,6"]
+    with pytest.raises(ConfigError, match=r"3 \* 2 = 6 GPUs are needed, engine.gpus = None. Name as many GPUs"):
+        dealt_gpus(False, 3, 2, None)
+    with pytest.raises(ConfigError, match=r"2 \* 1 = 2 GPUs are needed, engine.gpus = \[0, 1, 2\]"):
+        dealt_gpus(False, 2, 1, [0, 1, 2])
+    with pytest.raises(ConfigError, match=r"engine.gpus = \[0\] does nothing on a CPU"):
+        dealt_gpus(True, 1, 1, [0])

@@ -1,0 +1,190 @@
+"""What diffusion engines in other processes are asked and what is believed of their answers: no engine needed."""
+
+import dataclasses
+
+import pytest
+import torch
+from rollout_fakes import PARAMS, SHAPE, LinearPipeline, request
+
+from unirl.rollout.engine.served_latents.call import (
+    ECHOED_SIGMAS,
+    LATENTS,
+    LOG_PROBS,
+    latent_segment,
+    latents_call,
+    noise_log_prob,
+    sampling_of,
+    stored_positions,
+)
+from unirl.rollout.engine.sglang_diffusion.families import SERVED, family_of
+from unirl.sde import loop
+from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy, FlowSDEStrategy
+from unirl.sde.noise import step_noise
+from unirl.types.conditions import ImageLatentCondition, TextEmbedCondition
+from unirl.types.errors import ConfigError, ContractError
+
+KERNELS = (FlowSDEStrategy, CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy)
+
+
+def answered(params=PARAMS, kernel="flow"):
+    """A call, its start, and the answer of an engine that does what it is asked."""
+    call, start = latents_call(request(params=params), params, kernel, "path")
+    pipeline = LinearPipeline()
+    found = loop.sample(
+        lambda x, sigma, step: pipeline.a * x + pipeline.b,
+        start,
+        torch.tensor(call.sigmas),
+        strategy={each.name: each for each in KERNELS}[kernel](),
+        eta=call.eta,
+        sde_indices=call.sde_indices,
+        step_noise=lambda step: step_noise(call.noise_keys, step, call.noise_seed, call.noise_shape),
+        keep="all",
+    )
+    log_probs = torch.zeros(len(start), params.num_inference_steps)
+    if found.sde_logp is not None:
+        log_probs[:, call.sde_indices] = found.sde_logp
+    tensors = {LATENTS: found.at(call.positions), LOG_PROBS: log_probs, ECHOED_SIGMAS: torch.tensor(call.sigmas)}
+    return call, start, tensors, found
+
+
+def segment_of(call, start, tensors, params=PARAMS):
+    return latent_segment(tensors, call, params, start, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("keep", ["transitions", "all", "last"])
+def test_an_honest_answer_becomes_the_segment_of_direct_sampling(keep):
+    params = dataclasses.replace(PARAMS, keep_latents=keep)
+    call, start, tensors, found = answered(params)
+    segment = segment_of(call, start, tensors, params)
+    assert segment.indices == stored_positions(params, [0, 2])
+    assert torch.equal(segment.latents, found.at(segment.indices))
+    assert segment.sde_logp is not None and torch.equal(segment.sde_logp, found.sde_logp)
+    assert segment.sde_indices == [0, 2] and segment.params == params
+
+
+@pytest.mark.parametrize("kernel", ["flow", "cps", "dance", "ddim"])
+def test_the_log_prob_of_the_noise_is_that_of_the_kernel(kernel):
+    call, _, _, found = answered(kernel=kernel)
+    expected = noise_log_prob(call)
+    assert expected is not None
+    torch.testing.assert_close(expected, found.sde_logp, atol=1e-6, rtol=0)
+
+
+def test_a_deterministic_trajectory_has_no_log_probs():
+    params = dataclasses.replace(PARAMS, eta=0.0)
+    call, start, tensors, _ = answered(params)
+    assert segment_of(call, start, tensors, params).sde_logp is None
+
+
+def test_an_engine_that_did_something_else_is_refused():
+    call, start, tensors, _ = answered()
+    for name, wrong, text in (
+        (LATENTS, tensors[LATENTS][:, 1:], r"gave latents \(4, 4, 2, 3, 3\), expected .* \(4, 5, 2, 3, 3\)"),
+        (LATENTS, tensors[LATENTS] + 1e-6, "began from other initial latents than it was given"),
+        (
+            LOG_PROBS,
+            tensors[LOG_PROBS] + 2e-4,
+            "stepped with other noise than it was given: at step [02] sample [0-3] has",
+        ),
+        (LOG_PROBS, tensors[LOG_PROBS] * torch.nan, "stepped with other noise"),
+        (ECHOED_SIGMAS, tensors[ECHOED_SIGMAS] * 0.99, "the engine used sigmas"),
+    ):
+        with pytest.raises(ContractError, match=text):
+            segment_of(call, start, {**tensors, name: wrong})
+
+
+def test_an_engine_in_half_precision_may_round_its_start():
+    call, start, tensors, _ = answered()
+    rounded = {**tensors, LATENTS: tensors[LATENTS].bfloat16().float()}
+    latent_segment(rounded, call, PARAMS, start, dtype=torch.bfloat16)
+    with pytest.raises(ContractError, match="other initial latents"):
+        latent_segment(rounded, call, PARAMS, start, dtype=torch.float32)
+
+
+def test_what_an_engine_elsewhere_cannot_honour_is_named():
+    for change, text in (
+        ({"post_solver": "dpmpp_2m", "sde_indices": [0]}, r"sampling.post_solver = dpmpp_2m .* Set it to euler"),
+        ({"trajectory_precision": "bf16"}, "sampling.trajectory_precision = bf16"),
+        ({"guidance_scale_2": 3.0}, r"sampling.guidance_scale_2 = 3.0 .* Set it to null"),
+        ({"sampler_kwargs": {"x": 1}}, r"sampler_kwargs \['x'\] mean nothing to the engine"),
+    ):
+        req = request(params=dataclasses.replace(PARAMS, **change))
+        with pytest.raises(ConfigError, match=text):
+            sampling_of(req, "flow", ["flow"], "the engine")
+    with pytest.raises(ConfigError, match=r"steps with the kernels \['flow'\], the trainer replays with 'dance'"):
+        sampling_of(request(), "dance", ["flow"], "the engine")
+
+
+# Families
+
+
+SD3 = SERVED["StableDiffusion3Pipeline"]
+TEXT = TextEmbedCondition(
+    embeds=torch.ones(2, 3, 4), pooled=torch.ones(2, 5), attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]])
+)
+
+
+def test_a_family_names_its_tensors_as_sglang_does():
+    fields = SD3.inputs({"text": TEXT, "negative_text": TEXT}, PARAMS)
+    assert set(fields) == {"prompt_embeds", "pooled_embeds", "negative_prompt_embeds", "neg_pooled_embeds"}
+
+
+def test_text_has_the_length_that_the_family_attends_to():
+    fixed = SERVED["Flux2KleinPipeline"].inputs({"text": TEXT, "negative_text": TEXT}, PARAMS)
+    assert fixed["prompt_seq_lens"].tolist() == fixed["negative_prompt_seq_lens"].tolist() == [3, 3]
+    assert SERVED["WanPipeline"].inputs({"text": TEXT}, PARAMS)["prompt_embeds"].shape == (2, 512, 4)
+    short = SERVED["WanPipeline"].inputs({"text": TEXT}, dataclasses.replace(PARAMS, max_sequence_length=7))
+    assert short["prompt_embeds"].shape == (2, 7, 4) and not short["prompt_embeds"][:, 3:].any()
+
+
+def test_latents_that_are_tokens_come_back_in_the_trainers_layout():
+    latents = torch.randn(2, 3, *SHAPE, generator=torch.Generator().manual_seed(0))
+    as_tokens = latents.flatten(3).transpose(2, 3)
+    assert torch.equal(SERVED["Flux2KleinPipeline"].stored(as_tokens, SHAPE), latents)
+    assert torch.equal(SD3.stored(latents, SHAPE), latents)
+    shape = (2, 4, 6)
+    latents = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0))
+    patches = latents.unflatten(4, (3, 2)).unflatten(3, (2, 2)).permute(0, 1, 3, 5, 2, 4, 6).reshape(2, 3, 6, 8)
+    assert torch.equal(SERVED["QwenImagePipeline"].stored(patches, shape), latents)
+
+
+def test_an_image_may_start_as_a_video_of_one_frame():
+    start = torch.zeros(2, *SHAPE)
+    assert SD3.initial(start) is start
+    assert SERVED["QwenImagePipeline"].initial(start).shape == (2, 1, *SHAPE)
+    assert SERVED["ZImagePipeline"].initial(start).shape == (2, SHAPE[0], 1, *SHAPE[1:])
+
+
+def test_z_image_has_no_guidance_at_scale_zero():
+    z_image = SERVED["ZImagePipeline"]
+    for scale, theirs in ((1.0, 0.0), (0.0, 0.0), (4.0, 4.0)):
+        assert z_image.guidance_scale(dataclasses.replace(PARAMS, guidance_scale=scale)) == theirs
+    assert SD3.guidance_scale(dataclasses.replace(PARAMS, guidance_scale=1.0)) == 1.0
+
+
+def ragged(*lengths):
+    mask = torch.arange(90) < torch.tensor(lengths)[:, None]
+    return TextEmbedCondition(embeds=torch.ones(len(lengths), 90, 4), attention_mask=mask.long())
+
+
+def test_texts_of_several_lengths_come_with_them():
+    for name in ("ZImagePipeline", "QwenImagePipeline"):
+        fields = SERVED[name].inputs({"text": ragged(1, 32, 33, 5, 64)}, PARAMS)
+        assert fields["prompt_seq_lens"].tolist() == [1, 32, 33, 5, 64] and fields["prompt_embeds"].shape == (5, 64, 4)
+
+
+def test_conditions_that_are_no_text_are_refused():
+    with pytest.raises(ContractError, match=r"the conditions hold 'image' \(ImageLatentCondition\)"):
+        SERVED["StableDiffusion3Pipeline"].inputs(
+            {"image": ImageLatentCondition(latents=torch.zeros(1, 1, 1, 1))}, PARAMS
+        )
+    with pytest.raises(ContractError, match="without pooled vectors"):
+        SD3.inputs({"text": TextEmbedCondition(embeds=torch.zeros(1, 2, 3))}, PARAMS)
+
+
+def test_a_family_that_is_not_served_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"is no folder of a diffusers pipeline"):
+        family_of(tmp_path)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
+    with pytest.raises(ConfigError, match=r"holds a SanaPipeline; .* serves StableDiffusion3Pipeline.*Replica"):
+        family_of(tmp_path)

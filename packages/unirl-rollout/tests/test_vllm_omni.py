@@ -1,0 +1,73 @@
+"""The vLLM-Omni engine without vLLM-Omni: what crosses, and how its transformers are called."""
+
+import dataclasses
+
+import pytest
+import torch
+from rollout_fakes import PARAMS
+
+from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
+from unirl.rollout.engine.vllm_omni.families import SERVED, family_of, text_tensors
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Text
+from unirl.types.conditions import ImageLatentCondition, TextEmbedCondition
+from unirl.types.errors import ConfigError, ContractError
+
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+TEXT = TextEmbedCondition(embeds=torch.ones(2, 3, 4), pooled=torch.ones(2, 5), attention_mask=MASK)
+WITHOUT_MASK = TextEmbedCondition(embeds=torch.ones(2, 3, 4))
+
+
+def test_texts_cross_with_all_that_they_have():
+    tensors = text_tensors({"text": TEXT, "negative_text": WITHOUT_MASK}, SERVED["QwenImagePipeline"], PARAMS)
+    assert set(tensors) == {"text.embeds", "text.mask", "text.pooled", "negative_text.embeds"}
+    assert torch.equal(tensors["text.mask"], MASK)
+
+
+def test_a_family_that_attends_to_padding_gets_zeros_and_no_mask():
+    wan = SERVED["WanPipeline"]
+    assert text_tensors({"text": TEXT}, wan, PARAMS)["text.embeds"].shape == (2, 512, 4)
+    short = text_tensors({"text": TEXT}, wan, dataclasses.replace(PARAMS, max_sequence_length=7))
+    assert short["text.embeds"].shape == (2, 7, 4) and not short["text.embeds"][:, 3:].any()
+    assert "text.mask" not in short
+
+
+def test_conditions_that_are_no_text_are_refused():
+    image = ImageLatentCondition(latents=torch.zeros(1, 1, 1, 1))
+    with pytest.raises(ContractError, match=r"the conditions hold 'image' \(ImageLatentCondition\)"):
+        text_tensors({"image": image}, SERVED["StableDiffusion3Pipeline"], PARAMS)
+
+
+def test_a_checkpoint_that_is_not_served_is_named(tmp_path):
+    index = tmp_path / "model_index.json"
+    index.write_text('{"_class_name": "ZImagePipeline"}')
+    with pytest.raises(ConfigError, match=r"holds a ZImagePipeline; the vLLM-Omni engine serves StableDiff.*Replica"):
+        family_of(tmp_path)
+    index.write_text('{"_class_name": "WanPipeline"}')
+    assert family_of(tmp_path) is SERVED["WanPipeline"]
+    (tmp_path / "transformer_2").mkdir()
+    with pytest.raises(ConfigError, match="has two transformers"):
+        family_of(tmp_path)
+
+
+def test_both_sides_know_the_same_families():
+    assert list(NATIVE) == list(SERVED)
+
+
+@pytest.mark.parametrize("side", [1, 2])
+def test_tokens_are_rows_of_patches_whose_channel_comes_first(side):
+    latents = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6).float()
+    tokens = as_tokens(latents, side)
+    rows, columns = 4 // side, 6 // side
+    assert tokens.shape == (2, rows * columns, 3 * side * side)
+    patch = latents[1, :, side : 2 * side, 2 * side : 3 * side]  # of row 1, column 2
+    assert torch.equal(tokens[1, columns + 2], patch.flatten())
+    assert torch.equal(from_tokens(tokens, side, 4, 6), latents)
+
+
+def test_positions_of_flux_2_count_rows_then_columns():
+    x = torch.zeros(1, 8, 2, 3)
+    text = Text(embeds=torch.zeros(1, 4, 8), mask=None, pooled=None)
+    inputs = NATIVE["Flux2KleinPipeline"].inputs(x, torch.tensor([0.5]), {"text": text}, None)
+    assert inputs["img_ids"].tolist() == [[0, row, column, 0] for row in range(2) for column in range(3)]
+    assert inputs["txt_ids"].tolist() == [[0, 0, 0, token] for token in range(4)]
+    assert inputs["timestep"].tolist() == [0.5]  # it multiplies by 1000 itself

@@ -1,0 +1,69 @@
+"""DGPO: a preference between the good and the bad samples of a whole group, in the place of a pair.
+
+Legend: B samples, U = B / G units of G samples of one prompt, K noise levels a unit, R rows (unit, level, sample).
+Source: Luo et al. 2025 (arXiv 2510.08425).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_clipped
+from unirl.algorithms.forward_process import GroupedForwardProcess
+from unirl.algorithms.losses import group_preference_loss, velocity_distance
+from unirl.types.bounds import Positive, PositiveInt, PositiveOrInf, bounded
+from unirl.types.protocols import DiffusionPipeline, PolicyStore
+
+
+@bounded("algorithm")
+class DGPO(GroupedForwardProcess):
+    """1 / beta softplus(beta mean_g A d) for every unit and level, d how much further than the reference from what
+    matching wants.
+
+    samples_per_group: G, the samples of a prompt that train.
+    beta: how soon the loss fades as the group becomes ordered; 10 to 100 in the authors' code.
+    advantage_clip: half-width of the advantages, None leaves them.
+    Everything else: see `GroupedForwardProcess`. The reference is the policy before training.
+    """
+
+    unit_option: ClassVar[str | None] = "samples_per_group"
+    requires_reference: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        policies: PolicyStore,
+        *,
+        samples_per_group: PositiveInt,
+        beta: Positive = 100.0,
+        advantage_clip: PositiveOrInf | None = 5.0,
+        **options: Any,  # Any: the keywords of GroupedForwardProcess
+    ) -> None:
+        self.samples_per_unit = samples_per_group
+        super().__init__(pipeline, policies, **options)
+        self.beta = beta
+        self.advantage_clip = advantage_clip
+
+    def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
+        """One part a chunk of rows: sum over (unit, level) of the loss."""
+        advantages = micro.advantages
+        if self.advantage_clip is not None:
+            advantages = advantages.clamp(-self.advantage_clip, self.advantage_clip)
+        for _, rows in self.forward_rows(micro):
+            with torch.no_grad(), self._policies.reference_policy():
+                v_reference = rows.velocity()
+            v = rows.velocity()
+            distance_R = velocity_distance(v, rows.target) - velocity_distance(v_reference, rows.target)
+            distance_UG = distance_R.unflatten(0, (-1, self.samples_per_unit))
+            advantage_UG = advantages[rows.sample_R].view_as(distance_UG)
+            loss_U = group_preference_loss(distance_UG, advantage_UG, beta=self.beta)
+            metrics = RowMetrics()
+            metrics.mean("policy/loss", loss_U)
+            report_clipped(metrics, micro.advantages[rows.sample_R], self.advantage_clip)
+            metrics.mean("dgpo/margin", -(advantage_UG * distance_UG).mean(dim=1))
+            metrics.mean("dgpo/policy_distance", velocity_distance(v.detach(), v_reference))
+            penalty_R = self.reference_penalty(v, v_reference if self.reference.is_on else None, metrics)
+            yield LossPart(loss_U.sum() + penalty_R.sum() / self.samples_per_unit, loss_U.numel(), metrics)

@@ -1,0 +1,1 @@
+"""How samples move from worker to worker: Ray objects, Ray Direct Transport, or TransferQueue."""

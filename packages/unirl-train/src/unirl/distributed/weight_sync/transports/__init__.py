@@ -1,0 +1,1 @@
+"""How the tensors of a push cross to engines in other workers."""

@@ -1,0 +1,27 @@
+"""The transport that a recipe names."""
+
+from __future__ import annotations
+
+import torch
+
+from unirl.distributed.group.remote_role import RemoteRole
+from unirl.distributed.weight_sync.transports.base import ObjectTransport, TransportName, WeightTransport
+from unirl.distributed.weight_sync.transports.broadcast import BroadcastTransport
+from unirl.distributed.weight_sync.transports.files import FileTransport
+from unirl.distributed.weight_sync.transports.ipc import SharedMemoryTransport
+
+
+def make_transport(
+    name: TransportName, device: torch.device, engines: RemoteRole, folder: str, shares_device: bool
+) -> WeightTransport:
+    """A transport from a worker on `device` to engines. folder: of files. shares_device: see `connect_elsewhere`."""
+    match name:
+        case "ray":
+            return ObjectTransport()
+        case "files":
+            return FileTransport(folder)
+        case "ipc":
+            # A worker sees no GPU but its own, so another worker can map the memory of a GPU that both have.
+            return SharedMemoryTransport(device if shares_device else torch.device("cpu"))
+        case "nccl":
+            return BroadcastTransport(device, len(engines.workers), engines.timeout_s)

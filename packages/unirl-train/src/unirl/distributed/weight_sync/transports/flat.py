@@ -1,0 +1,43 @@
+"""A bucket of weights whose tensors lie in one buffer of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from unirl.distributed.tensor.flat import FlatLayout
+from unirl.types.weights import WeightBucket, WeightSpec
+
+
+@dataclass(frozen=True)
+class FlatBucket:
+    """All that a bucket says but its tensors, and where they lie in a buffer."""
+
+    policy_version: int
+    specs: tuple[WeightSpec, ...]
+    kept: tuple[WeightSpec, ...]
+    layout: FlatLayout
+
+    @classmethod
+    def of(cls, bucket: WeightBucket) -> Self:
+        """The places of a bucket's tensors."""
+        return cls(bucket.policy_version, bucket.specs, bucket.kept, FlatLayout.of(bucket.tensors))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer."""
+        return self.layout.num_bytes
+
+    def read(self, buffer: Tensor) -> WeightBucket:
+        """The bucket in a buffer; its tensors share the buffer's memory."""
+        return WeightBucket(self.policy_version, self.layout.views(buffer), self.specs, self.kept)
+
+
+def roomy(buffer: Tensor | None, num_bytes: int, device: torch.device) -> Tensor:
+    """`buffer` where it holds `num_bytes`, else a new one, uint8 on the device."""
+    if buffer is not None and buffer.numel() >= num_bytes:
+        return buffer
+    return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=device)

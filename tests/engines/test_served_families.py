@@ -1,0 +1,120 @@
+"""Other families by real engines sample as the models that train: the shipped FLUX.2 Klein and Wan 2.1, random Z-Image,
+Qwen-Image and HunyuanVideo 1.5 of two layers."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served_engines import SERVED, marked
+from shapes_sd3 import direct, push, replay_gap, request
+from tiny_pipelines import save_hunyuan_video15, save_qwen_image, save_z_image
+
+import unirl.worlds.moves
+import unirl.worlds.shapes
+from unirl.models.flux2_klein.bundle import Flux2KleinBundle
+from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
+from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
+from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline
+from unirl.models.qwen_image.bundle import QwenImageBundle
+from unirl.models.qwen_image.pipeline import QwenImagePipeline
+from unirl.models.wan.bundle import WanBundle
+from unirl.models.wan.pipeline import WanPipeline
+from unirl.models.z_image.bundle import ZImageBundle
+from unirl.models.z_image.pipeline import ZImagePipeline
+from unirl.sde.kernels import FlowSDEStrategy
+from unirl.sde.schedule import SigmaSchedule
+from unirl.types.media import Images, Texts, Videos
+
+pytestmark = [pytest.mark.slow]
+
+TOLERANCE = 1e-4
+"""Of latents after six steps in float32; the engines have transformers of their own for these families."""
+KERNELS = Path(__file__).parent / "sglang_cpu_kernels" / "src"
+VIDEO = {"num_frames": 5, "max_sequence_length": 64, "height": 16, "width": 16}
+LONGER = {"max_sequence_length": 128}
+GUIDED = {"guidance_scale": 3.0, "negative_prompt": "bad"}
+LONG = " ".join(["a picture of"] * 8)
+"""Fills more blocks of tokens than the short prompts do, after which Z-Image places its images."""
+FAMILIES: dict[str, Any] = {  # Any: classes of each
+    "flux2_klein": (unirl.worlds.shapes, "checkpoint_flux2", Flux2KleinBundle, Flux2KleinPipeline, {}),
+    "wan": (unirl.worlds.moves, "checkpoint", WanBundle, WanPipeline, {"num_frames": 5, "max_sequence_length": 7}),
+    "z_image": (None, save_z_image, ZImageBundle, ZImagePipeline, {**LONGER, "height": 64, "width": 96}),
+    "qwen_image": (None, save_qwen_image, QwenImageBundle, QwenImagePipeline, {**LONGER, "width": 64}),
+    "hunyuan_video15": (None, save_hunyuan_video15, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
+}
+"""World and folder of a shipped checkpoint, or what writes a random one; classes; sampling."""
+
+
+@pytest.mark.parametrize(
+    ("engine_name", "name"),
+    [
+        *(marked("sglang", name) for name in ("flux2_klein", "wan", "z_image", "qwen_image")),
+        *(marked("vllm_omni", name) for name in ("flux2_klein", "wan", "qwen_image", "hunyuan_video15")),
+    ],
+)
+def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
+    world, source, bundle, pipeline_class, changes = FAMILIES[name]
+    checkpoint = source(tmp_path / name) if world is None else Path(next(iter(world.__path__))) / source
+    pipeline: Any = pipeline_class(
+        bundle(str(checkpoint)), FlowSDEStrategy(), SigmaSchedule(convention="linear", shift=3.0)
+    )
+    engine = SERVED[engine_name].start(pipeline, checkpoint)
+    try:
+        for more in ({}, {"sde_indices": [1, 3]}, {"eta": 0.0}, *([GUIDED] if world is None else [])):
+            req = request(pipeline, **changes, **more)
+            if world is None:
+                assert isinstance(texts := req.primitives["text"], Texts)
+                texts.texts[1::3] = [f"{LONG} {text}" for text in texts.texts[1::3]]
+            track = engine.generate(req).tracks["image"]
+            expected, found = direct(pipeline, req), track.segment
+            assert float((found.latents - expected.latents).abs().max()) < TOLERANCE
+            assert found.modality is expected.modality
+            assert isinstance(track.decoded, Videos if "num_frames" in changes else Images)
+            if expected.sde_logp is not None:
+                assert float(replay_gap(pipeline, track).max()) < TOLERANCE
+        weights = {key: tensor * 1.05 for key, tensor in pipeline.bundle.transformer.state_dict().items()}
+        push(engine, weights, 1)
+        pipeline.bundle.transformer.load_state_dict(weights)
+        req = request(pipeline, **changes)
+        found = engine.generate(req).tracks["image"].segment.latents
+        assert float((found - direct(pipeline, req).latents).abs().max()) < TOLERANCE
+    finally:
+        engine.shutdown()
+
+
+def test_the_kernels_of_tests_are_those_of_their_definition():
+    sys.path.insert(0, str(KERNELS))
+    kernels: Any = importlib.import_module("sglang_cpu_kernels.latents")
+    modulated_norm, residual_norm = kernels.modulated_norm, kernels.residual_norm
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(2, 6, 8, generator=generator) for _ in range(2))
+    scale, shift, gate = (torch.randn(2, 1, 8, generator=generator) for _ in range(3))
+    normed = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-6).sqrt()
+    torch.testing.assert_close(modulated_norm(x, None, None, scale, shift, "layer", 1e-6), normed * (1 + scale) + shift)
+    by_frame = scale[:, None].expand(2, 3, 1, 8)
+    torch.testing.assert_close(
+        modulated_norm(x, None, None, by_frame, shift, "layer", 1e-6), normed * (1 + scale) + shift
+    )
+    out, added = residual_norm(residual, x, gate, None, None, scale, shift, "rms", 1e-6)
+    torch.testing.assert_close(added, residual + gate * x)
+    norm = added / (added.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(out, norm * (1 + scale) + shift)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_the_rotary_embedding_of_tests_turns_pairs_by_their_angles(is_neox):
+    sys.path.insert(0, str(KERNELS))
+    text: Any = importlib.import_module("sglang_cpu_kernels.text")
+    positions, angles = torch.tensor([3, 0, 1]), torch.arange(4.0)[:, None] * torch.tensor([1.0, 0.1])
+    query = torch.randn(3, 2 * 6, generator=torch.Generator().manual_seed(0))
+    expected = query.view(3, 2, 6).clone()
+    for pair, (one, other) in enumerate([(0, 2), (1, 3)] if is_neox else [(0, 1), (2, 3)]):
+        for token, position in enumerate(positions.tolist()):
+            plane = torch.complex(expected[token, :, one], expected[token, :, other])
+            plane = plane * torch.polar(torch.tensor(1.0), angles[position, pair])
+            expected[token, :, one], expected[token, :, other] = plane.real, plane.imag
+    text.rotary_embedding(positions, query, None, 6, torch.cat([angles.cos(), angles.sin()], dim=-1), is_neox)
+    torch.testing.assert_close(query, expected.flatten(1))

@@ -1,0 +1,131 @@
+"""A CPU as a platform of vLLM-Omni, which has none: loaded by its entry point group of platform plugins.
+
+Beside the platform, three helps, all for modules that vLLM-Omni imports after the platform is known:
+attention runs the torch code that a GPU without another backend runs; linear layers keep their weights as they were
+loaded, where vLLM packs them for CPUs and drops what a push would write to; and where a family's code says bfloat16
+whatever dtype is asked for, it is float32.
+"""
+
+import importlib
+import sys
+from typing import Any
+
+import psutil
+import torch
+
+_platforms: Any = importlib.import_module("vllm.platforms.cpu")
+_omni: Any = importlib.import_module("vllm_omni.platforms.interface")
+_ROOT = "vllm_omni.diffusion"
+_HALF_PRECISION = (f"{_ROOT}.models.bagel.bagel_transformer",)
+
+
+def plugin() -> str:
+    """Import path of the platform."""
+    return f"{__name__}.CPUOmniPlatform"
+
+
+class CPUOmniPlatform(_omni.OmniPlatform, _platforms.CpuPlatform):
+    """One CPU, host memory as device memory."""
+
+    _omni_enum = _omni.OmniPlatformEnum.OOT
+
+    @classmethod
+    def get_diffusion_attn_backend_cls(cls, *args: object, **kwargs: object) -> str:
+        """torch's attention. Every attention layer asks, before any linear layer takes its weights."""
+        _attend_with_torch()
+        _keep_linear_weights()
+        _compute_in_float32()
+        return importlib.import_module(
+            f"{_ROOT}.attention.backends.registry"
+        ).DiffusionAttentionBackendEnum.TORCH_SDPA.get_path()
+
+    @classmethod
+    def supports_torch_inductor(cls) -> bool:
+        return False
+
+    @classmethod
+    def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
+        return torch.device("cpu")
+
+    @classmethod
+    def get_device_count(cls) -> int:
+        return 1
+
+    @classmethod
+    def get_device_version(cls) -> str | None:
+        return None
+
+    @classmethod
+    def synchronize(cls) -> None:
+        pass
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        pass
+
+    @classmethod
+    def empty_cache(cls) -> None:
+        pass
+
+    @classmethod
+    def get_free_memory(cls, device: torch.device | None = None) -> int:
+        return psutil.virtual_memory().available
+
+    @classmethod
+    def get_device_memory(cls, device: torch.device | None = None) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    @classmethod
+    def reset_peak_memory_stats(cls, device: torch.device | None = None) -> None:
+        pass
+
+    @classmethod
+    def max_memory_allocated(cls, device: torch.device | None = None) -> int:
+        return 0
+
+    @classmethod
+    def max_memory_reserved(cls, device: torch.device | None = None) -> int:
+        return 0
+
+    @classmethod
+    def memory_allocated(cls, device: torch.device | None = None) -> int:
+        return 0
+
+    @classmethod
+    def memory_reserved(cls, device: torch.device | int | None = None) -> int:
+        return 0
+
+    @classmethod
+    def get_default_stage_config_path(cls) -> str:
+        return "vllm_omni/deploy"
+
+
+def _attend_with_torch() -> None:
+    sdpa = importlib.import_module(f"{_ROOT}.attention.backends.sdpa").SDPAImpl
+    sdpa.forward = sdpa.forward_cuda
+
+
+def _keep_linear_weights() -> None:
+    utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
+
+    def keep(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = keep
+
+
+class _Float32Torch:
+    """torch, in which bfloat16 is float32."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _compute_in_float32() -> None:
+    for name in _HALF_PRECISION:
+        module: Any = sys.modules.get(name)
+        if module is not None:
+            module.torch = _Float32Torch()
