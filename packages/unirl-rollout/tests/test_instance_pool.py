@@ -265,14 +265,21 @@ def test_twenty_processes_of_three_are_killed_at_random_and_every_sample_is_ther
     random_kills, killed, stop = random.Random(0), [], threading.Event()
 
     def kill():
-        """Kill an instance that has loaded, at a random time, until twenty are dead; one more while it loads."""
+        """Kill an instance that has loaded, at a random time, until twenty are dead; after the tenth its successor too,
+        while that loads."""
         while len(killed) < 21 and not stop.is_set():
             time.sleep(random_kills.uniform(0.1, 1.0))
             instance = random_kills.choice(engine._pool._instances)
-            pid, has_loaded = instance.pid, instance._ready is not None
-            if pid not in killed and has_loaded == (len(killed) != 10):
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
+            pid = instance.pid
+            if pid in killed or instance._ready is None:
+                continue
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+            if len(killed) == 10:
+                while instance.pid == pid and not stop.is_set():
+                    time.sleep(0.001)
+                killed.append(instance.pid)
+                os.kill(instance.pid, signal.SIGKILL)
 
     try:
         engine.wait_until_ready()
@@ -281,7 +288,7 @@ def test_twenty_processes_of_three_are_killed_at_random_and_every_sample_is_ther
         version = 0
         while killer.is_alive() or version == 0:
             version += 1
-            weights = {name: value * (1 + version / 10) for name, value in WEIGHTS.items()}
+            weights = {name: value * (1 + version % 10 / 10) for name, value in WEIGHTS.items()}
             push(engine, version, weights)
             for num in (2, 96):
                 req = request(num=num)
