@@ -55,9 +55,10 @@ def test_every_row_is_weighted_by_what_its_level_and_mode_say(level: Any, mode: 
     made.backend.zero_grad()
     sample_R, step_R = made.algorithm.rows(micro)
     segment = segment_of(track)
-    stats = made.pipeline.replay(track.conditions, segment, sample_R, step_R, segment.params)
-    (-(expected.flatten() * micro.advantages[sample_R] * stats.logp_R).mean()).backward()
-    close(gradients, {name: value.grad.clone() for name, value in made.backend.parameters.items()})
+    stats = made.pipeline.replay(track.conditions, segment, sample_R, step_R, sampling())
+    loss = -(expected.flatten() * micro.advantages[sample_R] * stats.logp_R).mean()
+    parameters = made.backend.parameters
+    close(gradients, dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)))
     assert metrics["mismatch/correction/mean"] == pytest.approx(float(expected.mean()), rel=1e-5)
     assert metrics["mismatch/correction/dropped_fraction"] == pytest.approx(float((expected == 0).float().mean()))
     assert 0.2 < metrics["mismatch/logp_absdiff/mean"] == pytest.approx(float(GAPS.abs().mean()), rel=1e-4)
