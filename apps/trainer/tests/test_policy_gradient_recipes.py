@@ -14,6 +14,7 @@ from unirl.types.errors import ConfigError
 from .changed_recipes import changed
 
 KERNELS = "unirl.sde.kernels"
+WINDOWS = "unirl.sde.windows"
 
 
 @lru_cache
@@ -25,7 +26,7 @@ def resolved(name):
 
 def test_every_policy_gradient_has_a_small_and_a_real_recipe():
     names = ["flowgrpo", "flowgrpo_fast", "flowgrpo_cps", "dancegrpo", "mixgrpo", "mixgrpo_flash", "guard", "flowdppo"]
-    names += ["cppo", "ddpo", "dpok"]
+    names += ["cppo", "ddpo", "dpok", "branchgrpo"]
     assert set(available()) >= {f"diffusion/sd3_{size}{name}" for name in names for size in ("", "shapes_")}
 
 
@@ -114,6 +115,49 @@ MISTAKES = [
         {"pipeline.strategy._target_": f"{KERNELS}.DDIMStrategy"},
         "the ddim kernel adds no noise on the last step, which then has no log-probability. Set sampling.scheduler",
     ),
+    (
+        "branchgrpo",
+        {"sampling.samples_per_prompt": 12},
+        "samples_per_prompt = 12 must be 24, the product of branch_factors = [4, 3, 2]",
+    ),
+    (
+        "branchgrpo",
+        {"sampling.branch_steps": None, "sampling.branch_factors": None},
+        "BranchGRPO trains on trees, but sampling.branch_steps = null",
+    ),
+    ("branchgrpo", {"sampling.sde_indices": [0, 2]}, "branch_steps [4] are not stochastic"),
+    ("branchgrpo", {"sampling.branch_steps": [1, 2, 4]}, "stochastic steps [0] lie before the first of"),
+    (
+        "branchgrpo",
+        {"sampling.scheduler": {"_target_": f"{WINDOWS}.AllSteps", "num_steps": 6}, "sampling.branch_steps": [1, 2, 4]},
+        "stochastic steps [0] lie before the first of sampling.branch_steps = [1, 2, 4]",
+    ),
+    (
+        "branchgrpo",
+        {"sampling.scheduler": {"_target_": f"{WINDOWS}.ExplicitSteps", "indices": [0, 2]}},
+        "sampling.branch_steps [4] are not stochastic",
+    ),
+    (
+        "branchgrpo",
+        {"sampling.scheduler": {"_target_": f"{WINDOWS}.MixGRPOWindow", "num_steps": 6, "window_size": 3}},
+        "must be stochastic in every rollout, and MixGRPOWindow chooses other steps",
+    ),
+    ("branchgrpo", {"sampling.init_same_noise": False}, "branch_steps share the start of a prompt's samples"),
+    ("branchgrpo", {"engine.forward_batch_size": 36}, "forward_batch_size = 36 would cut trees of 24 samples"),
+    ("branchgrpo", {"stack.micro_batch_size": 36}, "stack.micro_batch_size = 36 must be a multiple of 24"),
+    ("branchgrpo", {"algorithm.samples_per_tree": 12}, "BranchGRPO trains on 12 samples of a prompt"),
+    ("branchgrpo", {"selection": {"best_of": 12}}, "BranchGRPO trains on 24 samples of a prompt"),
+    ("branchgrpo", {"algorithm.step_fraction": 0.5}, "algorithm.step_fraction = 0.5: samples that share a step"),
+    (
+        "branchgrpo",
+        {"algorithm": {"_target_": "unirl.algorithms.diffusion_grpo.DiffusionGRPO", "clip_range": 5e-3}},
+        "samples share steps, which DiffusionGRPO would train once for each",
+    ),
+    (
+        "vllmomni",
+        {"sampling.branch_steps": [0], "sampling.branch_factors": [24], "sampling.init_same_noise": True},
+        "samples every trajectory alone. Remove branch_steps and branch_factors",
+    ),
     ("dancegrpo", {"selection": {"best_of": 26}}, "best_of = 26 exceeds sampling.samples_per_prompt = 24"),
 ]
 
@@ -130,6 +174,8 @@ RIGHT = [
     ("ddpo", {"sampling.samples_per_prompt": 1, "batch_size": 48}),
     ("ddpo", {"algorithm.estimator": "importance_sampling", "stack.num_updates_per_batch": 4}),
     ("dancegrpo", {"selection": {"best_of": 12}}),
+    ("branchgrpo", {"algorithm.edge_scale": "leaves", "algorithm.rows_per_forward": 7}),
+    ("branchgrpo", {"sampling.sde_indices": [0, 2, 4], "engine.forward_batch_size": 24}),
     ("dancegrpo", {"pipeline.strategy._target_": f"{KERNELS}.DDIMStrategy"}),
 ]
 
@@ -149,3 +195,11 @@ def test_the_activations_of_a_real_sd3_fit_a_gpu(name):
     levels = algorithm.get("num_timesteps") or sampling["num_inference_steps"]
     rows = algorithm.get("rows_per_forward") or recipe["stack"]["micro_batch_size"] * levels
     assert rows * (2 if sampling["guidance_scale"] > 1 else 1) <= 12
+
+
+def test_branchgrpo_has_the_published_tree():
+    recipe = resolved("diffusion/sd3_branchgrpo")
+    sampling = recipe["sampling"]
+    assert (sampling["branch_steps"], sampling["branch_factors"]) == ([0, 3, 6, 9], [2, 2, 2, 2])
+    assert (sampling["num_inference_steps"], sampling["samples_per_prompt"], sampling["eta"]) == (20, 16, 0.3)
+    assert recipe["algorithm"]["samples_per_tree"] == 16 and recipe["algorithm"]["clip_range"] == 1e-3

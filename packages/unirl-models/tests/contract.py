@@ -178,6 +178,36 @@ def samples_with_one_start_take_their_first_steps_together(case: Case) -> None:
     torch.testing.assert_close(together.sde_logp, apart.sde_logp, rtol=1e-4, atol=1e-4)
 
 
+def shared_steps_are_taken_once_and_replay_bit_equal(case: Case) -> None:
+    """A tree of two by two from step 1 of each of two prompts: a shared step has as many rows as there are nodes."""
+    tree = {"branch_steps": [1, 2], "branch_factors": [2, 2]}
+    params = dataclasses.replace(
+        case.params, sde_indices=[1, 2], samples_per_prompt=4, init_same_noise=True, keep_latents="transitions", **tree
+    )
+    pipeline, starts, keys = (
+        case.pipeline,
+        ["a"] * 4 + ["b"] * 4,
+        [f"{prompt}:{leaf}" for prompt in "ab" for leaf in range(4)],
+    )
+    with pipeline.evaluating():
+        inputs = {name: value.select([0] * 4 + [1] * 4) for name, value in case.inputs(2).items()}
+        conditions = pipeline.encode({"text": Texts(texts=[TEXTS[0]] * 4 + [TEXTS[1]] * 4), **inputs}, params)
+        noise = initial_noise(starts, params.seed, pipeline.latent_shape(params))
+        segment = pipeline.diffuse(
+            conditions, noise, pipeline.sigmas(params), params, noise_keys=keys, start_keys=starts
+        ).replace(params=params)
+        assert segment.sde_logp is not None
+        for step, size in ((1, 2), (2, 1)):
+            first = torch.arange(0, 8, size)
+            replayed = pipeline.replay(conditions, segment, first, torch.full_like(first, step), params)
+            column = segment.sde_indices.index(step)
+            assert torch.equal(replayed.logp_R, segment.sde_logp[first, column])
+            assert torch.equal(segment.sde_logp[:, column], segment.sde_logp[first, column].repeat_interleave(size))
+    assert segment.latents_at(1).unique(dim=0).shape[0] == 2
+    assert segment.latents_at(2).unique(dim=0).shape[0] == 4
+    assert segment.clean_latents.unique(dim=0).shape[0] == 8
+
+
 def gradients_reach_what_trains_and_nothing_else(case: Case) -> None:
     conditions, segment = case.rollout()
     samples, steps = transition_rows(3, segment.sde_indices)
@@ -242,6 +272,7 @@ CHECKS = [
     a_forward_batch_size_changes_nothing,
     a_sample_does_not_depend_on_its_neighbours,
     samples_with_one_start_take_their_first_steps_together,
+    shared_steps_are_taken_once_and_replay_bit_equal,
     gradients_reach_what_trains_and_nothing_else,
     conditions_survive_select_and_concat,
     decode_gives_pixels,

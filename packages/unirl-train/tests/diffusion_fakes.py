@@ -29,6 +29,7 @@ from unirl.sde import loop
 from unirl.sde.kernels import FlowSDEStrategy, SDEStrategy
 from unirl.sde.noise import initial_noise, keyed_normal, step_noise
 from unirl.sde.schedule import SigmaSchedule
+from unirl.sde.shared_steps import sample_shared
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import LoraConfig, OptimizerConfig
 from unirl.train.stack import TrainStack
@@ -195,14 +196,15 @@ class FieldPipeline:
         start_keys: Sequence[str] | None = None,
     ) -> LatentSegment:
         """Trajectories with everything that replay needs."""
-        trajectory = loop.sample(
-            self._bound(conditions),
+        trajectory = sample_shared(
+            lambda rows: self._bound({name: item.select(rows) for name, item in conditions.items()}),
             initial_latents,
             sigmas,
+            [(0, 1)] if params.branching is None else params.branching.stages,
             strategy=self.strategy,
             eta=params.eta,
             sde_indices=params.resolve_sde_indices(0),
-            step_noise=lambda step: step_noise(noise_keys, step, params.seed, self.shape),
+            step_noise=lambda step, rows: step_noise([noise_keys[row] for row in rows], step, params.seed, self.shape),
             keep=params.keep_latents,
         )
         return LatentSegment(

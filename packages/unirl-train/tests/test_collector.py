@@ -3,12 +3,16 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, get_args
 
+import pytest
 import torch
 from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPipeline, no_failure, sampling
 
 from unirl.algorithms.advantages import AdvantageConfig
+from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.branch_grpo import BranchGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime
@@ -25,7 +29,9 @@ from unirl.trainer.learner import Learner
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.media import Texts
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.rollout import Credit, RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
 
 
 class Branching(FieldEngine):
@@ -44,20 +50,32 @@ class Branching(FieldEngine):
 
 
 class Crediting(BrightnessReward):
-    """Scores images; plans are credited with the mean of theirs."""
+    """Scores images; plans are credited with theirs."""
+
+    how: Credit = "mean"
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
     def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
         """As the reward service does."""
         super().score_track(resp, track, is_shaped=is_shaped)
-        resp.tracks["plan"] = resp.propagate_rewards(track, "plan", "mean").tracks["plan"]
+        resp.tracks["plan"] = resp.propagate_rewards(track, "plan", self.how).tracks["plan"]
         return {}
 
 
 class Made:
     """A collector and a learner on fakes."""
 
-    def __init__(self, folder: Path, fails: Callable[[str], bool] = no_failure, *, branches: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        fails: Callable[[str], bool] = no_failure,
+        *,
+        branches: bool = True,
+        engine: type[FieldEngine] = Branching,
+        how: Credit = "mean",
+        make: Callable[..., StageAlgorithm] = DiffusionGRPO,
+        params: DiffusionSamplingParams | None = None,
+    ) -> None:
         prompts = folder / "prompts.jsonl"
         prompts.write_text(
             "".join(json.dumps({"prompt": f"prompt {i}", "prompt_id": f"p{i}"}) + "\n" for i in range(9))
@@ -67,10 +85,13 @@ class Made:
             bundle = FieldBundle()
             backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=1e-2))
             pipeline = FieldPipeline(bundle.model)
+            reward = (Crediting if branches else BrightnessReward)(fails)
+            if isinstance(reward, Crediting):
+                reward.how = how
             return {
-                "engine": (Branching if branches else FieldEngine)(pipeline, backend),
-                "stack": TrainStack(backend, DiffusionGRPO(pipeline, backend), micro_batch_size=4),
-                "reward": (Crediting if branches else BrightnessReward)(fails),
+                "engine": (engine if branches else FieldEngine)(pipeline, backend),
+                "stack": TrainStack(backend, make(pipeline, backend), micro_batch_size=4),
+                "reward": reward,
             }
 
         self.runtime = LocalRuntime(build)
@@ -81,7 +102,7 @@ class Made:
             TrainerSettings(recipe="fake", seed=0, batch_size=2, num_rollouts=3),
             modality=DiffusionModality(),
             data=self.data,
-            sampling=sampling(),
+            sampling=params or sampling(),
             advantages=AdvantageConfig(),
             clock=clock,
             scored_track="image" if branches else None,
@@ -124,6 +145,38 @@ def test_a_refill_replaces_a_group_with_all_that_grew_from_it(tmp_path: Path):
     assert not plan.failed_groups and rollout.metrics["reward/dropped_groups"] == 1
 
 
+class Uneven(Branching):
+    """One image of every second text, two of the others."""
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """See `Branching`."""
+        resp = super().generate(req, policy)
+        image = resp.tracks["image"]
+        rows = [row for row, name in enumerate(image.sample_ids) if row // 2 % 2 == 0 or name.endswith("0")]
+        return RolloutResp(tracks={**resp.tracks, "image": image.select(rows)})
+
+
+@pytest.mark.parametrize("how", get_args(Credit))
+def test_refill_after_refill_texts_are_credited_with_their_own_images(tmp_path: Path, how: Credit):
+    """p1 and p2 cannot be scored, so two refills go by: against rewards by name, as the images hold them."""
+    made = Made(tmp_path, lambda group: ":p1:" in group or ":p2:" in group, engine=Uneven, how=how)
+    rollout = made.collector.collect(0)
+    plan, image = rollout.resp.meta.tracks["plan"], rollout.resp.meta.tracks["image"]
+    assert list(dict.fromkeys(plan.group_ids)) == ["prompt:p0", "refill2:prompt:p3"]
+    rewards: dict[str, list[float]] = {}
+    for name, value in zip(image.sample_ids, image.scored_rewards.tolist(), strict=True):
+        rewards.setdefault(name.rpartition("/")[0], []).append(value)
+    assert [len(own) for own in rewards.values()] == [2, 1, 2] * 2 and list(rewards) == plan.sample_ids
+    reduced = {"mean": fmean, "sum": sum, "max": max, "best_of": max}[how]
+    assert plan.scored_rewards.tolist() == pytest.approx([reduced(own) for own in rewards.values()], rel=1e-6)
+    alone = [own[0] for own in rewards.values() if len(own) == 1]
+    assert alone == [
+        value for value, own in zip(plan.scored_rewards.tolist(), rewards.values(), strict=True) if len(own) == 1
+    ]
+    assert made.learner.train(rollout)["train/grad_norm"] > 0
+
+
 def test_the_state_of_a_checkpoint_is_that_before_the_oldest_unfinished_rollout(tmp_path: Path):
     made = Made(tmp_path, branches=False)
     states = [made.collector.state_dict()]
@@ -139,3 +192,35 @@ def test_the_state_of_a_checkpoint_is_that_before_the_oldest_unfinished_rollout(
     assert again.collector.collect(1).resp.meta.root_track().sample_ids == rollouts[1].resp.meta.root_track().sample_ids
     made.collector.finished(1)
     assert made.collector.state_dict() == states[2]
+
+
+def test_a_refill_of_trees_brings_whole_trees(tmp_path: Path):
+    """Four leaves of each prompt part at steps 0 and 1; of the first two prompts one cannot be scored."""
+    tree: dict[str, Any] = {"branch_steps": [0, 1], "branch_factors": [2, 2], "init_same_noise": True}
+    made = Made(
+        tmp_path,
+        lambda group: group.endswith(":p1"),
+        branches=False,
+        make=lambda *parts: BranchGRPO(*parts, samples_per_tree=4),
+        params=sampling(samples_per_prompt=4, **tree),
+    )
+    rollout = made.collector.collect(0)
+    image = rollout.resp.fetch().tracks["image"]
+    assert image.group_ids == ["prompt:p0"] * 4 + ["refill1:prompt:p2"] * 4
+    assert isinstance(image.segment, LatentSegment)
+    pairs = image.segment.latents_at(1).view(2, 2, 2, -1)
+    assert torch.equal(pairs[:, :, 0], pairs[:, :, 1]) and not torch.equal(pairs[:, 0], pairs[:, 1])
+    assert image.segment.clean_latents.unique(dim=0).shape[0] == 8
+    assert made.learner.train(rollout)["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("num_shards", "num_groups"), [(1, 1), (2, 2), (3, 3)])
+def test_a_refill_asks_for_as_many_trees_as_divide_over_the_devices(
+    tmp_path: Path, num_shards: int, num_groups: int, monkeypatch: pytest.MonkeyPatch
+):
+    """One group is missing; twelve leaves of one tree would divide over three devices, the tree does not."""
+    tree: dict[str, Any] = {"branch_steps": [0, 1], "branch_factors": [4, 3], "init_same_noise": True}
+    params = sampling(samples_per_prompt=12, **tree)
+    made = Made(tmp_path, branches=False, params=params)
+    monkeypatch.setattr(LocalRuntime, "num_shards", num_shards)
+    assert made.collector._fresh_groups(0, 1).batch_size == num_groups * 12

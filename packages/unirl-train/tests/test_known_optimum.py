@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from unirl.algorithms.advantages import AdvantageConfig, Advantages
 from unirl.algorithms.awm import AWM
+from unirl.algorithms.branch_grpo import BranchGRPO
 from unirl.algorithms.cppo import CPPO
 from unirl.algorithms.crd import CRD
 from unirl.algorithms.ddpo import DDPO
@@ -78,6 +79,11 @@ WAYS = {
     "flowgrpo_cps": Way(DiffusionGRPO, {"clip_range": 0.2}, strategy=CPSSDEStrategy()),
     "step_fraction": Way(DiffusionGRPO, {"clip_range": 0.2, "step_fraction": 0.6}, {"init_same_noise": True}),
     "window": Way(DiffusionGRPO, {"clip_range": 0.2}, {"sde_indices": [1], "init_same_noise": True}),
+    "branches": Way(
+        BranchGRPO,
+        {"clip_range": 0.2, "samples_per_tree": GROUP, "micro": 2 * GROUP},
+        {"init_same_noise": True, "branch_steps": [0, 1], "branch_factors": [2, GROUP // 2]},
+    ),
     "guard": Way(GRPOGuard, {"clip_range": 0.05}),
     "dppo": Way(FlowDPPO, {"threshold": 0.02}),
     "cppo": Way(CPPO, {"threshold": 0.02, "prefix_threshold": 0.01}),

@@ -19,7 +19,9 @@ from unirl.sde import loop
 from unirl.sde.kernels import SDEStrategy
 from unirl.sde.loop import Velocity
 from unirl.sde.noise import step_noise
+from unirl.sde.shared_steps import sample_shared
 from unirl.sde.solvers import DPMSolverPP2M, Solver
+from unirl.types.branching import Branching
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.precision import DTYPES
 from unirl.types.protocols import Conditions
@@ -96,17 +98,24 @@ class DiffusionStage:
             )
         sde_indices = _stochastic_steps(params)
         latents, start = self.adapter.starting_latents(initial_latents, float(sigmas[0]), conditions), 0
-        if start_keys is not None and sde_indices and params.keep_latents != "all":
+        branching = params.branching
+        if branching is not None:
+            _check_trees(branching, start_keys, num_samples)
+        elif start_keys is not None and sde_indices and params.keep_latents != "all":
             latents, start = self._common_start(conditions, latents, sigmas, params, start_keys, min(sde_indices))
-        trajectory = loop.sample(
-            self.velocity(conditions, params),
+
+        def velocity_of(rows: list[int]) -> Velocity:
+            return self.velocity(conditions if len(rows) == num_samples else select_rows(conditions, rows), params)
+
+        trajectory = sample_shared(
+            velocity_of,
             latents,
             sigmas,
-            start=start,
+            [(start, 1)] if branching is None else branching.stages,
             strategy=self.strategy,
             eta=params.eta,
             sde_indices=sde_indices,
-            step_noise=lambda step: step_noise(noise_keys, step, params.seed, shape),
+            step_noise=lambda step, rows: step_noise([noise_keys[row] for row in rows], step, params.seed, shape),
             storage_dtype=DTYPES[params.trajectory_precision],
             solver=_solver(params),
             keep=params.keep_latents,
@@ -230,6 +239,18 @@ def _stochastic_steps(params: DiffusionSamplingParams) -> list[int]:
             "pass params.resolved(rollout_id)"
         )
     return params.resolve_sde_indices(rollout_id=0)
+
+
+def _check_trees(branching: Branching, start_keys: Sequence[str] | None, num_samples: int) -> None:
+    """Raise ContractError unless the samples are whole trees, each from one start."""
+    size = branching.num_leaves
+    trees = [] if start_keys is None else [set(start_keys[at : at + size]) for at in range(0, num_samples, size)]
+    if not trees or num_samples % size or any(len(tree) > 1 for tree in trees):
+        raise ContractError(
+            f"{num_samples} samples from {len(set(start_keys or ()))} common starts are not whole trees of {size}, one "
+            f"after the other (branch_factors = {list(branching.factors)}). Set engine.forward_batch_size to a "
+            f"multiple of {size}"
+        )
 
 
 def _solver(params: DiffusionSamplingParams) -> Solver | None:

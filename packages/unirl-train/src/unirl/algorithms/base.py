@@ -129,6 +129,8 @@ class StageAlgorithm(ABC):
     """Consecutive samples that must stay in one micro-batch (2 for preference pairs)."""
     unit_option: ClassVar[str | None] = None
     """Keyword of the constructor that says `samples_per_unit`; None where the class does."""
+    trains_trees: ClassVar[bool] = False
+    """Whether it trains on samples that share steps (`unirl.types.branching`)."""
     trained_rows: ClassVar[str | int | None] = None
     """Rows of the model in the loss of one sample: their number, or the keyword that says it; None: one per stochastic
     step."""

@@ -161,19 +161,13 @@ def units_stay_together(own: Part, run: Run) -> Messages:
             f"batch_size = {run.batch_size} units do not divide over num_devices * {stack.at}.num_updates_per_batch = "
             f"{divisor}. Change one of them."
         )
-    for part, key in ((stack, "micro_batch_size"), (own, "rows_per_forward")):
+    cuts = [(stack, "micro_batch_size")]
+    if not own.ability("trains_trees"):  # whose rows are edges, which no other is compared with
+        cuts.append((own, "rows_per_forward"))
+    for part, key in cuts:
         value = part.number(key)
         if value is not None and value % unit:
             yield f"{part.at}.{key} = {value} must be a multiple of {unit}, the samples of a unit of {own.name}."
-
-
-def correction_compares_two(own: Part, run: Run) -> Messages:
-    """The correction for the gap to the engine has a replay to compare with."""
-    if own.get("rollout_correction") and own.get("old_logp_source") == "rollout":
-        yield (
-            f"{own.at}.rollout_correction compares a replay with the rollout, but {own.at}.old_logp_source = rollout. "
-            "Set old_logp_source: replay."
-        )
 
 
 RULES = (
@@ -185,7 +179,6 @@ RULES = (
     reward_has_gradient,
     critic_sees_rewards,
     weights_are_weights,
-    correction_compares_two,
     reference_exists,
     units_stay_together,
 )

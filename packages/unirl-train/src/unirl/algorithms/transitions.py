@@ -26,8 +26,6 @@ from unirl.algorithms.credit import StepCredit
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm
 from unirl.algorithms.reference import KLEstimator, ReferenceKL
-from unirl.algorithms.rollout_correction import RolloutCorrection, report_correction, report_staleness
-from unirl.algorithms.transition_rules import cut_trajectory
 from unirl.sde.loop import transition_rows
 from unirl.sde.noise import keyed_permutation
 from unirl.types.bounds import NonNegative, PositiveFraction, PositiveInt, PositiveOrInf, Seed, bounded
@@ -70,12 +68,11 @@ class TransitionAlgorithm(RatioAlgorithm):
     """Base of the policy gradients: anchor, rows, credit, reference penalty. A subclass writes `surrogate`.
 
     advantage_clip: advantages are clamped to +- this; None leaves them.
-    old_logp_source, rollout_correction: see `RatioAlgorithm`.
+    old_logp_source: see `RatioAlgorithm`.
     step_fraction: share of the stochastic steps trained a sample, drawn anew for every sample (DanceGRPO: 0.6).
     credit: how a sample's advantage is spread over its steps; None gives each step all of it.
     kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`.
-    rows_per_forward: memory knob; the rows of a micro-batch are replayed in chunks of this many. A multiple of the
-        steps trained a sample where those are judged together (`joins_steps`, a correction whose level is not "token").
+    rows_per_forward: memory knob; the rows of a micro-batch are replayed in chunks of this many.
     """
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.transition_rules"
@@ -84,8 +81,6 @@ class TransitionAlgorithm(RatioAlgorithm):
     """Whether the kernel's log-prob must be a density, averaged over the elements."""
     keeps_anchor_means: ClassVar[bool] = False
     """Whether the anchor holds the transition means too (one latent a row)."""
-    joins_steps: ClassVar[bool] = False
-    """Whether the surrogate needs all trained steps of a sample in one call."""
 
     def __init__(
         self,
@@ -94,7 +89,6 @@ class TransitionAlgorithm(RatioAlgorithm):
         *,
         advantage_clip: PositiveOrInf | None = 5.0,
         old_logp_source: OldLogpSource = "auto",
-        rollout_correction: RolloutCorrection | None = None,
         step_fraction: PositiveFraction = 1.0,
         credit: StepCredit | None = None,
         kl_coef: NonNegative = 0.0,
@@ -113,7 +107,6 @@ class TransitionAlgorithm(RatioAlgorithm):
             ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl),
             seed=seed,
             old_logp_source=old_logp_source,
-            rollout_correction=rollout_correction,
         )
         self._pipeline = pipeline
         self._policies = policies
@@ -133,32 +126,28 @@ class TransitionAlgorithm(RatioAlgorithm):
 
     @property
     def needs_replay(self) -> bool:
-        """Whether transition means are compared, or there are weights against the rollout."""
-        return self.keeps_anchor_means or super().needs_replay
+        """Whether transition means are compared."""
+        return self.keeps_anchor_means
 
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
-        """Log-probs [B, C] under the policy before the first update, and means [B, C, ...] where they are kept."""
+        """Log-probs [B, C] under the policy before the first update, and means [B, C, ...] where they are kept; a row a
+        unit where units train together."""
         sample_R, step_R = self.rows(micro)
         with torch.no_grad():
             parts = [
                 self._replay(micro, sample_R[rows], step_R[rows])
                 for rows in row_chunks(sample_R.numel(), self.rows_per_forward)
             ]
-        shape = (micro.segment.batch_size, -1)
+        shape = (micro.segment.batch_size // self.samples_per_unit, -1)
         anchor = {"logp": torch.cat([part.logp_R for part in parts]).view(shape)}
         if self.keeps_anchor_means:
             anchor["mean"] = torch.cat([part.mean for part in parts]).unflatten(0, shape)
         return anchor
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
-        """One part a chunk of rows: sum over rows of correction * surrogate + kl_coef * KL.
-
-        Raises ConfigError where a chunk would cut a trajectory that is judged whole, ContractError where log-probs of
-        the rollout are needed and there are none.
-        """
+        """One part a chunk of rows: sum over rows of surrogate + kl_coef * KL."""
         segment = micro.segment
         sample_R, step_R = self.rows(micro)
-        self._check_chunks(sample_R.numel() // segment.batch_size)
         rollout_R = self._rollout_logp(micro, sample_R, step_R)
         given_R = self.row_advantages(micro, sample_R, step_R)
         advantage_R = given_R
@@ -189,8 +178,6 @@ class TransitionAlgorithm(RatioAlgorithm):
                     progress=micro.progress,
                 )
             )
-            if self.rollout_correction is not None:
-                loss_R = loss_R * self._correction(micro, replayed_R, given_logp_R, samples, metrics)
             metrics.mean("policy/loss", loss_R)
             report_clipped(metrics, given_R[rows], self.advantage_clip)
             if replayed_R is not None and given_logp_R is not None:
@@ -225,12 +212,15 @@ class TransitionAlgorithm(RatioAlgorithm):
     # ------------------------------------------------------------------------------------------------------------
 
     def _num_trained_steps(self, track: RolloutTrack) -> int:
+        return max(int(self.step_fraction * len(self._stochastic_steps(track)) + 1e-9), 1)
+
+    def _stochastic_steps(self, track: RolloutTrack) -> list[int]:
         segment = track.segment
         if not isinstance(segment, LatentSegment) or not segment.sde_indices:
             raise ContractError(
                 f"{type(self).__name__} needs stochastic steps: set sampling.eta > 0 and sampling.scheduler"
             )
-        return max(int(self.step_fraction * len(segment.sde_indices) + 1e-9), 1)
+        return segment.sde_indices
 
     @staticmethod
     def _replayed_logp(micro: MicroBatch, policy: TransitionStats, rows: slice) -> Tensor | None:
@@ -249,36 +239,6 @@ class TransitionAlgorithm(RatioAlgorithm):
                 "Use old_logp_source: replay."
             )
         return rollout_R
-
-    def _check_chunks(self, num_steps: int) -> None:
-        rows, correction = self.rows_per_forward, self.rollout_correction
-        is_whole = self.joins_steps or (correction is not None and correction.level != "token")
-        if is_whole and rows is not None and rows % num_steps:
-            raise ConfigError(cut_trajectory("algorithm", type(self).__name__, rows, num_steps))
-
-    def _correction(
-        self,
-        micro: MicroBatch,
-        replayed_R: Tensor | None,
-        rollout_R: Tensor | None,
-        sample_R: Tensor,
-        metrics: RowMetrics,
-    ) -> Tensor:
-        """Weights [R] of whole samples' rows, by the gap between the trainer's log-probs and the engine's."""
-        if self.rollout_correction is None or replayed_R is None or rollout_R is None:
-            raise ContractError(
-                "algorithm.rollout_correction compares a replay with the engine's log-probs, and the engine "
-                "returned none. Set rollout_correction: null."
-            )
-        samples_B, lengths_B = sample_R.unique_consecutive(return_counts=True)
-        versions_B, staleness_B = micro.track.policy_versions, None
-        if versions_B is not None:
-            staleness_B = (self._policies.policy_version - versions_B)[samples_B]
-            report_staleness(metrics, staleness_B.float())
-        gap_R = replayed_R - rollout_R.to(replayed_R.device)
-        weight_R = self.rollout_correction.weights(gap_R, lengths_B.to(gap_R.device), staleness_B)
-        report_correction(metrics, weight_R)
-        return weight_R
 
     def _old_mean(self, micro: MicroBatch, policy: TransitionStats, rows: slice) -> Tensor | None:
         if not self.keeps_anchor_means:

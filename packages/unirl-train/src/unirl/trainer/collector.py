@@ -171,7 +171,8 @@ class Collector(Generic[ParamsT]):
 
     def _fresh_groups(self, rollout_id: int, num_groups: int) -> RolloutReq:
         """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""
-        while (num_groups * self._sampling.root_samples_per_prompt) % self._runtime.num_shards:
+        whole = self._runtime.num_shards * self._sampling.samples_made_together
+        while (num_groups * self._sampling.root_samples_per_prompt) % whole:
             num_groups += 1
         fresh = self.request(rollout_id, num_groups)
         prefix = f"refill{self._num_dropped_groups}:"

@@ -137,6 +137,8 @@ class EvaluationConfig(HeldOut):
             scheduler=None,
             sde_indices=[],
             init_same_noise=False,
+            branch_steps=None,
+            branch_factors=None,
             post_solver="euler",
             post_step_ratio=1.0,
             keep_latents="last",

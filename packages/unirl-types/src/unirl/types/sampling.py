@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self
 
+from unirl.types.branching import Branching
 from unirl.types.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -69,6 +70,11 @@ class BaseSamplingParams:
         """Samples of the root track per prompt, which are the rows of a request."""
         return self.samples_per_prompt
 
+    @property
+    def samples_made_together(self) -> int:
+        """Consecutive rows of a request that one worker must make."""
+        return 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionSamplingParams(BaseSamplingParams):
@@ -96,6 +102,11 @@ class DiffusionSamplingParams(BaseSamplingParams):
     """Chooses the stochastic steps of each rollout. Resolved by the driver and then dropped."""
     sde_indices: list[int] | None = None
     """The stochastic steps. Wins over `scheduler`; with neither, every step is stochastic."""
+    branch_steps: list[int] | None = None
+    """Stochastic steps at which the trajectories of a prompt part; before the first of them all are one. None: every
+    sample has a trajectory of its own."""
+    branch_factors: list[int] | None = None
+    """Children of a node at each of `branch_steps`; their product is samples_per_prompt."""
     post_solver: PostSolver = "euler"
     """Solver of the deterministic steps; dpmpp_2m only where no stochastic step follows."""
     post_step_ratio: float = 1.0
@@ -146,11 +157,68 @@ class DiffusionSamplingParams(BaseSamplingParams):
             _require(
                 len(set(self.sde_indices)) == len(self.sde_indices), f"sde_indices repeat a step: {self.sde_indices}"
             )
+        self._check_branching()
         for name in ("autocast_precision", "trajectory_precision", "logprob_precision"):
             value = getattr(self, name)
             _require(value in PRECISIONS, f"{name} = {value!r} must be one of {', '.join(PRECISIONS)}")
         repeated = sorted(set(self.sampler_kwargs) & {field.name for field in dataclasses.fields(self)})
         _require(not repeated, f"sampler_kwargs repeats declared fields {repeated}; set those directly")
+
+    def _check_branching(self) -> None:
+        for name in ("branch_steps", "branch_factors"):
+            for value in getattr(self, name) or []:
+                _require_integer(f"an item of {name}", value)
+        branching = self.branching
+        if branching is None:
+            return
+        _require(
+            branching.num_leaves == self.samples_per_prompt,
+            f"samples_per_prompt = {self.samples_per_prompt} must be {branching.num_leaves}, the product of "
+            f"branch_factors = {self.branch_factors}",
+        )
+        _require(self.init_same_noise, "branch_steps share the start of a prompt's samples. Set init_same_noise: true")
+        _require(
+            self.eta > 0, f"branch_steps = {self.branch_steps} need noise to part by. Set eta above 0 (0 = no noise)"
+        )
+        wrong = [step for step in branching.steps if not 0 <= step < self.num_inference_steps]
+        _require(
+            not wrong,
+            f"branch_steps {wrong} lie outside 0..{self.num_inference_steps - 1} "
+            f"(num_inference_steps = {self.num_inference_steps})",
+        )
+        if self.sde_indices is not None:
+            self._check_branch_points(sorted(self.sde_indices))
+
+    def _check_branch_points(self, stochastic: list[int]) -> None:
+        """Raise ConfigError unless trajectories part at stochastic steps only, at the first of them too."""
+        if self.branching is None:
+            return
+        wrong = [step for step in self.branching.steps if step not in stochastic]
+        _require(
+            not wrong,
+            f"branch_steps {wrong} are not stochastic, and trajectories part by their noise alone; the stochastic "
+            f"steps are {stochastic}. Branch at some of these, or make the others stochastic",
+        )
+        early = [step for step in stochastic if step < self.branching.steps[0]]
+        _require(
+            not early,
+            f"stochastic steps {early} lie before the first of branch_steps = {self.branch_steps}: all samples of a "
+            "prompt share them, so nothing tells a good one from a bad one. Branch at the first stochastic step, or "
+            "make those steps deterministic",
+        )
+
+    @property
+    def branching(self) -> Branching | None:
+        """The tree of a prompt's samples; None where each has a trajectory of its own. Raises ConfigError where
+        `branch_steps` and `branch_factors` do not describe one."""
+        if self.branch_steps is None and self.branch_factors is None:
+            return None
+        return Branching(tuple(self.branch_steps or ()), tuple(self.branch_factors or ()))
+
+    @property
+    def samples_made_together(self) -> int:
+        """The leaves of a tree."""
+        return 1 if self.branching is None else self.branching.num_leaves
 
     @property
     def is_float32(self) -> bool:
@@ -166,14 +234,17 @@ class DiffusionSamplingParams(BaseSamplingParams):
         """The stochastic steps of one rollout, sorted. With eta = 0 there are none; else explicit indices win, then the
         scheduler, then every step.
 
-        Raises ConfigError when the scheduler names a step outside the schedule or one step twice.
+        Raises ConfigError when the scheduler names a step outside the schedule or one step twice, and where
+        trajectories would part at a step that is not stochastic.
         """
         if self.eta == 0:
             return []
         if self.sde_indices is not None:
             return sorted(self.sde_indices)
         if self.scheduler is None:
-            return list(range(self.num_inference_steps))
+            every = list(range(self.num_inference_steps))
+            self._check_branch_points(every)
+            return every
         chosen = sorted(self.scheduler.indices(rollout_id))
         wrong = [i for i in chosen if not 0 <= i < self.num_inference_steps]
         _require(
@@ -182,6 +253,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
             "Give it the same number of steps as sampling.num_inference_steps.",
         )
         _require(len(set(chosen)) == len(chosen), f"{type(self.scheduler).__name__} chose a step twice: {chosen}")
+        self._check_branch_points(chosen)
         return chosen
 
     def resolved(self, rollout_id: int) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from unirl.types.errors import UniRLError
@@ -139,6 +140,64 @@ def num_stochastic_steps(sampling: Part) -> int | None:
     return found[0] if found else None
 
 
+def branches_are_stochastic(own: Part, run: Run) -> Messages:
+    """Trajectories part at steps that are stochastic in every rollout, the first of them at the first."""
+    branches, scheduler = own.get("branch_steps"), own.inner.get("scheduler")
+    if not branches or own.get("sde_indices") is not None:
+        return  # `values_are_accepted` compares what is written down
+    steps = own.get("num_inference_steps", 1)
+    if scheduler is None:
+        if own.get("scheduler") is not None:
+            return  # one of which nothing is known
+        chosen = list(range(steps))
+    else:
+        every = (
+            list(range(steps - bool(scheduler.get("exclude_last")))) if scheduler.ability("takes_every_step") else None
+        )
+        chosen = scheduler.get("indices", every)
+    if scheduler is not None and chosen is None:
+        yield (
+            f"sampling.branch_steps = {list(branches)} must be stochastic in every rollout, and {scheduler.name} "
+            "chooses other steps from rollout to rollout. Set sampling.sde_indices (and scheduler: null)."
+        )
+        return
+    wrong = [step for step in branches if step not in chosen]
+    if wrong:
+        yield (
+            f"sampling.branch_steps {wrong} are not stochastic, and trajectories part by their noise alone; the "
+            f"stochastic steps are {list(chosen)}. Branch at some of these."
+        )
+    elif min(chosen) < min(branches):
+        yield (
+            f"stochastic steps {[step for step in chosen if step < min(branches)]} lie before the first of "
+            f"sampling.branch_steps = {list(branches)}: all samples of a prompt share them, so nothing tells a good "
+            f"one from a bad one. Branch at step {min(chosen)} too, or make those steps deterministic by "
+            "sampling.sde_indices."
+        )
+
+
+def branches_are_trained(own: Part, run: Run) -> Messages:
+    """Samples that share steps are told apart by the algorithm that trains on them."""
+    if num_leaves(own) is None:
+        return
+    for policy in run.policies.values():
+        for algorithm in policy.algorithms.values():
+            if run.seen_by(algorithm).sampling is own and not algorithm.ability("trains_trees"):
+                yield (
+                    f"sampling.branch_steps: samples share steps, which {algorithm.name} would train once for each. "
+                    f"Set {algorithm.at}._target_: unirl.algorithms.branch_grpo.BranchGRPO, or remove branch_steps and "
+                    "branch_factors."
+                )
+
+
+def num_leaves(sampling: Part) -> int | None:
+    """Samples of a tree; None where samples share no steps, or what is written does not describe a tree."""
+    factors = sampling.get("branch_factors")
+    if sampling.get("branch_steps") is None or not isinstance(factors, Sequence):
+        return None
+    return math.prod(factor for factor in factors if isinstance(factor, int))
+
+
 RULES = (
     values_are_accepted,
     scheduler_fits,
@@ -146,4 +205,6 @@ RULES = (
     guidance_has_negative_prompt,
     negative_prompt_is_read,
     samples_differ,
+    branches_are_stochastic,
+    branches_are_trained,
 )

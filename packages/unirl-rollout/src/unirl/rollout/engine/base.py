@@ -56,6 +56,8 @@ class BaseRolloutEngine(ABC):
     """Of diffusion: whether it starts from the noise that a request describes, so that samples can share it."""
     takes_step_subsets: ClassVar[bool] = True
     """Of diffusion: whether some steps can be stochastic and the others not."""
+    shares_steps: ClassVar[bool] = False
+    """Of diffusion: whether samples can share their first steps (`unirl.types.branching`)."""
     takes_media: ClassVar[bool] = False
     """Whether images and videos of a request reach the model."""
     takes_copies_by_track: ClassVar[bool] = False

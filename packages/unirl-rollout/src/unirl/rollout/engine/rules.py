@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unirl.types.recipe import Messages, Part, Run
+from unirl.types.sampling_rules import num_leaves
 
 
 def images_are_given(own: Part, run: Run) -> Messages:
@@ -115,6 +116,26 @@ def engine_gives_what_is_trained_on(own: Part, run: Run) -> Messages:
         yield f"{own.name} makes every step stochastic or none, but {sampling.at}.{some[0]} is set. Set it to null."
 
 
+def trees_are_whole(own: Part, run: Run) -> Messages:
+    """Samples that share steps are made together, by an engine that can."""
+    leaves = num_leaves(run.sampling)
+    if leaves is None:
+        return
+    if not own.ability("shares_steps"):
+        yield (
+            f"{run.sampling.at}.branch_steps is set, but {own.name} samples every trajectory alone. Remove "
+            f"branch_steps and branch_factors, or set {own.at}._target_: "
+            "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine."
+        )
+        return
+    size = own.number("forward_batch_size")
+    if size is not None and size % leaves:
+        yield (
+            f"{own.at}.forward_batch_size = {size} would cut trees of {leaves} samples "
+            f"({run.sampling.at}.branch_factors). Set it to a multiple of {leaves}."
+        )
+
+
 RULES = (
     images_are_given,
     engine_gets_its_weights,
@@ -122,4 +143,5 @@ RULES = (
     push_can_be_proved,
     engine_gives_what_is_trained_on,
     async_reward_has_chunks,
+    trees_are_whole,
 )

@@ -180,6 +180,8 @@ class TransitionCanary(Canary):
             scheduler=None,
             sde_indices=list(self._stochastic),
             init_same_noise=False,
+            branch_steps=None,
+            branch_factors=None,
             post_solver="euler",
             post_step_ratio=1.0,
             keep_latents="transitions",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -41,6 +41,8 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
     drop_text_encoders: encode every prompt of the run before it starts, then free the encoders.
     dump_dir: where requests and responses are written as safetensors, one file a rollout and rank; None writes none.
     """
+
+    shares_steps: ClassVar[bool] = True
 
     def __init__(
         self,
