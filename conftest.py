@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import zlib
 from collections.abc import Generator
 from types import ModuleType
 
@@ -35,6 +36,13 @@ for _name, _value in {
 hypothesis.settings.register_profile("unirl", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, derandomize=False, max_examples=1000)
 hypothesis.settings.load_profile("unirl")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws depends on its name alone, never on the tests that the same process ran before."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 
 @pytest.fixture(scope="session")

@@ -165,6 +165,7 @@ MISTAKES = [
     ({"stack.micro_batch_size": None}, "stack.micro_batch_size = null must be an integer"),
     ({"backend.optimizer.learning_rate": "high"}, "backend.optimizer.learning_rate = 'high' must be a number"),
     ({"backend.optimizer": 3e-4}, "backend.optimizer = 0.0003 must be a OptimizerConfig (a mapping with _target_)"),
+    ({"backend.scheduler": {"total_steps": 8}}, "must be a LrSchedulerConfig (a mapping with _target_) or null"),
     ({"algorithm.old_logp_source": "x"}, "algorithm.old_logp_source = 'x' must be one of 'auto', 'rollout', 'replay'"),
     ({"reward.scorers.shapes.strict_wight": 1}, "Did you mean strict_weight"),
     ({"backend.optimizer.learning_rate": -1}, "backend.optimizer.learning_rate = -1 must be at least 0"),

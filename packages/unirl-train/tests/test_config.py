@@ -177,6 +177,7 @@ def test_unknown_targets_suggest_the_nearest_names(some_models, path, message):
         ("kind", None, None),
         ("kind", 3, "a Kind (a mapping with _target_) or null"),
         ("kind", {"_target_": "x.Y"}, None),
+        ("kind", {"size": 3}, "a Kind (a mapping with _target_) or null"),
         ("rate", 1, None),
         ("rate", "fast", "a number"),
         ("betas", [1, 2], None),

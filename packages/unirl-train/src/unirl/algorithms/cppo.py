@@ -8,17 +8,15 @@ published. Source: Mao et al. 2026 (arXiv 2606.10968), eqs. 8 to 11.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
+from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.flow_dppo import FlowDPPO
 from unirl.algorithms.losses import prefix_budget
 from unirl.algorithms.transitions import TransitionRows
 from unirl.types.bounds import NonNegativeOrInf, PositiveFraction, bounded
-from unirl.types.errors import ConfigError
 from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 
@@ -35,6 +33,8 @@ class CPPO(FlowDPPO):
     With prefix_threshold = .inf and weight_floor = 1 this is Flow-DPPO.
     """
 
+    joins_steps: ClassVar[bool] = True
+
     def __init__(
         self,
         pipeline: DiffusionPipeline,
@@ -47,16 +47,6 @@ class CPPO(FlowDPPO):
         super().__init__(pipeline, policies, **options)
         self.prefix_threshold = prefix_threshold
         self.weight_floor = weight_floor
-
-    def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
-        """See `TransitionAlgorithm.losses`. Raises ConfigError where a chunk of rows would cut a trajectory."""
-        num_steps = self.num_terms(micro.track) // micro.track.batch_size
-        if self.rows_per_forward is not None and self.rows_per_forward % num_steps:
-            raise ConfigError(
-                f"algorithm.rows_per_forward = {self.rows_per_forward} is not a multiple of the {num_steps} trained "
-                "steps of a sample, which CPPO masks together. Change it, or set null."
-            )
-        yield from super().losses(micro)
 
     def outside(self, kl_R: Tensor, rows: TransitionRows, metrics: RowMetrics) -> Tensor:
         """bool [R]: which rows have left the trust region."""

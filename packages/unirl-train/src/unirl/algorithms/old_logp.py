@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
+from unirl.algorithms.rollout_correction import RolloutCorrection
 from unirl.types.errors import ConfigError
 
 OldLogpSource = Literal["auto", "rollout", "replay"]
@@ -19,14 +20,28 @@ class RatioAlgorithm(PenalisedAlgorithm):
         update takes them from its own forward, so its ratio is exactly 1. "rollout" trusts the engine's log-probs.
         "auto" takes the engine's after the first update where they are a replay's up to float32 rounding, and replays
         elsewhere.
-    Raises ConfigError for another word.
+    rollout_correction: weights for the gap between engine and trainer; None has none.
+    Raises ConfigError for another word, or a correction of the log-probs that are trusted.
     """
 
-    def __init__(self, reference: ReferenceKL, *, seed: int, old_logp_source: OldLogpSource) -> None:
+    def __init__(
+        self,
+        reference: ReferenceKL,
+        *,
+        seed: int,
+        old_logp_source: OldLogpSource,
+        rollout_correction: RolloutCorrection | None,
+    ) -> None:
         if old_logp_source not in get_args(OldLogpSource):
             known = ", ".join(map(repr, get_args(OldLogpSource)))
             raise ConfigError(f"algorithm.old_logp_source = {old_logp_source!r} must be one of {known}")
+        if rollout_correction is not None and old_logp_source == "rollout":
+            raise ConfigError(
+                "algorithm.rollout_correction compares a replay with the rollout. "
+                "Set algorithm.old_logp_source: replay."
+            )
         super().__init__(reference, seed=seed)
+        self.rollout_correction = rollout_correction
         self.old_logp_source: OldLogpSource = old_logp_source
         self.replays_old = old_logp_source != "rollout"
         """Whether updates after the first take their old log-probs from a replay."""
@@ -35,7 +50,7 @@ class RatioAlgorithm(PenalisedAlgorithm):
     @property
     def needs_replay(self) -> bool:
         """Whether updates after the first need more of a replay than the log-probs that a rollout has."""
-        return False
+        return self.rollout_correction is not None
 
     def trust_rollout(self) -> None:
         """Under "auto", use the rollout's log-probs after the first update, where they are all that is needed."""

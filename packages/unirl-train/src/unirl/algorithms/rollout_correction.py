@@ -1,7 +1,8 @@
-"""Correction for the gap between the engine that sampled tokens and the policy that trains on them.
+"""Correction for the gap between the engine that sampled and the policy that trains on its samples.
 
 An engine computes log-probs with other kernels, precision and, when it runs ahead, older weights; its samples are then
-another policy's. Weights of importance bring them back. Legend as in `token_losses`: B sequences, M tokens.
+another policy's. Weights of importance bring them back. Legend as in `token_losses`: B sequences, M tokens. Of images
+and videos a token is a stochastic step and a sequence the trained ones of a trajectory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.token_losses import require_choice, sequence_index, sequence_mean, sequence_sum
 from unirl.types.bounds import NonNegativeInt, bounded
 from unirl.types.errors import ConfigError
@@ -61,9 +63,10 @@ def correction_weights(
 class RolloutCorrection:
     """Weights of importance between engine and trainer; needs an anchor replayed by the trainer.
 
-    level, mode, lower, upper: see `correction_weights`.
+    level, mode, lower, upper: see `correction_weights`. Log-probs of denoising steps are the kernel's: with
+        `strategy.reduction: mean` over the N elements of a latent, the ratio is the N-th root of that of densities.
     max_staleness: samples of a policy more than this many optimizer steps behind get the weight 0; None keeps all.
-    A token with weight 0 stays in the number of terms that the loss is divided by.
+    A token or step with weight 0 stays in the number of terms that the loss is divided by.
     """
 
     level: CorrectionLevel = "token"
@@ -99,3 +102,16 @@ class RolloutCorrection:
             )
         is_fresh_M = (staleness_B.to(weight_M.device) <= self.max_staleness)[sequence_index(lengths_B)]
         return torch.where(is_fresh_M, weight_M, 0.0)
+
+
+def report_correction(metrics: RowMetrics, weight_M: Tensor) -> None:
+    """What the weights [M] of some tokens or steps come to."""
+    metrics.mean("mismatch/correction/mean", weight_M)
+    metrics.mean("mismatch/correction/dropped_fraction", (weight_M == 0).float())
+    metrics.mean("mismatch/correction/bounded_fraction", (weight_M == MAX_WEIGHT).float())
+
+
+def report_staleness(metrics: RowMetrics, staleness_B: Tensor) -> None:
+    """Optimizer steps [B] between the policies that made some samples and the one that trains on them."""
+    metrics.mean("mismatch/staleness/mean", staleness_B)
+    metrics.max("mismatch/staleness/max", staleness_B)

@@ -170,6 +170,15 @@ def units_stay_together(own: Part, run: Run) -> Messages:
             yield f"{part.at}.{key} = {value} must be a multiple of {unit}, the samples of a unit of {own.name}."
 
 
+def correction_compares_two(own: Part, run: Run) -> Messages:
+    """The correction for the gap to the engine has a replay to compare with."""
+    if own.get("rollout_correction") and own.get("old_logp_source") == "rollout":
+        yield (
+            f"{own.at}.rollout_correction compares a replay with the rollout, but {own.at}.old_logp_source = rollout. "
+            "Set old_logp_source: replay."
+        )
+
+
 RULES = (
     algorithm_has_its_steps,
     samples_are_on_policy,
@@ -179,6 +188,7 @@ RULES = (
     reward_has_gradient,
     critic_sees_rewards,
     weights_are_weights,
+    correction_compares_two,
     reference_exists,
     units_stay_together,
 )

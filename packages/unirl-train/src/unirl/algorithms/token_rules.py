@@ -29,13 +29,4 @@ def loss_has_its_length(own: Part, run: Run) -> Messages:
         )
 
 
-def correction_compares_two(own: Part, run: Run) -> Messages:
-    """The correction for the gap to the engine has a replay to compare with."""
-    if own.get("rollout_correction") and own.get("old_logp_source") == "rollout":
-        yield (
-            f"{own.at}.rollout_correction compares a replay with the rollout, but {own.at}.old_logp_source = rollout. "
-            "Set old_logp_source: replay."
-        )
-
-
-RULES = (tokens_can_be_replayed, loss_has_its_length, correction_compares_two)
+RULES = (tokens_can_be_replayed, loss_has_its_length)

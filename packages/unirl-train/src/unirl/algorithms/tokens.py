@@ -26,7 +26,7 @@ from unirl.algorithms.base import (
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm
 from unirl.algorithms.reference import KLEstimator, ReferenceKL
-from unirl.algorithms.rollout_correction import MAX_WEIGHT, RolloutCorrection
+from unirl.algorithms.rollout_correction import RolloutCorrection, report_correction, report_staleness
 from unirl.algorithms.token_losses import (
     ImportanceLevel,
     LossAggregation,
@@ -86,7 +86,7 @@ class TokenAlgorithm(RatioAlgorithm):
         constant length of seq-mean-token-sum-norm and must be given with it alone.
     advantage_clip: advantages are clamped to +- this; None leaves them.
     old_logp_source: see `RatioAlgorithm`.
-    rollout_correction: weights for the gap between engine and trainer; None has none.
+    rollout_correction: see `RatioAlgorithm`.
     mask_truncated: leave out samples that ran into the length limit, whose reward says little of what they began.
     kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`; from the sampled tokens.
     entropy_coef: weight of the entropy that is rewarded beside the surrogate.
@@ -122,11 +122,6 @@ class TokenAlgorithm(RatioAlgorithm):
                 f"algorithm.horizon = {horizon} with algorithm.loss_agg_mode = {loss_agg_mode}: the constant length "
                 "(at least 1 token, usually sampling.max_new_tokens) belongs to seq-mean-token-sum-norm alone."
             )
-        if rollout_correction is not None and old_logp_source == "rollout":
-            raise ConfigError(
-                "algorithm.rollout_correction compares a replay with the rollout. "
-                "Set algorithm.old_logp_source: replay."
-            )
         if kl_estimator not in ("k1", "k2", "k3"):
             raise ConfigError(f"algorithm.kl_estimator = {kl_estimator!r}: tokens have k1, k2 and k3")
         # No draw depends on the seed here.
@@ -134,6 +129,7 @@ class TokenAlgorithm(RatioAlgorithm):
             ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl),
             seed=0,
             old_logp_source=old_logp_source,
+            rollout_correction=rollout_correction,
         )
         self._pipeline = pipeline
         self._policies = policies
@@ -141,7 +137,6 @@ class TokenAlgorithm(RatioAlgorithm):
         self.loss_agg_mode: LossAggregation = loss_agg_mode
         self.horizon = horizon or 1
         self.advantage_clip = advantage_clip
-        self.rollout_correction = rollout_correction
         self.mask_truncated = mask_truncated
         self.entropy_coef = entropy_coef
         self._params = params
@@ -155,11 +150,6 @@ class TokenAlgorithm(RatioAlgorithm):
         if self.loss_agg_mode == "token-mean":
             return int(self._trained(track).lengths_B.sum())
         return track.batch_size
-
-    @property
-    def needs_replay(self) -> bool:
-        """Whether there are weights against the rollout."""
-        return self.rollout_correction is not None
 
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
         """What `losses` needs of the policy before the first update, [M] each: the log-probs and `anchor_fields`."""
@@ -280,12 +270,9 @@ class TokenAlgorithm(RatioAlgorithm):
             metrics.mean("mismatch/logp_absdiff/mean", gap_M)
             metrics.max("mismatch/logp_absdiff/max", gap_M)
         if "staleness" in frozen:
-            metrics.mean("mismatch/staleness/mean", frozen["staleness"])
-            metrics.max("mismatch/staleness/max", frozen["staleness"])
+            report_staleness(metrics, frozen["staleness"])
         if "correction" in frozen:
-            metrics.mean("mismatch/correction/mean", frozen["correction"])
-            metrics.mean("mismatch/correction/dropped_fraction", (frozen["correction"] == 0).float())
-            metrics.mean("mismatch/correction/bounded_fraction", frozen["correction"] == MAX_WEIGHT)
+            report_correction(metrics, frozen["correction"])
 
     def _replay(self, micro: MicroBatch) -> TokenStats:
         segment = text_segment(micro.track)

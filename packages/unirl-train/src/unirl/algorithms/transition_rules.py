@@ -59,6 +59,41 @@ def log_probs_fit(own: Part, run: Run) -> Messages:
             )
 
 
+def correction_binds(own: Part, run: Run) -> Messages:
+    """The bounds of a correction are of the size of the kernel's log-probs."""
+    kernel, correction = _kernel(own, run), own.inner.get("rollout_correction")
+    if kernel is None or correction is None or kernel.get("reduction", "mean") != "mean":
+        return
+    for key in ("lower", "upper"):
+        bound = correction.get(key)
+        if isinstance(bound, (int, float)) and abs(bound - 1) >= CLIP_OF_A_MEAN:
+            yield (
+                f"{correction.at}.{key} = {bound} with {kernel.at}.reduction = mean bounds nothing: log-probs are "
+                f"means over the N elements of a latent. Set {key} to 1 {'-' if bound < 1 else '+'} about a number of "
+                "nats divided by N (1e-3 is usual), null, or reduction: sum."
+            )
+
+
+def trajectories_are_whole(own: Part, run: Run) -> Messages:
+    """Where the steps of a sample are judged together, one forward has them all."""
+    correction = own.inner.get("rollout_correction")
+    joins = own.ability("joins_steps") or (correction is not None and correction.get("level", "token") != "token")
+    rows, steps = own.number("rows_per_forward"), num_stochastic_steps(run.sampling)
+    if not joins or rows is None or steps is None:
+        return
+    num_trained = max(int(own.get("step_fraction", 1.0) * steps + 1e-9), 1)
+    if rows % num_trained:
+        yield cut_trajectory(own.at, own.name, int(rows), num_trained)
+
+
+def cut_trajectory(place: str, name: str, rows_per_forward: int, num_steps: int) -> str:
+    """What is wrong with a number of rows that cuts the trained steps of a sample."""
+    return (
+        f"{place}.rows_per_forward = {rows_per_forward} is not a multiple of the {num_steps} trained steps of a "
+        f"sample, which {name} judges together. Change it, or set null."
+    )
+
+
 def rollout_log_probs_are_replayed_ones(own: Part, run: Run) -> Messages:
     """A clip on the rollout's log-probs of denoising steps gets those that replay would give, to float32's rounding."""
     is_clipped = "clip_range" in own.keywords and own.node.get("estimator") != "score_function"
@@ -135,4 +170,10 @@ def score_function_is_on_policy(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (log_probs_fit, rollout_log_probs_are_replayed_ones, score_function_is_on_policy)
+RULES = (
+    log_probs_fit,
+    correction_binds,
+    trajectories_are_whole,
+    rollout_log_probs_are_replayed_ones,
+    score_function_is_on_policy,
+)

@@ -26,6 +26,8 @@ from unirl.algorithms.credit import StepCredit
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm
 from unirl.algorithms.reference import KLEstimator, ReferenceKL
+from unirl.algorithms.rollout_correction import RolloutCorrection, report_correction, report_staleness
+from unirl.algorithms.transition_rules import cut_trajectory
 from unirl.sde.loop import transition_rows
 from unirl.sde.noise import keyed_permutation
 from unirl.types.bounds import NonNegative, PositiveFraction, PositiveInt, PositiveOrInf, Seed, bounded
@@ -68,11 +70,12 @@ class TransitionAlgorithm(RatioAlgorithm):
     """Base of the policy gradients: anchor, rows, credit, reference penalty. A subclass writes `surrogate`.
 
     advantage_clip: advantages are clamped to +- this; None leaves them.
-    old_logp_source: see `RatioAlgorithm`.
+    old_logp_source, rollout_correction: see `RatioAlgorithm`.
     step_fraction: share of the stochastic steps trained a sample, drawn anew for every sample (DanceGRPO: 0.6).
     credit: how a sample's advantage is spread over its steps; None gives each step all of it.
     kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`.
-    rows_per_forward: memory knob; the rows of a micro-batch are replayed in chunks of this many.
+    rows_per_forward: memory knob; the rows of a micro-batch are replayed in chunks of this many. A multiple of the
+        steps trained a sample where those are judged together (`joins_steps`, a correction whose level is not "token").
     """
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.transition_rules"
@@ -81,6 +84,8 @@ class TransitionAlgorithm(RatioAlgorithm):
     """Whether the kernel's log-prob must be a density, averaged over the elements."""
     keeps_anchor_means: ClassVar[bool] = False
     """Whether the anchor holds the transition means too (one latent a row)."""
+    joins_steps: ClassVar[bool] = False
+    """Whether the surrogate needs all trained steps of a sample in one call."""
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class TransitionAlgorithm(RatioAlgorithm):
         *,
         advantage_clip: PositiveOrInf | None = 5.0,
         old_logp_source: OldLogpSource = "auto",
+        rollout_correction: RolloutCorrection | None = None,
         step_fraction: PositiveFraction = 1.0,
         credit: StepCredit | None = None,
         kl_coef: NonNegative = 0.0,
@@ -107,6 +113,7 @@ class TransitionAlgorithm(RatioAlgorithm):
             ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl),
             seed=seed,
             old_logp_source=old_logp_source,
+            rollout_correction=rollout_correction,
         )
         self._pipeline = pipeline
         self._policies = policies
@@ -126,8 +133,8 @@ class TransitionAlgorithm(RatioAlgorithm):
 
     @property
     def needs_replay(self) -> bool:
-        """Whether transition means are compared."""
-        return self.keeps_anchor_means
+        """Whether transition means are compared, or there are weights against the rollout."""
+        return self.keeps_anchor_means or super().needs_replay
 
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Log-probs [B, C] under the policy before the first update, and means [B, C, ...] where they are kept; a row a
@@ -145,9 +152,14 @@ class TransitionAlgorithm(RatioAlgorithm):
         return anchor
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
-        """One part a chunk of rows: sum over rows of surrogate + kl_coef * KL."""
+        """One part a chunk of rows: sum over rows of correction * surrogate + kl_coef * KL.
+
+        Raises ConfigError where a chunk would cut a trajectory that is judged whole, ContractError where log-probs of
+        the rollout are needed and there are none.
+        """
         segment = micro.segment
         sample_R, step_R = self.rows(micro)
+        self._check_chunks(sample_R.numel() // segment.batch_size)
         rollout_R = self._rollout_logp(micro, sample_R, step_R)
         given_R = self.row_advantages(micro, sample_R, step_R)
         advantage_R = given_R
@@ -178,6 +190,8 @@ class TransitionAlgorithm(RatioAlgorithm):
                     progress=micro.progress,
                 )
             )
+            if self.rollout_correction is not None:
+                loss_R = loss_R * self._correction(micro, replayed_R, given_logp_R, samples, metrics)
             metrics.mean("policy/loss", loss_R)
             report_clipped(metrics, given_R[rows], self.advantage_clip)
             if replayed_R is not None and given_logp_R is not None:
@@ -239,6 +253,36 @@ class TransitionAlgorithm(RatioAlgorithm):
                 "Use old_logp_source: replay."
             )
         return rollout_R
+
+    def _check_chunks(self, num_steps: int) -> None:
+        rows, correction = self.rows_per_forward, self.rollout_correction
+        is_whole = self.joins_steps or (correction is not None and correction.level != "token")
+        if is_whole and rows is not None and rows % num_steps:
+            raise ConfigError(cut_trajectory("algorithm", type(self).__name__, rows, num_steps))
+
+    def _correction(
+        self,
+        micro: MicroBatch,
+        replayed_R: Tensor | None,
+        rollout_R: Tensor | None,
+        sample_R: Tensor,
+        metrics: RowMetrics,
+    ) -> Tensor:
+        """Weights [R] of whole samples' rows, by the gap between the trainer's log-probs and the engine's."""
+        if self.rollout_correction is None or replayed_R is None or rollout_R is None:
+            raise ContractError(
+                "algorithm.rollout_correction compares a replay with the engine's log-probs, and the engine "
+                "returned none. Set rollout_correction: null."
+            )
+        samples_B, lengths_B = sample_R.unique_consecutive(return_counts=True)
+        versions_B, staleness_B = micro.track.policy_versions, None
+        if versions_B is not None:
+            staleness_B = (self._policies.policy_version - versions_B)[samples_B]
+            report_staleness(metrics, staleness_B.float())
+        gap_R = replayed_R - rollout_R.to(replayed_R.device)
+        weight_R = self.rollout_correction.weights(gap_R, lengths_B.to(gap_R.device), staleness_B)
+        report_correction(metrics, weight_R)
+        return weight_R
 
     def _old_mean(self, micro: MicroBatch, policy: TransitionStats, rows: slice) -> Tensor | None:
         if not self.keeps_anchor_means:

@@ -10,7 +10,8 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unirl.config.signatures import MAX_DEPTH, Module, resolve_annotation
+from unirl.config.instantiation import TARGET
+from unirl.config.signatures import MAX_DEPTH, Module, may_be_mapping, resolve_annotation
 from unirl.types.bounds import Bounds
 
 Value = Any  # Any: a recipe's scalar, list or mapping
@@ -67,8 +68,10 @@ def _judge_name(value: Value, name: str, module: Module, depth: int) -> tuple[bo
         return isinstance(value, str), "a path"
     resolved, where = resolve_annotation(name, module)
     if isinstance(resolved, ast.ClassDef):
-        # Objects come from `_target_`; a list or mapping may still be what a builder accepts.
-        return (False if isinstance(value, (str, int, float, bool)) else None), f"a {name} (a mapping with _target_)"
+        # Objects come from `_target_`; a list may still be what a builder accepts.
+        is_plain = isinstance(value, (str, int, float, bool))
+        is_bare = isinstance(value, Mapping) and TARGET not in value and not may_be_mapping(resolved, where)
+        return (False if is_plain or is_bare else None), f"a {name} (a mapping with _target_)"
     if resolved is not None:
         return _judge(value, resolved, where, depth + 1)
     return None, name

@@ -305,6 +305,14 @@ def _bases(node: ast.ClassDef, module: Module) -> list[tuple[ast.ClassDef | None
     return found
 
 
+def may_be_mapping(node: ast.ClassDef, module: Module, depth: int = 0) -> bool:
+    """Whether a mapping may be an object of the class: one of its bases is a mapping, or cannot be read."""
+    return depth > MAX_DEPTH or any(
+        base is None or base.name in ("Mapping", "MutableMapping", "dict") or may_be_mapping(base, where, depth + 1)
+        for base, where in _bases(node, module)
+    )
+
+
 def _constants(node: ast.ClassDef, module: Module) -> dict[str, object]:
     """Class attributes with a literal value, or the name of a constant with one, of this module or imported."""
     found: dict[str, object] = {}

@@ -1,0 +1,57 @@
+"""What `check` says of `algorithm.rollout_correction` on denoising steps."""
+
+import re
+
+import pytest
+
+from unirl.app.environment import register_resolvers
+from unirl.config.check import check_recipe
+from unirl.config.recipes import compose, resolve
+from unirl.types.errors import ConfigError
+
+from .changed_recipes import changed
+
+PATH = "unirl.algorithms.rollout_correction.RolloutCorrection"
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    """Flow-GRPO on shapes."""
+    register_resolvers()
+    return resolve(compose("diffusion/sd3_shapes_flowgrpo"))
+
+
+def corrected(recipe, changes, correction):
+    """The recipe with other values and a correction."""
+    return changed(recipe, {"algorithm.rollout_correction": {"_target_": PATH, **correction}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "correction", "message"),
+    [
+        ({}, {}, "algorithm.rollout_correction.upper = 2.0 with pipeline.strategy.reduction = mean bounds nothing"),
+        ({}, {"lower": 0.5, "upper": 1.001}, "lower = 0.5 with pipeline.strategy.reduction = mean bounds nothing"),
+        ({"algorithm.old_logp_source": "rollout"}, {"upper": 1.001}, "compares a replay with the rollout"),
+        (
+            {"algorithm.rows_per_forward": 4},
+            {"upper": 1.001, "level": "sequence"},
+            "algorithm.rows_per_forward = 4 is not a multiple of the 6 trained steps of a sample",
+        ),
+    ],
+)
+def test_a_correction_that_cannot_work_is_refused(recipe, changes, correction, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(corrected(recipe, changes, correction))
+
+
+@pytest.mark.parametrize(
+    ("changes", "correction"),
+    [
+        ({}, {"upper": 1.001}),
+        ({"pipeline.strategy.reduction": "sum", "algorithm.clip_range": 0.2}, {}),
+        ({"algorithm.rows_per_forward": 4}, {"upper": 1.001}),
+        ({"algorithm.rows_per_forward": 12}, {"upper": 1.001, "level": "sequence"}),
+    ],
+)
+def test_a_correction_of_the_right_size_is_accepted(recipe, changes, correction):
+    check_recipe(corrected(recipe, changes, correction))
