@@ -53,6 +53,15 @@ def test_both_sides_know_the_same_families():
     assert list(NATIVE) == list(SERVED)
 
 
+def test_layers_of_adapters_have_the_names_of_vllm_omni():
+    wan, sd3 = NATIVE["WanPipeline"], NATIVE["StableDiffusion3Pipeline"]
+    own = wan.layer_name("base_model.model.blocks.1.attn2.to_out.0.lora_A.weight")
+    assert own == "base_model.model.blocks.1.attn2.to_out.lora_A.weight"
+    layers = ("attn1.to_q", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+    assert [wan.layer_name(name) for name in layers] == ["attn1.to_q", "to_out", "ffn.net_0.proj", "ffn.net_2"]
+    assert [sd3.layer_name(name) for name in layers] == list(layers)
+
+
 @pytest.mark.parametrize("side", [1, 2])
 def test_tokens_are_rows_of_patches_whose_channel_comes_first(side):
     latents = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6).float()

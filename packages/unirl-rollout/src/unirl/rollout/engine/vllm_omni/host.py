@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unirl.rollout.engine.child.messages import Start
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
+from unirl.rollout.engine.served_latents.folder import served_class
 from unirl.rollout.engine.served_latents.host import LatentsHost
 from unirl.rollout.engine.vllm_omni.messages import Ready
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 
 _PACKAGE = __name__.rpartition(".")[0]
@@ -37,6 +41,7 @@ class EngineHost(LatentsHost):
             **options,
         )
         self._facts = self._ask("unirl_describe")
+        self._native = NATIVE[served_class(Path(start.model), NATIVE, self.engine)]
         self._adapter: Any = None  # Any: vLLM-Omni's own
         self._num_adapters = 0
         super().__init__(start, self._facts["dtype"])
@@ -71,13 +76,26 @@ class EngineHost(LatentsHost):
 
     def _act_with(self, folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
         self._num_adapters += 1
-        num_layers: int = self._ask("unirl_load_adapter", str(folder), self._num_adapters)["num_layers"]
+        number, last = self._num_adapters, self._adapter
+        own = self._renamed(folder, config, self._scratch / f"adapter-{number}")
+        num_layers: int = self._ask("unirl_load_adapter", str(own), number)["num_layers"]
         if 2 * num_layers != len(tensors):
             raise WeightSyncError(
                 f"an adapter of {len(tensors) // 2} layers was sent, vLLM-Omni acts with {num_layers}"
             )
-        self._adapter = self._omni.adapter_request(str(folder), self._num_adapters)
+        self._adapter = self._omni.adapter_request(str(own), number)
+        if last is not None:
+            shutil.rmtree(last.lora_path)
         return num_layers
+
+    def _renamed(self, sent: Path, config: Mapping[str, Any], own: Path) -> Path:
+        """A copy of the adapter that was sent, which other instances read too, under vLLM-Omni's names."""
+        name, weights = self._native.layer_name, "adapter_model.safetensors"
+        own.mkdir()
+        save_file({name(key): tensor for key, tensor in load_file(sent / weights).items()}, own / weights)
+        renamed = {**config, "target_modules": [name(layers) for layers in config["target_modules"]]}
+        (own / "adapter_config.json").write_text(json.dumps(renamed), encoding="utf-8")
+        return own
 
     def _sleep(self, level: int) -> None:
         self._rpc("sleep", level)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,15 @@ class Native:
     """p where the transformer takes and gives tokens, 0 where latents."""
     normalises_guidance: bool = False
     """Whether each token of a guided velocity gets the norm of the conditional one."""
+    renamed_layers: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names of linear layers in checkpoints, by what vLLM-Omni calls them otherwise: its loaders of weights
+    rename them, that of adapters does not."""
+
+    def layer_name(self, name: str) -> str:
+        """vLLM-Omni's name of a layer, of a tensor in it, or of layers that end alike."""
+        for theirs, own in self.renamed_layers.items():
+            name = name.replace(theirs, own)
+        return name
 
     def build(self, od_config: Any) -> Any:  # Any: vLLM-Omni's own
         """The transformer that a configuration of vLLM-Omni describes, without weights."""
@@ -142,11 +151,17 @@ NATIVE: Mapping[str, Native] = {
         _qwen_image,
         token_side=2,
         normalises_guidance=True,
+        renamed_layers={"to_out.0": "to_out"},
     ),
     "Flux2KleinPipeline": Native(
         "flux2_klein.flux2_klein_transformer", "Flux2Transformer2DModel", _flux2_klein, token_side=1
     ),
-    "WanPipeline": Native("wan2_2.wan2_2_transformer", "WanTransformer3DModel", _wan),
+    "WanPipeline": Native(
+        "wan2_2.wan2_2_transformer",
+        "WanTransformer3DModel",
+        _wan,
+        renamed_layers={"to_out.0": "to_out", "ffn.net.0.": "ffn.net_0.", "ffn.net.2": "ffn.net_2"},
+    ),
     "HunyuanVideo15Pipeline": Native(
         "hunyuan_video.hunyuan_video_15_transformer", "HunyuanVideo15Transformer3DModel", _hunyuan_video15
     ),
