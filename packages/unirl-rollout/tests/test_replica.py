@@ -86,6 +86,17 @@ def test_weights_change_when_a_push_is_finished_and_not_before():
     assert torch.equal(pipeline.layer.weight, torch.ones(3, 3))
 
 
+def test_pushes_and_weights_take_turns_with_two_pieces_of_memory():
+    engine, pipeline = replica()
+    places = [pipeline.layer.weight.data_ptr()]
+    for version in range(1, 5):
+        pushed = torch.full((3, 3), float(version))
+        push(engine, pushed, version)
+        assert torch.equal(pipeline.layer.weight, pushed) and pipeline.layer.weight.data_ptr() != pushed.data_ptr()
+        places.append(pipeline.layer.weight.data_ptr())
+    assert places[0] == places[2] == places[4] != places[1] == places[3]
+
+
 def test_an_adapter_adds_its_term_until_the_next_push():
     engine, pipeline = replica()
     base = pipeline.layer.weight.detach().clone()

@@ -65,14 +65,19 @@ class ReplicaWeights:
 
     @torch.no_grad()
     def finish(self, policy_version: int, policy: str | None) -> WeightReceipt:
-        """Put what was received in the place of the weights, and take an adapter off."""
+        """Put what was received in the place of the weights, and take an adapter off. Where memory is alike the two
+        change places, and the weights of before are the next push's."""
         received, self._received = self._received, {}
         push = self.pushes.finish(policy_version)
+        parameters = qualified({name: dict(module.named_parameters()) for name, module in self._modules.items()})
         own = self._tensors()
         with self.pushes.loading(policy_version, policy):
             self._remove_adapter()
             for name, tensor in received.items():
-                own[name].copy_(tensor)
+                if name in parameters and _are_alike(parameters[name], tensor):
+                    received[name], parameters[name].data = parameters[name].data, tensor
+                else:
+                    own[name].copy_(tensor)
         self._scratch = {name: tensor for name, tensor in received.items() if tensor.device.type == "cpu"}
         return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, push.num_tensors)
 
@@ -139,6 +144,10 @@ def _with_adapter(
     """W x + (alpha / r) B A x in peft's order of operations, so that the bits are those of the trainer."""
     low_rank = functional.linear(inputs[0].to(factors[_A].dtype), factors[_A])
     return (output + functional.linear(low_rank, factors[_B]) * scale).to(output.dtype)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return (one.device, one.dtype, one.shape, one.stride()) == (other.device, other.dtype, other.shape, other.stride())
 
 
 def _device(module: nn.Module) -> torch.device:
