@@ -125,6 +125,17 @@ MISTAKES = [
         {"sampling.branch_steps": None, "sampling.branch_factors": None},
         "BranchGRPO trains on trees, but sampling.branch_steps = null",
     ),
+    (
+        "branchgrpo",
+        {
+            "algorithm.rollout_correction": {
+                "_target_": "unirl.algorithms.rollout_correction.RolloutCorrection",
+                "level": "sequence",
+                "upper": 1.01,
+            }
+        },
+        "algorithm.rollout_correction.level: samples share steps",
+    ),
     ("branchgrpo", {"sampling.sde_indices": [0, 2]}, "branch_steps [4] are not stochastic"),
     ("branchgrpo", {"sampling.branch_steps": [1, 2, 4]}, "stochastic steps [0] lie before the first of"),
     (

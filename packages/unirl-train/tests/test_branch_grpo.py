@@ -16,6 +16,7 @@ from transition_cases import close, micro_of, run, segment_of
 
 from unirl.algorithms.branch_grpo import BranchGRPO, edge_advantages, edges
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.rollout_correction import RolloutCorrection
 from unirl.types.branching import Branching
 from unirl.types.errors import ConfigError, ContractError
 
@@ -195,5 +196,7 @@ def test_what_is_no_tree_is_refused():
         made.algorithm.rows(micro_of(track.select([0, 1, 2, 6, 7, 8])))
     with pytest.raises(ConfigError, match=r"algorithm.step_fraction = 0.5: samples that share a step"):
         setup(BranchGRPO, samples_per_tree=LEAVES, step_fraction=0.5)
+    with pytest.raises(ConfigError, match=r"rollout_correction.level: samples share steps"):
+        setup(BranchGRPO, samples_per_tree=LEAVES, rollout_correction=RolloutCorrection(level="sequence", upper=1.1))
     with pytest.raises(ConfigError, match=r"edge_scale = 'width' must be one of depth, leaves"):
         setup(BranchGRPO, samples_per_tree=LEAVES, edge_scale="width")

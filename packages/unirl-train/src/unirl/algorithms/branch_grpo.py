@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import MicroBatch
+from unirl.algorithms.branch_rules import SHARED_STEPS_ARE_WEIGHED_ALONE
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.branching import Branching
@@ -59,6 +60,8 @@ class BranchGRPO(DiffusionGRPO):
                 f"algorithm.step_fraction = {self.step_fraction}: samples that share a step cannot draw it each for "
                 "themselves. Set it to 1, and make fewer steps stochastic."
             )
+        if self.rollout_correction is not None and self.rollout_correction.level != "token":
+            raise ConfigError(f"algorithm.rollout_correction.{SHARED_STEPS_ARE_WEIGHED_ALONE}")
         self.edge_scale: EdgeScale = edge_scale
 
     def num_terms(self, track: RolloutTrack) -> int:

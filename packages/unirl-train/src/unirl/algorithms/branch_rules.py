@@ -18,6 +18,13 @@ def trees_are_sampled(own: Part, run: Run) -> Messages:
             f"{own.at}.step_fraction = {fraction}: samples that share a step cannot draw it each for themselves. Set "
             "it to 1, and make fewer steps stochastic by sampling.scheduler."
         )
+    correction = own.inner.get("rollout_correction")
+    if correction is not None and correction.get("level") != "token":
+        yield f"{correction.at}.{SHARED_STEPS_ARE_WEIGHED_ALONE}"
 
+
+SHARED_STEPS_ARE_WEIGHED_ALONE = (
+    "level: samples share steps, so a weight of a whole trajectory would be several for one step. Set level: token."
+)
 
 RULES = (trees_are_sampled,)
