@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from unirl.app.conformance.small_models import write_hunyuan_video15, write_qwen_image
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
@@ -20,7 +24,7 @@ Kind = Literal["latents", "text"]
 
 @dataclass(frozen=True)
 class Model:
-    """A small model that comes with the trainer."""
+    """A small model that comes with the trainer, or is written for the matrix."""
 
     kind: Kind
     part: str
@@ -29,15 +33,17 @@ class Model:
     """Of parts/reward."""
     shows_media: bool = False
     """Whether its prompts come with pictures."""
-    settings: Mapping[str, Any] | None = None  # Any: values of a recipe
-    """What it needs beside its part."""
+    write: Callable[[Path], None] | None = None
+    """Writes its checkpoint; None where that comes with the trainer."""
 
 
 MODELS: Mapping[str, Model] = {
     "sd3": Model("latents", "sd3_shapes", "shapes"),
     "flux2_klein": Model("latents", "flux2_klein_shapes", "shapes"),
     "qwen_image_edit": Model("latents", "qwen_image_edit_shapes", "edits", shows_media=True),
+    "qwen_image": Model("latents", "qwen_image_small", "shapes", write=write_qwen_image),
     "wan21": Model("latents", "wan21_moves", "moves"),
+    "hunyuan_video15": Model("latents", "hunyuan_video15_small", "moves", write=write_hunyuan_video15),
     "qwen3": Model("text", "qwen3_arithmetic", "arithmetic"),
     "qwen_vl": Model("text", "qwen_vl_shapes", "shapes_questions", shows_media=True),
 }
@@ -66,6 +72,7 @@ ENGINES: Mapping[Kind, Mapping[str, Engine]] = {
         "trainside": Engine(None, {"forward_batch_size": 16}),
         "replica": Engine("replica", {"forward_batch_size": 16}),
         "sglang": Engine("sglang_diffusion", {"forward_batch_size": 16}, "environments/sglang-cpu", "sglang"),
+        "vllm_omni": Engine("vllm_omni", {"forward_batch_size": 16}, "environments/vllm-omni-cpu", "vllm-omni"),
     },
     "text": {
         "trainside": Engine("text_trainside", {"forward_batch_size": 16}),
@@ -145,7 +152,9 @@ def recipe_of(model: str, engine: str, algorithm: str, *, train: str = "full") -
         settings.setdefault("sync", {})["_target_"] = "unirl.distributed.weight_sync.lora.LoraWeightSync"
         if where.environment is not None:
             settings["engine"]["max_lora_rank"] = "${backend.lora.rank}"
-    merged = _merged(_merged(settings, how.settings), own.settings or {})
+    if own.write is not None:
+        settings["bundle"] = {"pretrained_model": str(_written(own.write))}
+    merged = _merged(settings, how.settings)
     register_resolvers()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.yaml"
@@ -154,6 +163,15 @@ def recipe_of(model: str, engine: str, algorithm: str, *, train: str = "full") -
         recipe = resolve(compose(str(path)))
     check_recipe(recipe)
     return recipe
+
+
+@cache
+def _written(write: Callable[[Path], None]) -> Path:
+    """The folder of a checkpoint, written once in this process, which removes it at its end."""
+    folder = Path(tempfile.mkdtemp(prefix="unirl-conformance-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write(folder / "checkpoint")
+    return folder / "checkpoint"
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

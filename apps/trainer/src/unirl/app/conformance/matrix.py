@@ -22,6 +22,8 @@ from unirl.app.conformance.checks import (
     named_policy,
     push_gap,
 )
+from unirl.app.environment import this_machine
+from unirl.config.check import check_recipe
 from unirl.distributed.runtime import LocalRuntime
 from unirl.trainer.versions import versions
 from unirl.trainer.wiring import make_runtime, make_trainer
@@ -91,11 +93,12 @@ def _row(model: str, engine: str) -> Iterator[tuple[str, Cell]]:
     for algorithm in ALGORITHMS[kind]:
         try:
             recipe = recipe_of(model, engine, algorithm)
+            check_recipe(recipe, this_machine())
         except ConfigError as error:
             yield f"learns: {algorithm}", {"n/a": str(error).splitlines()[0]}
             continue
         try:
-            with _running(recipe) as run:
+            with running(recipe) as run:
                 yield f"learns: {algorithm}", learns(run)
                 if run.trainer.collector.rollout_policy is not None:
                     yield "named policy", _cell(named_policy(run))
@@ -112,17 +115,18 @@ def _adapter_push(model: str, engine: str, algorithm: str) -> Cell:
     """After two steps on LoRA, so that the adapter does something."""
     try:
         recipe = recipe_of(model, engine, algorithm, train="lora")
+        check_recipe(recipe, this_machine())
     except ConfigError as error:
         return {"n/a": str(error).splitlines()[0]}
     try:
-        with _running(recipe) as run:
+        with running(recipe) as run:
             return _cell(push_gap(run)) if learns(run) else False
     except UniRLError as error:
         return _failed(error)
 
 
 @contextmanager
-def _running(recipe: Recipe) -> Generator[Running]:
+def running(recipe: Recipe) -> Generator[Running]:
     """The recipe built in this process."""
     with tempfile.TemporaryDirectory() as folder, make_runtime(recipe, Path(folder)) as runtime:
         if not isinstance(runtime, LocalRuntime):
@@ -175,7 +179,7 @@ def _got_worse(before: Cell, now: Cell | None) -> str | None:
 def merged(found: Table, reference: Table) -> Table:
     """What was measured, with the reference's rows of models and engines that were not."""
     cells = {
-        model: {**reference["cells"].get(model, {}), **found["cells"].get(model, {})}
+        model: _by_engine({**reference["cells"].get(model, {}), **found["cells"].get(model, {})})
         for model in _in_order([*reference["cells"], *found["cells"]])
     }
     known = {engine for row in cells.values() for engine in row}
@@ -186,6 +190,10 @@ def merged(found: Table, reference: Table) -> Table:
 
 def _in_order(models: Sequence[str]) -> list[str]:
     return [model for model in MODELS if model in models]
+
+
+def _by_engine(rows: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+    return {name: rows[name] for name in engine_names() if name in rows}
 
 
 def engine_names() -> tuple[str, ...]:
