@@ -1065,6 +1065,7 @@ def test_a_file_that_is_not_yaml_says_where(tmp_path):
         (b"defaults: [/diffusion/sd3_shapes, self]", "Did you mean _self_?"),
         (b"defaults: [/diffusion/sd3_shapes]\nseed: 3", "do not say where its own values come. Add _self_ as the last"),
         (b"defaults: /diffusion/sd3_shapes", "defaults must be a list (got str). Write defaults as a list of names"),
+        (b"defaults: [wrong, _self_]", "its defaults include one another without an end. Name each file once"),
         (b"defaults: [3]", "Unsupported type in defaults : int. Write defaults as a list of names"),
         (b"- a\n- b", "must be a DictConfig, got ListConfig"),
         (

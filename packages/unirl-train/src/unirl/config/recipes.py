@@ -109,6 +109,11 @@ def _composed(name: str, overrides: list[Override], extra: list[str], recipe: st
             config = hydra_compose(config_name=name, overrides=[*extra, *lines]) if lines else base
     except ConfigError:
         raise
+    except RecursionError:  # of which Hydra would show thousands of lines
+        raise ConfigError(
+            f"recipe {recipe}: its defaults include one another without an end. Name each file once, and none that "
+            "names the file itself (`override` replaces a group inside the files that it names, too)."
+        ) from None
     except UserWarning as error:
         raise ConfigError(
             f"recipe {recipe}: its defaults do not say where its own values come. Add _self_ as the last of them."
