@@ -162,7 +162,7 @@ def test_a_model_without_template_gets_its_placeholders_first(tmp_path):
     folder = save_vision_model(qwen_vl("qwen3_vl"), tmp_path, chat_template=None)
     pipeline: Any = QwenVLPipeline(QwenVLBundle(str(folder)))
     assert (
-        pipeline.adapter.prompt_tokens("hi", num_images=1)
+        pipeline.adapter.prompt_with("hi", {"image": 1})
         == pipeline.bundle.tokenizer("<|vision_start|><|image_pad|><|vision_end|>hi")["input_ids"]
     )
 
@@ -199,14 +199,14 @@ def test_fewer_pixels_make_shorter_prompts(pipeline):
 def test_images_stand_where_the_text_says_so(pipeline):
     adapter: Any = pipeline.adapter
     decode = pipeline.bundle.tokenizer.decode
-    marked = decode(adapter.prompt_tokens("see <image> and <image>.", num_images=2))
+    marked = decode(adapter.prompt_with("see <image> and <image>.", {"image": 2}))
     one = "<|vision_start|><|image_pad|><|vision_end|>"
     assert marked == f"<|im_start|>user\nsee {one} and {one}.<|im_end|>\n<|im_start|>assistant\n"
-    leading = adapter.prompt_tokens("<image><image>hi", num_images=2)
-    assert leading == adapter.prompt_tokens("hi", num_images=2)
-    assert "<image>" in decode(adapter.prompt_tokens("<image>", num_images=0))
+    leading = adapter.prompt_with("<image><image>hi", {"image": 2})
+    assert leading == adapter.prompt_with("hi", {"image": 2})
+    assert "<image>" in decode(adapter.prompt_with("<image>", {"image": 0}))
     with pytest.raises(ConfigError, match="a prompt with 2 images says <image> 1 times: 'a <image>'"):
-        adapter.prompt_tokens("a <image>", num_images=2)
+        adapter.prompt_with("a <image>", {"image": 2})
 
 
 def test_equal_prompts_are_read_once_and_others_are_not_mistaken_for_them(pipeline):

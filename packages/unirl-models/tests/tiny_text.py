@@ -3,6 +3,7 @@
 Any stands for classes of transformers, which it types as unions with placeholders.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ SPECIAL = (
     "<|vision_end|>",
     "<|image_pad|>",
     "<|video_pad|>",
+    "<|audio_start|>",
+    "<|audio_end|>",
+    "<|audio_pad|>",
 )
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -75,6 +79,7 @@ def save_text_model(model: Any, folder: Path, *, chat_template: str | None = TEM
 VISION_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -127,6 +132,85 @@ def qwen_vl(model_type: str, **changes: Any) -> Any:
     return transformers.Qwen3VLForConditionalGeneration(
         transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **shared)
     )
+
+
+def qwen3_omni(**changes: Any) -> Any:
+    """A Thinker: two decoder layers of width 64 with four experts, an audio and a vision encoder of two layers each.
+
+    changes: of the text part.
+    """
+    ids = text_tokenizer().convert_tokens_to_ids
+    torch.manual_seed(0)
+    text: dict[str, Any] = {
+        "vocab_size": 288,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [4, 6, 6],
+            "mrope_interleaved": True,
+            "rope_theta": 1e4,
+        },
+        "eos_token_id": ids(END),
+        "pad_token_id": ids(SPECIAL[0]),
+        **changes,
+    }
+    audio: dict[str, Any] = {
+        "num_mel_bins": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "d_model": 32,
+        "output_dim": 64,
+        "downsample_hidden_size": 8,
+        "initializer_range": 0.1,
+    }
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 16,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+        "initializer_range": 0.1,
+    }
+    config = transformers.Qwen3OmniMoeThinkerConfig(
+        text_config=text,
+        audio_config=audio,
+        vision_config=vision,
+        **{
+            f"{name}_token_id": ids(f"<|{word}|>")
+            for name, word in (
+                ("audio", "audio_pad"),
+                ("audio_start", "audio_start"),
+                ("image", "image_pad"),
+                ("video", "video_pad"),
+                ("vision_start", "vision_start"),
+                ("vision_end", "vision_end"),
+            )
+        },
+    )
+    return transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+
+
+def save_omni_model(model: Any, folder: Path, *, chat_template: str | None = VISION_TEMPLATE) -> Path:
+    """As `save_vision_model`, with the feature extractor's values in the same file."""
+    save_vision_model(model, folder, chat_template=chat_template)
+    path = folder / "preprocessor_config.json"
+    hears = transformers.WhisperFeatureExtractor(feature_size=model.config.audio_config.num_mel_bins)
+    path.write_text(json.dumps({**hears.to_dict(), **json.loads(path.read_text())}))
+    return folder
 
 
 def save_vision_model(model: Any, folder: Path, *, chat_template: str | None = VISION_TEMPLATE) -> Path:

@@ -154,8 +154,8 @@ def test_pictures_choices_and_scores_of_csv_cells_are_paths_or_json(tmp_path):
         ("p.jsonl", '{"prompt": "a", "media": [{"uri": "x"}]}\n', "needs exactly modality, role, uri"),
         (
             "p.jsonl",
-            lines({"prompt": "a", "media": [{"modality": "audio", "role": "condition", "uri": "x"}]}),
-            "p.jsonl:1: picture 1 is (audio, condition); (modality, role) is one of",
+            lines({"prompt": "a", "media": [{"modality": "smell", "role": "condition", "uri": "x"}]}),
+            "p.jsonl:1: picture 1 is (smell, condition); (modality, role) is one of",
         ),
         (
             "p.jsonl",

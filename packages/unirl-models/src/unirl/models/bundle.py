@@ -12,6 +12,8 @@ class Bundle:
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     reads_media: ClassVar[bool] = False
     """Whether the model is conditioned on images or videos of a request beside its text."""
+    reads_audio: ClassVar[bool] = False
+    """Whether it hears the sound of a request beside its text."""
     needs_media: ClassVar[bool] = False
     """Whether it makes nothing without them."""
     needed_videos: ClassVar[tuple[str, ...]] = ()

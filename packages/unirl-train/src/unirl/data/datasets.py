@@ -6,7 +6,7 @@ the list under `prompts`, `prompt` or `caption`; `.csv` has a header and one row
 written by `save_to_disk`.
 
 The pictures of a prompt are `media`, or `images`: paths, or what tables hold in their place, {bytes, path}. A video
-among `media` is a folder of pictures.
+among `media` is a folder of pictures. The sound of a prompt is `audio`, a WAV file likewise.
 A row with `choices` is a multiple-choice question, see `unirl.data.choices`.
 """
 
@@ -16,13 +16,13 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from unirl.data.choices import multiple_choice
 from unirl.data.comma_separated import read_csv
-from unirl.data.media import SLOTS, MediaRef, frames_of, picture_problem
+from unirl.data.media import SLOTS, MediaRef, frames_of, picture_problem, sound_problem
 from unirl.types.errors import DataError
 from unirl.types.preference import IMAGES, SCORES
 
@@ -32,6 +32,7 @@ QUESTION_KEYS = ("problem", "question")
 MEDIA = "media"
 MEDIA_KEYS = (MEDIA, "media_refs")
 LIST_KEYS = ("prompts", *TEXT_KEYS)
+AUDIO = "audio"
 MEDIA_FIELDS = ("modality", "role", "uri")
 CHOICES, ANSWER = "choices", "answer"
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
@@ -120,7 +121,15 @@ def _prompt_id(value: Mapping[str, Row], index: int, path: Path, where: str) -> 
 
 
 def _metadata(value: Mapping[str, Row], text_key: str, where: str) -> dict[str, Row]:
-    read = {text_key, *TEXT_KEYS, *MEDIA_KEYS, "prompt_id", "metadata", *({IMAGES} if _shows_images(value) else ())}
+    read = {
+        text_key,
+        *TEXT_KEYS,
+        *MEDIA_KEYS,
+        AUDIO,
+        "prompt_id",
+        "metadata",
+        *({IMAGES} if _shows_images(value) else ()),
+    }
     extra = {key: item for key, item in value.items() if key not in read}
     given = value.get("metadata")
     if given is None:
@@ -147,21 +156,32 @@ def _shows_images(value: Mapping[str, Row]) -> bool:
 def _media(value: Mapping[str, Row], path: Path, where: str) -> tuple[MediaRef, ...]:
     keys = (*MEDIA_KEYS, *((IMAGES,) if _shows_images(value) else ()))
     present = [key for key in keys if value.get(key) is not None]
+    folder = str(path.absolute().parent)
+    heard = () if value.get(AUDIO) is None else (_sound_ref(value[AUDIO], folder, where),)
     if not present:
-        return ()
+        return heard
     if len(present) > 1:
         raise DataError(f"{where}: the row has both `{present[0]}` and `{present[1]}`; give one.")
-    items, folder = value[present[0]], str(path.absolute().parent)
+    items = value[present[0]]
     if not isinstance(items, list) or not items:
         raise DataError(f"{where}: {present[0]} must be a list of at least one picture.")
     read = _image_ref if present[0] == IMAGES else _media_ref
     named = [read(item, folder, f"{where}: picture {number}") for number, item in enumerate(items, start=1)]
     refs = tuple(part for ref in named for part in (_frames(ref, where) if ref.modality == "video" else (ref,)))
     for ref in refs:
-        problem = picture_problem(ref)
+        problem = sound_problem(ref) if ref.modality == AUDIO else picture_problem(ref)
         if problem is not None:
-            raise DataError(f"{where}: the picture {ref.uri} {problem}. Mend its path or remove the row.")
-    return refs
+            kind = "sound" if ref.modality == AUDIO else "picture"
+            raise DataError(f"{where}: the {kind} {ref.uri} {problem}. Mend its path or remove the row.")
+    return (*refs, *heard)
+
+
+def _sound_ref(item: Row, folder: str, where: str) -> MediaRef:
+    ref = replace(_image_ref(item, folder, f"{where}: audio"), modality=AUDIO)
+    problem = sound_problem(ref)
+    if problem is not None:
+        raise DataError(f"{where}: the sound {ref.uri} {problem}. Mend its path or remove the row.")
+    return ref
 
 
 def _media_ref(item: Row, folder: str, where: str) -> MediaRef:

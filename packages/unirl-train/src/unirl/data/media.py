@@ -1,9 +1,11 @@
-"""Where the pictures of prompts lie, and whether they can be read: from the heads of their files, without torch."""
+"""Where the pictures and sounds of prompts lie, and whether they can be read: from the heads of their files, without
+torch."""
 
 from __future__ import annotations
 
 import io
 import re
+import wave
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -21,9 +23,12 @@ SLOTS = {
     ("video", "pose"): "pose",
     ("video", "face"): "face",
     ("video", "background"): "background",
+    ("audio", "condition"): "audio",
 }
 """What media are and what they are to their prompt, and the slot of a request that they become: something to look at or
-to change, white where something is to be filled, a motion to follow, or a scene to be put into."""
+to change, white where something is to be filled, a motion to follow, a scene to be put into, or something to hear."""
+SAMPLE_BYTES = (1, 2, 3, 4)
+"""Of one number in a WAV file."""
 Box = tuple[int, int, int, int]
 """Left, top, width, height."""
 UNREADABLE = (OSError, UnidentifiedImageError, Image.DecompressionBombError)
@@ -32,7 +37,7 @@ UNREADABLE = (OSError, UnidentifiedImageError, Image.DecompressionBombError)
 
 @dataclass(frozen=True)
 class MediaRef:
-    """A picture that a prompt is about, or a frame of a video. `unirl.data.pictures` reads it."""
+    """A picture that a prompt is about, a frame of a video, or a sound. `unirl.data.pictures` and `sounds` read it."""
 
     modality: str
     role: str
@@ -67,6 +72,23 @@ def picture_problem(ref: MediaRef) -> str | None:
     if isinstance(size, str):
         return size
     return None if box is None else part_problem(box, size)
+
+
+def sound_problem(ref: MediaRef) -> str | None:
+    """What is wrong with a sound, from the head of its file alone; None where nothing is."""
+    path = ref.place()[0]
+    try:
+        with wave.open(path if ref.data is None else io.BytesIO(ref.data)) as file:
+            if file.getsampwidth() not in SAMPLE_BYTES:
+                return f"has samples of {file.getsampwidth()} bytes; a WAV file has {SAMPLE_BYTES}"
+            return None if file.getnframes() else "is empty"
+    except FileNotFoundError:
+        return f"does not exist ({path})"
+    except (OSError, EOFError, wave.Error) as error:
+        return (
+            f"cannot be read as a WAV file of integer samples: {error or 'it ends too early'}. Make one, as with "
+            "ffmpeg -i IN -ac 1 -ar 16000 OUT.wav"
+        )
 
 
 def part_problem(box: Box, size: tuple[int, int]) -> str | None:

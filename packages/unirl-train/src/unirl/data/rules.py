@@ -76,6 +76,13 @@ def media_reaches_the_model(name: str, path: str, rows: Sequence[PromptRow], run
     if not with_media:
         return
     yield from videos_fit(name, path, rows, run)
+    heard = [row.prompt_id for row in rows if any(ref.modality == "audio" for ref in row.media)]
+    for part, ability in ((run.policy.bundle, "reads_audio"), (run.engine, "takes_audio")):
+        if heard and not part.ability(ability):
+            yield (
+                f"{name} = {path}: {len(heard)} rows ({', '.join(heard[:4])}) bring a sound, but {part.at} {part.name} "
+                f"has none of them reach the model ({ability}). Take the sounds out, or choose another."
+            )
     most = run.policy.bundle.ability("most_images")
     crowded = [row.prompt_id for row in rows if most is not None and _num_conditions(row) > most]
     if crowded:

@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from unirl.data.data_source import PromptRow
+from unirl.data.datasets import AUDIO
 from unirl.data.media import SLOTS
 from unirl.data.pictures import prompt_pictures
+from unirl.data.sounds import prompt_sounds
 from unirl.sde.schedule import compressed_tail
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_keys
@@ -51,8 +53,8 @@ def shortened(params: DiffusionSamplingParams, sigmas: Tensor) -> tuple[Diffusio
 
 
 def inputs_of(rows: Sequence[PromptRow]) -> dict[str, Primitive]:
-    """What the rows give to a model, one entry per row: their texts, and their pictures and frames of videos in the
-    slots of `unirl.data.media.SLOTS`, which a model reads or refuses.
+    """What the rows give to a model, one entry per row: their texts, and their pictures, frames of videos and sounds in
+    the slots of `unirl.data.media.SLOTS`, which a model reads or refuses.
 
     Raises DataError for a picture that cannot be read any more.
     """
@@ -60,7 +62,7 @@ def inputs_of(rows: Sequence[PromptRow]) -> dict[str, Primitive]:
     for kind, slot in SLOTS.items():
         pictures = [[ref for ref in row.media if (ref.modality, ref.role) == kind] for row in rows]
         if any(pictures):
-            primitives[slot] = prompt_pictures(pictures)
+            primitives[slot] = prompt_sounds(pictures) if slot == AUDIO else prompt_pictures(pictures)
     return primitives
 
 

@@ -150,6 +150,24 @@ class ImagePatchCondition(Condition):
 
 
 @dataclass(kw_only=True, eq=False)
+class SoundFrameCondition(Condition):
+    """The sounds of prompts as a model's audio encoder takes them: one per sample, or none.
+
+    Build with `SoundFrameCondition.pack(frames=[...])`; a sample without a sound has no frames.
+    """
+
+    frames: Tensor = packed()
+    """[N, M] float, log-mel values of a sample's frames, in order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.frames.ndim != 2 or not self.frames.is_floating_point():
+            raise ContractError(
+                f"SoundFrameCondition.frames must be float [N, M], got {self.frames.dtype} {tuple(self.frames.shape)}"
+            )
+
+
+@dataclass(kw_only=True, eq=False)
 class ExpertCondition(Condition):
     """To which experts of a mixture the tokens of a rollout went, so that a replay sends them there again.
 

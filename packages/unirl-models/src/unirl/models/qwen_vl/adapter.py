@@ -5,6 +5,7 @@ Legend: N patches, D numbers of a patch, P tokens of a prompt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
@@ -20,11 +21,25 @@ from unirl.types.media import ImageLists, Images, Primitive, Texts
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import ARSamplingParams
 
-PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
-"""One image in a prompt without chat template, as the template writes it."""
+PLACEHOLDERS = {
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "audio": "<|audio_start|><|audio_pad|><|audio_end|>",
+}
+"""One of each kind in a prompt without chat template, as the template writes it. "<image>" is where one stands in a
+text that says so; data sets of questions are written with it."""
 
-IMAGE_MARK = "<image>"
-"""Where an image stands in a text that says so; data sets of questions are written with it."""
+
+def pictures_of(images: Primitive, num_samples: int) -> Sequence[Sequence[Tensor]]:
+    """The pictures of each sample in the slot "image". Raises ConfigError for another kind or number."""
+    if isinstance(images, Images):
+        pictures: Sequence[Sequence[Tensor]] = [[pixels] for pixels in images.in_floats().pixels]
+    elif isinstance(images, ImageLists):
+        pictures = images.images
+    else:
+        raise ConfigError(f"the slot 'image' must hold Images or ImageLists, got {type(images).__name__}")
+    if len(pictures) != num_samples:
+        raise ConfigError(f"the slot 'image' has {len(pictures)} samples, 'text' {num_samples}")
+    return pictures
 
 
 class QwenVLAdapter(TextAdapter):
@@ -54,22 +69,9 @@ class QwenVLAdapter(TextAdapter):
             raise ConfigError(f"{type(self).__name__} reads 'text': Texts and 'image', the request has {found}")
         if images is None:
             return super().encode(primitives, params)
-        if isinstance(images, Images):
-            pictures = [[pixels] for pixels in images.in_floats().pixels]
-        elif isinstance(images, ImageLists):
-            pictures = images.images
-        else:
-            raise ConfigError(f"the slot 'image' must hold Images or ImageLists, got {type(images).__name__}")
-        if len(pictures) != len(texts.texts):
-            raise ConfigError(f"the slot 'image' has {len(pictures)} samples, 'text' {len(texts.texts)}")
-        patches, grids = zip(*self._patches(pictures), strict=True)
+        patches, grids = zip(*self._patches(pictures_of(images, len(texts.texts))), strict=True)
         prompts = [
-            expanded(
-                self.prompt_tokens(text, num_images=len(grid)),
-                grid,
-                self.bundle.image_token_id,
-                self.bundle.patches_per_token,
-            )
+            self.with_images(self.prompt_with(text, {"image": len(grid)}), grid)
             for text, grid in zip(texts.texts, grids, strict=True)
         ]
         self.check_context(
@@ -83,24 +85,31 @@ class QwenVLAdapter(TextAdapter):
             "images": ImagePatchCondition.pack(patches=[each.to(device) for each in patches], grids=list(grids)),
         }
 
-    def prompt_tokens(self, text: str, *, num_images: int = 0) -> list[int]:
-        """Tokens of one prompt, with one placeholder an image."""
-        if not num_images:
-            return super().prompt_tokens(text)
-        parts = text.split(IMAGE_MARK)
-        if len(parts) == 1:
-            parts = [""] * num_images + parts
-        if len(parts) != num_images + 1:
-            raise ConfigError(
-                f"a prompt with {num_images} images says {IMAGE_MARK} {len(parts) - 1} times: {text[:80]!r}. Mark each "
-                "image once, or none (they then stand before the text)."
-            )
+    def prompt_with(self, text: str, shown: Mapping[str, int]) -> list[int]:
+        """Tokens of one prompt, with one placeholder for each of what it shows; shown: number by kind."""
+        marks = {f"<{kind}>": kind for kind, count in shown.items() if count}
+        if not marks:
+            return self.prompt_tokens(text)
+        parts = re.split("(" + "|".join(marks) + ")", text)
+        before: list[str] = []
+        for mark, kind in marks.items():
+            found = parts.count(mark)
+            if found not in (0, shown[kind]):
+                raise ConfigError(
+                    f"a prompt with {shown[kind]} {kind}s says {mark} {found} times: {text[:80]!r}. Mark each {kind} "
+                    "once, or none (they then stand before the text)."
+                )
+            before += [] if found else [mark] * shown[kind]
+        ordered = [part for part in (*before, *parts) if part]
         if not self.uses_template:
-            return super().prompt_tokens(PLACEHOLDER.join(parts))
-        content = [{"type": "text", "text": parts[0]}]
-        for part in parts[1:]:
-            content += [{"type": "image"}, {"type": "text", "text": part}]
-        return self.templated([part for part in content if part.get("text") != ""])
+            return self.prompt_tokens("".join(PLACEHOLDERS[marks[part]] if part in marks else part for part in ordered))
+        return self.templated(
+            [{"type": marks[part]} if part in marks else {"type": "text", "text": part} for part in ordered]
+        )
+
+    def with_images(self, tokens: list[int], grids: tuple[Grid, ...]) -> list[int]:
+        """A prompt with as many placeholders as its images take."""
+        return expanded(tokens, grids, self.bundle.image_token_id, self.bundle.patches_per_token)
 
     def positions(self, conditions: Conditions, lengths: Sequence[int]) -> list[Tensor]:
         """[3, n] positions of each sample: time, row and column of image tokens; text continues after the largest."""
@@ -128,7 +137,8 @@ class QwenVLAdapter(TextAdapter):
     def as_written(self, tokens: Tensor) -> Tensor:
         """See `TextAdapter.as_written`: a placeholder goes by an alias that the embedding alone understands, since the
         model would look for an image to put there."""
-        return torch.where(tokens == self.bundle.image_token_id, tokens + self.bundle.alias_offset, tokens)
+        is_placeholder = torch.isin(tokens, torch.tensor(self.bundle.placeholder_ids, device=tokens.device))
+        return torch.where(is_placeholder, tokens + self.bundle.alias_offset, tokens)
 
     def model_inputs(self, conditions: Conditions) -> dict[str, Tensor]:
         """Patches and grids of all images in the order of the prompts; nothing where there are none."""
@@ -162,6 +172,10 @@ class QwenVLAdapter(TextAdapter):
     def _prompt_positions(self, prompt: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         if not grids:
             return torch.arange(len(prompt), device=prompt.device).expand(3, -1)
+        return self._rope_index(prompt, grids)
+
+    def _rope_index(self, prompt: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        """Positions [3, P] of a prompt with images, by the library."""
         places, _ = self.bundle.model.model.get_rope_index(
             prompt[None],
             mm_token_type_ids=(prompt == self.bundle.image_token_id).int()[None],

@@ -42,7 +42,7 @@ class QwenVLBundle(CausalLMBundle):
         chunk_logits: PositiveInt = CHUNK_LOGITS,
     ) -> None:
         super().__init__(pretrained_model, dtype, device, chunk_logits=chunk_logits)
-        self.model.model.visual.requires_grad_(not freeze_vision)
+        self.vision_tower.requires_grad_(not freeze_vision)
         self.alias_offset: int = self.model.get_input_embeddings().num_embeddings
         """An id beyond the vocabulary by this much is embedded as the id itself, and is no placeholder to the model."""
         self.model.get_input_embeddings().register_forward_pre_hook(_embed_aliases)
@@ -59,6 +59,16 @@ class QwenVLBundle(CausalLMBundle):
                     f"{self.folder.path}: the image processor has {name} = {found}, the vision tower {expected}. Their "
                     "files are of different models: fetch the folder again."
                 )
+
+    @property
+    def vision_tower(self) -> nn.Module:
+        """What makes tokens of patches."""
+        return self.model.model.visual
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """Tokens that stand for media in a prompt."""
+        return (self.image_token_id,)
 
     @property
     def block_class_names(self) -> tuple[str, ...]:

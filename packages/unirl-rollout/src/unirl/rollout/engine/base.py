@@ -60,6 +60,8 @@ class BaseRolloutEngine(ABC):
     """Of diffusion: whether samples can share their first steps (`unirl.types.branching`)."""
     takes_media: ClassVar[bool] = False
     """Whether images and videos of a request reach the model."""
+    takes_audio: ClassVar[bool] = False
+    """Whether sounds of a request reach the model."""
     takes_copies_by_track: ClassVar[bool] = False
     """Whether the copy of the weights that `generate` is asked for may differ from track to track, as in
     `unirl.types.copies`."""

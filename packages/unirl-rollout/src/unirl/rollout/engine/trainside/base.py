@@ -27,6 +27,7 @@ class DirectSampling(BaseRolloutEngine):
     has_trainer_logp: ClassVar[bool] = True
     announces_chunks: ClassVar[bool] = True
     takes_media: ClassVar[bool] = True
+    takes_audio: ClassVar[bool] = True
 
     def __init__(
         self, policies: PolicyStore | None, *, forward_batch_size: int, rank: int, dump_dir: str | None
