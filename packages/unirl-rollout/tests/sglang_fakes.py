@@ -54,6 +54,8 @@ class SGLangFake:
         self.release = "0.5.23"
         self.leaves_out: set[str] = set()
         """Parameters that a push does not reach, although it is called a success."""
+        self.writes: dict[str, Any] = {}
+        """What a push writes beside its files."""
         self.noise = 0
         self.is_started = True
         self.change = lambda answer: answer
@@ -110,6 +112,7 @@ class SGLangFake:
                 assert json.loads((folder / "config.json").read_text())
                 read = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
                 self.weights |= {name: value for name, value in read.items() if name not in self.leaves_out}
+                self.weights |= self.writes
                 self.version = body["weight_version"]
                 return self.reply(handler, 200, {"success": True, "message": "", "num_paused_requests": 0})
             case "/update_weight_version":
@@ -133,7 +136,10 @@ class SGLangFake:
         """SGLang's own checksums, or noise in the place of every parameter."""
         if body["action"] == "reset_tensors":
             self.noise += 1
-            self.weights = {name: torch.full_like(value, -self.noise) for name, value in self.weights.items()}
+            skipped = body.get("skip_tensor_list") or ()
+            for name, value in self.weights.items():
+                if not any(part in name for part in skipped):
+                    self.weights[name] = torch.full_like(value, -self.noise)
             return {}
         assert body["action"] == "checksum"
         sums = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in self.weights.items()}

@@ -25,8 +25,15 @@ from unirl.rollout.engine.served_text import (
     text_track,
 )
 from unirl.rollout.engine.sglang_llm.request import payload
-from unirl.rollout.engine.sglang_llm.response import checksums, generations, kept_parameters
-from unirl.rollout.engine.sglang_llm.rules import adapters_need_a_gpu
+from unirl.rollout.engine.sglang_llm.response import (
+    CONSTANTS,
+    changed_constants,
+    checksums,
+    generations,
+    kept_parameters,
+    num_parameters,
+)
+from unirl.rollout.engine.sglang_llm.rules import adapters_need_a_gpu, unseen_pictures
 from unirl.rollout.engine.sglang_llm.server import SGLangServer, free_port
 from unirl.rollout.text_checks import text_params
 from unirl.types.bounds import Bounds, Positive, PositiveInt, bounded
@@ -48,10 +55,12 @@ _TAGS = ["weights", "kv_cache"]
 CONFIG_FILE = "config.json"
 _VARIABLES = {
     "SGLANG_MM_AVOID_RETOKENIZE": "1",
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
 }
-"""The first keeps the tokens of prompts with images; SGLang would otherwise decode and tokenise them again."""
+"""The first keeps the tokens of prompts with images; SGLang would otherwise decode and tokenise them again. The second
+keeps no embeddings of pictures: SGLang forgets keys and values after a push, and them not."""
 _ON_A_CPU: dict[str, str | int | float | bool] = {
     "device": "cpu",
     "attention-backend": "torch_native",
@@ -59,6 +68,7 @@ _ON_A_CPU: dict[str, str | int | float | bool] = {
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
     "disable-cuda-graph": True,
+    "disable-custom-all-reduce": True,
     "disable-overlap-schedule": True,
     "skip-server-warmup": True,
     "mem-fraction-static": 0.1,  # of the host's memory, of which kv_cache_tokens takes what it needs
@@ -75,7 +85,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     nothing is pickled, and unlike tensors over HTTP (/update_weights_from_tensor) they need no
     begin_weight_update/end_weight_update session. So the server must see `transfer_dir`. SGLang calls a push a success
     whatever it left out. So the tensors are compared with the model's checkpoint here, SGLang fills its parameters with
-    noise before it reads, and then its own checksum of every one must have changed.
+    noise before it reads, and then its own checksum of every one must have changed, and that of no constant.
 
     pipeline: makes prompts of requests and texts of tokens; SGLang sees tokens alone.
     model: folder of the weights that the server starts with, which must be the policy's; or a hub id whose files are
@@ -130,6 +140,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     ) -> None:
         self._model = _model_folder(model)
         self._config = json.loads((self._model / CONFIG_FILE).read_text(encoding="utf-8"))
+        for unseen in unseen_pictures("engine", self._config):
+            raise ConfigError(unseen)
         if url is not None and server_args:
             raise ConfigError(f"engine.server_args do nothing for a server that runs already, at {url}")
         executable = interpreter(python, engine="SGLang", environment=self.environment)
@@ -265,7 +277,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         push = self._pushes.finish(policy_version)
         self._wait()
         with self._pushes.loading(policy_version, policy):
-            self._check_weights("reset_tensors")
+            began = checksums(self._check_weights("checksum"))
+            self._check_weights("reset_tensors", skip_tensor_list=CONSTANTS)
             noise = checksums(self._check_weights("checksum"))
             self._must(
                 "/update_weights_from_disk",
@@ -279,8 +292,9 @@ class SGLangRolloutEngine(BaseRolloutEngine):
             self._check_version(policy_version)
             found = checksums(self._check_weights("checksum"))
             refuse("parameters of SGLang's model took no value", kept_parameters(noise, found))
+            refuse("constants of SGLang's model changed", changed_constants(began, found))
         shutil.rmtree(self._push_folder())
-        return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, sum(map(len, found)))
+        return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, num_parameters(found))
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
@@ -311,8 +325,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     def _push_folder(self) -> Path:
         return self._folder / "weights"
 
-    def _check_weights(self, action: str) -> dict[str, Any]:  # Any: JSON
-        return self._must("/weights_checker", {"action": action})
+    def _check_weights(self, action: str, **options: Any) -> dict[str, Any]:  # Any: JSON
+        return self._must("/weights_checker", {"action": action, **options})
 
     def _check_version(self, version: int) -> None:
         """Raise WeightSyncError unless the server answers under the version that was pushed."""

@@ -8,6 +8,10 @@ from typing import Any
 from unirl.rollout.engine.served_text import Generations
 from unirl.types.errors import ContractError, WeightSyncError
 
+CONSTANTS = ("rotary_emb.axis_map",)
+"""Parts of names of what SGLang's checker takes for weights, although SGLang computes it and no checkpoint has it: the
+axis of each rotary pair, in models that place tokens by time, height and width (Qwen2.5-VL, Qwen3-VL)."""
+
 
 def generations(answer: Any, prompt_lengths: Sequence[int]) -> Generations:  # Any: JSON
     """The completions of an answer, in the order of the prompts.
@@ -69,9 +73,33 @@ def checksums(answer: Any) -> list[dict[str, str]]:  # Any: JSON
 
 def kept_parameters(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> list[str]:
     """Names of parameters whose checksum did not change on some rank, or that are on one side alone."""
+    changes = _changes(before, after)
+    return sorted(name for name, ranks in changes.items() if not _is_constant(name) and not all(ranks))
+
+
+def changed_constants(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> list[str]:
+    """Names of `CONSTANTS` whose checksum changed on some rank, or that are on one side alone."""
+    changes = _changes(before, after)
+    return sorted(
+        name for name, ranks in changes.items() if _is_constant(name) and any(changed is not False for changed in ranks)
+    )
+
+
+def num_parameters(ranks: Sequence[dict[str, str]]) -> int:
+    """Parameters over all ranks, `CONSTANTS` left out."""
+    return sum(not _is_constant(name) for rank in ranks for name in rank)
+
+
+def _changes(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> dict[str, list[bool | None]]:
+    """Of each name, whether its checksum changed on each rank; None where it is on one side alone."""
     if len(before) != len(after):
         raise ContractError(f"SGLang had {len(before)} ranks before a push and has {len(after)} after it")
-    kept = set()
-    for old, new in zip(before, after, strict=True):
-        kept |= {name for name in old.keys() | new.keys() if name not in old or old[name] == new.get(name, old[name])}
-    return sorted(kept)
+    ranks = list(zip(before, after, strict=True))
+    return {
+        name: [old[name] != new[name] if name in old and name in new else None for old, new in ranks]
+        for name in {name for rank in (*before, *after) for name in rank}
+    }
+
+
+def _is_constant(name: str) -> bool:
+    return any(constant in name for constant in CONSTANTS)

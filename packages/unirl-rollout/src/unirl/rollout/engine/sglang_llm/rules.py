@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
 from unirl.rollout.engine.child.rules import environment_exists
-from unirl.types.recipe import Messages, Part, Run
+from unirl.types.recipe import Machine, Messages, Part, Run
+
+_PATCH = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 14}
+"""Sizes of a patch in a configuration of Qwen2.5-VL, by default; the last is a side."""
+_PATCH_NUMBERS = 3 * 2 * 14 * 14
+"""Of the only patch that SGLang 0.5.23 encodes (Qwen2_5_VLForConditionalGeneration.get_image_feature)."""
 
 
 def adapters_need_a_gpu(at: str, rank: object) -> str:
@@ -21,5 +32,28 @@ def adapters_are_served(own: Part, run: Run) -> Messages:
         yield adapters_need_a_gpu(own.at, rank)
 
 
+def pictures_are_seen(own: Part, run: Run, machine: Machine) -> Messages:
+    """SGLang sees pictures as a model of this machine does."""
+    path = Path(str(own.node.get("model"))) / "config.json"
+    if path.is_file():
+        yield from unseen_pictures(own.at, json.loads(path.read_text(encoding="utf-8")))
+
+
+def unseen_pictures(at: str, config: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON
+    """Why SGLang does not see pictures with the model of a configuration, for the engine at `at`."""
+    if config.get("model_type") != "qwen2_5_vl":
+        return
+    vision = config.get("vision_config", {})
+    sizes = [vision.get(name, default) for name, default in _PATCH.items()]
+    numbers = math.prod((*sizes, sizes[-1]))
+    if numbers != _PATCH_NUMBERS:
+        product = " * ".join(map(str, (*sizes, sizes[-1])))
+        yield (
+            f"{at}.model has patches of {product} = {numbers} numbers. SGLang sees pictures by Qwen2.5-VL alone with "
+            f"{_PATCH_NUMBERS}, and would take others for embeddings. Sample with vLLM: {at}._target_: "
+            "unirl.rollout.engine.vllm_llm.engine.VLLMRolloutEngine."
+        )
+
+
 RULES = (adapters_are_served,)
-MACHINE_RULES = (environment_exists,)
+MACHINE_RULES = (environment_exists, pictures_are_seen)

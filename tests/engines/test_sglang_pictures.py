@@ -1,0 +1,97 @@
+"""The real SGLang with a Qwen2.5-VL of two random layers: pictures reach it, and every tensor of a push."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from letters_model import TOLERANCE, LetterCodec
+
+from unirl.distributed.weight_sync.full import FullWeightSync
+from unirl.models.qwen_vl.bundle import QwenVLBundle
+from unirl.models.qwen_vl.pipeline import QwenVLPipeline
+from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.configs import OptimizerConfig
+from unirl.types.errors import ConfigError
+from unirl.types.media import ImageLists, Texts
+from unirl.types.rollout import RolloutReq
+from unirl.types.sampling import ARSamplingParams
+
+_models: Any = importlib.import_module("packages.unirl-models.tests.tiny_text")  # Any: a folder with a dash
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+PARAMS = ARSamplingParams(temperature=0.9, max_new_tokens=6, seed=1)
+SIZES = [(2, 2), (3, 2), (2, 4)]
+"""In tokens, so that no picture is resized: SGLang resamples otherwise than the pipeline."""
+
+
+def request(pipeline) -> RolloutReq:
+    """A question about a picture each, and one without any."""
+    generator, side = torch.Generator().manual_seed(0), token_side(pipeline.bundle)
+    pixels = [torch.rand(3, rows * side, columns * side, generator=generator) for rows, columns in SIZES]
+    pictures = [[(each * 255).round() / 255] for each in pixels]
+    texts = ["what is it?", "and this, at some length?", "how many?", "no picture"]
+    return RolloutReq(
+        sample_ids=[f"s{row}" for row in range(4)],
+        group_ids=list(texts),
+        primitives={"text": Texts(texts=texts), "image": ImageLists(images=[*pictures, []])},
+        sampling_params=PARAMS,
+    )
+
+
+def token_side(bundle) -> int:
+    """Pixels on a side of the patches that are one token."""
+    return bundle.image_processor.patch_size * bundle.image_processor.merge_size
+
+
+def gap(engine, pipeline) -> float:
+    """Largest |log-prob of SGLang - of a replay| of fresh samples."""
+    track = engine.generate(request(pipeline)).tracks["text"]
+    with pipeline.evaluating(), torch.no_grad():
+        replayed = pipeline.replay(track.conditions, track.segment, track.segment.params).logp_N
+    return float((replayed - track.segment.log_probs).abs().max())
+
+
+def distinct(names):
+    """Of each kind of tensor the one in the last layer."""
+    return {"".join(letter for letter in name if not letter.isdigit()): name for name in names}.values()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl"])
+def test_every_tensor_of_a_push_acts_on_answers_about_pictures(model_type, sglang_python, tmp_path):
+    folder = str(_models.save_vision_model(_models.qwen_vl(model_type), tmp_path))
+    bundle = QwenVLBundle(folder, freeze_vision=False)
+    pipeline = QwenVLPipeline(bundle)
+    backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=1e-3))
+    engine = SGLangRolloutEngine(
+        pipeline,
+        model=folder,
+        device="cpu",
+        python=sglang_python,
+        dtype="fp32",
+        kv_cache_tokens=4096,
+        server_args={"disable-fast-image-processor": True},
+    )
+    options: dict[str, Any] = {"sampling": PARAMS, "dtype": "fp32", "canary_tolerance": 1e-4}
+    sync = FullWeightSync(backend, engine, pipeline, canary_image_size=2 * token_side(bundle), **options)
+    generator = torch.Generator().manual_seed(1)
+    try:
+        assert gap(engine, pipeline) < TOLERANCE
+        assert sync.push()["sync/logprob_gap_max"] < TOLERANCE
+        for name in distinct(backend.parameters):
+            parameter = backend.parameters[name].detach()
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std().clamp(0.1))
+            stale = gap(engine, pipeline)
+            assert stale > 3 * TOLERANCE, f"{name} does not matter: {stale}"
+            sync.push()
+            assert gap(engine, pipeline) < 3 * TOLERANCE, name
+    finally:
+        engine.shutdown()
+
+
+def test_a_model_whose_pictures_sglang_would_take_for_embeddings_is_refused(tmp_path):
+    model = _models.qwen_vl("qwen2_5_vl")
+    model.config.vision_config.patch_size = 8
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"patches of 3 \* 2 \* 8 \* 8 = 384 numbers.*Qwen2.5-VL alone with 1176"):
+        SGLangRolloutEngine(LetterCodec(), model=str(tmp_path))
