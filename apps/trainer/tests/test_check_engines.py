@@ -1,6 +1,7 @@
 """Rules about engines: pushes that they take, samples that can be trained on, and what shares the device when."""
 
 import json
+import sys
 
 import pytest
 from PIL import Image
@@ -43,6 +44,21 @@ def findings(name, *overrides):
             "llm/qwen3_arithmetic_sglang",
             ["parts/train=lora", "engine.max_lora_rank=8", LORA_SYNC],
             "engine.max_lora_rank = 8, but SGLang's adapters need a GPU. Push whole weights",
+        ),
+        (
+            "llm/qwen3_arithmetic_vllm",
+            ["+engine.gpus=[0,1]"],
+            "engine.gpus = [0, 1] does nothing with device: cpu. Set it to null.",
+        ),
+        (
+            VLLM,
+            ["+engine.tensor_parallel_size=4", "+engine.gpus=[6,7]"],
+            "engine.tensor_parallel_size = 4 needs 4 GPUs, engine.gpus = [6, 7] names 2. Change one of them.",
+        ),
+        (
+            SGLANG,
+            ["+engine.tensor_parallel_size=2"],
+            "engine.tensor_parallel_size = 2, but a worker of runtime: ray sees one GPU. Name 2 GPUs of its host in",
         ),
         (SHAPES, ["+residency.sleep_engine=true"], "residency.sleep_engine: true does nothing with device: cpu"),
         (
@@ -240,3 +256,20 @@ def test_the_sizes_of_a_video_recipe_are_checked_without_weights():
         ("sampling.height=700", "sampling.height = 700 is not divisible by 16"),
     ):
         assert any(message in found for found in findings("diffusion/wan22_t2v_14b", override)), override
+
+
+@pytest.mark.parametrize("name", ["vlm/qwen_vl_shapes_vllm", "llm/qwen3_arithmetic_sglang"])
+def test_a_model_is_split_over_devices_that_divide_its_heads(name):
+    register_resolvers()
+    python = f"engine.python={sys.executable}"
+
+    def found(size, *overrides):
+        recipe = resolve(compose(name, [f"+engine.tensor_parallel_size={size}", python, *overrides]))
+        return list(machine_findings(run_of(recipe), Machine(num_cpus=8, num_gpus=1)))
+
+    assert found(2) == []
+    first, *_ = found(3)
+    assert "engine.tensor_parallel_size = 3 does not divide num_attention_heads = " in first
+    assert "config.json. Set it to one of 1, 2" in first
+    (message,) = found(2, "device=cuda")
+    assert message == "engine.tensor_parallel_size = 2, but this machine has 1 GPU. Lower it."

@@ -310,7 +310,9 @@ def test_a_model_that_is_no_folder_and_options_of_a_running_server_are_refused(s
     with pytest.raises(ConfigError, match="is no folder"):
         make_engine(server, "org/model")
     with pytest.raises(ConfigError, match="do nothing for a server that runs already"):
-        make_engine(server, model, server_args={"tp-size": 2})
+        make_engine(server, model, server_args={"schedule-policy": "fcfs"})
+    with pytest.raises(ConfigError, match="server_args sets tp-size. Set engine.tensor_parallel_size"):
+        SGLangRolloutEngine(NumberCodec(), model=str(model), server_args={"tp-size": 2})
 
 
 def asking(texts, shown, params=PARAMS):
@@ -404,7 +406,8 @@ def test_what_a_server_on_a_cpu_needs_is_asked_for_before_it_starts(model, optio
 def test_a_server_on_a_cpu_gets_a_free_port_and_what_needs_no_gpu(model, monkeypatch):
     started = []
     monkeypatch.setattr(engine_module, "SGLangServer", lambda url, command, log: started.append((url, command)))
-    for _ in range(2):
+    monkeypatch.setattr(engine_module.os, "sched_getaffinity", lambda process: {0, 1, 2})
+    for size in (1, 2):
         SGLangRolloutEngine(
             NumberCodec(),
             model=str(model),
@@ -412,11 +415,13 @@ def test_a_server_on_a_cpu_gets_a_free_port_and_what_needs_no_gpu(model, monkeyp
             context_length=9,
             vocab_size=9,
             kv_cache_tokens=64,
+            tensor_parallel_size=size,
             transfer_dir=str(model),
         )
-    (url, command), _ = started
+    (url, command), (_, split) = started
     port = command[command.index("--port") + 1]
     assert url.endswith(f":{port}") and 20_000 <= int(port) < 32_768
+    assert split[split.index("--tp-size") + 1] == "2" and "SGLANG_CPU_OMP_THREADS_BIND=0,2|1" in split
     assert "OMP_NUM_THREADS=1" in command and command[command.index("--max-total-tokens") + 1] == "64"
     assert command[command.index("--attention-backend") + 1] == "torch_native"
 

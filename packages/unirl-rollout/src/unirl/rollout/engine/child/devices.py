@@ -13,9 +13,12 @@ def process_variables(is_cpu: bool, num_threads: int) -> dict[str, str]:
     return common | {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)} if is_cpu else common
 
 
-def dealt_gpus(is_cpu: bool, num_instances: int, num_gpus: int, gpus: Sequence[int] | None) -> list[dict[str, str]]:
+def dealt_gpus(
+    is_cpu: bool, num_instances: int, num_gpus: int, gpus: Sequence[int] | None, *, keyword: str = "num_gpus"
+) -> list[dict[str, str]]:
     """Variables that name the GPUs of each instance; none where one takes all that this process sees.
 
+    keyword: of the engine, which says num_gpus.
     Raises ConfigError for another number of GPUs than the instances need, and for GPUs on a CPU.
     """
     if is_cpu and gpus is not None:
@@ -25,7 +28,7 @@ def dealt_gpus(is_cpu: bool, num_instances: int, num_gpus: int, gpus: Sequence[i
     needed = num_instances * num_gpus
     if gpus is None or len(gpus) != needed:
         raise ConfigError(
-            f"engine.num_instances * engine.num_gpus = {num_instances} * {num_gpus} = {needed} GPUs are needed, "
+            f"engine.num_instances * engine.{keyword} = {num_instances} * {num_gpus} = {needed} GPUs are needed, "
             f"engine.gpus = {None if gpus is None else list(gpus)}. Name as many GPUs of this host in engine.gpus, or "
             "change one of the others."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.engine.checkpoint import checkpoint_names, checkpoint_shapes, local_folder
+from unirl.rollout.engine.child.devices import dealt_gpus
 from unirl.rollout.engine.child.process import interpreter
 from unirl.rollout.engine.push import PushReceiver, check_version, refuse
 from unirl.rollout.engine.served_text import (
@@ -61,6 +63,8 @@ _VARIABLES = {
 }
 """The first keeps the tokens of prompts with images; SGLang would otherwise decode and tokenise them again. The second
 keeps no embeddings of pictures: SGLang forgets keys and values after a push, and them not."""
+_OWNED = {"tp-size": "engine.tensor_parallel_size", "tensor-parallel-size": "engine.tensor_parallel_size"}
+"""Options of the server that are keywords of the engine."""
 _ON_A_CPU: dict[str, str | int | float | bool] = {
     "device": "cpu",
     "attention-backend": "torch_native",
@@ -91,7 +95,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     model: folder of the weights that the server starts with, which must be the policy's; or a hub id whose files are
         here already, since the trainer has loaded it.
     url: of a server that runs already, with this model; None starts one, with `server_args` as more options
-        ({"tp-size": 2} is --tp-size 2), on `port` + rank, or on a free port where `port` is None.
+        ({"schedule-policy": "fcfs"} is --schedule-policy fcfs), on `port` + rank, or on a free port where `port` is
+        None.
     python: interpreter of the environment that has SGLang, for a server that is started here; None is the running one.
         Without a GPU, make one with `uv sync --project environments/sglang-cpu` and name
         `environments/sglang-cpu/.venv/bin/python`.
@@ -99,7 +104,9 @@ class SGLangRolloutEngine(BaseRolloutEngine):
     context_length, vocab_size: limits, checked before a prompt is sent; None takes the model's own.
     max_lora_rank: for policies that are pushed as LoRA adapters; None for full weights.
     kv_cache_tokens: tokens whose keys and values the server keeps; None leaves it to SGLang, on a GPU.
-    num_threads: CPU threads of a server on a host without a GPU.
+    tensor_parallel_size: devices that the model is split over, each in a process of the server; it must divide the
+        model's heads. gpus: those of this host, as many; None takes what this process sees.
+    num_threads: CPU threads of each process of a server on a host without a GPU.
     uses_memory_saver: whether `sleep` frees weights and caches; they must be pushed again after it.
     transfer_dir: where pushed weights lie; memory-backed by default, once the model's size.
     """
@@ -129,6 +136,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         context_length: PositiveInt | None = None,
         vocab_size: PositiveInt | None = None,
         kv_cache_tokens: PositiveInt | None = None,
+        tensor_parallel_size: PositiveInt = 1,
+        gpus: Sequence[int] | None = None,
         num_threads: PositiveInt = 1,
         max_lora_rank: PositiveInt | None = None,
         uses_memory_saver: bool = False,
@@ -144,6 +153,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
             raise ConfigError(unseen)
         if url is not None and server_args:
             raise ConfigError(f"engine.server_args do nothing for a server that runs already, at {url}")
+        if own := sorted(_OWNED.keys() & set(server_args or {})):
+            raise ConfigError(f"engine.server_args sets {own[0]}. Set {_OWNED[own[0]]}.")
         executable = interpreter(python, engine="SGLang", environment=self.environment)
         is_cpu = device == "cpu" and url is None
         if is_cpu:
@@ -174,6 +185,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
             "dtype": name,
             "context-length": context_length,
             "skip-tokenizer-init": True,
+            "tp-size": tensor_parallel_size,
             "enable-memory-saver": uses_memory_saver,
             "enable-lora": self._has_lora,
             **(_ON_A_CPU if is_cpu else {}),
@@ -183,7 +195,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         }
         command = None
         if url is None:
-            variables = _VARIABLES | ({"OMP_NUM_THREADS": str(num_threads)} if is_cpu else {})
+            (devices,) = dealt_gpus(is_cpu, 1, tensor_parallel_size, gpus, keyword="tensor_parallel_size")
+            variables = _VARIABLES | devices | (_cpu_variables(num_threads, tensor_parallel_size) if is_cpu else {})
             settings = [f"{key}={value}" for key, value in variables.items()]
             command = ["env", *settings, executable, "-m", "sglang.launch_server", *_flags(options)]
         self._server = SGLangServer(url or f"http://127.0.0.1:{number}", command, self._folder / "log")
@@ -397,6 +410,18 @@ def _check_cpu(kv_cache_tokens: int | None, max_lora_rank: int | None, *, uses_m
         raise ConfigError(
             "engine.uses_memory_saver: true would end SGLang on a CPU at its first sleep. Set it to false."
         )
+
+
+def _cpu_variables(num_threads: int, num_ranks: int) -> dict[str, str]:
+    """Threads of each process. Several ranks on one NUMA node must be told their cores, or SGLang refuses them; and
+    that there is no NCCL, which torch brings along without a GPU too."""
+    threads = {"OMP_NUM_THREADS": str(num_threads)}
+    if num_ranks == 1:
+        return threads
+    cores = sorted(os.sched_getaffinity(0))
+    dealt = [cores[rank::num_ranks] or [cores[rank % len(cores)]] for rank in range(num_ranks)]
+    bound = "|".join(",".join(map(str, own)) for own in dealt)
+    return threads | {"SGLANG_CPU_OMP_THREADS_BIND": bound, "SGLANG_NCCL_SO_PATH": "none"}
 
 
 def _limit(config: Mapping[str, Any], name: str) -> int:  # Any: JSON

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from unirl.rollout.engine.child.devices import dealt_gpus
 from unirl.rollout.engine.child.engine import ChildEngine
 from unirl.rollout.engine.child.messages import Abort, Message, MessageCodec
 from unirl.rollout.engine.served_text import (
@@ -50,13 +51,16 @@ class VLLMRolloutEngine(ChildEngine):
     context_length: most tokens of a prompt and its completion; None takes the model's.
     kv_cache_bytes: memory of keys and values. On a GPU None leaves it to vLLM (engine_args.gpu_memory_utilization).
     max_lora_rank: for policies that are pushed as LoRA adapters; None for full weights.
-    num_threads: CPU threads of the process on a host without a GPU.
+    tensor_parallel_size: devices that the model is split over, each in a process of vLLM's; it must divide the model's
+        heads. gpus: those of this host, as many; None takes what this process sees.
+    num_threads: CPU threads of each process on a host without a GPU.
     sleep_level: what `sleep` frees on a GPU: 0 nothing, 1 moves the weights to host memory, 2 drops them.
     transfer_dir: where pushed weights lie while they are loaded; memory-backed by default, once the model's size.
     engine_args: more keyword arguments of vllm.EngineArgs.
     start_timeout_s, timeout_s: for loading, and for any one call.
     """
 
+    recipe_rules: ClassVar[str] = "unirl.rollout.engine.vllm_llm.rules"
     takes_media: ClassVar[bool] = True
     can_abort: ClassVar[bool] = True
     codec: ClassVar[MessageCodec] = CODEC
@@ -83,6 +87,7 @@ class VLLMRolloutEngine(ChildEngine):
         kv_cache_bytes: PositiveInt | None = None,
         max_lora_rank: PositiveInt | None = None,
         tensor_parallel_size: PositiveInt = 1,
+        gpus: Sequence[int] | None = None,
         num_threads: PositiveInt = 1,
         sleep_level: Literal[0, 1, 2] = 0,
         transfer_dir: str = "/dev/shm",
@@ -113,7 +118,10 @@ class VLLMRolloutEngine(ChildEngine):
         arguments["enable_multiprocessing"] = not is_cpu  # on a CPU vLLM starts ten times faster without
         self._launch(
             (model, arguments),
-            [_variables(is_cpu, num_threads)],
+            [
+                _variables(is_cpu, num_threads) | devices
+                for devices in dealt_gpus(is_cpu, 1, tensor_parallel_size, gpus, keyword="tensor_parallel_size")
+            ],
             policies,
             python=python,
             has_lora=max_lora_rank is not None,

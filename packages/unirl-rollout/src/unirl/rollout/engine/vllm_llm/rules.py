@@ -1,0 +1,8 @@
+"""What vLLM needs of the rest of a recipe and of this machine. See `unirl.types.recipe`."""
+
+from __future__ import annotations
+
+from unirl.rollout.engine.tensor_parallel import heads_divide, size_fits_gpus
+
+RULES = (size_fits_gpus,)
+MACHINE_RULES = (heads_divide,)
