@@ -1,7 +1,5 @@
 """BAGEL of our modules against vLLM-Omni's own, on the same random weights: trajectories and texts."""
 
-import dataclasses
-import importlib
 import json
 import os
 import subprocess
@@ -12,15 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from served_engines import SERVED
+from unified_folders import save_bagel
 
 from unirl.models.bagel.bundle import BagelBundle
-from unirl.models.bagel.configuration import VAEConfig
 from unirl.models.bagel.pipeline import BagelPipeline, BagelTextPipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.media import Texts
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
-
-tiny_bagel: Any = importlib.import_module("packages.unirl-models.tests.tiny_bagel")
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.slow]
 
@@ -47,50 +43,7 @@ INTERVAL = {"guidance_interval": [0.4, 1.0]}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its autoencoder has the published size: vLLM-Omni takes that for granted, and 32 x 32 latent positions."""
-    config = dataclasses.replace(tiny_bagel.TINY, vae=VAEConfig(), max_latent_size=32)
-    made: Path = tiny_bagel.save_bagel(tmp_path_factory.mktemp("omni") / "bagel", config=config)
-    said = {
-        file: json.loads((made / file).read_text()) for file in ("config.json", "llm_config.json", "vit_config.json")
-    }
-    said["llm_config.json"] |= {
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "qk_norm": True,
-    }
-    # It keeps every layer that the configuration counts.
-    said["vit_config.json"] |= {
-        "hidden_act": "gelu_pytorch_tanh",
-        "num_hidden_layers": config.vision.num_hidden_layers,
-    }
-    said["config.json"] |= {
-        "architectures": ["BagelForConditionalGeneration"],
-        "visual_gen": True,
-        "visual_und": True,
-        "llm_config": said["llm_config.json"],
-        "vit_config": said["vit_config.json"],
-        "vae_config": {"z_channels": 16, "downsample": 8},
-        "max_latent_size": 32,
-        "vit_max_num_patch_per_side": config.vision.patches_per_side,
-        "connector_act": "gelu_pytorch_tanh",
-        "interpolate_pos": False,
-        "timestep_shift": 1.0,
-    }
-    said["preprocessor_config.json"] = {
-        "image_processor_type": "SiglipImageProcessor",
-        "size": {"height": 56, "width": 56},
-        "do_resize": True,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-        "resample": 3,
-    }
-    for file, values in said.items():
-        (made / file).write_text(json.dumps(values))
-    return made
+    return save_bagel(tmp_path_factory.mktemp("omni") / "bagel")
 
 
 @pytest.fixture(scope="module")

@@ -141,15 +141,22 @@ def config_json(config: HunyuanImage3Config = TINY) -> dict[str, Any]:
     }
 
 
-def save_hunyuan_image3(folder: Path, *, seed: int = 0, style: str = "instruct", drops_thoughts: bool = False) -> Path:
+def save_hunyuan_image3(
+    folder: Path,
+    *,
+    seed: int = 0,
+    style: str = "instruct",
+    drops_thoughts: bool = False,
+    config: HunyuanImage3Config = TINY,
+) -> Path:
     """A folder as published: weights in two files with their index, configurations and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = weights(seed=seed)
+    tensors = weights(seed=seed, config=config)
     files = {name: f"model-{1 + ('layers.1.' in name)}-of-2.safetensors" for name in tensors}
     for file in set(files.values()):
         save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"weight_map": files}))
-    (folder / "config.json").write_text(json.dumps(config_json()))
+    (folder / "config.json").write_text(json.dumps(config_json(config)))
     (folder / "generation_config.json").write_text(
         json.dumps({"sequence_template": style, "drop_think": drops_thoughts})
     )

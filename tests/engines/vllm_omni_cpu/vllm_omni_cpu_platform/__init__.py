@@ -1,9 +1,9 @@
 """A CPU as a platform of vLLM-Omni, which has none: loaded by its entry point group of platform plugins.
 
-Beside the platform, three helps, all for modules that vLLM-Omni imports after the platform is known:
-attention runs the torch code that a GPU without another backend runs; linear layers keep their weights as they were
-loaded, where vLLM packs them for CPUs and drops what a push would write to; and where a family's code says bfloat16
-whatever dtype is asked for, it is float32.
+Beside the platform, four helps, all for modules that vLLM-Omni imports after the platform is known:
+attention runs the torch code that a GPU without another backend runs; linear layers and experts keep their weights as
+they were loaded, where vLLM packs them for CPUs, so that a push would write to what no longer samples; and where a
+family's code says bfloat16 or float16 whatever dtype is asked for, it is float32.
 """
 
 import importlib
@@ -16,7 +16,14 @@ import torch
 _platforms: Any = importlib.import_module("vllm.platforms.cpu")
 _omni: Any = importlib.import_module("vllm_omni.platforms.interface")
 _ROOT = "vllm_omni.diffusion"
-_HALF_PRECISION = (f"{_ROOT}.models.bagel.bagel_transformer",)
+_HALF_PRECISION = tuple(
+    f"{_ROOT}.models.{name}"
+    for name in (
+        "bagel.bagel_transformer",
+        "hunyuan_image3.hunyuan_image3_transformer",
+        "hunyuan_image3.pipeline_hunyuan_image3",
+    )
+)
 
 
 def plugin() -> str:
@@ -34,6 +41,7 @@ class CPUOmniPlatform(_omni.OmniPlatform, _platforms.CpuPlatform):
         """torch's attention. Every attention layer asks, before any linear layer takes its weights."""
         _attend_with_torch()
         _keep_linear_weights()
+        _keep_expert_weights()
         _compute_in_float32()
         return importlib.import_module(
             f"{_ROOT}.attention.backends.registry"
@@ -115,10 +123,33 @@ def _keep_linear_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = keep
 
 
-class _Float32Torch:
-    """torch, in which bfloat16 is float32."""
+def _keep_expert_weights() -> None:
+    """Experts run one after the other; the routing is vLLM's own. Its `w13` is gate first, then up."""
+    module: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
+    experts = module.CPUUnquantizedExperts
+    silu = module.MoEActivation.SILU
 
-    bfloat16 = torch.float32
+    def keep(self: Any, layer: Any) -> None:
+        pass
+
+    def apply(self: Any, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
+        if given["activation"] != silu:
+            raise NotImplementedError(f"this platform runs experts with {silu}, not {given['activation']}")
+        output.zero_()
+        weights, chosen = given["topk_weights"], given["topk_ids"]
+        for expert, (w13, w2) in enumerate(zip(given["w1"], given["w2"], strict=True)):
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = torch.nn.functional.linear(hidden_states[rows], w13).chunk(2, dim=-1)
+            made = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2)
+            output.index_add_(0, rows, made * weights[rows, places, None].to(made.dtype))
+
+    experts.process_weights_after_loading, experts.apply = keep, apply
+
+
+class _Float32Torch:
+    """torch, in which bfloat16 and float16 are float32."""
+
+    bfloat16 = float16 = torch.float32
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
