@@ -203,7 +203,7 @@ class LinearEngine(ServedLatentsEngine):
     def _latents(self, stored, shape):
         return stored
 
-    def _layout(self):
+    def _layout(self, params):
         return {}
 
     def _check_ready(self, answer, pid):

@@ -130,7 +130,8 @@ def _build_sync(
             {
                 "backend": policy.backend,
                 "engine": engines.get(name, engine),
-                "pipeline": policy.pipeline,
+                # Of a policy with two tracks, that of what is scored, which is drawn by an engine of its own.
+                "pipeline": policy.pipelines.get(run.scored_track or "", policy.pipeline),
                 "rank": context.rank,
                 "sampling": instantiate((policy.plan.sampling or run.sampling).node),
             },

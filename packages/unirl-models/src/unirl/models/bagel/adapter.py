@@ -37,8 +37,9 @@ THOUGHT = "thought"
 
 
 class BagelAdapter(DiffusionAdapter):
-    """Conditions: "text", "thought" where the request brings one, "negative_text" where guidance is on (the empty text
-    is no text at all), and of given images "latents" and "patches".
+    """Conditions: "system_text" where there is a system prompt, "text", "thought" where the request brings one,
+    "negative_text" where guidance is on (the empty text is no text at all), and of given images "latents",
+    "patches".
 
     system_prompt: a turn ahead of everything, which all three contexts keep; the published code sets one where the
         model thinks. decode_batch_size: most images in one call of the autoencoder.
@@ -59,7 +60,7 @@ class BagelAdapter(DiffusionAdapter):
             raise ConfigError(f"reference_sides = {list(reference_sides)} must be [shortest, longest]")
         self._bundle = bundle
         self.decode_batch_size = decode_batch_size
-        self.system_ids = [] if system_prompt is None else bundle.turn(system_prompt)
+        self._system_prompt = system_prompt
         config = bundle.config
         of_latents = config.max_latent_size * config.pixels_per_token
         self._reference_sides = Sides(
@@ -108,6 +109,8 @@ class BagelAdapter(DiffusionAdapter):
             got = {name: type(value).__name__ for name, value in primitives.items()}
             raise ContractError(f"BAGEL is conditioned on text: primitives need 'text': Texts of B prompts, got {got}")
         conditions: dict[str, Condition] = {"text": self._tokens(texts.texts)}
+        if self._system_prompt is not None:
+            conditions["system_text"] = self._tokens([self._system_prompt] * len(texts.texts))
         thought = primitives.get(THOUGHT)
         if thought is not None:
             if not isinstance(thought, Texts) or len(thought.texts) != len(texts.texts):
@@ -125,7 +128,7 @@ class BagelAdapter(DiffusionAdapter):
         for slot in ("text", "negative_text") if guidance.is_on else ("text",):
             require_condition(conditions, slot, TextTokenCondition)
         num_rows(conditions)
-        return BoundVelocity(self.bundle, conditions, guidance, self.grid(params), self.system_ids)
+        return BoundVelocity(self.bundle, conditions, guidance, self.grid(params))
 
     # Pixels ----------------------------------------------------------------------------------------------------------
 

@@ -62,13 +62,11 @@ class BoundVelocity:
         conditions: Conditions,
         guidance: ContextGuidance,
         grid: Grid,
-        system_ids: Sequence[int],
     ) -> None:
         self._bundle = bundle
         self._conditions = conditions
         self._guidance = guidance
         self._grid = grid
-        self._system_ids = list(system_ids)
         self._layouts: dict[tuple[int, ...], Layout] = {}
 
     def __call__(self, x_R: Tensor, sigma_R: Tensor, step_R: Tensor) -> Tensor:
@@ -120,20 +118,20 @@ class BoundVelocity:
             return distinct[key]
 
         count = num_rows(self._conditions)
-        texts, thoughts, negatives = (self._turns(slot, count) for slot in ("text", "thought", "negative_text"))
+        slots = ("system_text", "text", "thought", "negative_text")
+        systems, texts, thoughts, negatives = (self._turns(slot, count) for slot in slots)
         images = self._images(count)
-        system = self._words(self._system_ids)
         # Of each row which one it is, and the number of parts that count where those are not all.
         full, text_free, image_free = [], [], []
         for row in range(count):
-            before = [*system, *images[row]]
+            before = [*systems[row], *images[row]]
             full.append((row_of([*before, *texts[row], *thoughts[row]]), None))
             if self._guidance.is_on and negatives[row]:
                 text_free.append((row_of([*before, *negatives[row]]), None))
             elif self._guidance.is_on:
                 text_free.append((full[-1][0], len(before)))
             if self._guidance.uses_images:
-                image_free.append((row_of([*system, *texts[row]]), None))
+                image_free.append((row_of([*systems[row], *texts[row]]), None))
         known = self._run(kept)
         full, text_free, image_free = (
             [_prefix(row, kept[row][:num_parts]) for row, num_parts in found] for found in (full, text_free, image_free)

@@ -27,7 +27,25 @@ def checkpoint_names(folder: Path) -> dict[str, str]:
     return _own_names(_shapes_in_files(folder))
 
 
+def part_shapes(folder: Path, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape of parts of a checkpoint: those whose names begin as a key of `names` says, with its value
+    in the place of that. Raises ConfigError for a folder without safetensors files."""
+    return {
+        renamed + name.removeprefix(begin): shape
+        for name, shape in _all_shapes(folder).items()
+        for begin, renamed in names.items()
+        if name.startswith(begin)
+    }
+
+
 def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
+    shapes = _all_shapes(folder)
+    if _is_tied(folder):
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def _all_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"the model folder {folder} has no safetensors files; save it with save_pretrained")
@@ -36,8 +54,6 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 shapes[name] = tuple(opened.get_slice(name).get_shape())
-    if _is_tied(folder):
-        shapes.pop("lm_head.weight", None)
     return shapes
 
 

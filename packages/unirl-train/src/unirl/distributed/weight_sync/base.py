@@ -22,7 +22,13 @@ from unirl.types.media import Primitive
 from unirl.types.precision import dtype_named
 from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PolicyStore, PushTarget, TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, DiffusionSamplingParams, Precision
+from unirl.types.sampling import (
+    ARSamplingParams,
+    BaseSamplingParams,
+    ComposedSamplingParams,
+    DiffusionSamplingParams,
+    Precision,
+)
 from unirl.types.weights import WeightReceipt
 
 logger = logging.getLogger(__name__)
@@ -178,6 +184,11 @@ def _canary(
         case DiffusionSamplingParams():
             return TransitionCanary(
                 cast("DiffusionPipeline", pipeline), sampling, backend.device, primitives, tolerance
+            )
+        case ComposedSamplingParams():
+            # Only images come from an engine that is pushed to; `pipeline` is theirs.
+            return TransitionCanary(
+                cast("DiffusionPipeline", pipeline), sampling.diffusion, backend.device, primitives, tolerance
             )
         case other:
             raise ConfigError(f"a push of a policy that is sampled by {type(other).__name__} has no canary")

@@ -77,11 +77,13 @@ class SampledLatents:
     path: str
 
 
-def sampling_of(req: RolloutReq, kernel: str, kernels: Collection[str], engine: str) -> DiffusionSamplingParams:
+def sampling_of(
+    req: RolloutReq, kernel: str, kernels: Collection[str], engine: str, settings: Collection[str] = ()
+) -> DiffusionSamplingParams:
     """The request's parameters, checked for what an engine elsewhere can honour.
 
-    kernel: the one that the trainer replays with. kernels: those that the engine has. Raises ConfigError naming the
-    setting to change.
+    kernel: the one that the trainer replays with. kernels: those that the engine has. settings: of `sampler_kwargs`,
+    those that the engine knows. Raises ConfigError naming the setting to change.
     """
     params = diffusion_params(req)
     same_kernel(params, kernel)
@@ -101,8 +103,9 @@ def sampling_of(req: RolloutReq, kernel: str, kernels: Collection[str], engine: 
                 f"sampling.{name} = {getattr(params, name)} is not served by {engine}. Set it to "
                 f"{'null' if neutral is None else neutral}, or sample with the trainside or replica engine."
             )
-    if params.sampler_kwargs:
-        raise ConfigError(f"sampling.sampler_kwargs {sorted(params.sampler_kwargs)} mean nothing to {engine}")
+    unknown = sorted(params.sampler_kwargs.keys() - set(settings))
+    if unknown:
+        raise ConfigError(f"sampling.sampler_kwargs {unknown} mean nothing to {engine}")
     return params
 
 

@@ -65,6 +65,8 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
     _dtype: torch.dtype
     """Of the engine's model."""
     _modality: Modality
+    _settings: frozenset[str] = frozenset()
+    """Of `sampler_kwargs`, those that the engine knows."""
     _proof: tuple[SampleLatents, Tensor] | None = None
     """The first call after the last push, and the latents that answered it."""
 
@@ -83,7 +85,7 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
         """Stored latents [B, K, *shape] of what the engine gives."""
 
     @abstractmethod
-    def _layout(self) -> dict[str, Any]:  # Any: JSON
+    def _layout(self, params: DiffusionSamplingParams) -> dict[str, Any]:  # Any: JSON
         """What else the engine must know of the tensors."""
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
@@ -121,7 +123,7 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
     def _prepared(self, req: RolloutReq) -> _Call:
         """What is asked for some rows, its tensors in a file."""
         kernel = self._pipeline.strategy_name
-        params = sampling_of(req, kernel, self.kernels, self.codec.engine)
+        params = sampling_of(req, kernel, self.kernels, self.codec.engine, self._settings)
         with torch.no_grad():
             conditions = self._pipeline.encode(req.primitives, params)
         path = self._folder / f"request-{next(self._calls)}.safetensors"
@@ -132,7 +134,7 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
             own,
             kernel=self.kernels.get(kernel, kernel),
             guidance_scale=self._guidance_scale(params),
-            layout=self._layout(),
+            layout=self._layout(params),
         )
         return _Call(req, params, conditions, start, own, message, path)
 

@@ -9,18 +9,22 @@ from pathlib import Path
 from unirl.types.errors import ConfigError
 
 INDEX_FILE = "model_index.json"
+CONFIG_FILE = "config.json"
+"""Of a model that is one module, which has no index."""
 REPLICA = "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine"
 
 
 def served_class(folder: Path, served: Collection[str], engine: str) -> str:
-    """The pipeline class that a folder's index names. Raises ConfigError where it is not among `served`, and for a
-    folder that is no pipeline."""
+    """The pipeline class that a folder's index names, or the model type of a folder that is one module. Raises
+    ConfigError where it is not among `served`, and for a folder that is neither."""
+    is_pipeline = (folder / INDEX_FILE).is_file() or not (folder / CONFIG_FILE).is_file()
+    file, key = (INDEX_FILE, "_class_name") if is_pipeline else (CONFIG_FILE, "model_type")
     try:
-        name = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).get("_class_name")
+        name = json.loads((folder / file).read_text(encoding="utf-8")).get(key)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"engine.model = {str(folder)!r} is no folder of a diffusers pipeline ({error}). Give the folder that the "
-            f"bundle loads, which has a {INDEX_FILE}."
+            f"bundle loads, which has a {INDEX_FILE} or, of a unified model, a {CONFIG_FILE}."
         ) from error
     if name not in served:
         raise ConfigError(

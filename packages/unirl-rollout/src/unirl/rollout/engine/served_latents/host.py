@@ -37,15 +37,17 @@ PEFT_PREFIX = "base_model.model."
 class LatentsHost(ABC):
     """Answers the messages of `ServedLatentsEngine` with an engine that a subclass has started.
 
-    dtype: of the engine's weights, as torch writes it.
+    dtype: of the engine's weights, as torch writes it. shapes: of what a push must bring; None are those of the
+        transformer of a pipeline.
     """
 
     engine: ClassVar[str]
     """As people call it."""
 
-    def __init__(self, start: Start, dtype: str) -> None:
+    def __init__(self, start: Start, dtype: str, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
         self._scratch = Path(start.scratch_dir)
-        self._pushes = PushReceiver(checkpoint_shapes(Path(start.model) / TRANSFORMER), dtype, start.policy_version)
+        expected = checkpoint_shapes(Path(start.model) / TRANSFORMER) if shapes is None else shapes
+        self._pushes = PushReceiver(expected, dtype, start.policy_version)
         self._paths: list[str] = []
         self._sent: dict[str, str] = {}
         """Checksum of every tensor of the push under way."""

@@ -149,5 +149,5 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
     def _latents(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
         return self._family.stored(stored, shape)
 
-    def _layout(self) -> dict[str, Any]:  # Any: JSON
+    def _layout(self, params: DiffusionSamplingParams) -> dict[str, Any]:  # Any: JSON
         return {"token_side": self._family.token_side}

@@ -30,6 +30,7 @@ class VLLMOmniEngine(ServedLatentsEngine):
     """Samples latents with vLLM-Omni's transformers, given initial latents, noise and encoded prompts.
 
     See ChildEngine and ServedLatentsEngine. The sampling loop and the kernels in vLLM-Omni's workers are the trainer's.
+    Of a unified model (BAGEL, HunyuanImage3) it draws the images, of texts and thoughts that are given as tokens.
 
     pipeline: encodes prompts and decodes latents, as in training. model: folder of the pipeline that vLLM-Omni starts
         with, which must be the policy's; or a hub id whose files are here already.
@@ -60,6 +61,8 @@ class VLLMOmniEngine(ServedLatentsEngine):
             "model",
             "dtype",
             "custom_pipeline_args",
+            "deploy_config",
+            "trust_remote_code",
             "worker_extension_cls",
             "enable_sleep_mode",
             "push_transport",
@@ -104,6 +107,13 @@ class VLLMOmniEngine(ServedLatentsEngine):
         self._forward_batch_size = forward_batch_size
         self._track = track
         self._modality = self._family.modality
+        self._settings = self._family.settings
+        if max_lora_rank is not None and not self._family.takes_adapters:
+            raise ConfigError(
+                f"engine.max_lora_rank = {max_lora_rank}: adapters of {folder.name} cannot be pushed to vLLM-Omni "
+                "as they are. Set it to null, and push them merged: sync._target_: "
+                "unirl.distributed.weight_sync.full.FullWeightSync."
+            )
         self._dtype = dtype_named(dtype, "engine.dtype")
         self._drops_text_encoders = drop_text_encoders
         options = {
@@ -145,5 +155,5 @@ class VLLMOmniEngine(ServedLatentsEngine):
     def _latents(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
         return stored
 
-    def _layout(self) -> dict[str, Any]:  # Any: JSON
-        return {}
+    def _layout(self, params: DiffusionSamplingParams) -> dict[str, Any]:  # Any: JSON
+        return dict(params.sampler_kwargs)

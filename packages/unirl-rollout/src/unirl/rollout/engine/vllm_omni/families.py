@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unirl.rollout.engine.served_latents.folder import served_class
-from unirl.types.conditions import Condition, TextEmbedCondition
+from unirl.types.conditions import Condition, TextEmbedCondition, TextTokenCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Modality
 from unirl.types.sampling import DiffusionSamplingParams
 
 NEGATIVE = "negative_"
 """What the slots of conditions of the negative prompt begin with."""
+INTERVAL = "guidance_interval"
+"""Of `sampler_kwargs`: the two noise levels between which steps are guided."""
 FULL_TEXT = 512
 """Tokens of a text where `max_sequence_length` is not set, for a family that attends to all of them."""
 
@@ -31,6 +33,19 @@ class Family:
     modality: Modality = Modality.IMAGE
     attends_to_padding: bool = False
     """Whether texts are filled with zeros that the model attends to."""
+    worker: str = "pipeline.GivenLatentsPipeline"
+    """What samples inside vLLM-Omni's workers, below this package."""
+    topology: str | None = None
+    """Of a unified model, vLLM-Omni's name for its decoder alone, in one stage."""
+    pushed: Mapping[str, str] | None = None
+    """Of a unified model, which has one folder: how names of the weights of a push begin in it -> in the push."""
+    settings: frozenset[str] = frozenset()
+    """Of `sampler_kwargs`, those that the worker knows."""
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether LoRA adapters can be pushed as they are; merged they always can."""
+        return self.pushed is None
 
 
 SERVED: Mapping[str, Family] = {
@@ -39,8 +54,20 @@ SERVED: Mapping[str, Family] = {
     "Flux2KleinPipeline": Family(),
     "WanPipeline": Family(Modality.VIDEO, attends_to_padding=True),
     "HunyuanVideo15Pipeline": Family(Modality.VIDEO),
+    "bagel": Family(
+        worker="bagel.GivenBagelPipeline",
+        topology="bagel_single_stage",
+        pushed={"language_model.": ""},
+        settings=frozenset({INTERVAL, "guidance_scale_image", "guidance_renorm", "guidance_renorm_min"}),
+    ),
+    "hunyuan_image_3_moe": Family(
+        worker="hunyuan_image3.GivenHunyuanImage3Pipeline",
+        topology="hunyuan_image3_dit",
+        pushed={"model.": "model.", "lm_head.": "lm_head."},
+        settings=frozenset({INTERVAL}),
+    ),
 }
-"""By the pipeline class that a checkpoint's index names."""
+"""By the pipeline class that a checkpoint's index names, or the type of a model without an index."""
 
 
 def family_of(folder: Path) -> Family:
@@ -57,12 +84,16 @@ def family_of(folder: Path) -> Family:
 def text_tensors(
     conditions: Mapping[str, Condition], family: Family, params: DiffusionSamplingParams
 ) -> dict[str, Tensor]:
-    """`SLOT.embeds` [B, L, D], `SLOT.mask` [B, L] and `SLOT.pooled` [B, P] of every text, as far as it has them.
+    """`SLOT.embeds` [B, L, D], `SLOT.mask` [B, L] and `SLOT.pooled` [B, P] of every text, as far as it has them; of a
+    text that the model embeds itself `SLOT.ids` and `SLOT.mask` [B, L].
 
     Raises ContractError for a condition that is no text.
     """
     tensors: dict[str, Tensor] = {}
     for slot, condition in conditions.items():
+        if isinstance(condition, TextTokenCondition):
+            tensors |= {f"{slot}.ids": condition.input_ids, f"{slot}.mask": condition.attention_mask}
+            continue
         if not isinstance(condition, TextEmbedCondition):
             raise ContractError(
                 f"vLLM-Omni is given text alone; the conditions hold {slot!r} ({type(condition).__name__}). "

@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from unirl.rollout.engine.checkpoint import part_shapes
 from unirl.rollout.engine.child.messages import Start
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
 from unirl.rollout.engine.served_latents.folder import served_class
 from unirl.rollout.engine.served_latents.host import LatentsHost
+from unirl.rollout.engine.vllm_omni.families import family_of
 from unirl.rollout.engine.vllm_omni.messages import Ready
 from unirl.rollout.engine.vllm_omni.transformers import NATIVE
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
@@ -34,17 +36,24 @@ class EngineHost(LatentsHost):
         self._omni = _VLLMOmni()
         options = dict(start.engine_args)
         self._transport: str = options.pop("push_transport")
+        family, folder = family_of(Path(start.model)), Path(start.model)
+        if family.topology is not None:
+            stages = Path(start.scratch_dir) / "stages.yaml"
+            stages.write_text(json.dumps(_one_stage(family.topology, options.pop("tensor_parallel_size", 1))))
+            # The class of HunyuanImage3's configuration lies beside its weights.
+            options |= {"deploy_config": str(stages), "trust_remote_code": True}
         self._engine: Any = self._omni.engine(
             model=start.model,
-            custom_pipeline_args={"pipeline_class": f"{_PACKAGE}.pipeline.GivenLatentsPipeline"},
+            custom_pipeline_args={"pipeline_class": f"{_PACKAGE}.{family.worker}"},
             worker_extension_cls=f"{_PACKAGE}.worker_ext.PushExtension",
             **options,
         )
         self._facts = self._ask("unirl_describe")
-        self._native = NATIVE[served_class(Path(start.model), NATIVE, self.engine)]
+        self._model = folder
         self._adapter: Any = None  # Any: vLLM-Omni's own
         self._num_adapters = 0
-        super().__init__(start, self._facts["dtype"])
+        shapes = None if family.pushed is None else part_shapes(folder, family.pushed)
+        super().__init__(start, self._facts["dtype"], shapes)
 
     def ready(self) -> Ready:
         """What the trainer needs to know of the engine."""
@@ -90,7 +99,8 @@ class EngineHost(LatentsHost):
 
     def _renamed(self, sent: Path, config: Mapping[str, Any], own: Path) -> Path:
         """A copy of the adapter that was sent, which other instances read too, under vLLM-Omni's names."""
-        name, weights = self._native.layer_name, "adapter_model.safetensors"
+        native = NATIVE[served_class(self._model, NATIVE, self.engine)]
+        name, weights = native.layer_name, "adapter_model.safetensors"
         own.mkdir()
         save_file({name(key): tensor for key, tensor in load_file(sent / weights).items()}, own / weights)
         renamed = {**config, "target_modules": [name(layers) for layers in config["target_modules"]]}
@@ -118,6 +128,18 @@ class EngineHost(LatentsHost):
         return answers if isinstance(answers, list) else [answers]
 
 
+def _one_stage(topology: str, num_devices: int) -> dict[str, Any]:  # Any: vLLM-Omni's own
+    """A deployment of vLLM-Omni, of which those that it ships ask for other devices than there are."""
+    stage = {
+        "stage_id": 0,
+        "max_num_seqs": 1,
+        "enforce_eager": True,
+        "devices": ",".join(map(str, range(num_devices))),
+        "parallel_config": {"tensor_parallel_size": num_devices, "enable_expert_parallel": num_devices > 1},
+    }
+    return {"pipeline": topology, "async_chunk": False, "stages": [stage]}
+
+
 class _VLLMOmni:
     """What is used of vLLM-Omni, imported once. Raises ConfigError where it is missing."""
 
@@ -126,7 +148,7 @@ class _VLLMOmni:
             self.version: str = importlib.import_module("vllm_omni").__version__
             self.engine: Any = importlib.import_module("vllm_omni.entrypoints.omni").Omni  # Any: an optional package
             self.sampling_params: Any = importlib.import_module("vllm_omni.inputs.data").OmniDiffusionSamplingParams
-            self.given: str = importlib.import_module(f"{_PACKAGE}.pipeline").GIVEN
+            self.given: str = importlib.import_module(f"{_PACKAGE}.sampling").GIVEN
             self.adapter_request: Any = importlib.import_module(f"{_PACKAGE}.worker_ext").adapter_request
         except ImportError as error:
             raise ConfigError(

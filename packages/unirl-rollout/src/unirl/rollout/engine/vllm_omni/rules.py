@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from unirl.rollout.engine.served_latents.rules import family_is_served, kernel_is_served, sampling_is_served
 
+BUNDLES = (
+    "SD3Bundle",
+    "Flux2KleinBundle",
+    "QwenImageBundle",
+    "WanBundle",
+    "HunyuanVideo15Bundle",
+    "BagelBundle",
+    "HunyuanImage3Bundle",
+)
+KERNELS = ("FlowSDEStrategy", "CPSSDEStrategy", "DanceSDEStrategy", "DDIMStrategy")
+
 RULES = (
-    family_is_served(("SD3Bundle", "Flux2KleinBundle", "QwenImageBundle", "WanBundle", "HunyuanVideo15Bundle")),
-    kernel_is_served(("FlowSDEStrategy", "CPSSDEStrategy", "DanceSDEStrategy", "DDIMStrategy")),
+    family_is_served(BUNDLES),
+    kernel_is_served(KERNELS),
     sampling_is_served,
 )

@@ -12,7 +12,6 @@ import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 
-from unirl.rollout.engine.vllm_omni.pipeline import TRANSFORMER
 from unirl.types.weights import tensor_checksum
 
 _EXTENSION: Any = importlib.import_module("vllm_omni.diffusion.worker.diffusion_worker").CustomPipelineWorkerExtension
@@ -27,8 +26,8 @@ class PushExtension(_EXTENSION):
 
     def unirl_describe(self) -> Facts:
         """What samples here."""
-        transformer = self._transformer()
-        parameters = dict(transformer.named_parameters())
+        pipeline: Any = self.model_runner.pipeline
+        transformer, parameters = pipeline.transformer, self._parameters()
         sizes: Counter[str] = Counter()
         for tensor in parameters.values():
             sizes[str(tensor.dtype)] += tensor.numel()
@@ -46,20 +45,20 @@ class PushExtension(_EXTENSION):
         """Load all weights; `error` where a parameter took none, which vLLM-Omni itself does not say."""
         pipeline: Any = self.model_runner.pipeline
         try:
-            loaded = pipeline.load_weights((TRANSFORMER + name, tensor) for name, tensor in tensors.items())
+            loaded = pipeline.load_weights((pipeline.weight_prefix + name, tensor) for name, tensor in tensors.items())
         except (KeyError, ValueError, RuntimeError, AssertionError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        own = {TRANSFORMER + name for name, _ in self._transformer().named_parameters()}
-        if missing := sorted(own - set(loaded)):
+        own = self._parameters()
+        if missing := sorted(own.keys() - set(loaded)):
             return {"error": f"{len(missing)} of {len(own)} parameters took no value: {', '.join(missing[:20])}"}
         return {"num_bound": len(own)}
 
     def unirl_checksum(self) -> Facts:
-        """One checksum of all parameters and buffers of the transformer."""
+        """One checksum of all parameters and buffers that a push brings."""
         digest = xxhash.xxh3_128()
-        state = self._transformer().state_dict()
-        for name in sorted(state):
-            digest.update(f"{name} {tensor_checksum(state[name])}\n".encode())
+        for begin, module in self._modules().items():
+            for name, tensor in sorted(module.state_dict().items()):
+                digest.update(f"{begin}{name} {tensor_checksum(tensor)}\n".encode())
         return {"checksum": digest.hexdigest()}
 
     def unirl_load_adapter(self, folder: str, number: int) -> Facts:
@@ -72,8 +71,16 @@ class PushExtension(_EXTENSION):
         # It refuses to act with layers that it finds no module for; those that it did not read are not counted.
         return {"num_layers": len(manager._registered_adapters[number].loras)}
 
-    def _transformer(self) -> torch.nn.Module:
-        return self.model_runner.pipeline.transformer
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        return self.model_runner.pipeline.pushed_modules
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Those that a push must reach, by the names that loading says."""
+        return {
+            begin + name: parameter
+            for begin, module in self._modules().items()
+            for name, parameter in module.named_parameters()
+        }
 
 
 def adapter_request(folder: str, number: int) -> Any:  # Any: vLLM-Omni's own

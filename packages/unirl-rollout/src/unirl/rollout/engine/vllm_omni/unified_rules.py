@@ -1,0 +1,43 @@
+"""What a unified model drawn by vLLM-Omni needs of a recipe: the rules of both stages, and whole pushes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from unirl.rollout.engine.child.rules import MACHINE_RULES
+from unirl.rollout.engine.served_latents.rules import Rule, family_is_served, kernel_is_served, sampling_is_served
+from unirl.rollout.engine.unified.rules import RULES as OF_TWO_TRACKS
+from unirl.rollout.engine.vllm_omni.rules import KERNELS
+from unirl.types.recipe import Messages, Part, Run
+
+__all__ = ["MACHINE_RULES", "RULES"]
+
+
+def of_images(rule: Rule) -> Rule:
+    """A rule of an engine of images, asked about the images of two stages."""
+
+    def asked(own: Part, run: Run) -> Messages:
+        images = run.sampling.inner.get("diffusion")
+        if images is not None:
+            yield from rule(own, dataclasses.replace(run, sampling=images))
+
+    return asked
+
+
+def pushes_are_whole(own: Part, run: Run) -> Messages:
+    """Adapters reach vLLM-Omni merged."""
+    sync = run.policy.sync
+    if sync is not None and sync.ability("sends_adapters"):
+        yield (
+            f"{sync.name} pushes LoRA adapters, which {own.name} does not take as they are. Set {sync.at}._target_: "
+            "unirl.distributed.weight_sync.full.FullWeightSync, which merges them."
+        )
+
+
+RULES = (
+    *OF_TWO_TRACKS,
+    of_images(family_is_served(("BagelBundle", "HunyuanImage3Bundle"))),
+    of_images(kernel_is_served(KERNELS)),
+    of_images(sampling_is_served),
+    pushes_are_whole,
+)

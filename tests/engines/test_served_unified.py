@@ -1,0 +1,204 @@
+"""Images of unified models by vLLM-Omni, from our words, initial latents and noise, on random weights."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served_engines import SERVED
+from unified_folders import save_bagel, save_hunyuan_image3
+
+from unirl.models.bagel.bundle import BagelBundle
+from unirl.models.bagel.pipeline import BagelPipeline
+from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
+from unirl.models.hunyuan_image3.pipeline import HunyuanImage3Pipeline
+from unirl.sde.kernels import FlowSDEStrategy
+from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.media import Images, Texts
+from unirl.types.noise import noise_keys
+from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+from unirl.types.weights import WeightSpec, weight_buckets
+
+pytestmark = [pytest.mark.vllm_omni, pytest.mark.slow]
+
+PROMPTS = ["a cat", "two red squares above a circle"]
+THOUGHTS = ["<think>small</think><recaption>a grey cat</recaption>", "<think>flat</think><recaption>two</recaption>"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unified:
+    """A model, its pipeline over it, and the engine of both."""
+
+    bundle: Any
+    pipeline: Any
+    engine: Any
+    guidance: tuple[dict[str, Any], ...]
+    """Of sampling parameters, each kind."""
+    height: int
+    width: int
+
+
+def _bagel(folder: Path) -> Unified:
+    bundle = BagelBundle(str(save_bagel(folder)), trains="both")
+    pipeline = BagelPipeline(bundle, FlowSDEStrategy(), system_prompt="Plan, then draw.")
+    images = {"guidance_scale_image": 1.5}
+    guidance = (
+        {"guidance_scale": 1.0},
+        {"guidance_scale": 4.0, "sampler_kwargs": {"guidance_interval": [0.4, 1.0]}},
+        {"guidance_scale": 4.0, "sampler_kwargs": {**images, "guidance_renorm": "channel"}},
+        {"guidance_scale": 3.0, "sampler_kwargs": images, "negative_prompt": "blurred"},
+    )
+    return Unified(bundle, pipeline, _engine(pipeline, folder), guidance, 32, 64)
+
+
+def _hunyuan(folder: Path) -> Unified:
+    bundle = HunyuanImage3Bundle(str(save_hunyuan_image3(folder)), trains="all")
+    pipeline = HunyuanImage3Pipeline(bundle, FlowSDEStrategy(), system_prompt="Draw what is asked.")
+    guidance = (
+        {"guidance_scale": 1.0},
+        {"guidance_scale": 5.0},
+        {"guidance_scale": 2.5, "sampler_kwargs": {"guidance_interval": [0.5, 1.0]}},
+    )
+    return Unified(bundle, pipeline, _engine(pipeline, folder), guidance, 32, 96)
+
+
+def _engine(pipeline: Any, folder: Path) -> Any:
+    return SERVED["vllm_omni"].start(pipeline, folder, forward_batch_size=2)
+
+
+@pytest.fixture(scope="module", params=["bagel", "hunyuan_image3"])
+def unified(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unified]:
+    folder = tmp_path_factory.mktemp("served") / request.param
+    made = (_bagel if request.param == "bagel" else _hunyuan)(folder)
+    yield made
+    made.engine.shutdown()
+
+
+def params_of(unified: Unified, **changed: Any) -> DiffusionSamplingParams:
+    settings: dict[str, Any] = {
+        "height": unified.height,
+        "width": unified.width,
+        "num_inference_steps": 4,
+        "guidance_scale": 1.0,
+        "eta": 0.7,
+        "sde_indices": [0, 2],
+        "keep_latents": "all",
+        "autocast_precision": "fp32",
+        **changed,
+    }
+    if settings["guidance_scale"] > 1:
+        settings.setdefault("negative_prompt", "")
+    return DiffusionSamplingParams(**settings)
+
+
+def request(unified: Unified, params: DiffusionSamplingParams, **more: Any) -> RolloutReq:
+    names = [f"s{number}" for number in range(len(PROMPTS))]
+    pipeline = unified.pipeline
+    return RolloutReq(
+        sample_ids=names,
+        group_ids=names,
+        primitives={"text": Texts(texts=PROMPTS), **more},
+        sampling_params=params,
+        sigmas=pipeline.sigmas(params),
+        init_noise_group_ids=noise_keys(3, names, names, same_noise=False),
+        init_noise_latent_shape=list(pipeline.latent_shape(params)),
+        rollout_id=3,
+    )
+
+
+def replayed(unified: Unified, track: RolloutTrack, params: DiffusionSamplingParams) -> tuple[torch.Tensor, Any]:
+    """Log-probs [B, S] of the trainer's model, and the segment."""
+    segment, rows = track.segment, torch.arange(track.batch_size)
+    assert isinstance(segment, LatentSegment)
+    with unified.pipeline.evaluating():
+        columns = [
+            unified.pipeline.replay(track.conditions, segment, rows, torch.full_like(rows, step), params).logp_R
+            for step in segment.sde_indices
+        ]
+    return torch.stack(columns, dim=1), segment
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_trajectories_are_those_of_the_trainers_own_model(kind: int, unified: Unified) -> None:
+    if kind >= len(unified.guidance):
+        pytest.skip("the model has fewer kinds of guidance")
+    params = params_of(unified, **unified.guidance[kind])
+    req = request(unified, params, thought=Texts(texts=THOUGHTS))
+    track = unified.engine.generate(req).root_track()
+    logp_BS, segment = replayed(unified, track, params)
+    with unified.pipeline.evaluating():
+        conditions = unified.pipeline.encode(req.primitives, params)
+        ours = unified.pipeline.diffuse(
+            conditions,
+            segment.latents[:, 0],
+            req.sigmas,
+            params,
+            noise_keys=noise_keys(3, req.sample_ids, req.sample_ids, same_noise=False),
+        )
+    # float32 over four steps in another order of sums, where guidance makes differences larger.
+    torch.testing.assert_close(segment.latents, ours.latents, rtol=0, atol=2e-5)
+    assert segment.sde_logp is not None
+    assert float((logp_BS - segment.sde_logp).abs().max()) < unified.engine.logp_gap_float32
+    assert isinstance(track.decoded, Images) and track.decoded.pixels.shape[-2:] == (unified.height, unified.width)
+
+
+def test_a_thought_and_guidance_change_what_is_drawn(unified: Unified) -> None:
+    """So that none of the comparisons above is of the same numbers."""
+    plain = params_of(unified)
+    ends = [
+        unified.engine.generate(request(unified, params, **more)).root_track().segment.latents[:, -1]
+        for params, more in (
+            (plain, {}),
+            (plain, {"thought": Texts(texts=THOUGHTS)}),
+            *((params_of(unified, **each), {}) for each in unified.guidance[1:]),
+        )
+    ]
+    for place, end in enumerate(ends):
+        assert all(float((end - other).abs().max()) > 1e-3 for other in ends[:place])
+
+
+def test_what_it_cannot_draw_is_refused(unified: Unified) -> None:
+    picture = Images(pixels=torch.rand(2, 3, 64, 64))
+    with pytest.raises(Exception, match="vLLM-Omni is given text alone"):
+        unified.engine.generate(request(unified, params_of(unified), image=picture))
+    with pytest.raises(ConfigError, match="max_lora_rank = 4: adapters of"):
+        SERVED["vllm_omni"].start(unified.pipeline, unified.bundle.folder.path, forward_batch_size=2, max_lora_rank=4)
+
+
+def push(engine: Any, module: torch.nn.Module, version: int, *, without: str = "") -> Any:
+    weights = {name: tensor for name, tensor in plain(module).items() if name != without}
+    engine.begin_weights(
+        version, [WeightSpec(name, tuple(t.shape), "torch.float32", "") for name, t in weights.items()]
+    )
+    for bucket in weight_buckets(iter(weights.items()), policy_version=version, max_bytes=1 << 20):
+        engine.receive_weights(bucket)
+    return engine.finish_weights(version)
+
+
+def plain(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+
+
+def test_a_push_reaches_every_weight_that_draws(unified: Unified) -> None:
+    """Last: it leaves the engine with other weights."""
+    (module,) = unified.bundle.trainable_modules().values()
+    params = params_of(unified, guidance_scale=2.0)
+    req = request(unified, params)
+    before = unified.engine.generate(req).root_track().segment.latents[:, -1]
+    with pytest.raises(WeightSyncError):
+        push(unified.engine, module, 1, without=next(iter(plain(module))))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
+    receipt = push(unified.engine, module, 1)
+    assert receipt.num_tensors == len(plain(module)) and receipt.num_bound is not None
+    track = unified.engine.generate(req).root_track()
+    logp_BS, segment = replayed(unified, track, params)
+    assert float((segment.latents[:, -1] - before).abs().max()) > 1e-2
+    assert float((logp_BS - segment.sde_logp).abs().max()) < unified.engine.logp_gap_float32
+    assert track.policy_versions.tolist() == [1, 1]
