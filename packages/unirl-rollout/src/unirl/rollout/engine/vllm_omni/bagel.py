@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from unirl.rollout.engine.checkpoint import part_shapes
 from unirl.rollout.engine.served_latents.call import SampleLatents
 from unirl.rollout.engine.vllm_omni.sampling import SamplesGivenLatents
 from unirl.rollout.engine.vllm_omni.tokens import FREE, FULL, interval_of, rows_of
@@ -27,6 +29,8 @@ _tokenizers: Any = importlib.import_module("transformers").AutoTokenizer
 _device: Any = importlib.import_module("vllm_omni.diffusion.distributed.utils").get_local_device
 
 LANGUAGE = "language_model."
+_PUBLISHED_FACTOR = 8
+"""Pixels per latent element on a side; that of other autoencoders follows from each call."""
 
 Rows = list[list[int]]
 """Words before the image of each sample."""
@@ -49,15 +53,15 @@ class GivenBagelPipeline(SamplesGivenLatents, _PIPELINE.BagelPipeline):
         own = {"parallel_config": od_config.parallel_config, "quant_config": od_config.quantization_config}
         self.language_model = _PARTS.Qwen2MoTForCausalLM(language, prefix="bagel.language_model", **own)
         self.transformer = self.language_model.model
-        latents = said.get("vae_config") or {}
+        patch = said.get("latent_patch_size", 2)
+        # As our modules, it reads the number of channels from the weights.
+        width = part_shapes(folder, {"vae2llm.": ""})["weight"][1]
         config = _PIPELINE.BagelConfig(
             visual_gen=True,
             visual_und=False,
             llm_config=language,
-            vae_config=_PIPELINE._VaeCfg(
-                z_channels=latents.get("z_channels", 16), downsample=latents.get("downsample", 8)
-            ),
-            latent_patch_size=said.get("latent_patch_size", 2),
+            vae_config=_PIPELINE._VaeCfg(z_channels=width // patch**2, downsample=_PUBLISHED_FACTOR),
+            latent_patch_size=patch,
             max_latent_size=said.get("max_latent_size", 32),
         )
         self.bagel = _PARTS.Bagel(
@@ -91,6 +95,7 @@ class GivenBagelPipeline(SamplesGivenLatents, _PIPELINE.BagelPipeline):
         known: dict[tuple[int, ...], Any] = {}  # Any: vLLM-Omni's cache
         with self._precision():
             caches = [_PARTS.NaiveCache.merge([self._cache(row, known) for row in rows]) for rows in branches]
+        self.bagel.latent_downsample = math.isqrt(call.height * call.width // length)
         packed = self._packed(call, branches[0])
         # All tokens of an image have the position after its context.
         positions = [self._on_device([len(row) for row in rows for _ in range(length + 2)]) for rows in branches]

@@ -17,7 +17,7 @@ from torch import Tensor
 from unirl.rollout.engine.checkpoint import part_shapes
 from unirl.rollout.engine.child.messages import Start
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
-from unirl.rollout.engine.served_latents.folder import served_class
+from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, served_class
 from unirl.rollout.engine.served_latents.host import LatentsHost
 from unirl.rollout.engine.vllm_omni.families import family_of
 from unirl.rollout.engine.vllm_omni.messages import Ready
@@ -25,6 +25,8 @@ from unirl.rollout.engine.vllm_omni.transformers import NATIVE
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 
 _PACKAGE = __name__.rpartition(".")[0]
+_WARM_UP_TOKENS = 32
+"""Latent tokens on a side of BAGEL's warm-up."""
 
 
 class EngineHost(LatentsHost):
@@ -43,7 +45,7 @@ class EngineHost(LatentsHost):
             # The class of HunyuanImage3's configuration lies beside its weights.
             options |= {"deploy_config": str(stages), "trust_remote_code": True}
         self._engine: Any = self._omni.engine(
-            model=start.model,
+            model=str(_warmable(folder, Path(start.scratch_dir))),
             custom_pipeline_args={"pipeline_class": f"{_PACKAGE}.{family.worker}"},
             worker_extension_cls=f"{_PACKAGE}.worker_ext.PushExtension",
             **options,
@@ -126,6 +128,22 @@ class EngineHost(LatentsHost):
         """The answer of every worker that gives one."""
         (answers,) = self._engine.engine.collective_rpc(method, args=args, stage_ids=[0])
         return answers if isinstance(answers, list) else [answers]
+
+
+def _warmable(folder: Path, scratch: Path) -> Path:
+    """The folder itself; of a small BAGEL, links to its files beside a configuration that allows the image of 512 x 512
+    with which vLLM-Omni warms up. How many positions there are it then reads from the weights."""
+    file = folder / CONFIG_FILE
+    said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if said.get("model_type") != "bagel" or said.get("max_latent_size", _WARM_UP_TOKENS) >= _WARM_UP_TOKENS:
+        return folder
+    linked = scratch / "model"
+    linked.mkdir()
+    for each in folder.iterdir():
+        if each.name != CONFIG_FILE:
+            (linked / each.name).symlink_to(each)
+    (linked / CONFIG_FILE).write_text(json.dumps({**said, "max_latent_size": _WARM_UP_TOKENS}))
+    return linked
 
 
 def _one_stage(topology: str, num_devices: int) -> dict[str, Any]:  # Any: vLLM-Omni's own
