@@ -153,13 +153,15 @@ class Reference:
         x = self.convolution("patch_embed.model.0", latent.double())
         return self.block("patch_embed.model.1", x, self.time("time_embed", sigma)).flatten(1).T
 
-    def velocity(self, context: TokenSequence, latent: Tensor, sigma: float) -> Tensor:
-        """[C, h, w] of a latent after a context, which is left as it is."""
+    def velocity(
+        self, context: TokenSequence, latent: Tensor, sigma: float, routes: list[Tensor] | None = None
+    ) -> Tensor:
+        """[C, h, w] of a latent after a context, which is left as it is. routes: see `hidden`, of the context too."""
         rows, columns = latent.shape[-2:]
         whole = context.copy()
         whole.word(self.time("timestep_emb", sigma))
         whole.image(self.latent_tokens(latent, sigma), rows, columns, block=10**6)
-        made = self.hidden(whole)[-rows * columns :].T.unflatten(1, (rows, columns))
+        made = self.hidden(whole, routes)[-rows * columns :].T.unflatten(1, (rows, columns))
         made = self.block("final_layer.model.0", made, self.time("time_embed_2", sigma))
         made = functional.silu(self.group_norm("final_layer.model.1.0", made))
         return self.convolution("final_layer.model.1.2", made)

@@ -176,6 +176,10 @@ class ExpertCondition(Condition):
 
     experts: Tensor = packed()
     """[N, K] int16, of each token that a replay reads its experts in every block, block by block."""
+    of: Tensor | None = per_sample(default=None)
+    """[B] int64, a digest of what each sample read, where a replay checks it."""
+    steps: list[int] | None = shared(default=None)
+    """Of images, the denoising steps whose tokens follow the words."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

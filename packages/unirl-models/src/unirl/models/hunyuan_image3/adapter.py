@@ -141,6 +141,12 @@ class HunyuanImage3Adapter(DiffusionAdapter):
         num_rows(conditions)
         return BoundVelocity(self.bundle, conditions, guidance, self.grid(params))
 
+    def keeping_experts(self, conditions: Conditions, params: DiffusionSamplingParams) -> BoundVelocity:
+        """As `bind`, of conditions without experts; it remembers those that the gates choose."""
+        return BoundVelocity(
+            self.bundle, conditions, Guidance.from_params(params), self.grid(params), keeps_experts=True
+        )
+
     # Pixels ----------------------------------------------------------------------------------------------------------
 
     def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images:

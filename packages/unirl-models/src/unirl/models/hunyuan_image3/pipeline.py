@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from unirl.models.adapter import require_condition
+from unirl.models.adapter import num_rows, require_condition, select_rows
 from unirl.models.ar import ReplayedTokens
 from unirl.models.hunyuan_image3.adapter import HunyuanImage3Adapter
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
+from unirl.models.hunyuan_image3.image_experts import EXPERTS
 from unirl.models.hunyuan_image3.sizes import Size
 from unirl.models.hunyuan_image3.text_adapter import HunyuanImage3TextAdapter, Task
 from unirl.models.pipeline import DiffusionPipeline
@@ -17,11 +19,12 @@ from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.sde.kernels import SDEStrategy
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.conditions import ExpertCondition, PromptCondition
+from unirl.types.conditions import Condition, ExpertCondition, PromptCondition
 from unirl.types.errors import ContractError
+from unirl.types.precision import DTYPES
 from unirl.types.protocols import Conditions
-from unirl.types.sampling import ARSamplingParams
-from unirl.types.segments import TextSegment
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.segments import LatentSegment, TextSegment
 
 PUBLISHED_SHIFT = 3.0
 
@@ -32,7 +35,12 @@ class HunyuanImage3Pipeline(DiffusionPipeline):
 
     schedule: None is linspace(1, 0, T + 1) shifted by 3, as published. vLLM-Omni shifts its own levels twice.
     system_prompt, decode_batch_size: see `HunyuanImage3Adapter`. forward_batch_size: see `DiffusionStage`.
+    replays_experts: keep with each rollout to which experts the tokens of its stochastic steps go, and those of the
+        words before them, and send them there again in every replay. They are those of one more forward of each such
+        step, at the weights of the rollout; a sample has 2 bytes of each token, step, block and expert.
     """
+
+    adapter: HunyuanImage3Adapter
 
     def __init__(
         self,
@@ -43,14 +51,66 @@ class HunyuanImage3Pipeline(DiffusionPipeline):
         system_prompt: str | None = None,
         decode_batch_size: PositiveInt = 1,
         forward_batch_size: PositiveInt | None = None,
+        replays_experts: bool = False,
     ) -> None:
         adapter = HunyuanImage3Adapter(bundle, system_prompt=system_prompt, decode_batch_size=decode_batch_size)
         levels = SigmaSchedule("linear", shift=PUBLISHED_SHIFT) if schedule is None else schedule
         super().__init__(adapter, strategy, levels, forward_batch_size=forward_batch_size)
+        self._replays_experts = replays_experts
+
+    def diffuse(
+        self,
+        conditions: Conditions,
+        initial_latents: Tensor,
+        sigmas: Tensor,
+        params: DiffusionSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+        start_keys: Sequence[str] | None = None,
+        keep_means: bool = False,
+    ) -> LatentSegment:
+        """See `DiffusionPipeline.diffuse`. Where experts are replayed and steps are stochastic, adds their slot to
+        `conditions`, which must then be a dict."""
+        segment = super().diffuse(
+            conditions,
+            initial_latents,
+            sigmas,
+            params,
+            noise_keys=noise_keys,
+            start_keys=start_keys,
+            keep_means=keep_means,
+        )
+        if self._replays_experts and segment.sde_indices:
+            require_dict(conditions)[EXPERTS] = self.experts(conditions, segment, params)
+        return segment
+
+    @torch.no_grad()
+    def experts(
+        self, conditions: Conditions, segment: LatentSegment, params: DiffusionSamplingParams
+    ) -> ExpertCondition:
+        """The experts of words and stochastic steps, under the present weights, in forwards of `forward_batch_size`."""
+        free = {slot: value for slot, value in conditions.items() if slot != EXPERTS}
+        count = num_rows(free)
+        size = self.diffusion.forward_batch_size or count
+        is_mixed = params.autocast_precision != "fp32"
+        dtype = DTYPES[params.autocast_precision] if is_mixed else None
+        found = []
+        for rows in torch.arange(count).split(size):
+            bound = self.adapter.keeping_experts(select_rows(free, rows.tolist()), params)
+            for step in segment.sde_indices:
+                steps = torch.full_like(rows, step)
+                x_R, _, sigma_R, _ = segment.transitions(rows, steps)
+                with torch.autocast(x_R.device.type, dtype=dtype, enabled=is_mixed):
+                    bound(x_R, sigma_R, steps)
+            found.append(bound.experts)
+        return ExpertCondition.concat(found)
 
 
-EXPERTS = "experts"
-"""Slot of the experts that tokens went to."""
+def require_dict(conditions: Conditions) -> dict[str, Condition]:
+    """Conditions that a slot can be added to. Raises ContractError for others."""
+    if not isinstance(conditions, dict):
+        raise ContractError(f"conditions must be a dict to keep experts in, got {type(conditions).__name__}")
+    return conditions
 
 
 class HunyuanImage3TextPipeline(AutoregressivePipeline):
@@ -94,9 +154,7 @@ class HunyuanImage3TextPipeline(AutoregressivePipeline):
         must then be a dict."""
         segment = super().generate(conditions, params, noise_keys=noise_keys, any_rank=any_rank)
         if self._replays_experts:
-            if not isinstance(conditions, dict):
-                raise ContractError(f"conditions must be a dict to keep experts in, got {type(conditions).__name__}")
-            conditions[EXPERTS] = self.experts(conditions, segment)
+            require_dict(conditions)[EXPERTS] = self.experts(conditions, segment)
         return segment
 
     @torch.no_grad()
