@@ -50,6 +50,13 @@ def test_the_numbers_of_the_guide_to_stable_diffusion_follow():
     assert sum(of["train"].values()) == pytest.approx(50.8e9, rel=0.015)
 
 
+def test_what_is_not_images_alone_has_no_estimate():
+    with pytest.raises(
+        ConfigError, match="for images and videos alone, this recipe's sampling is ComposedSamplingParams"
+    ):
+        found("unified_model/bagel_flowgrpo_think")
+
+
 def test_no_more_is_counted_than_there_is():
     """Three steps of one sample are three rows, whatever a forward may take; four samples are not decoded as eight."""
     most = by_name("diffusion/sd3_trainside")["train"]["activations"]

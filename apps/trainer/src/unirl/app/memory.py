@@ -48,7 +48,8 @@ class Phase:
 def phases(run: ComposedRun) -> list[Phase]:
     """Start, rollout, decoding and training of a run of one diffusion model.
 
-    Raises ConfigError for a checkpoint whose sizes are not known, and for a run of several policies.
+    Raises ConfigError for a checkpoint whose sizes are not known, for a run of several policies, and for one that
+    samples anything but images or videos.
     """
     if len(run.all_policies) + len(run.teachers) > 1:
         raise ConfigError("memory is estimated for one policy, this recipe has several.")
@@ -58,6 +59,10 @@ def phases(run: ComposedRun) -> list[Phase]:
         raise ConfigError(
             f"the sizes of bundle.pretrained_model = {model} are not known. Memory is estimated for: "
             f"{', '.join(sorted(RELEASED))}."
+        )
+    if run.sampling.get("height") is None:
+        raise ConfigError(
+            f"memory is estimated for images and videos alone, this recipe's sampling is {run.sampling.name}."
         )
     return _Estimate(run, sizes).phases()
 
