@@ -10,7 +10,7 @@ import torch
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 torch.set_num_threads(1)
 
 

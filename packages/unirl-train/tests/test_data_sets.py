@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import wave
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from published_sets import (
 from unirl.data.datasets import read_rows
 from unirl.data.pairs import read_pairs
 from unirl.data.rules import unreadable
-from unirl.data.sets import characters, controls, geneval, motion, ocr, writing
+from unirl.data.sets import characters, controls, geneval, heard, motion, ocr, writing
 from unirl.data.sets.canny import canny
 from unirl.data.sets.catalog import SETS, command_for, set_of
 from unirl.data.sets.github import GitHubRepository
@@ -61,6 +63,14 @@ def geneval_rows():
 
 def prompts(path):
     return [row.prompt for row in read_rows(path)]
+
+
+def asked(path):
+    """Each row's prompt with the recordings it is about."""
+    return [
+        (row.prompt, *(Path(each.place()[0]).read_bytes() for each in row.media if each.modality == "audio"))
+        for row in read_rows(path)
+    ]
 
 
 def contents(folder):
@@ -267,9 +277,9 @@ def test_edges_are_those_of_opencv(seed):
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_splits_have_the_promised_rows_and_nothing_in_common(name, tmp_path):
     prepare(SETS[name], tmp_path / name)
-    splits = [prompts(tmp_path / name / output.file) for output in SETS[name].outputs]
+    splits = [asked(tmp_path / name / output.file) for output in SETS[name].outputs]
     assert [len(each) for each in splits] == [output.num_rows for output in SETS[name].outputs]
-    assert len(set(splits[0]) | set(splits[1])) == sum(map(len, splits)), "no prompt twice"
+    assert len(set(splits[0]) | set(splits[1])) == sum(map(len, splits)), "nothing is asked twice"
 
 
 def test_held_out_words_occur_in_no_training_text():
@@ -301,6 +311,36 @@ def test_held_out_motion_pairs_a_subject_and_an_action_as_no_training_prompt_doe
     )
     assert not trained & held_out
     assert {row["category"] for row in motion.rows(held_out=True)} == {kind.name for kind in motion.KINDS}
+
+
+def test_beeps_sound_as_their_row_says():
+    rows = [row for held_out in (False, True) for row in heard.rows(held_out=held_out)]
+    recordings = [row["media"][0].content.data for row in rows]
+    assert len(set(recordings)) == len(rows)
+    for row, recording in zip(rows, recordings, strict=True):
+        with wave.open(io.BytesIO(recording)) as file:
+            assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (heard.SAMPLE_RATE, 1, 2)
+            samples = numpy.frombuffer(file.readframes(file.getnframes()), dtype="<i2").astype(float)
+        beeps = beeps_of(samples, heard.SAMPLE_RATE)
+        assert row["answer"] == judged(row["question"], beeps), (row, beeps)
+
+
+def beeps_of(samples, rate):
+    """(hertz, seconds) of each stretch of sound between silences of 50 ms, by its zero crossings."""
+    loud = numpy.flatnonzero(numpy.abs(samples) > 0)
+    ends = numpy.flatnonzero(numpy.diff(loud) > 0.05 * rate)
+    stretches = [samples[each[0] : each[-1] + 1] for each in numpy.split(loud, ends + 1)]
+    return [
+        (numpy.count_nonzero(numpy.diff(numpy.sign(each)) > 0) * rate / len(each), len(each) / rate)
+        for each in stretches
+    ]
+
+
+def judged(question, beeps):
+    if question == "How many beeps are there?":
+        return str(len(beeps))
+    first, second = (each[question == "Which beep is longer?"] for each in beeps)
+    return "the second" if second > first else "the first"
 
 
 def test_characters_follow_a_pose_and_a_face_that_move():

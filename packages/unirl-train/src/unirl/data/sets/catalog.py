@@ -7,6 +7,7 @@ from pathlib import Path
 from unirl.data.sets.characters import CHARACTERS
 from unirl.data.sets.controls import EDGES, HOLES
 from unirl.data.sets.geneval import GENEVAL
+from unirl.data.sets.heard import HEARD
 from unirl.data.sets.motion import MOTION
 from unirl.data.sets.ocr import OCR
 from unirl.data.sets.pictures import IMAGE_EDIT, PICTURE_MOTION
@@ -17,7 +18,7 @@ from unirl.data.sets.records import PromptSet
 SETS = {
     each.name: each
     for each in (PICKSCORE, HPDV2, WISE, GENEVAL, OCR, MOTION, IMAGE_EDIT, PICTURE_MOTION)
-    + (HOLES, EDGES, CHARACTERS, PREFERENCES, DAPO_MATH, AIME24, GEO3K)
+    + (HOLES, EDGES, CHARACTERS, PREFERENCES, DAPO_MATH, AIME24, GEO3K, HEARD)
 }
 """By name."""
 FOLDER = Path("datasets")

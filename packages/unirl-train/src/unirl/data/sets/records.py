@@ -19,16 +19,16 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Picture:
-    """An encoded picture of a row. A `.parquet` file holds it; beside a `.jsonl` file it is a file of its own."""
+    """An encoded picture or recording of a row: in a `.parquet` file, or a file of its own beside a `.jsonl` file."""
 
     data: bytes
     suffix: str
-    """Of its file name, such as .png."""
+    """Of its file name, such as .png; a recording's is .wav."""
 
 
 @dataclass(frozen=True)
 class Medium:
-    """What a prompt brings beside its text: a picture, or the frames of a video."""
+    """What a prompt brings beside its text: a picture, the frames of a video, or a recording."""
 
     role: str
     """What it is to its prompt, see `unirl.data.media.SLOTS`."""
@@ -37,7 +37,9 @@ class Medium:
     @property
     def modality(self) -> str:
         """As the row of a prompt file has it."""
-        return "image" if isinstance(self.content, Picture) else "video"
+        if not isinstance(self.content, Picture):
+            return "video"
+        return "audio" if self.content.suffix == ".wav" else "image"
 
 
 @dataclass(frozen=True)
