@@ -121,6 +121,20 @@ def test_an_aborted_rollout_returns_what_it_has(server, engine):
     assert (segment.tokens.tolist(), segment.status.tolist()) == ([2], [SegmentStatus.ABORTED])
 
 
+def test_a_sample_that_was_aborted_before_its_turn_is_empty(server, engine):
+    server.change = lambda answer: [answer[0], not_begun(answer[1]["meta_info"])]
+    segment = engine.generate(request(["1 2", "7"])).tracks["text"].segment
+    assert [row.tolist() for row in segment.unpack("tokens")] == [[3, 4, 5], []]
+    assert segment.status.tolist() == [SegmentStatus.TRUNCATED, SegmentStatus.ABORTED]
+
+
+def not_begun(meta):
+    """What SGLang 0.5.23 answers for such a sample."""
+    reason = {"type": "abort", "message": "Abort in waiting queue"}
+    kept = {name: meta[name] for name in ("id", "weight_version") if name in meta}
+    return {"text": "", "output_ids": [], "meta_info": {**kept, "finish_reason": reason, "e2e_latency": 0.01}}
+
+
 def test_what_sglang_cannot_do_is_refused(engine):
     with pytest.raises(ConfigError, match=r"top_p = 0.9 and top_k = 0 draw from a part"):
         engine.generate(request(["1"], ARSamplingParams(temperature=1, top_p=0.9, max_new_tokens=3)))

@@ -30,10 +30,12 @@ def generations(answer: Any, prompt_lengths: Sequence[int]) -> Generations:  # A
     for row, output in enumerate(outputs):
         try:
             meta = output["meta_info"]
-            scored = meta["output_token_logprobs"]
-            ids, values = [int(entry[1]) for entry in scored], [float(entry[0]) for entry in scored]
             output_ids, reason, version = output["output_ids"], meta["finish_reason"]["type"], meta["weight_version"]
-            num_read = int(meta["prompt_tokens"])
+            if reason == "abort" and not output_ids:  # it waited for its turn: SGLang has not read it
+                scored, num_read = (), prompt_lengths[row]
+            else:
+                scored, num_read = meta["output_token_logprobs"], int(meta["prompt_tokens"])
+            ids, values = [int(entry[1]) for entry in scored], [float(entry[0]) for entry in scored]
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise ContractError(
                 f"sample {row} of SGLang's answer lacks what /generate gives with return_logprob "
