@@ -17,7 +17,7 @@ from unirl.rollout.engine.child.messages import Failed, ReceiveWeights, Start
 from unirl.rollout.engine.child.process import EngineProcess, interpreter
 from unirl.rollout.engine.push import check_version
 from unirl.rollout.engine.served_images import picture, shown_pictures
-from unirl.rollout.engine.served_text import Generations, check_fits, generation, text_segment
+from unirl.rollout.engine.served_text.call import Generations, check_fits, generation, text_segment
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 from unirl.rollout.engine.vllm_llm.host import prompts_of
 from unirl.rollout.engine.vllm_llm.messages import CODEC, Ready

@@ -19,7 +19,7 @@ from unirl.rollout.engine.checkpoint import checkpoint_names, checkpoint_shapes,
 from unirl.rollout.engine.child.devices import dealt_gpus
 from unirl.rollout.engine.child.process import interpreter
 from unirl.rollout.engine.push import PushReceiver, check_version, refuse
-from unirl.rollout.engine.served_text import (
+from unirl.rollout.engine.served_text.call import (
     check_fits,
     generation,
     prompt_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.rollout.engine.served_images import one_placeholder_each
-from unirl.rollout.engine.served_text import Generate
+from unirl.rollout.engine.served_text.call import Generate
 from unirl.types.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unirl.rollout.engine.served_text import Generations
+from unirl.rollout.engine.served_text.call import Generations
 from unirl.types.errors import ContractError, WeightSyncError
 
 CONSTANTS = ("rotary_emb.axis_map",)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from unirl.rollout.engine.child.devices import dealt_gpus
 from unirl.rollout.engine.child.engine import ChildEngine
 from unirl.rollout.engine.child.messages import Abort, Message, MessageCodec
-from unirl.rollout.engine.served_text import (
+from unirl.rollout.engine.served_text.call import (
     Generations,
     check_fits,
     generation,

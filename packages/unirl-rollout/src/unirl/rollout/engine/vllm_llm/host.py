@@ -27,7 +27,7 @@ from unirl.rollout.engine.child.messages import (
 )
 from unirl.rollout.engine.push import PushReceiver, refuse
 from unirl.rollout.engine.served_images import one_placeholder_each, picture
-from unirl.rollout.engine.served_text import Generate, Generations
+from unirl.rollout.engine.served_text.call import Generate, Generations
 from unirl.rollout.engine.vllm_llm.messages import Ready
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 from unirl.types.weights import WeightBucket

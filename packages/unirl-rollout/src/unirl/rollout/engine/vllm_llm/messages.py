@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unirl.rollout.engine.child.messages import EngineReady, MessageCodec
-from unirl.rollout.engine.served_text import Generate, Generations
+from unirl.rollout.engine.served_text.call import Generate, Generations
 
 
 @dataclass(frozen=True, kw_only=True)
