@@ -1,4 +1,4 @@
-"""The recipe with rollouts by the real vLLM, as a user runs it: it learns, and survives the death of its engine."""
+"""The recipe with rollouts by the real vLLM, as a user runs it: it learns, also where its engine is killed."""
 
 import os
 import re
@@ -41,9 +41,7 @@ def test_every_rollout_says_how_far_the_engines_log_probs_are_from_the_trainers(
     assert records(run)[1]["mismatch/logp_absdiff/max"] < 1e-5
 
 
-def test_a_killed_engine_ends_the_run_with_one_error_and_a_checkpoint_that_goes_on_as_if_nothing_had_been(
-    run, vllm_python, tmp_path
-):
+def test_a_run_whose_engine_is_killed_goes_on_as_if_it_had_not_been(run, vllm_python, tmp_path):
     run_dir = tmp_path / "killed"
     process = train(run_dir, *words(vllm_python))
     metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 300
@@ -53,11 +51,7 @@ def test_a_killed_engine_ends_the_run_with_one_error_and_a_checkpoint_that_goes_
     engine = re.search(r"is up \(pid (\d+)\)", output_of(run_dir))
     assert engine is not None
     os.kill(int(engine[1]), signal.SIGKILL)
-    assert process.wait(120) == 2
+    finish(process, run_dir)
     said = output_of(run_dir)
-    assert said.count("WorkerError: worker vLLM") == 1 and "ended by signal 9" in said and "Traceback" not in said
-    (saved,) = (run_dir / "checkpoints").iterdir()
-    finished = int(saved.name.removeprefix("step-"))
-    assert 3 <= finished < NUM_ROLLOUTS and f"its {finished} finished rollouts are saved" in said
-    finish(train(run_dir, *words(vllm_python), "resume=auto"), run_dir)
+    assert said.count("took the place of a dead process") == 1 and "ended by signal 9" in said
     assert untimed(records(run_dir)) == untimed(records(run))

@@ -60,6 +60,21 @@ def findings(name, *overrides):
             ["+engine.tensor_parallel_size=2"],
             "engine.tensor_parallel_size = 2, but a worker of runtime: ray sees one GPU. Name 2 GPUs of its host in",
         ),
+        (
+            VLLM,
+            ["+engine.num_instances=2", "+engine.tensor_parallel_size=2", "+engine.gpus=[0,1,2]"],
+            "engine.num_instances * engine.tensor_parallel_size = 2 * 2 = 4 needs 4 GPUs, engine.gpus = [0, 1, 2]",
+        ),
+        (
+            "llm/qwen3_arithmetic_vllm",
+            ["device=cuda", "+engine.num_instances=3"],
+            "engine.num_instances * engine.tensor_parallel_size = 3 * 1 = 3: name the 3 GPUs of this host that they",
+        ),
+        (
+            "diffusion/sd3_shapes_sglang",
+            ["device=cuda", "+engine.num_instances=2", "+engine.gpus=[3]"],
+            "engine.num_instances * engine.num_gpus = 2 * 1 = 2 needs 2 GPUs, engine.gpus = [3] names 1. Change one",
+        ),
         (SHAPES, ["+residency.sleep_engine=true"], "residency.sleep_engine: true does nothing with device: cpu"),
         (
             SHAPES,
@@ -273,3 +288,7 @@ def test_a_model_is_split_over_devices_that_divide_its_heads(name):
     assert "config.json. Set it to one of 1, 2" in first
     (message,) = found(2, "device=cuda")
     assert message == "engine.tensor_parallel_size = 2, but this machine has 1 GPU. Lower it."
+    if "vllm" in name:
+        (message,) = found(2, "device=cuda", "+engine.num_instances=2", "+engine.gpus=[0,1,2,3]")
+        of_both = "engine.num_instances * engine.tensor_parallel_size = 2 * 2 = 4"
+        assert message == f"{of_both}, but this machine has 1 GPU. Lower it."

@@ -131,15 +131,6 @@ def test_a_process_that_dies_again_and_again_while_it_starts_ends_the_run():
         asked(pool_of(instance), 2)
 
 
-def test_without_the_weights_to_restore_a_death_ends_the_run_at_once():
-    pool = pool_of(FakeInstance(1, {0}), FakeInstance(2), restore=None)
-    with pytest.raises(WorkerError, match="it died"):
-        asked(pool, 2)
-    with pytest.raises(WorkerError, match="it is dead"):
-        pool.broadcast("push")
-    assert pool.num_restarts == 0
-
-
 def test_what_the_engine_itself_refuses_is_raised_and_replaces_nothing():
     class Refusing(FakeInstance):
         def call(self, message):
@@ -163,9 +154,12 @@ def test_a_push_reaches_all_and_is_given_later_to_one_that_died_of_it():
     assert pool.broadcast("next") == [("next", 1), ("next", 2)]
 
 
-def test_a_push_that_no_instance_survives_is_an_error():
-    with pytest.raises(WorkerError, match="it died"):
-        pool_of(FakeInstance(1, {"push"}), FakeInstance(2, {"push"})).broadcast("push")
+def test_a_push_that_no_instance_survives_is_left_to_those_in_their_place():
+    first, second = FakeInstance(1, {"push"}), FakeInstance(2, {"push"})
+    pool = pool_of(first, second)
+    assert pool.broadcast("push") == pool.broadcast("more") == []
+    pool.heal()
+    assert pool.broadcast("next") == [("next", 1), ("next", 2)]
 
 
 # Real processes
@@ -307,7 +301,7 @@ def test_an_instance_that_samples_otherwise_is_refused(tmp_path):
     engine: Any = ServedLatentsEngine.__new__(LinearEngine)
     engine._dtype = torch.float32
     latents = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-    engine._proof = SimpleNamespace(path="request"), latents
+    engine._proof = SimpleNamespace(path="request"), (None, {LATENTS: latents})
 
     def answering(found):
         path = tmp_path / "answer.safetensors"

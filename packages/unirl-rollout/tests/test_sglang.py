@@ -12,43 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sglang_fakes import IMAGE, SGLangFake
+from text_fakes import PARAMS, NumberCodec, request
 
 from unirl.rollout.engine.sglang_llm import engine as engine_module
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine, _flags
 from unirl.rollout.engine.sglang_llm.response import checksums, kept_parameters
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
-from unirl.types.conditions import ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
-from unirl.types.media import ImageLists, Images, Texts
-from unirl.types.rollout import RolloutReq
+from unirl.types.media import ImageLists, Images
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus
 from unirl.types.weights import AdapterConfig, WeightBucket, weight_buckets, weight_spec
 
-PARAMS = ARSamplingParams(temperature=0.7, max_new_tokens=3)
 WEIGHTS = {"model.q.weight": torch.arange(6.0).view(2, 3), "model.norm.weight": torch.ones(3)}
-
-
-class NumberCodec:
-    """A text is its tokens, written as numbers."""
-
-    context_length = 20
-
-    def stop_token_ids(self, params):
-        return (9,)
-
-    def encode(self, primitives, params):
-        rows = [[int(word) for word in text.split()] for text in primitives["text"].texts]
-        prompt = PromptCondition.pack(tokens=[torch.tensor(row) for row in rows])
-        shown = primitives.get("image")
-        if shown is None:
-            return {"prompt": prompt}
-        patches = [torch.zeros(len(each), 1) for each in shown.images]
-        grids = [((1, 1, 1),) * len(each) for each in shown.images]
-        return {"prompt": prompt, "images": ImagePatchCondition.pack(patches=patches, grids=grids)}
-
-    def decode(self, segment):
-        return Texts(texts=[" ".join(map(str, row.tolist())) for row in segment.unpack("tokens")])
 
 
 @pytest.fixture
@@ -77,13 +53,6 @@ def engine(server, model):
     engine = make_engine(server, model)
     yield engine
     engine.shutdown()
-
-
-def request(texts, params=PARAMS):
-    ids = [f"s{row}" for row in range(len(texts))]
-    return RolloutReq(
-        sample_ids=ids, group_ids=list(texts), primitives={"text": Texts(texts=list(texts))}, sampling_params=params
-    )
 
 
 def push(engine, weights, version, max_bytes=20):

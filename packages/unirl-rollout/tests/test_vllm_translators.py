@@ -17,7 +17,7 @@ from unirl.rollout.engine.child.messages import Failed, ReceiveWeights, Start
 from unirl.rollout.engine.child.process import EngineProcess, interpreter
 from unirl.rollout.engine.push import check_version
 from unirl.rollout.engine.served_images import picture, shown_pictures
-from unirl.rollout.engine.served_text.call import Generations, check_fits, generation, text_segment
+from unirl.rollout.engine.served_text.call import Generations, Limits, check_fits, generation, text_segment
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 from unirl.rollout.engine.vllm_llm.host import prompts_of
 from unirl.rollout.engine.vllm_llm.messages import CODEC, Ready
@@ -31,9 +31,15 @@ from unirl.types.weights import weight_spec
 
 PARAMS = ARSamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4, seed=3)
 SERVER = "unirl.rollout.engine.vllm_llm.server"
-LIMITS = {"context_length": 8, "vocab_size": 50}
+LIMITS = Limits(context_length=8, vocab_size=50)
 READY = Ready(
-    version="0.32.0", torch_version="2.13.0", dtype="torch.float32", vocab_size=50, context_length=8, num_tensors=3
+    version="0.32.0",
+    torch_version="2.13.0",
+    dtype="torch.float32",
+    vocab_size=50,
+    context_length=8,
+    max_running=4,
+    num_tensors=3,
 )
 
 
@@ -125,11 +131,11 @@ def test_pictures_travel_once_in_eight_bits_with_one_placeholder_each():
 
 
 def test_a_prompt_that_does_not_fit_names_its_tokens_and_the_fix():
-    check_fits([[1] * 4], 4, **LIMITS)
+    check_fits([[1] * 4], 4, LIMITS)
     with pytest.raises(ConfigError, match=r"prompt 0 has 5 tokens .*max_new_tokens = 4: 9 in all.* context of 8"):
-        check_fits([[1] * 5], 4, **LIMITS)
+        check_fits([[1] * 5], 4, LIMITS)
     with pytest.raises(ConfigError, match="prompt 1 has token 50, but the engine's model has 50 tokens"):
-        check_fits([[1], [50]], 4, **LIMITS)
+        check_fits([[1], [50]], 4, LIMITS)
 
 
 # Answers
@@ -255,7 +261,7 @@ def test_the_end_of_the_pipe_ends_the_process_and_its_folder(tmp_path):
     folder.mkdir()
     process = EngineProcess(CODEC, sys.executable, {}, folder, module=SERVER, log=folder / "log")
     (folder / "bucket-0.safetensors").touch()
-    process._pipe.close()  # as when this process is killed
+    process._hang_up()  # as when this process is killed
     assert process._child.wait(60) == -signal.SIGKILL
     assert not folder.exists()
 

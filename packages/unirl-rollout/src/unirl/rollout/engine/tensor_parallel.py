@@ -14,33 +14,11 @@ _SPLIT = ("num_attention_heads", "intermediate_size")
 _SPLIT_VISION = ("num_heads", "intermediate_size")
 
 
-def size_fits_gpus(own: Part, run: Run) -> Messages:
-    """The GPUs that the engine is given are as many as it is split over."""
-    size, gpus = own.get("tensor_parallel_size", 1), own.get("gpus")
-    if gpus is not None and run.device == "cpu":
-        yield f"{own.at}.gpus = {list(gpus)} does nothing with device: cpu. Set it to null."
-    elif gpus is not None and len(gpus) != size:
-        yield (
-            f"{own.at}.tensor_parallel_size = {size} needs {size} GPUs, {own.at}.gpus = {list(gpus)} names "
-            f"{len(gpus)}. Change one of them."
-        )
-    elif gpus is None and size > 1 and run.device == "cuda" and run.runtime == "ray":
-        yield (
-            f"{own.at}.tensor_parallel_size = {size}, but a worker of runtime: ray sees one GPU. Name {size} GPUs of "
-            f"its host in {own.at}.gpus, which nothing else uses."
-        )
-
-
 def heads_divide(own: Part, run: Run, machine: Machine) -> Messages:
-    """A model of this machine has heads and layers that can be dealt evenly, and there are GPUs for it."""
+    """A model of this machine has heads and layers that can be dealt evenly."""
     size = own.get("tensor_parallel_size", 1)
     if size == 1:
         return
-    if run.device == "cuda" and own.get("url") is None and size > machine.num_gpus:
-        yield (
-            f"{own.at}.tensor_parallel_size = {size}, but this machine has {machine.num_gpus} "
-            f"GPU{'' if machine.num_gpus == 1 else 's'}. Lower it."
-        )
     path = Path(str(own.node.get("model"))) / "config.json"
     if path.is_file():
         config = json.loads(path.read_text(encoding="utf-8"))

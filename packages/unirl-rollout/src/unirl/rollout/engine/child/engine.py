@@ -29,17 +29,22 @@ from unirl.rollout.engine.child.messages import (
 from unirl.rollout.engine.child.pool import InstancePool
 from unirl.rollout.engine.child.process import interpreter
 from unirl.rollout.engine.push import check_version, refuse_other, refuse_unkept
-from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
 from unirl.types.protocols import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
+
+_MAX_ATTEMPTS = 4
+"""Times that all processes may end of one call."""
 
 
 class ChildEngine(BaseRolloutEngine):
     """An engine whose model lives in other processes, where the policy is pushed as files. Implements WeightReceiver of
     unirl.types.protocols.
 
-    The processes start with the object and load while the trainer does; the first call waits for them.
+    The processes start with the object and load while the trainer does; the first call waits for them. Another takes
+    the place of one that dies: it is given the policy that was pushed last, must answer as the others did right after
+    that push, and then gets work. What the dead one left unfinished goes to the others.
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.child.rules"
@@ -56,8 +61,6 @@ class ChildEngine(BaseRolloutEngine):
     """Project in a clone that makes an environment for a host without a GPU."""
     versions: ClassVar[tuple[str, ...]]
     """Versions of the engine whose interfaces its side was written against; a prefix of components names all."""
-    replaces_dead: ClassVar[bool] = False
-    """Whether another process takes the place of one that dies; else its death ends the run."""
     owned_options: ClassVar[frozenset[str]]
     """Options of the engine's own constructor that ours sets, so that `engine.engine_args` may not."""
 
@@ -92,7 +95,11 @@ class ChildEngine(BaseRolloutEngine):
         self._calls = itertools.count()
         self._num_files = itertools.count()
         self._push: list[Message] = []
-        """The last push, of which the files are kept where a process may be replaced."""
+        """The last push, of which the files are kept: a process that starts later takes them too."""
+        self._proof: tuple[Message, Any] | None = None  # Any: what `_read` gives
+        """The first call after the last push, and what answered it."""
+        self._restored: Message = None
+        """What the process that started last answered to the end of that push."""
         executable = interpreter(python, engine=self.codec.engine, environment=self.environment)
         self._folder = Path(tempfile.mkdtemp(prefix="unirl-engine-", dir=transfer_dir))
         launch = Launch(
@@ -112,7 +119,7 @@ class ChildEngine(BaseRolloutEngine):
                 EngineInstance(launch, own, self._folder / f"instance-{number}", self._folder)
                 for number, own in enumerate(variables)
             ],
-            self._restore if self.replaces_dead else None,
+            self._restore,
         )
 
     @abstractmethod
@@ -122,13 +129,49 @@ class ChildEngine(BaseRolloutEngine):
     def _restore(self, instance: EngineInstance) -> None:
         """Give a process that has just started the policy that was pushed last, and prove it."""
         for message in self._push:
-            instance.call(message)
+            self._restored = instance.call(message)
         self._prove(instance)
         if self._is_asleep:
             instance.call(Sleep(self._sleep_level))
 
+    # A push is proved by the trainer's replay of the samples that follow it. All instances answer one call right after
+    # it, and must agree; one that starts later answers it again.
+
+    def _proved(self, message: Message) -> Any:  # Any: what `_read` gives
+        """The first instance's answer; all must give the same. Raises WeightSyncError where one does not."""
+        found: list[Any] = []  # Any: what `_read` gives
+        for _ in range(_MAX_ATTEMPTS):
+            self._pool.heal()
+            found = [self._read(answer) for answer in self._pool.broadcast(message)]
+            if found:
+                break
+        else:
+            raise WorkerError(self.codec.engine, f"no process survived {type(message).__name__}")
+        first, *others = found
+        for other in others:
+            self._compare(other, first, "the other instances")
+        self._proof = message, first
+        return first
+
     def _prove(self, instance: EngineInstance) -> None:
-        """Raise WeightSyncError where an instance does not sample as the others do, or did."""
+        """Raise WeightSyncError where an instance that has just started does not sample as the others did."""
+        if self._proof is not None:
+            message, expected = self._proof
+            found = self._read(instance.call(message))
+            self._compare(found, expected, f"those that {instance.name} takes the place of")
+
+    def _forget_proof(self) -> None:
+        """What `_prove` compares with is of an older policy from now on."""
+        self._proof = None
+
+    @abstractmethod
+    def _read(self, answer: Message) -> Any:  # Any: what `_compare` takes
+        """What an answer holds. Raises ContractError for an answer to something else."""
+
+    @abstractmethod
+    def _compare(self, found: Any, expected: Any, others: str) -> None:  # Any: as `_read`
+        """Raise WeightSyncError where two answers to one call differ by more than rounding. others: whose `expected`
+        is, in words."""
 
     def ready(self) -> Any:  # Any: the engine's own message
         """What the first process said when it had loaded the model. The first call waits for all, and checks them."""
@@ -151,14 +194,14 @@ class ChildEngine(BaseRolloutEngine):
         if self._sleep_level:
             self._pool.heal()
             self._is_asleep = True
-            self._call(Sleep(self._sleep_level))
+            self._ask_all(Sleep(self._sleep_level))
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def wake_up(self) -> None:
         """Undo `sleep`. After sleep_level 2 the weights must be pushed before the engine generates."""
         if self._sleep_level:
             self._is_asleep = False
-            self._call(WakeUp())
+            self._ask_all(WakeUp())
             self._pool.heal()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
@@ -203,11 +246,7 @@ class ChildEngine(BaseRolloutEngine):
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
         """Load what was received, see WeightReceiver."""
-        try:
-            return self._finish([*self._push, FinishWeights(policy_version)], policy)
-        finally:
-            if not self.replaces_dead:
-                self._drop_pushed()
+        return self._finish([*self._push, FinishWeights(policy_version)], policy)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
@@ -235,21 +274,20 @@ class ChildEngine(BaseRolloutEngine):
     def _finish(self, push: list[Message], policy: str | None) -> WeightReceipt:
         """Let all instances load what was sent. push: its messages, the last of which is still to be sent."""
         answers = self._ask_all(push[-1])
-        loaded = answers[0]
-        if not isinstance(loaded, Loaded):
-            raise ContractError(f"{self.codec.engine} answered a push with {type(loaded).__name__}")
-        other = [answer for answer in answers if answer != loaded]
-        if other:
-            raise WeightSyncError(f"instances of one engine took different weights: {loaded}, {other[0]}")
-        self._policy_version, self._policy, self._push = loaded.policy_version, policy, push
+        self._push = push
         self._forget_proof()
         self._pool.heal()
+        loaded, *others = answers or [self._restored]  # where none was left, those in their place took it
+        if not isinstance(loaded, Loaded):
+            raise ContractError(f"{self.codec.engine} answered a push with {type(loaded).__name__}")
+        other = [answer for answer in others if answer != loaded]
+        if other:
+            raise WeightSyncError(f"instances of one engine took different weights: {loaded}, {other[0]}")
+        self._policy_version, self._policy = loaded.policy_version, policy
         return WeightReceipt(loaded.policy_version, loaded.num_tensors, loaded.num_bytes, loaded.num_bound)
 
-    def _forget_proof(self) -> None:
-        """The samples that `_prove` compares with are of an older policy from now on."""
-
     def _ask_all(self, message: Message) -> list[Any]:  # Any: the engine's own messages
+        """What the living instances answer, perhaps none."""
         self.ready()
         return self._pool.broadcast(message)
 
@@ -257,10 +295,3 @@ class ChildEngine(BaseRolloutEngine):
         self._push = []
         for path in self._folder.glob("bucket-*.safetensors"):
             path.unlink()
-
-    def _call(self, message: Message, expected: type[Any] = object) -> Any:  # Any: the answer's class is `expected`
-        """The first instance's answer to what all are asked."""
-        answer = self._ask_all(message)[0]
-        if not isinstance(answer, expected):
-            raise ContractError(f"{self.codec.engine} answered {type(message).__name__} with {type(answer).__name__}")
-        return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class EngineInstance:
         self._folder = folder
         self._root = root
         self._ready: Any = None  # Any: the engine's own message
-        self._process = self._started()
+        self._process, self._start = self._started()
 
     @property
     def pid(self) -> int:
@@ -67,7 +68,7 @@ class EngineInstance:
         """What the process said when it had loaded the model; waits for it once. Raises ConfigError for another
         version, WorkerError where the process died."""
         if self._ready is None:
-            launch, answer = self._launch, self._process.receive("start", self._launch.start_timeout_s)
+            launch, answer = self._launch, self._process.answer(self._start, "start", self._launch.start_timeout_s)
             engine = launch.codec.engine
             if not isinstance(answer, EngineReady):
                 raise ContractError(f"{engine}'s process began with {type(answer).__name__}")
@@ -83,7 +84,7 @@ class EngineInstance:
         return self._ready
 
     def call(self, message: Message) -> Message:
-        """The answer to a message, see `EngineProcess.call`."""
+        """The answer to a message, see `EngineProcess.call`. From several threads at once where the engine takes it."""
         self.ready()
         return self._process.call(message, self._launch.timeout_s)
 
@@ -96,13 +97,13 @@ class EngineInstance:
         self._process.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._ready = None
-        self._process = self._started()
+        self._process, self._start = self._started()
 
     def stop(self) -> None:
         """End the process. Safe to call twice."""
         self._process.stop()
 
-    def _started(self) -> EngineProcess:
+    def _started(self) -> tuple[EngineProcess, Future[Message]]:
         launch = self._launch
         self._folder.mkdir(parents=True)
         process = EngineProcess(
@@ -113,5 +114,5 @@ class EngineInstance:
             module=launch.module,
             log=self._folder / "log",
         )
-        process.post(Start(launch.model, launch.engine_args, launch.policy_version, str(self._folder)))
-        return process
+        start = Start(launch.model, launch.engine_args, launch.policy_version, str(self._folder))
+        return process, process.ask(start)

@@ -13,7 +13,7 @@ from typing import Any
 from unirl.types.errors import ContractError
 from unirl.types.weights import WeightSpec
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Raised with every change of a message; both sides compare."""
 
 
@@ -131,21 +131,27 @@ class MessageCodec:
         self.engine = engine
         self._classes = {cls.__name__: cls for cls in (*_COMMON, *own)}
 
-    def encode(self, message: Message) -> bytes:
-        """A message as bytes. Floats keep every bit."""
-        return json.dumps({"message": type(message).__name__, **dataclasses.asdict(message)}).encode()
+    def encode(self, message: Message, call: int = 0) -> bytes:
+        """A message as bytes. Floats keep every bit. call: which one it asks or answers, from 0."""
+        content = {"message": type(message).__name__, **dataclasses.asdict(message)}
+        return json.dumps(content | ({"call": call} if call else {})).encode()
 
     def decode(self, data: bytes) -> Message:
         """The message of `encode`. Raises ContractError for what is none."""
+        return self.decode_call(data)[1]
+
+    def decode_call(self, data: bytes) -> tuple[int, Message]:
+        """Number of the call and message of `encode`. Raises ContractError for what is none."""
         try:
             content = json.loads(data)
+            call = int(content.pop("call", 0))
             message_class = self._classes[content.pop("message")]
             if "specs" in content:
                 content["specs"] = [
                     WeightSpec(spec["name"], tuple(spec["shape"]), spec["dtype"], spec["checksum"])
                     for spec in content["specs"]
                 ]
-            return message_class(**content)
+            return call, message_class(**content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ContractError(
                 f"no message of this protocol ({type(error).__name__}: {error}): {data[:200]!r}. "

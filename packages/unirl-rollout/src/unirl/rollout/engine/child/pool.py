@@ -19,24 +19,26 @@ AnswerT = TypeVar("AnswerT")
 
 _MAX_LOSSES = 4
 """Processes that one call may end before it is taken for the cause."""
+MAX_AT_ONCE = 32
+"""Calls that an instance is given at once at most: each waits in a thread."""
 _MAX_STARTS = 3
 """Processes that may die in a row, in the place of one, before they have the weights again."""
 
 
 class InstancePool:
-    """The instances of one engine. Its methods are called from one thread; each instance works in another.
+    """The instances of one engine. Its methods but `post` are called from one thread; instances work in others.
 
-    restore: gives a process that has just started the present weights, and proves them; None where the death of an
-    instance ends the run. What each method raises of a process: see `EngineProcess.call`.
+    restore: gives a process that has just started the present weights, and proves them. What each method raises of a
+    process: see `EngineProcess.call`.
     """
 
-    def __init__(
-        self, instances: Sequence[EngineInstance], restore: Callable[[EngineInstance], None] | None = None
-    ) -> None:
+    def __init__(self, instances: Sequence[EngineInstance], restore: Callable[[EngineInstance], None]) -> None:
         self._instances = list(instances)
         self._restore = restore
-        self._threads = ThreadPoolExecutor(len(instances), "unirl-engine")
+        self._threads = ThreadPoolExecutor(len(instances) * MAX_AT_ONCE, "unirl-engine")
         self._healing: dict[Future[Any], EngineInstance] = {}  # Any: None
+        self._left: Collection[Future[Any]] = ()
+        """Calls that still run although one beside them has failed."""
         self._starting = threading.Lock()
         self._is_stopped = False
         self.num_restarts = 0
@@ -52,66 +54,78 @@ class InstancePool:
         return [instance.ready() for instance in self._instances][0]
 
     def post(self, message: Message) -> None:
-        """Send to every instance without waiting for an answer."""
+        """Send to every living instance without waiting for an answer. Safe while another thread waits for answers."""
         for instance in self._instances:
-            instance.post(message)
+            try:
+                instance.post(message)
+            except WorkerError:
+                if instance.is_alive:
+                    raise
 
     def broadcast(self, message: Message) -> list[Any]:  # Any: the engine's own messages
-        """The answers of all living instances, at least one. One that dies is left to `heal`."""
-        asked = [instance for instance in self._instances if self._restore is None or instance.is_alive]
+        """The answers of all living instances, perhaps none. One that dies is left to `heal`."""
+        wait(self._left)
+        asked = [instance for instance in self._instances if instance.is_alive]
         futures = [(instance, self._threads.submit(instance.call, message)) for instance in asked]
         wait([future for _, future in futures])
-        answers, death = [], None
+        answers = []
         for instance, future in futures:
             try:
                 answers.append(future.result())
             except WorkerError as error:
-                if not self._is_lost(instance):
+                if instance.is_alive:
                     raise
                 logger.warning("%s", error)
-                death = error
-        if not answers:
-            raise death or WorkerError(", ".join(each.name for each in self._instances), "no process is left")
         return answers
 
     def answers(
-        self, numbers: Sequence[int], prepare: Callable[[int], Message], read: Callable[[Message], AnswerT]
+        self,
+        numbers: Sequence[int],
+        prepare: Callable[[int], Message],
+        read: Callable[[Message], AnswerT],
+        at_once: int = 1,
     ) -> Generator[tuple[int, AnswerT]]:
         """The answer to each of some numbered calls as it comes, with its number; every call has exactly one.
 
-        A call goes to the instance that is free first. Those of an instance that dies go to the others.
-        prepare: the message of a call, made here when an instance is free. read: of an answer, in the instance's
-        thread, while its files are there.
+        A call goes to the instance that is free first, of several to the one with the least to do. Those of an instance
+        that dies go to the others.
+        at_once: calls that an instance has at most, up to `MAX_AT_ONCE`. prepare: the message of a call, made here when
+        an instance is free. read: of an answer, in a thread, while the instance's files are there.
         """
+        wait(self._left)
         todo, losses = deque(numbers), dict.fromkeys(numbers, 0)
         messages: dict[int, Message] = {}
         running: dict[Future[Any], tuple[int, EngineInstance]] = {}  # Any: AnswerT
         finished: list[tuple[int, AnswerT]] = []
-        while todo or running or finished:
-            busy = [instance for _, instance in running.values()]
-            self._replace_dead(busy)
-            free = [each for each in self._instances if each not in busy and each not in self._healing.values()]
-            while todo and free:
-                number, instance = todo.popleft(), free.pop(0)
-                if number not in messages:
-                    messages[number] = prepare(number)
-                running[self._threads.submit(_asked, instance, messages[number], read)] = (number, instance)
-            while finished:  # what the caller does with them, it does while the instances work
-                yield finished.pop(0)
-            done, _ = wait([*running, *self._healing], return_when=FIRST_COMPLETED)
-            for future in done & self._healing.keys():
-                self._healed(future)
-            for future in done & running.keys():
-                number, instance = running.pop(future)
-                try:
-                    finished.append((number, future.result()))
-                    del messages[number]
-                except WorkerError as error:
-                    losses[number] += 1
-                    if not self._is_lost(instance) or losses[number] >= _MAX_LOSSES:
-                        raise
-                    logger.warning("%s\nIts samples go to the others.", error)
-                    todo.appendleft(number)
+        dead: set[int] = set()
+        try:
+            while todo or running or finished:
+                self._replace_dead([instance for _, instance in running.values()])
+                while todo and (instance := self._least_busy([each for _, each in running.values()], at_once)):
+                    number = todo.popleft()
+                    if number not in messages:
+                        messages[number] = prepare(number)
+                    running[self._threads.submit(_asked, instance, messages[number], read)] = (number, instance)
+                while finished:  # what the caller does with them, it does while the instances work
+                    yield finished.pop(0)
+                done, _ = wait([*running, *self._healing], return_when=FIRST_COMPLETED)
+                for future in done & self._healing.keys():
+                    self._healed(future)
+                for future in done & running.keys():
+                    number, instance = running.pop(future)
+                    try:
+                        finished.append((number, future.result()))
+                        del messages[number]
+                    except WorkerError as error:
+                        losses[number] += 1
+                        if instance.is_alive or losses[number] >= _MAX_LOSSES:
+                            raise
+                        if instance.pid not in dead:  # once, not for each of its calls
+                            logger.warning("%s\nIts samples go to the others.", error)
+                        dead.add(instance.pid)
+                        todo.appendleft(number)
+        finally:
+            self._left = list(running)
 
     def heal(self) -> None:
         """Return when there is a living process, with the present weights, in the place of every dead one."""
@@ -127,21 +141,21 @@ class InstancePool:
             instance.stop()
         self._threads.shutdown(cancel_futures=True)
 
-    def _is_lost(self, instance: EngineInstance) -> bool:
-        """Whether the instance is dead and another process may take its place."""
-        return self._restore is not None and not instance.is_alive
+    def _least_busy(self, busy: Sequence[EngineInstance], at_once: int) -> EngineInstance | None:
+        """Of the living that have fewer calls than `at_once`, one with the fewest. busy: the instance of each call."""
+        calls = {
+            each: busy.count(each) for each in self._instances if each.is_alive and each not in self._healing.values()
+        }
+        free = [each for each, num in calls.items() if num < at_once]
+        return min(free, key=calls.__getitem__, default=None)
 
     def _replace_dead(self, busy: Collection[EngineInstance] = ()) -> None:
         """Begin to replace the dead; not those that are busy, whose answers may still be read."""
         for instance in self._instances:
-            if (
-                self._restore is not None
-                and self._is_lost(instance)
-                and instance not in (*busy, *self._healing.values())
-            ):
-                self._healing[self._threads.submit(self._replace, instance, self._restore)] = instance
+            if not instance.is_alive and instance not in (*busy, *self._healing.values()):
+                self._healing[self._threads.submit(self._replace, instance)] = instance
 
-    def _replace(self, instance: EngineInstance, restore: Callable[[EngineInstance], None]) -> None:
+    def _replace(self, instance: EngineInstance) -> None:
         """Start another process, and give it the weights; again where it dies meanwhile."""
         for attempt in range(1, _MAX_STARTS + 1):
             with self._starting:
@@ -151,7 +165,7 @@ class InstancePool:
                 self.num_restarts += 1
             try:
                 instance.ready()
-                restore(instance)
+                self._restore(instance)
             except WorkerError as error:
                 if instance.is_alive or attempt == _MAX_STARTS:
                     raise

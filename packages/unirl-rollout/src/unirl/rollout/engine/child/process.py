@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 from unirl.rollout.engine.child.messages import Failed, Message, MessageCodec
@@ -39,7 +41,7 @@ def interpreter(python: str | None, *, engine: str, environment: str) -> str:
 
 
 class EngineProcess:
-    """A child that answers one message at a time, over a pipe that only the two of them know.
+    """A child that answers messages, over a pipe that only the two of them know. Several may wait for answers at once.
 
     codec: its messages, and the engine's name in errors. python: its interpreter. variables: environment variables of
     its own. folder: of the files that the two exchange. module: what it runs. log: file of what it writes. The child
@@ -51,8 +53,11 @@ class EngineProcess:
     ) -> None:
         self._codec = codec
         self._log = log
-        self._calling = threading.Lock()
         self._sending = threading.Lock()
+        self._noting = threading.Lock()
+        self._calls = itertools.count()
+        self._waiting: dict[int, Future[Message]] | None = {}
+        """What was asked and not yet answered, by its number; None where the pipe has ended."""
         self._pipe, theirs = multiprocessing.Pipe()
         settings = [f"{name}={value}" for name, value in variables.items()]
         with self._log.open("wb") as output:
@@ -65,6 +70,8 @@ class EngineProcess:
                 start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops the child in order
             )
         theirs.close()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -82,36 +89,40 @@ class EngineProcess:
         return self._child.poll() is None
 
     def post(self, message: Message) -> None:
-        """Send without waiting for an answer. Safe while another thread waits for one."""
-        try:
-            with self._sending:
-                self._pipe.send_bytes(self._codec.encode(message))
-        except OSError as error:
-            raise self._death(f"could not be sent {type(message).__name__}") from error
+        """Send what has no answer."""
+        self._send(message, 0)
+
+    def ask(self, message: Message) -> Future[Message]:
+        """Send a message; its answer is for `answer`. Raises WorkerError where the child is dead."""
+        asked: Future[Message] = Future()
+        with self._noting:
+            number = next(self._calls)
+            if self._waiting is not None:
+                self._waiting[number] = asked
+        self._send(message, number)
+        return asked
 
     def call(self, message: Message, timeout_s: float) -> Message:
-        """Send a message and return its answer; one call at a time.
+        """Send a message and return its answer.
 
         Raises what the child raised where it is an error of unirl.types, else WorkerError: with its traceback, or with
         the end of its log where it died. After `timeout_s` it is killed and WorkerError says so.
         """
-        with self._calling:
-            self.post(message)
-            return self.receive(type(message).__name__, timeout_s)
+        return self.answer(self.ask(message), type(message).__name__, timeout_s)
 
-    def receive(self, what: str, timeout_s: float) -> Message:
+    def answer(self, asked: Future[Message], what: str, timeout_s: float) -> Message:
         """Wait for the answer to `what`. As `call`."""
         try:
-            if not self._pipe.poll(timeout_s):
-                tail = self._tail()
-                self.kill()
-                raise WorkerError(
-                    self.name,
-                    f"no answer to {what} within {timeout_s:.0f} s, so it was stopped. If the work is that long, raise "
-                    f"engine.timeout_s (or engine.start_timeout_s). {tail}",
-                )
-            answer = self._codec.decode(self._pipe.recv_bytes())
-        except (EOFError, ConnectionError) as error:
+            answer = asked.result(timeout_s)
+        except TimeoutError as error:
+            tail = self._tail()
+            self.kill()
+            raise WorkerError(
+                self.name,
+                f"no answer to {what} within {timeout_s:.0f} s, so it was stopped. If the work is that long, raise "
+                f"engine.timeout_s (or engine.start_timeout_s). {tail}",
+            ) from error
+        except EOFError as error:
             raise self._death(f"died in {what}") from error
         if isinstance(answer, Failed):
             raise self._raised(answer)
@@ -119,8 +130,7 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the child and all that it started. Safe to call twice."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)  # the child leaves by itself; closing would not wake a thread that reads
+        self._hang_up()  # the child leaves by itself
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(_LEAVE_TIMEOUT_S)
         self.kill()
@@ -130,7 +140,42 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
-        self._pipe.close()
+        self._hang_up()
+        self._reader.join()
+        with self._sending:
+            self._pipe.close()
+
+    def _hang_up(self) -> None:
+        """End the pipe, for both sides; closing it would not wake the thread that reads."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, message: Message, call: int) -> None:
+        try:
+            with self._sending:
+                if self._waiting is None:
+                    raise BrokenPipeError
+                self._pipe.send_bytes(self._codec.encode(message, call))
+        except OSError as error:
+            raise self._death(f"could not be sent {type(message).__name__}") from error
+
+    def _read(self) -> None:
+        """Hand answers to those who wait for them, until the pipe ends."""
+        try:
+            while True:
+                call, message = self._codec.decode_call(self._pipe.recv_bytes())
+                with self._noting:
+                    asked = self._waiting.pop(call) if self._waiting is not None else None
+                if asked is not None:
+                    asked.set_result(message)
+        except (EOFError, OSError):
+            end: Exception = EOFError()
+        except Exception as error:  # noqa: BLE001 - those who wait raise it
+            end = error
+        with self._noting:
+            left, self._waiting = self._waiting or {}, None
+        for asked in left.values():
+            asked.set_exception(end)
 
     def _raised(self, failed: Failed) -> UniRLError:
         kind = vars(errors).get(failed.kind)

@@ -12,12 +12,16 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
 from typing import Protocol
 
 from unirl.rollout.engine.child.messages import PROTOCOL, Abort, Failed, Message, MessageCodec, Start
 from unirl.types.errors import ConfigError, ContractError, UniRLError
+
+Steps = Generator[None, None, Message]
+"""Work in many steps, whose return value is the answer. Between two of them other messages are answered, and the steps
+of other calls taken in turn."""
 
 
 class Host(Protocol):
@@ -27,7 +31,7 @@ class Host(Protocol):
         """First message to the trainer, when the model is loaded."""
         ...
 
-    def answer(self, message: Message) -> Message:
+    def answer(self, message: Message) -> Message | Steps:
         """Do what a message asks."""
         ...
 
@@ -49,17 +53,18 @@ class Aborts:
             return number <= self._newest
 
 
+Inbox = queue.SimpleQueue[tuple[int, Message]]
+"""Messages with the numbers of their calls."""
+
 MakeHost = Callable[[Start, Aborts], Host]
 
 
-def _read(
-    pipe: Connection, folder: str, codec: MessageCodec, inbox: queue.SimpleQueue[Message], aborts: Aborts
-) -> None:
+def _read(pipe: Connection, folder: str, codec: MessageCodec, inbox: Inbox, aborts: Aborts) -> None:
     """Sort what arrives. The end of the pipe is the end of the process, whatever it is doing, of its children and of
     the folder: a trainer that was killed cannot delete it."""
     while True:
         try:
-            message = codec.decode(pipe.recv_bytes())
+            call, message = codec.decode_call(pipe.recv_bytes())
         except (EOFError, OSError):
             shutil.rmtree(folder, ignore_errors=True)
             os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -67,7 +72,7 @@ def _read(
         if isinstance(message, Abort):
             aborts.add(message.number)
         else:
-            inbox.put(message)
+            inbox.put((call, message))
 
 
 def _failed(error: Exception) -> Failed:
@@ -78,10 +83,10 @@ def _failed(error: Exception) -> Failed:
 
 def serve(pipe: Connection, folder: str, codec: MessageCodec, make_host: MakeHost) -> None:
     """Answer messages until the pipe ends."""
-    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    inbox: Inbox = queue.SimpleQueue()
     aborts = Aborts()
     threading.Thread(target=_read, args=(pipe, folder, codec, inbox, aborts), daemon=True).start()
-    start = inbox.get()
+    call, start = inbox.get()
     try:
         if not isinstance(start, Start):
             raise ContractError(f"the first message must be Start, got {type(start).__name__}")
@@ -91,17 +96,33 @@ def serve(pipe: Connection, folder: str, codec: MessageCodec, make_host: MakeHos
                 "same unirl-rollout in both."
             )
         host = make_host(start, aborts)
-        pipe.send_bytes(codec.encode(host.ready()))
+        pipe.send_bytes(codec.encode(host.ready(), call))
     except Exception as error:  # noqa: BLE001 - the trainer raises it
-        pipe.send_bytes(codec.encode(_failed(error)))
+        pipe.send_bytes(codec.encode(_failed(error), call))
         return
+    running: dict[int, Steps] = {}
     while True:
-        message = inbox.get()
-        try:
-            answer = host.answer(message)
-        except Exception as error:  # noqa: BLE001 - the trainer raises it
-            answer = _failed(error)
-        pipe.send_bytes(codec.encode(answer))
+        answers: dict[int, Message] = {}
+        while not running or not inbox.empty():
+            call, message = inbox.get()
+            try:
+                answer = host.answer(message)
+            except Exception as error:  # noqa: BLE001 - the trainer raises it
+                answer = _failed(error)
+            if isinstance(answer, Generator):
+                running[call] = answer
+            else:
+                pipe.send_bytes(codec.encode(answer, call))
+        for call, steps in running.items():
+            try:
+                next(steps)
+            except StopIteration as end:
+                answers[call] = end.value
+            except Exception as error:  # noqa: BLE001 - as above
+                answers[call] = _failed(error)
+        for call, answer in answers.items():
+            del running[call]
+            pipe.send_bytes(codec.encode(answer, call))
 
 
 def main(codec: MessageCodec, make_host: MakeHost) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unirl.rollout.engine.base import PipelineEngine
 from unirl.rollout.engine.child.engine import ChildEngine
-from unirl.rollout.engine.child.instance import EngineInstance
+from unirl.rollout.engine.child.messages import Message
 from unirl.rollout.engine.served_latents.call import (
     LATENTS,
     SampledLatents,
@@ -33,6 +33,9 @@ _AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Largest difference between latents of two instances that is rounding: some 1e3 units of the last place, of latents of
 a few units, since kernels may be tuned in each process. Other weights differ by more than that but for a small step,
 which versions and checksums tell."""
+
+_Answer = tuple[SampledLatents, dict[str, Tensor]]
+"""An answer and the tensors of its file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +60,6 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
     An engine says how its tensors are called and laid out: `_inputs` and `_latents`.
     """
 
-    replaces_dead: ClassVar[bool] = True
     kernels: ClassVar[dict[str, str]] = {}
     """Names of our kernels -> of the engine's."""
     _forward_batch_size: int
@@ -67,8 +69,6 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
     _modality: Modality
     _settings: frozenset[str] = frozenset()
     """Of `sampler_kwargs`, those that the engine knows."""
-    _proof: tuple[SampleLatents, Tensor] | None = None
-    """The first call after the last push, and the latents that answered it."""
 
     @abstractmethod
     def _inputs(
@@ -110,7 +110,7 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
             if self._proof is None:
                 answer = self._proved(prepare(0))
                 made[0] = self._response(calls[0], *answer)
-            for number, answer in self._pool.answers(range(len(made), len(batches)), prepare, _read):
+            for number, answer in self._pool.answers(range(len(made), len(batches)), prepare, self._read):
                 call = calls.pop(number)
                 made[number] = self._response(call, *answer)
                 call.path.unlink()
@@ -149,31 +149,13 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
         track.policy_versions = torch.full((call.req.batch_size,), answer.policy_version, dtype=torch.long)
         return RolloutResp(tracks={self._track: track})
 
-    # A push is proved by the trainer's replay of the samples that follow it. All instances give these, and must agree;
-    # one that starts later gives them again.
-
-    def _proved(self, message: SampleLatents) -> tuple[SampledLatents, dict[str, Tensor]]:
-        """The first instance's answer; all must give the same."""
-        self._pool.heal()
-        first, *others = [_read(answer) for answer in self._pool.broadcast(message)]
-        for _, tensors in others:
-            self._compare(tensors[LATENTS], first[1][LATENTS], "the other instances")
-        self._proof = message, first[1][LATENTS]
-        return first
-
-    def _prove(self, instance: EngineInstance) -> None:
-        if self._proof is not None:
-            message, expected = self._proof
-            _, tensors = _read(instance.call(message))
-            self._compare(tensors[LATENTS], expected, f"those that {instance.name} takes the place of")
-
     def _forget_proof(self) -> None:
         if self._proof is not None:
             Path(self._proof[0].path).unlink()
-        self._proof = None
+        super()._forget_proof()
 
-    def _compare(self, found: Tensor, expected: Tensor, others: str) -> None:
-        gap = float((found.float() - expected.float()).abs().max())
+    def _compare(self, found: _Answer, expected: _Answer, others: str) -> None:
+        gap = float((found[1][LATENTS].float() - expected[1][LATENTS].float()).abs().max())
         if not gap <= _AGREEMENT[self._dtype]:
             raise WeightSyncError(
                 f"an instance of {self.codec.engine} gives other samples than {others}, given the same policy, noise "
@@ -181,11 +163,10 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
                 f"{self._dtype}. Its GPU or environment is another, or it has other weights."
             )
 
-
-def _read(answer: Any) -> tuple[SampledLatents, dict[str, Tensor]]:  # Any: the engine's own message
-    """An answer and its tensors, whose file is deleted. Raises ContractError for another answer."""
-    if not isinstance(answer, SampledLatents):
-        raise ContractError(f"a request for latents was answered with {type(answer).__name__}")
-    tensors = load_file(answer.path)
-    Path(answer.path).unlink()
-    return answer, tensors
+    def _read(self, answer: Message) -> _Answer:
+        """An answer and its tensors, whose file is deleted."""
+        if not isinstance(answer, SampledLatents):
+            raise ContractError(f"a request for latents was answered with {type(answer).__name__}")
+        tensors = load_file(answer.path)
+        Path(answer.path).unlink()
+        return answer, tensors

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -19,6 +21,16 @@ from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
 _STATUS = {"stop": SegmentStatus.COMPLETED, "length": SegmentStatus.TRUNCATED, "abort": SegmentStatus.ABORTED}
+
+AGREEMENT = {"torch.float32": 1e-4, "torch.bfloat16": 0.25, "torch.float16": 0.03}
+"""Largest difference between log-probs of two instances, in nats, that is rounding: of logits of some twenty units, in
+the last places of each precision. Weights that differ by less are told by versions and checksums."""
+PROOF_NUMBER = 2**62
+"""Of the calls that instances are compared by: above all others, so that no abort ends one."""
+_PROOF_PROMPTS, _PROOF_TOKENS = 8, 8
+_CALLS_PER_INSTANCE = 16
+"""Calls that a request is cut into for each instance: as many as lose little where one dies, and as keep its scheduler
+in work while answers travel."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +110,103 @@ def generation(
     )
 
 
-def check_fits(prompts: list[list[int]], max_new_tokens: int, *, context_length: int, vocab_size: int) -> None:
+@dataclass(frozen=True)
+class Limits:
+    """What an engine's model takes."""
+
+    context_length: int
+    """Most tokens of a prompt and its completion."""
+    vocab_size: int
+    image_token: int | None = None
+    """What it reads as a piece of a picture; None where it reads text alone."""
+
+
+def check_fits(prompts: list[list[int]], max_new_tokens: int, limits: Limits) -> None:
     """Raise ConfigError where a prompt does not fit the engine's context, or holds a token that the model lacks."""
     for row, prompt in enumerate(prompts):
-        if len(prompt) + max_new_tokens > context_length:
+        if len(prompt) + max_new_tokens > limits.context_length:
             raise ConfigError(
                 f"prompt {row} has {len(prompt)} tokens and may grow by max_new_tokens = {max_new_tokens}: "
-                f"{len(prompt) + max_new_tokens} in all, of the engine's context of {context_length}. "
+                f"{len(prompt) + max_new_tokens} in all, of the engine's context of {limits.context_length}. "
                 "Raise engine.context_length, lower sampling.max_new_tokens or shorten the prompt."
             )
-        if max(prompt) >= vocab_size:
+        if max(prompt) >= limits.vocab_size:
             raise ConfigError(
-                f"prompt {row} has token {max(prompt)}, but the engine's model has {vocab_size} tokens. "
+                f"prompt {row} has token {max(prompt)}, but the engine's model has {limits.vocab_size} tokens. "
                 "Give the trainer's tokenizer and the engine the same model."
             )
+
+
+def parts(group_ids: Sequence[str], num_instances: int) -> list[range]:
+    """Rows of the calls that a request is cut into for so many instances; one instance gets all in one.
+
+    A call has whole groups, whose samples share the keys and values of one prompt, up to its size; a group that is
+    larger is cut, so that every instance has work.
+    """
+    num = len(group_ids)
+    if num_instances == 1:
+        return [range(num)]
+    size = math.ceil(num / (num_instances * _CALLS_PER_INSTANCE))
+    ends = [row for row in range(1, num) if group_ids[row] != group_ids[row - 1]] + [num]
+    cut, first = [], 0
+    for end, following in zip(ends, [*ends[1:], None], strict=True):
+        if following is None or following - first > size:
+            num_calls = math.ceil((end - first) / size)
+            bounds = [first + (end - first) * k // num_calls for k in range(num_calls + 1)]
+            cut += [range(low, high) for low, high in pairwise(bounds)]
+            first = end
+    return cut
+
+
+def part_of(call: Generate, rows: range, number: int) -> Generate:
+    """Some rows of a call, as a call with this number."""
+    shown = call.shown[rows.start : rows.stop]
+    places = sorted({place for each in shown for place in each})
+    return replace(
+        call,
+        number=number,
+        prompts=call.prompts[rows.start : rows.stop],
+        seeds=call.seeds[rows.start : rows.stop],
+        pictures=[call.pictures[place] for place in places],
+        shown=[[places.index(place) for place in each] for each in shown] if places else [],
+    )
+
+
+def joined(answers: Sequence[Generations]) -> Generations:
+    """The answers to the parts of a call, in their order, as one. They must be of one version of the policy."""
+    return Generations(
+        answers[0].policy_version,
+        [row for answer in answers for row in answer.tokens],
+        [row for answer in answers for row in answer.log_probs],
+        [reason for answer in answers for reason in answer.finish_reasons],
+    )
+
+
+def proof_of(call: Generate) -> Generate:
+    """A short call to the prompts of another, which instances with the same weights answer alike whatever they draw
+    samples with: the most probable tokens."""
+    first = part_of(call, range(min(len(call.prompts), _PROOF_PROMPTS)), PROOF_NUMBER)
+    tokens = min(call.max_new_tokens, _PROOF_TOKENS)
+    return replace(first, temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=tokens)
+
+
+def largest_gap(found: Generations, expected: Generations) -> float:
+    """Largest difference between log-probs of two answers to `proof_of`, in nats.
+
+    Infinity where they are not of as many prompts, NaN where a log-prob is.
+
+    Where two tokens are about equally probable, rounding decides which is the most probable, and all tokens after it
+    differ. So a row counts up to the first token that differs, whose log-prob is the largest on both sides.
+    """
+    if len(found.tokens) != len(expected.tokens):
+        return math.inf
+    gaps = [0.0]
+    for row, tokens in enumerate(found.tokens):
+        others = expected.tokens[row]
+        same = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), len(tokens))
+        pairs = zip(found.log_probs[row][: same + 1], expected.log_probs[row][: same + 1], strict=False)
+        gaps += [abs(a - b) for a, b in pairs]
+    return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
 
 def text_segment(answer: Generations, call: Generate, params: ARSamplingParams) -> TextSegment:

@@ -20,6 +20,7 @@ from unirl.rollout.engine.child.devices import dealt_gpus
 from unirl.rollout.engine.child.process import interpreter
 from unirl.rollout.engine.push import PushReceiver, check_version, refuse
 from unirl.rollout.engine.served_text.call import (
+    Limits,
     check_fits,
     generation,
     prompt_tokens,
@@ -163,7 +164,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         self._pipeline = pipeline
         context_length = context_length or _limit(self._config, "max_position_embeddings")
         vocab_size = vocab_size or _limit(self._config, "vocab_size")
-        self._limits = {"context_length": context_length, "vocab_size": vocab_size}
+        self._limits = Limits(context_length, vocab_size, self._config.get("image_token_id"))
         self._has_lora = max_lora_rank is not None
         self._uses_memory_saver = uses_memory_saver
         self._timeout_s = timeout_s
@@ -215,8 +216,8 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         self._wait()
         conditions = self._pipeline.encode(req.primitives, params)
         stops = self._pipeline.stop_token_ids(params)
-        call = generation(req, conditions, stops, next(self._calls), placeholder=self._config.get("image_token_id"))
-        check_fits(call.prompts, call.max_new_tokens, **self._limits)
+        call = generation(req, conditions, stops, next(self._calls), placeholder=self._limits.image_token)
+        check_fits(call.prompts, call.max_new_tokens, self._limits)
         body = payload(call, self._adapter)
         answer = generations(self._post("/generate", body), [len(prompt) for prompt in call.prompts])
         check_version(answer.policy_version, self._pushes.policy_version)
@@ -229,7 +230,7 @@ class SGLangRolloutEngine(BaseRolloutEngine):
         """Raise ConfigError where a prompt does not fit the context."""
         params = text_params(req)
         prompts = prompt_tokens(self._pipeline.encode(req.primitives, params))
-        check_fits(prompts, params.max_new_tokens, **self._limits)
+        check_fits(prompts, params.max_new_tokens, self._limits)
 
     def abort(self) -> None:
         """End the `generate` that runs in another thread: it returns what it has, unfinished samples ABORTED."""

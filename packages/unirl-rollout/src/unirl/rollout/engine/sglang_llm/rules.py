@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unirl.rollout.engine.child.rules import environment_exists
-from unirl.rollout.engine.tensor_parallel import heads_divide, size_fits_gpus
+from unirl.rollout.engine.child.rules import environment_exists, gpus_are_here, gpus_suffice
+from unirl.rollout.engine.tensor_parallel import heads_divide
 from unirl.types.recipe import Machine, Messages, Part, Run
 
 _PATCH = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 14}
@@ -56,5 +56,5 @@ def unseen_pictures(at: str, config: Mapping[str, Any]) -> Iterator[str]:  # Any
         )
 
 
-RULES = (adapters_are_served, size_fits_gpus)
-MACHINE_RULES = (environment_exists, heads_divide, pictures_are_seen)
+RULES = (adapters_are_served, gpus_suffice("tensor_parallel_size"))
+MACHINE_RULES = (environment_exists, gpus_are_here("tensor_parallel_size"), heads_divide, pictures_are_seen)

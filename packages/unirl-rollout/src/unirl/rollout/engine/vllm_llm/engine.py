@@ -7,24 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from unirl.rollout.engine.child.devices import dealt_gpus
-from unirl.rollout.engine.child.engine import ChildEngine
-from unirl.rollout.engine.child.messages import Abort, Message, MessageCodec
-from unirl.rollout.engine.served_text.call import (
-    Generations,
-    check_fits,
-    generation,
-    prompt_tokens,
-    text_segment,
-    text_track,
-)
+from unirl.rollout.engine.child.messages import Message, MessageCodec
+from unirl.rollout.engine.served_text.call import Limits
+from unirl.rollout.engine.served_text.engine import ServedTextEngine
 from unirl.rollout.engine.vllm_llm.messages import CODEC, Ready
-from unirl.rollout.text_checks import text_params
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import PolicyStore, TextCodec
-from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.rollout import RolloutReq, RolloutResp
-from unirl.types.sampling import ARSamplingParams, Precision
+from unirl.types.sampling import Precision
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +27,9 @@ _DTYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": 
 
 
 @bounded("engine")
-class VLLMRolloutEngine(ChildEngine):
-    """Samples completions with vLLM. Implements RolloutEngine of unirl.types.protocols; see ChildEngine.
+class VLLMRolloutEngine(ServedTextEngine):
+    """Samples completions with vLLM. Implements RolloutEngine of unirl.types.protocols; see ChildEngine and
+    ServedTextEngine.
 
     Images of prompts travel with the request, in 8 bits, and vLLM must read the tokens that the pipeline made of them.
 
@@ -52,17 +43,16 @@ class VLLMRolloutEngine(ChildEngine):
     kv_cache_bytes: memory of keys and values. On a GPU None leaves it to vLLM (engine_args.gpu_memory_utilization).
     max_lora_rank: for policies that are pushed as LoRA adapters; None for full weights.
     tensor_parallel_size: devices that the model is split over, each in a process of vLLM's; it must divide the model's
-        heads. gpus: those of this host, as many; None takes what this process sees.
+        heads. num_instances: of vLLM, each with the whole model. gpus: those of this host, dealt to the instances in
+        this order; None where one instance takes what this process sees.
     num_threads: CPU threads of each process on a host without a GPU.
     sleep_level: what `sleep` frees on a GPU: 0 nothing, 1 moves the weights to host memory, 2 drops them.
-    transfer_dir: where pushed weights lie while they are loaded; memory-backed by default, once the model's size.
+    transfer_dir: where pushed weights lie, until the next push; memory-backed by default, once the model's size.
     engine_args: more keyword arguments of vllm.EngineArgs.
     start_timeout_s, timeout_s: for loading, and for any one call.
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.vllm_llm.rules"
-    takes_media: ClassVar[bool] = True
-    can_abort: ClassVar[bool] = True
     codec: ClassVar[MessageCodec] = CODEC
     module: ClassVar[str] = "unirl.rollout.engine.vllm_llm.server"
     environment: ClassVar[str] = "environments/vllm-cpu"
@@ -87,6 +77,7 @@ class VLLMRolloutEngine(ChildEngine):
         kv_cache_bytes: PositiveInt | None = None,
         max_lora_rank: PositiveInt | None = None,
         tensor_parallel_size: PositiveInt = 1,
+        num_instances: PositiveInt = 1,
         gpus: Sequence[int] | None = None,
         num_threads: PositiveInt = 1,
         sleep_level: Literal[0, 1, 2] = 0,
@@ -102,7 +93,6 @@ class VLLMRolloutEngine(ChildEngine):
             raise ConfigError("engine.kv_cache_bytes is needed on a CPU: vLLM would take most of the host's memory")
         self._pipeline = pipeline
         self._track = track
-        self._running: int | None = None
         arguments: dict[str, Any] = {
             "dtype": _DTYPES[dtype],
             "max_model_len": context_length,
@@ -120,7 +110,9 @@ class VLLMRolloutEngine(ChildEngine):
             (model, arguments),
             [
                 _variables(is_cpu, num_threads) | devices
-                for devices in dealt_gpus(is_cpu, 1, tensor_parallel_size, gpus, keyword="tensor_parallel_size")
+                for devices in dealt_gpus(
+                    is_cpu, num_instances, tensor_parallel_size, gpus, keyword="tensor_parallel_size"
+                )
             ],
             policies,
             python=python,
@@ -131,47 +123,15 @@ class VLLMRolloutEngine(ChildEngine):
             timeout_s=timeout_s,
         )
 
-    # Rollout ----------------------------------------------------------------------------------------------------
-
-    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
-    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
-        """One completion for every row of this rank's request.
-
-        Raises ConfigError for a prompt that does not fit, WeightSyncError where `policy` is not the one that was pushed
-        last or the samples are not of it, WorkerError where vLLM dies.
-        """
-        self._check_policy(policy)
-        params = text_params(req)
-        conditions = self._pipeline.encode(req.primitives, params)
-        stops, image_token = self._pipeline.stop_token_ids(params), self.ready().image_token
-        call = generation(req, conditions, stops, next(self._calls), placeholder=image_token)
-        self._check_fits(call.prompts, params)
-        self._running = call.number
-        try:
-            answer = self._call(call, Generations)
-        finally:
-            self._running = None
-        self._check_version(answer.policy_version)
-        segment = text_segment(answer, call, params)
-        track = text_track(req, conditions, segment, self._pipeline.decode(segment), answer.policy_version)
-        return RolloutResp(tracks={self._track: track})
-
-    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def check_prompts(self, req: RolloutReq) -> None:
-        """Raise ConfigError where a prompt does not fit the context."""
-        params = text_params(req)
-        self._check_fits(prompt_tokens(self._pipeline.encode(req.primitives, params)), params)
-
-    def _check_fits(self, prompts: list[list[int]], params: ARSamplingParams) -> None:
+    def _limits(self) -> Limits:
         ready = self.ready()
-        limits = {"context_length": ready.context_length, "vocab_size": ready.vocab_size}
-        check_fits(prompts, params.max_new_tokens, **limits)
+        return Limits(ready.context_length, ready.vocab_size, ready.image_token)
 
-    def abort(self) -> None:
-        """End the `generate` that runs in another thread: it returns what it has, unfinished samples ABORTED."""
-        running = self._running
-        if running is not None:
-            self._pool.post(Abort(running))
+    def _dtype_name(self) -> str:
+        return self.ready().dtype
+
+    def _max_running(self) -> int:
+        return self.ready().max_running
 
     def _check_ready(self, answer: Message, pid: int) -> None:
         if not isinstance(answer, Ready):

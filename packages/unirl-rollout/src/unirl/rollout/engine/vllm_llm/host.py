@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from unirl.rollout.engine.child.messages import (
     Start,
     WakeUp,
 )
+from unirl.rollout.engine.child.server import Steps
 from unirl.rollout.engine.push import PushReceiver, refuse
 from unirl.rollout.engine.served_images import one_placeholder_each, picture
 from unirl.rollout.engine.served_text.call import Generate, Generations
@@ -40,6 +42,16 @@ _ADAPTER_ID = 1
 _ADAPTER_NAME = "policy"
 
 
+@dataclass
+class _Sample:
+    """What vLLM has written of a sample."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    reason: str | None = None
+
+
 class EngineHost:
     """Owns vLLM's engine and the version of its policy. Raises ConfigError where vLLM is missing."""
 
@@ -49,6 +61,10 @@ class EngineHost:
         self._shapes = checkpoint_shapes(folder)
         self._image_token = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("image_token_id")
         self._aborts = aborts
+        self._calls: list[int] = []
+        """Numbers of the calls that generate, the oldest first."""
+        self._samples: dict[str, _Sample] = {}
+        """What is written of each of their rows."""
         self._paths: list[str] = []
         self._adapter: Any = None  # Any: a vllm LoRARequest, once one was pushed
         options = dict(start.engine_args)
@@ -76,12 +92,15 @@ class EngineHost:
             vocab_size=config.get_vocab_size(),
             context_length=config.max_model_len,
             dtype=str(config.dtype),
+            max_running=self._engine.vllm_config.scheduler_config.max_num_seqs,
             num_tensors=len(self._shapes),
             image_token=self._image_token,
         )
 
-    def answer(self, message: Message) -> Message:
+    def answer(self, message: Message) -> Message | Steps:
         """Do what a message asks."""
+        if self._calls and not isinstance(message, Generate):
+            raise ContractError(f"{type(message).__name__} came while {len(self._calls)} calls generate")
         match message:
             case Generate():
                 return self.generate(message)
@@ -103,35 +122,49 @@ class EngineHost:
 
     # Generation -------------------------------------------------------------------------------------------------
 
-    def generate(self, call: Generate) -> Generations:
-        """Sample all prompts together, and stop early where the call is aborted."""
+    def generate(self, call: Generate) -> Steps:
+        """Sample all prompts of a call, together with those of others, and stop early where it is aborted.
+
+        One step of vLLM's is one of all calls: the oldest takes it.
+        """
         self._pushes.require_usable()
-        rows: dict[str, int] = {}
-        num = len(call.prompts)
-        tokens: list[list[int]] = [[] for _ in range(num)]
-        log_probs: list[list[float]] = [[] for _ in range(num)]
-        reasons = ["abort"] * num
+        version = self._pushes.policy_version
+        samples = [_Sample(prompt) for prompt in call.prompts]
+        names = [f"{call.number}-{row}" for row in range(len(samples))]
         prompts = prompts_of(call)
+        self._calls.append(call.number)
         try:
             for row, seed in enumerate(call.seeds):
-                name = f"{call.number}-{row}"
-                self._engine.add_request(name, prompts[row], self._sampling(call, seed), lora_request=self._adapter)
-                rows[name] = row
-            while self._engine.has_unfinished_requests() and call.number not in self._aborts:
-                for output in self._engine.step():
-                    row = rows[output.request_id]
-                    _check_read(row, output.prompt_token_ids, call.prompts[row])
-                    (completion,) = output.outputs
-                    tokens[row] += completion.token_ids
-                    log_probs[row] += [
-                        entry[token].logprob
-                        for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
-                    ]
-                    if completion.finish_reason is not None:
-                        reasons[row] = completion.finish_reason
+                self._samples[names[row]] = samples[row]
+                sampling = self._sampling(call, seed)
+                self._engine.add_request(names[row], prompts[row], sampling, lora_request=self._adapter)
+            while any(sample.reason is None for sample in samples) and call.number not in self._aborts:
+                if self._calls[0] == call.number:
+                    self._step()
+                yield
         finally:
-            self._engine.abort_request(list(rows))  # nothing, where all have finished
-        return Generations(self._pushes.policy_version, tokens, log_probs, reasons)
+            self._calls.remove(call.number)
+            self._engine.abort_request(names)  # nothing, where all have finished
+            for name in names:
+                self._samples.pop(name, None)
+        return Generations(
+            version,
+            [sample.tokens for sample in samples],
+            [sample.log_probs for sample in samples],
+            [sample.reason or "abort" for sample in samples],
+        )
+
+    def _step(self) -> None:
+        """Let vLLM write a few tokens of each of its samples."""
+        for output in self._engine.step():
+            sample = self._samples[output.request_id]
+            _check_read(output.request_id, output.prompt_token_ids, sample.prompt)
+            (completion,) = output.outputs
+            sample.tokens += completion.token_ids
+            sample.log_probs += [
+                entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+            ]
+            sample.reason = completion.finish_reason
 
     def _sampling(self, call: Generate, seed: int) -> Any:  # Any: vllm.SamplingParams
         return self._vllm.SamplingParams(
@@ -225,12 +258,12 @@ def prompts_of(call: Generate) -> list[dict[str, Any]]:  # Any: tokens and pictu
     ]
 
 
-def _check_read(row: int, found: Sequence[int], prompt: Sequence[int]) -> None:
+def _check_read(name: str, found: Sequence[int], prompt: Sequence[int]) -> None:
     if list(found) != list(prompt):
         raise ContractError(
-            f"prompt {row} has {len(prompt)} tokens, vLLM read {len(found)} or others: its image processor resizes "
-            "otherwise. Leave bundle.min_pixels and max_pixels to the checkpoint, or give vLLM the same "
-            "(engine.engine_args.mm_processor_kwargs)."
+            f"prompt {name.rpartition('-')[2]} has {len(prompt)} tokens, vLLM read {len(found)} or others: its image "
+            "processor resizes otherwise. Leave bundle.min_pixels and max_pixels to the checkpoint, or give vLLM the "
+            "same (engine.engine_args.mm_processor_kwargs)."
         )
 
 

@@ -14,6 +14,8 @@ class Ready(EngineReady):
 
     vocab_size: int
     context_length: int
+    max_running: int
+    """Samples that it writes at once."""
     num_tensors: int
     """Tensors of the model's checkpoint: what a full push must bring."""
     image_token: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
 from unirl.rollout.engine.served_latents.rules import family_is_served, kernel_is_served, sampling_is_served
 
 BUNDLES = (
@@ -19,4 +20,6 @@ RULES = (
     family_is_served(BUNDLES),
     kernel_is_served(KERNELS),
     sampling_is_served,
+    gpus_suffice("num_gpus"),
 )
+MACHINE_RULES = (gpus_are_here("num_gpus"),)

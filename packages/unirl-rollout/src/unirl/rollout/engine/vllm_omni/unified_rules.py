@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from unirl.rollout.engine.child.rules import MACHINE_RULES
+from unirl.rollout.engine.child.rules import MACHINE_RULES as OF_A_PROCESS
+from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
 from unirl.rollout.engine.served_latents.rules import Rule, family_is_served, kernel_is_served, sampling_is_served
 from unirl.rollout.engine.unified.rules import RULES as OF_TWO_TRACKS
 from unirl.rollout.engine.vllm_omni.rules import KERNELS
@@ -40,4 +41,6 @@ RULES = (
     of_images(kernel_is_served(KERNELS)),
     of_images(sampling_is_served),
     pushes_are_whole,
+    gpus_suffice("num_gpus"),
 )
+MACHINE_RULES = (*OF_A_PROCESS, gpus_are_here("num_gpus"))

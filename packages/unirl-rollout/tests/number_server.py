@@ -1,0 +1,129 @@
+"""The process of an engine whose language model is two pushed numbers: what pools of text engines are tested on, with
+real processes that start in seconds.
+
+It writes a token of each of its samples per step, of all its calls together. Files in the folder `control` of its
+options steer it: who removes `die` does not survive the call that it is at; while there is `hold`, no sample grows
+beyond two tokens, and a file named after each process says that one of its samples has come so far.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from unirl.rollout.engine.child.messages import BeginWeights, Done, FinishWeights, Loaded, MessageCodec, ReceiveWeights
+from unirl.rollout.engine.child.server import main
+from unirl.rollout.engine.push import PushReceiver
+from unirl.rollout.engine.served_text.call import Generate, Generations
+from unirl.rollout.engine.vllm_llm.messages import Ready
+from unirl.types.weights import WeightBucket
+
+CODEC = MessageCodec("Numbers", Ready, Generate, Generations)
+VOCABULARY, CONTEXT, HELD = 11, 64, 2
+
+
+class Writer:
+    """One sample, token by token."""
+
+    def __init__(self, call, row, weights):
+        self.call, self.prompt, self.weights = call, call.prompts[row], weights
+        self.generator = torch.Generator().manual_seed(call.seeds[row])
+        self.tokens, self.log_probs, self.reason = [], [], None
+
+    def write(self):
+        """The next token."""
+        place, tokens = len(self.tokens), torch.arange(VOCABULARY)
+        last = [*self.prompt, *self.tokens][-1]
+        logits = self.weights["a"] * torch.sin(3.0 * last + tokens) + self.weights["b"] * torch.cos(tokens**2 + place)
+        log_probs = (logits / (self.call.temperature or 1.0)).log_softmax(-1)
+        token = int(log_probs.argmax())
+        if self.call.temperature:
+            token = int(torch.multinomial(log_probs.exp(), 1, generator=self.generator))
+        self.tokens.append(token)
+        self.log_probs.append(float(log_probs[token]))
+        ends = token in self.call.stop_token_ids
+        self.reason = "stop" if ends else "length" if len(self.tokens) == self.call.max_new_tokens else None
+
+
+class NumberHost:
+    """Writes with the numbers that were pushed last."""
+
+    def __init__(self, start, aborts):
+        torch.set_num_threads(1)
+        self._options, self._aborts = start.engine_args, aborts
+        self._weights = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
+        self._pushes = PushReceiver({"a": (), "b": ()}, "torch.float32", start.policy_version)
+        self._received, self._running = {}, 0
+        self._control = Path(self._options["control"])
+
+    def ready(self):
+        return Ready(
+            version="1.0",
+            torch_version=torch.__version__,
+            dtype="torch.float32",
+            vocab_size=VOCABULARY,
+            context_length=CONTEXT,
+            max_running=self._options["max_running"],
+            num_tensors=2,
+        )
+
+    def answer(self, message):
+        assert isinstance(message, Generate) or not self._running
+        match message:
+            case Generate():
+                return self._generate(message)
+            case BeginWeights():
+                self._received = {}
+                self._pushes.announce(message.policy_version, message.specs)
+                return Done()
+            case ReceiveWeights():
+                bucket = WeightBucket(message.policy_version, load_file(message.path), tuple(message.specs))
+                with self._pushes.receiving(bucket):
+                    self._received.update(bucket.tensors)
+                return Done()
+            case FinishWeights():
+                push = self._pushes.finish(message.policy_version)
+                with self._pushes.loading(push.policy_version):
+                    self._weights = self._received
+                return Loaded(push.policy_version, push.num_tensors, push.num_bytes, 2)
+
+    def _generate(self, call):
+        self._running += 1
+        # The trainer gives it no more than it writes at once, but for one call alone.
+        assert self._running * len(call.prompts) <= self._options["max_running"] or self._running == 1
+        writers = [Writer(call, row, self._weights) for row in range(len(call.prompts))]
+        while any(writer.reason is None for writer in writers) and call.number not in self._aborts:
+            for writer in writers:
+                if writer.reason is None and not (call.temperature and self._is_held(writer)):
+                    writer.write()
+            if call.temperature and len(writers[0].tokens) > 1:
+                self._die_if_asked()
+            time.sleep(self._options["seconds_per_step"])
+            yield
+        self._running -= 1
+        return Generations(
+            self._pushes.policy_version,
+            [writer.tokens for writer in writers],
+            [writer.log_probs for writer in writers],
+            [writer.reason or "abort" for writer in writers],
+        )
+
+    def _is_held(self, writer):
+        if len(writer.tokens) < HELD or not (self._control / "hold").exists():
+            return False
+        (self._control / str(os.getpid())).touch()
+        return True
+
+    def _die_if_asked(self):
+        try:
+            (self._control / "die").unlink()
+        except FileNotFoundError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(CODEC, NumberHost)

@@ -1,0 +1,271 @@
+"""Several processes of a text engine: calls by load, and nothing is lost or made twice where they are killed."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from number_server import CODEC, CONTEXT, HELD, VOCABULARY, Writer
+from text_fakes import NumberCodec
+
+from unirl.rollout.engine.served_text.call import (
+    Generate,
+    Generations,
+    Limits,
+    generation,
+    joined,
+    largest_gap,
+    part_of,
+    parts,
+    proof_of,
+)
+from unirl.rollout.engine.served_text.engine import ServedTextEngine
+from unirl.types.errors import WeightSyncError
+from unirl.types.media import Texts
+from unirl.types.rollout import RolloutReq
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus
+from unirl.types.weights import weight_buckets
+
+# Calls, cut and joined
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_instances", "expected"),
+    [
+        ([4] * 4, 1, [16]),
+        ([4] * 64, 2, [8] * 32),  # 16 for each
+        ([8] * 4, 1, [32]),
+        ([8] * 4, 2, [1] * 32),  # fewer groups than calls are cut
+        ([100], 2, [100 // 25] * 25),
+        ([40, 1, 1, 40], 4, [2] * 20 + [2] + [2] * 20),
+        ([1], 3, [1]),
+    ],
+)
+def test_a_request_is_cut_into_whole_groups_unless_they_are_few(groups, num_instances, expected):
+    ids = [f"g{group}" for group, size in enumerate(groups) for _ in range(size)]
+    found = parts(ids, num_instances)
+    assert [row for rows in found for row in rows] == list(range(len(ids)))
+    assert [len(rows) for rows in found] == expected
+
+
+CALL = Generate(
+    number=7,
+    prompts=[[1], [2, 3], [4], [5]],
+    seeds=[10, 11, 12, 13],
+    temperature=0.7,
+    top_p=0.9,
+    top_k=3,
+    max_new_tokens=40,
+    stop_token_ids=[0],
+    pictures=["a", "b", "c"],
+    shown=[[0], [1, 2], [], [1]],
+    placeholder=9,
+)
+
+
+def test_a_part_of_a_call_has_its_rows_and_the_pictures_that_they_show():
+    part = part_of(CALL, range(1, 4), 8)
+    assert (part.number, part.prompts, part.seeds) == (8, CALL.prompts[1:], CALL.seeds[1:])
+    assert (part.pictures, part.shown) == (["b", "c"], [[0, 1], [], [0]])
+    assert (part_of(CALL, range(2, 3), 8).pictures, part_of(CALL, range(2, 3), 8).shown) == ([], [])
+    assert part_of(CALL, range(4), 7) == CALL
+    answers = [Generations(3, [[1], [2]], [[-0.1], [-0.2]], ["stop", "length"]), Generations(3, [[]], [[]], ["abort"])]
+    assert joined(answers) == Generations(3, [[1], [2], []], [[-0.1], [-0.2], []], ["stop", "length", "abort"])
+
+
+def test_instances_are_compared_by_most_probable_tokens_up_to_where_rounding_decides():
+    proof = proof_of(CALL)
+    assert (proof.temperature, proof.top_p, proof.top_k, proof.max_new_tokens) == (0.0, 1.0, 0, 8)
+    assert proof.prompts == CALL.prompts and proof.number > 10**9
+    expected = Generations(3, [[1, 2, 3], [4]], [[-0.5, -0.5, -0.1], [-0.2]], ["length"] * 2)
+    assert largest_gap(expected, expected) == 0
+    tie = replace(expected, tokens=[[1, 7, 8], [4]], log_probs=[[-0.5, -0.501, -3.0], [-0.2]])
+    assert largest_gap(tie, expected) == pytest.approx(0.001)
+    other = replace(expected, log_probs=[[-0.5, -0.5, -0.1], [-0.9]])
+    assert largest_gap(other, expected) == pytest.approx(0.7)
+    assert not largest_gap(replace(expected, log_probs=[[float("nan")] * 3, [-0.2]]), expected) <= 1
+    assert largest_gap(replace(expected, tokens=[[1]]), expected) == float("inf")
+
+
+# Real processes
+
+
+class NumberEngine(ServedTextEngine):
+    """The trainer's side of `number_server`."""
+
+    codec = CODEC
+    module = "number_server"
+    versions = ("1",)
+
+    def __init__(self, num_instances, control, seconds_per_step=0.0):
+        pipeline: Any = NumberCodec()
+        self._pipeline, self._track = pipeline, "text"
+        self._launch(
+            ("numbers", {"max_running": 4, "control": str(control), "seconds_per_step": seconds_per_step}),
+            [{"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}] * num_instances,
+            None,
+            python=None,
+            has_lora=False,
+            sleep_level=0,
+            transfer_dir="/dev/shm",
+            start_timeout_s=300,
+            timeout_s=300,
+        )
+
+    def _limits(self):
+        return Limits(CONTEXT, VOCABULARY)
+
+    def _dtype_name(self):
+        return self.ready().dtype
+
+    def _max_running(self):
+        return self.ready().max_running
+
+    def _check_ready(self, answer, pid):
+        pass
+
+
+WEIGHTS = {"a": torch.tensor(2.0), "b": torch.tensor(-1.5)}
+PARAMS = ARSamplingParams(temperature=0.7, max_new_tokens=24, seed=5)
+
+
+def asking(num_prompts, num_samples, rollout_id=0):
+    """Several samples of each of some prompts."""
+    rows = [(prompt, sample) for prompt in range(num_prompts) for sample in range(num_samples)]
+    return RolloutReq(
+        sample_ids=[f"p{prompt}/s{sample}" for prompt, sample in rows],
+        group_ids=[f"p{prompt}" for prompt, _ in rows],
+        primitives={"text": Texts(texts=[f"1 {prompt % VOCABULARY}" for prompt, _ in rows])},
+        sampling_params=PARAMS,
+        rollout_id=rollout_id,
+    )
+
+
+def push(engine, version, weights=WEIGHTS):
+    buckets = list(weight_buckets(weights.items(), policy_version=version, max_bytes=4))
+    engine.begin_weights(version, [spec for bucket in buckets for spec in bucket.specs])
+    for bucket in buckets:
+        engine.receive_weights(bucket)
+    return engine.finish_weights(version)
+
+
+def assert_same(track, req, version, weights=WEIGHTS):
+    """Every sample once, in its place, of the pushed version, as one process writes it."""
+    codec: Any = NumberCodec()
+    call = generation(req, codec.encode(req.primitives, PARAMS), codec.stop_token_ids(PARAMS), 0)
+    assert track.sample_ids == req.sample_ids
+    tokens, log_probs = track.segment.unpack("tokens"), track.segment.unpack("log_probs")
+    for row in range(req.batch_size):
+        writer = Writer(call, row, weights)
+        while writer.reason is None:
+            writer.write()
+        assert tokens[row].tolist() == writer.tokens
+        assert torch.equal(log_probs[row], torch.tensor(writer.log_probs))
+    assert track.policy_versions.tolist() == [version] * req.batch_size
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory):
+    """Folder of the files that steer the processes of `engine`."""
+    return tmp_path_factory.mktemp("control")
+
+
+@pytest.fixture(scope="module")
+def engine(control):
+    """Two processes, at version 0 before anything is pushed."""
+    engine = NumberEngine(2, control)
+    yield engine
+    engine.shutdown()
+    assert not engine._folder.exists()
+
+
+def test_a_killed_process_is_replaced_with_the_present_weights_and_no_sample_is_lost(engine, control):
+    assert push(engine, 4).num_bound == 2
+    engine.generate(asking(2, 2))  # as the canary of the push
+    before, num_restarts = engine.pids, engine._pool.num_restarts
+    (control / "die").touch()
+    req = asking(8, 4)
+    assert_same(engine.generate(req).tracks["text"], req, 4)
+    assert not (control / "die").exists()
+    engine._pool.heal()
+    assert engine._pool.num_restarts == num_restarts + 1 and len(set(before) & set(engine.pids)) == 1
+    again = asking(8, 4, rollout_id=1)
+    assert_same(engine.generate(again).tracks["text"], again, 4)
+    with pytest.raises(WeightSyncError, match="unknown: c"):
+        push(engine, 5, {**WEIGHTS, "c": torch.tensor(0.0)})
+    assert_same(engine.generate(req).tracks["text"], req, 4)  # what does not fit changes nothing
+    others = {"a": torch.tensor(1.0), "b": torch.tensor(3.0)}
+    push(engine, 5, others)
+    assert_same(engine.generate(req).tracks["text"], req, 5, others)
+
+
+def test_a_push_that_no_process_survives_is_taken_by_those_in_their_place(engine):
+    others = {"a": torch.tensor(0.5), "b": torch.tensor(2.0)}
+    buckets = list(weight_buckets(others.items(), policy_version=6, max_bytes=4))
+    engine.begin_weights(6, [spec for bucket in buckets for spec in bucket.specs])
+    engine.receive_weights(buckets[0])
+    for pid in engine.pids:
+        os.kill(pid, signal.SIGKILL)
+    engine.receive_weights(buckets[1])
+    receipt = engine.finish_weights(6)
+    assert (receipt.policy_version, receipt.num_tensors, receipt.num_bound) == (6, 2, 2)
+    req = asking(4, 4)
+    assert_same(engine.generate(req).tracks["text"], req, 6, others)
+
+
+@pytest.mark.parametrize("num_killed", [0, 1])
+def test_an_abort_ends_what_runs_and_what_waits_also_where_a_process_has_died(engine, control, num_killed):
+    engine.wait_until_ready()
+    req, found = asking(6, 4), []
+
+    def generate():
+        found.append(engine.generate(req).tracks["text"])
+
+    (control / "hold").touch()
+    thread = threading.Thread(target=generate)
+    thread.start()
+    wait_until(lambda: all((control / str(pid)).exists() for pid in engine.pids) or not thread.is_alive())
+    for pid in engine.pids[:num_killed]:
+        os.kill(pid, signal.SIGKILL)
+    engine.abort()
+    thread.join(120)
+    for path in control.iterdir():
+        path.unlink()
+    track = found.pop()
+    assert track.sample_ids == req.sample_ids
+    endings = zip(track.segment.lengths.tolist(), track.segment.status.tolist(), strict=True)
+    # Some samples end within two tokens; of the others at most eight run, four in each process, and the rest wait.
+    lengths = [length for length, status in endings if status == SegmentStatus.ABORTED]
+    assert max(lengths) == HELD and len(lengths) - lengths.count(0) <= 8 <= lengths.count(0)
+    engine._pool.heal()
+    assert engine._aborted is not None and engine.generate(req).tracks["text"].segment.batch_size == req.batch_size
+
+
+def wait_until(holds, timeout_s=120):
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_an_instance_that_writes_otherwise_is_refused():
+    engine: Any = ServedTextEngine.__new__(NumberEngine)
+    engine._dtype_name = lambda: "torch.float32"
+    expected = Generations(1, [[1, 2]], [[-0.1, -0.2]], ["length"])
+    engine._proof = "proof", expected
+
+    def answering(log_probs):
+        found = replace(expected, log_probs=[log_probs])
+        return SimpleNamespace(call=lambda message: found, name="Numbers (pid 7)")
+
+    engine._prove(answering([-0.1, -0.200001]))
+    for wrong in ([-0.1, -0.201], [float("nan"), -0.2]):
+        with pytest.raises(WeightSyncError, match=r"other samples than those that Numbers \(pid 7\) takes the place"):
+            engine._prove(answering(wrong))

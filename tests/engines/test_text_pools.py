@@ -1,0 +1,63 @@
+"""Two instances of a real text engine, fp32 on a CPU: what both were pushed, and what becomes of samples where one is
+killed."""
+
+import os
+import signal
+import threading
+
+import pytest
+from letters_model import CONTEXT, TOLERANCE, LetterCodec, gap, letters, log_probs, request, save_qwen3
+from served_engines import engine_python, marked
+from test_vllm_weights import full_sync, push, state
+
+from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus
+
+pytestmark = [pytest.mark.slow]
+START = {
+    "vllm": lambda **options: VLLMRolloutEngine(
+        LetterCodec(),
+        context_length=CONTEXT,
+        kv_cache_bytes=64 << 20,
+        engine_args={"max_num_seqs": 4},  # so that most of a request waits
+        **options,
+    ),
+}
+LONG = ARSamplingParams(temperature=1.0, max_new_tokens=CONTEXT - 8, seed=2)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in START])
+def test_a_killed_instance_is_replaced_with_the_policy_and_its_samples_are_made_once(name, tmp_path):
+    save_qwen3(tmp_path / "base")
+    model = save_qwen3(tmp_path / "policy", seed=1)
+    engine = START[name](
+        model=str(tmp_path / "base"), python=engine_python(f"{name}-cpu"), dtype="fp32", num_instances=2
+    )
+    texts, found = [f"word {number % 6}" for number in range(48)], []
+    try:
+        receipt = push(engine, state(model), 3)
+        assert (receipt.num_tensors, receipt.num_bound) == (25, 25 - 2 * 3)
+        assert gap(engine, model) < TOLERANCE
+        assert engine._proof is not None
+        proof, first = engine._proof
+        assert len(first.tokens[0]) == 8 and min(map(min, first.log_probs)) < -0.01 and len(proof.prompts) == 3
+        thread = threading.Thread(target=lambda: found.append(engine.generate(request(texts, LONG))))
+        thread.start()
+        while engine._running is None and thread.is_alive():
+            thread.join(0.01)
+        pids = engine.pids
+        os.killpg(pids[1], signal.SIGKILL)
+        thread.join(400)
+        track = found[0].tracks["text"]
+        assert track.sample_ids == request(texts).sample_ids and track.policy_versions.tolist() == [3] * 48
+        assert SegmentStatus.ABORTED not in track.segment.status.tolist()
+        rows = zip(texts, track.segment.unpack("tokens"), track.segment.unpack("log_probs"), strict=True)
+        for text, tokens, values in rows:
+            expected = log_probs(model, letters(text), tokens.tolist(), LONG.temperature)
+            assert float((expected - values).abs().max()) < TOLERANCE
+        engine._pool.heal()
+        assert engine._pool.num_restarts == 1 and engine.pids[0] == pids[0] and engine.pids[1] != pids[1]
+        assert full_sync(engine, save_qwen3(tmp_path / "next", seed=2), 4)[1].push()["sync/logprob_gap_max"] < TOLERANCE
+    finally:
+        engine.shutdown()
