@@ -91,7 +91,10 @@ def unified(folder: Path) -> Unified:
 
 
 def rollout(
-    writer: AutoregressivePipeline, painter: DiffusionPipeline, drawing: DiffusionSamplingParams = DRAWING
+    writer: AutoregressivePipeline,
+    painter: DiffusionPipeline,
+    drawing: DiffusionSamplingParams = DRAWING,
+    thinking: ARSamplingParams = THINKING,
 ) -> dict[str, RolloutTrack]:
     """Two thoughts per prompt, two images per thought, with advantages of both signs."""
     rows = [PromptRow(prompt, prompt, {}) for prompt in PROMPTS]
@@ -99,7 +102,7 @@ def rollout(
     engine = UnifiedEngine(
         {"default": {"text": writer, "image": painter}}, {"default": store}, text_batch_size=4, forward_batch_size=4
     )
-    params = ComposedSamplingParams(ar=THINKING, diffusion=drawing)
+    params = ComposedSamplingParams(ar=thinking, diffusion=drawing)
     plan = engine.plan(params)
     asked = build_composed_request(rows, params, sigmas=plan.sigmas, latent_shape=plan.latent_shape, rollout_id=0)
     made, generator = engine.generate(asked), torch.Generator().manual_seed(0)

@@ -87,3 +87,18 @@ def test_the_engine_wants_both_pipelines_and_two_stages(recipe):
     flat = changed(recipe, {"sampling": recipe["sampling"]["diffusion"]})
     with pytest.raises(ConfigError, match="makes texts and images, but sampling._target_ = .*DiffusionSamplingParams"):
         check_recipe(flat)
+
+
+def test_sizes_that_thoughts_choose_need_one_image_per_forward_on_several_devices():
+    register_resolvers()
+    recipe = changed(resolve(compose("unified_model/hi3_think_recaption", [])), {"pipelines.text.chooses_size": True})
+    check_recipe(recipe)
+    for changes, message in (
+        ({"engine.forward_batch_size": 2}, "8 devices must run equally many: engine.forward_batch_size = 2 must be 1"),
+        ({"stack.micro_batch_size": 2}, "stack.micro_batch_size = 2 must be 1. Set stack.micro_batch_size: 1, or"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_recipe(changed(recipe, changes))
+    served = resolve(compose("unified_model/bagel_vllmomni", []))
+    with pytest.raises(ConfigError, match=r"draws images of one size. Set pipelines.text.chooses_size: false, or"):
+        check_recipe(changed(served, {"pipelines.text": recipe["pipelines"]["text"]}))

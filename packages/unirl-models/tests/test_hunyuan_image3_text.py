@@ -192,7 +192,9 @@ def test_the_model_thinks_captions_and_chooses_a_size(folder: Path) -> None:
     torch.testing.assert_close(replayed[segment.loss_mask], segment.log_probs[segment.loss_mask], rtol=1e-5, atol=1e-5)
     assert all(size in sizes(64) and size[0] % 16 == size[1] % 16 == 0 for size in writer.chosen_sizes(segment))
     # What was written is the thought of the image, word for word.
-    height, width = writer.chosen_sizes(segment)[0]
+    chosen = writer.chosen_sizes(segment)[0]
+    assert chosen is not None
+    height, width = chosen
     texts = writer.decode(segment).texts
     assert all(text.startswith("<think>") and text.endswith("</recaption>") for text in texts)
     drawing = DiffusionSamplingParams(num_inference_steps=2, guidance_scale=1.0, height=height, width=width, eta=0.7)
@@ -272,6 +274,14 @@ def test_what_cannot_be_written_is_refused(bundle: HunyuanImage3Bundle) -> None:
         writer.encode({"thought": Texts(texts=["a"])}, WRITING)
     with pytest.raises(ConfigError, match="more than the context of 512"):
         writer.encode({"text": Texts(texts=["a" * 500])}, WRITING)
-    segment = TextSegment.pack(tokens=[torch.tensor([5])], params=WRITING)
-    with pytest.raises(ContractError, match="end without the size of an image"):
-        writer.chosen_sizes(segment)
+
+
+def test_a_text_that_ended_before_it_chose_has_no_size(bundle: HunyuanImage3Bundle) -> None:
+    choosing = HunyuanImage3TextPipeline(bundle, task="recaption", chooses_size=True)
+    place = 16
+    assert sizes(64)[place] == (64, 64) and (64, 64) in choosing.image_sizes
+    rows = [torch.tensor([5]), torch.tensor([5, bundle.words.ratios[place]]), torch.tensor([], dtype=torch.long)]
+    segment = TextSegment.pack(tokens=rows, params=WRITING)
+    assert choosing.chosen_sizes(segment) == [None, (64, 64), None]
+    plain = HunyuanImage3TextPipeline(bundle, task="recaption")
+    assert plain.image_sizes == () and plain.chosen_sizes(segment) == [None] * 3

@@ -1,5 +1,6 @@
 """RewardService: composition, attaching, and every failure policy with its message."""
 
+import dataclasses
 import math
 import pickle
 import re
@@ -20,6 +21,7 @@ from unirl.types.media import Images, Texts
 from unirl.types.reward import RewardRequest, RewardResponse, reward_request
 from unirl.types.roles import Collect, Dispatch, remote_method
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
 
@@ -122,6 +124,23 @@ def test_scoring_a_track_writes_rewards_components_and_errors_into_it(make_reque
     assert track.reward_errors == [None] * 6 and resp.reward_compute_s > 0
     with pytest.raises(ContractError, match="track image already has rewards"):
         RewardService([RowScorer()]).score_track(resp, "image")
+
+
+def test_images_of_several_sizes_are_scored_size_by_size_in_their_own_places(make_request):
+    params = DiffusionSamplingParams(num_inference_steps=1, height=8, width=8)
+    parts = []
+    for rows, size in (([0, 3, 4], (8, 16)), ([1, 2, 5], (8, 8))):
+        part = as_rollout(make_request())[0].root_track().select(rows)
+        latents = torch.zeros(3, 1, 4, size[0] // 8, size[1] // 8)
+        own = dataclasses.replace(params, height=size[0], width=size[1])
+        segment = LatentSegment(latents=latents, sigmas=torch.tensor([1.0, 0.0]), indices=[1], params=own)
+        part = part.replace(decoded=Images(pixels=torch.rand(3, 3, *size)), segment=segment)
+        parts.append(part.sized(params))
+    resp = RolloutResp(tracks={"image": RolloutTrack.concat(parts).select([0, 3, 4, 1, 2, 5])})
+    scorer = RowScorer(batch_size=6)
+    RewardService([scorer]).score_track(resp, "image")
+    assert resp.root_track().scored_rewards.tolist() == [0, 1, 2, 3, 4, 5]
+    assert scorer.calls == [[0, 3, 4], [1, 2, 5]] and resp.reward_compute_s > 0
 
 
 def test_the_request_of_a_track_has_its_media_groups_and_the_inputs(make_request):

@@ -32,6 +32,8 @@ class FiveWords:
         self.any_rank = None
         self.is_evaluating = False
 
+    image_sizes = ()
+
     def stop_token_ids(self, params):
         return tuple(sorted({STOP, *params.stop_token_ids}))
 

@@ -22,9 +22,10 @@ from unirl.trainer.evaluation import (
     take_images,
 )
 from unirl.types.errors import ConfigError, RewardError
-from unirl.types.media import Images, Videos
+from unirl.types.media import Images, SizedImages, Videos
 from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import SizedLatents
 
 
 def build(context: WorkerContext) -> dict[str, Any]:
@@ -119,6 +120,22 @@ def test_images_can_be_saved_whatever_the_memory_order_of_the_decoder(runtime: L
     track = RolloutTrack(sample_ids=list("abcd"), decoded=Images(pixels=pixels))
     images = take_images(RolloutResp(tracks={"image": track}), "image", 2)
     assert images.is_contiguous() and torch.equal(images, pixels[:2])
+
+
+def test_images_of_several_sizes_are_shown_whole_in_the_recipes_size():
+    asked = DiffusionSamplingParams(num_inference_steps=1, height=8, width=8)
+    segment = SizedLatents(
+        latents=[torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 2, 2)],
+        sizes=[(8, 16), (16, 16)],
+        sigmas=torch.tensor([1.0, 0.0]),
+        indices=[1],
+        params=asked,
+    )
+    decoded = SizedImages(images=[torch.zeros(3, 8, 16), torch.full((3, 16, 16), 51, dtype=torch.uint8)])
+    track = RolloutTrack(sample_ids=list("ab"), segment=segment, decoded=decoded)
+    images = take_images(RolloutResp(tracks={"image": track}), "image", 2)
+    wide = torch.ones(3, 8, 8).index_fill(1, torch.arange(2, 6), 0.0)
+    torch.testing.assert_close(images, torch.stack([wide, torch.full((3, 8, 8), 0.2)]))
 
 
 @pytest.mark.parametrize(("lengths", "num_shown"), [((5, 5), 5), ((3, 5), 5), ((9, 20), 6)])

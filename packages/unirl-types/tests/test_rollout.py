@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from unirl.types.batch import same_value
 from unirl.types.errors import ContractError
-from unirl.types.media import Images, Modality, Texts, Videos
+from unirl.types.media import Images, Modality, SizedImages, Texts, Videos
 from unirl.types.noise import NoiseRecipe, noise_keys
 from unirl.types.reward import RewardRequest
 from unirl.types.rollout import Credit, RolloutReq, RolloutResp, RolloutTrack
-from unirl.types.segments import LatentSegment
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment, SizedLatents
+from unirl.types.storage import load_rollout, save_rollout
 
 
 def roots() -> RolloutTrack:
@@ -276,3 +278,42 @@ def test_a_reward_request_gives_what_it_has_and_names_what_it_lacks():
         _ = video.pixels
     with pytest.raises(ContractError, match=r"no text input; it has \[\]"):
         _ = video.prompts
+
+
+def images_of(ids: str, height: int, width: int) -> RolloutTrack:
+    """Noise and one stochastic step, of images whose pixels are 8 latents wide."""
+    latents = torch.randn(len(ids), 2, 4, height // 8, width // 8, generator=torch.Generator().manual_seed(height))
+    return RolloutTrack(
+        sample_ids=list(ids),
+        decoded=Images(pixels=torch.rand(len(ids), 3, height, width)),
+        segment=LatentSegment(
+            latents=latents,
+            sigmas=torch.tensor([1.0, 0.0]),
+            indices=[0, 1],
+            sde_indices=[0],
+            sde_logp=torch.randn(len(ids), 1),
+            sde_means=latents[:, :1],
+            params=DiffusionSamplingParams(num_inference_steps=1, height=height, width=width),
+        ),
+    )
+
+
+def test_images_of_several_sizes_are_one_track_that_comes_apart_again(tmp_path):
+    asked = DiffusionSamplingParams(num_inference_steps=1, height=64, width=64)
+    wide, square = images_of("abc", 16, 32), images_of("de", 24, 24)
+    joined = RolloutTrack.concat([wide.sized(asked), square.sized(asked)])
+    mixed = joined.select([3, 0, 4, 2, 1])
+    assert isinstance(mixed.segment, SizedLatents) and isinstance(mixed.decoded, SizedImages)
+    assert mixed.segment.sizes == [(24, 24), (16, 32), (24, 24), (16, 32), (16, 32)]
+    parts = mixed.by_size()
+    assert [rows for rows, _ in parts] == [[0, 2], [1, 3, 4]]
+    assert parts[0][1].equals(square) and parts[1][1].equals(wide.select([0, 2, 1]))
+    assert [rows for rows, _ in wide.by_size()] == [[0, 1, 2]]
+    save_rollout(tmp_path / "a", RolloutResp(tracks={"image": mixed}))
+    assert load_rollout(tmp_path / "a")[0].tracks["image"].equals(mixed)
+    with pytest.raises(ContractError, match="have the sizes .*take them apart by size"):
+        mixed.segment.of_one_size()
+    with pytest.raises(ContractError, match="has no size"):
+        roots().sized(asked)
+    with pytest.raises(ContractError, match="without params has no size in pixels"):
+        segment().sized()

@@ -40,6 +40,15 @@ class AutoregressivePipeline:
         """Every token of the model's tokenizer with its id."""
         return self.bundle.tokenizer.get_vocab()
 
+    @property
+    def image_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths in pixels of the images that texts may ask for; none where they ask for none."""
+        return ()
+
+    def chosen_sizes(self, segment: TextSegment) -> list[tuple[int, int] | None]:
+        """Height and width of the image that each text asks for; None of one that asks for none."""
+        return [None] * segment.batch_size
+
     def stop_token_ids(self, params: ARSamplingParams) -> tuple[int, ...]:
         """Tokens that end a sample: the model's and those of `params`, sorted."""
         return self.adapter.stop_token_ids(params)

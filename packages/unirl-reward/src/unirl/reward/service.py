@@ -26,7 +26,7 @@ from unirl.reward.shaping import LengthShaping, TruncatedReward
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import Closeable, ConcurrentScorer, Scorer
-from unirl.types.reward import RewardRequest, RewardResponse, reward_request
+from unirl.types.reward import RewardRequest, RewardResponse, reward_request, reward_requests
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import Credit, RolloutResp
 from unirl.types.segments import TextSegment
@@ -119,7 +119,7 @@ class RewardService:
         own = resp.track(track)
         if own.rewards is not None:
             raise ContractError(f"track {track} already has rewards; score each rollout once")
-        scored = self._scored(reward_request(resp, track))
+        scored = self._scored_by_size(reward_requests(resp, track))
         if is_shaped and isinstance(own.segment, TextSegment):
             params = own.segment.params
             max_len = None if params is None else params.max_new_tokens
@@ -134,6 +134,16 @@ class RewardService:
             resp.tracks[parent] = resp.propagate_rewards(track, parent, self.credit).tracks[parent]
             track = parent
         return scored.gauges or {}
+
+    def _scored_by_size(self, parts: list[tuple[list[int], RewardRequest]]) -> RewardResponse:
+        """The answer to requests about images of one size each, in the order of the rows that they ask about."""
+        if len(parts) == 1:
+            return self._scored(parts[0][1])
+        answers = [self.score(request) for _, request in parts]
+        order = [row for rows, _ in parts for row in rows]
+        places = sorted(range(len(order)), key=order.__getitem__)
+        seconds = sum(answer.compute_s for answer in answers)
+        return RewardResponse.concat(answers).select(places).replace(compute_s=seconds)
 
     def _scored(self, request: RewardRequest) -> RewardResponse:
         """The answer to a request, taken from the background where the engine has handed these samples over."""

@@ -29,6 +29,7 @@ from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
+from unirl.types.segments import SizedLatents
 
 
 @dataclass(frozen=True)
@@ -200,11 +201,26 @@ class TrainStack:
         for update, micro_list in zip(updates, slices, strict=True):
             micros.append([])
             for rows in micro_list:
-                micro = MicroBatch(track=track.select(rows), anchor={}, update=update, progress=progress)
-                if algorithm.uses_anchor and update > 0:
-                    micro = replace(micro, anchor=algorithm.anchor(micro))
-                micros[-1].append(micro)
+                for same in self._of_one_size(track.select(rows), algorithm.samples_per_unit):
+                    micro = MicroBatch(track=same, anchor={}, update=update, progress=progress)
+                    if algorithm.uses_anchor and update > 0:
+                        micro = replace(micro, anchor=algorithm.anchor(micro))
+                    micros[-1].append(micro)
         return micros
+
+    def _of_one_size(self, track: RolloutTrack, samples_per_unit: int) -> list[RolloutTrack]:
+        """A micro-batch, or where its images differ in size one for each. Raises ContractError where devices would run
+        unequally many, or samples that belong together differ."""
+        if isinstance(track.segment, SizedLatents) and track.batch_size > 1 and self._backend.dp_size > 1:
+            raise ContractError(
+                f"a micro-batch of {track.batch_size} images that choose their size is as many forwards as there are "
+                f"sizes, and {self._backend.dp_size} devices must run equally many. Set stack.micro_batch_size: 1."
+            )
+        parts = track.by_size()
+        torn = [rows for rows, _ in parts if len(rows) % samples_per_unit]
+        if torn:
+            raise ContractError(f"images of one unit of {samples_per_unit} samples have different sizes")
+        return [part for _, part in parts]
 
     def _update(self, micros_of: Mapping[str, list[MicroBatch]]) -> dict[str, float]:
         backend = self._backend

@@ -19,9 +19,10 @@ from unirl.trainer.request import build_request
 from unirl.trainer.roles import DiffusionEngineRole, EngineRole, RewardRole
 from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError, RewardError
-from unirl.types.media import ImageLists, Images, Texts, Videos, pixel_bytes, pixel_floats
+from unirl.types.media import ImageLists, Images, SizedImages, Texts, Videos, pixel_bytes, pixel_floats
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import SizedLatents
 
 EVAL_ROLLOUT_ID = -1
 """Part of every noise id, so evaluation noise never equals training noise."""
@@ -215,20 +216,40 @@ def category_of(row: PromptRow) -> str:
 
 
 def take_images(resp: RolloutResp, track: str, count: int) -> Tensor:
-    """The first decoded images of a response [<= count, 3, H, W], of videos a strip of frames each (runs where the
-    response lies). Empty where the engine decodes nothing. Raises ContractError for other media."""
+    """The first decoded images of a response [<= count, 3, H, W] (runs where the response lies): of videos a strip of
+    frames each, of images of different sizes each as large as it fits into the recipe's size. Empty where the engine
+    decodes nothing. Raises ContractError for other media."""
     decoded = resp.tracks[track].decoded
     match decoded:
         case None:
             return torch.empty(0)
         case Images():
             return pixel_floats(decoded.pixels[:count]).cpu().contiguous()
+        case SizedImages():
+            segment = resp.tracks[track].segment
+            params = segment.params if isinstance(segment, SizedLatents) else None
+            if params is None:
+                raise ContractError(f"track {track!r} does not say how its images were sampled, nor their size")
+            return torch.stack([fitted(image, params.height, params.width) for image in decoded.images[:count]])
         case Videos():
             videos = _first_videos(decoded, count)
             num_frames = min(STRIP_FRAMES, max(map(len, videos), default=STRIP_FRAMES))
             return torch.stack([strip(pixel_floats(frames).cpu(), num_frames) for frames in videos])
         case other:
             raise ContractError(f"track {track!r} holds {type(other).__name__}, which a grid of images cannot show")
+
+
+def fitted(image: Tensor, height: int, width: int) -> Tensor:
+    """An image [3, H, W] as large as it fits into `height` x `width`, in the middle of white: float32 in [0, 1]."""
+    scale = min(height / image.shape[1], width / image.shape[2])
+    size = max(1, round(image.shape[1] * scale)), max(1, round(image.shape[2] * scale))
+    small = torch.nn.functional.interpolate(
+        pixel_floats(image).cpu().float()[None], size, mode="bilinear", antialias=True, align_corners=False
+    )[0]
+    sheet = torch.ones(3, height, width)
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2
+    sheet[:, top : top + size[0], left : left + size[1]] = small.clamp(0, 1)
+    return sheet
 
 
 def take_videos(resp: RolloutResp, track: str, count: int) -> tuple[list[Tensor], float | None]:

@@ -69,6 +69,10 @@ class Images(Batch):
         """The same in [0, 1]."""
         return self.replace(pixels=pixel_floats(self.pixels))
 
+    def sized(self) -> SizedImages:
+        """The same beside images of other sizes."""
+        return SizedImages(images=list(self.pixels))
+
     @classmethod
     def from_list(cls, images: list[Tensor], *, pad: bool = False) -> Self:
         """Stack [C, H, W] images. Differing sizes raise ContractError unless `pad` (zeros right, bottom)."""
@@ -105,6 +109,23 @@ class ImageLists(Batch):
         for sample in self.images:
             for image in sample:
                 _check_media(image, "an image of ImageLists", "[C, H, W]", (3,))
+
+
+@dataclass(kw_only=True, eq=False)
+class SizedImages(Batch):
+    """One image per sample, each of its own size: what a model makes that chooses the size."""
+
+    images: list[Tensor] = per_sample(default_factory=list)
+    """[C, H, W] each, float in [0, 1] or uint8."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for image in self.images:
+            _check_media(image, "an image of SizedImages", "[C, H, W]", (3,), has_bytes=True)
+
+    def of_one_size(self) -> Images:
+        """The same where all have one size. Raises ContractError where they differ."""
+        return Images.from_list(self.images)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -153,4 +174,4 @@ class Embeddings(Batch):
     """[B, ...]."""
 
 
-Primitive = Texts | Images | ImageLists | Videos | Audios | Embeddings
+Primitive = Texts | Images | ImageLists | SizedImages | Videos | Audios | Embeddings

@@ -232,6 +232,19 @@ class AutoregressivePipeline(TextCodec, Protocol):
         ...
 
 
+class ThoughtPipeline(AutoregressivePipeline, Protocol):
+    """The texts of a model that draws after them, which may choose the size of the image."""
+
+    @property
+    def image_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths in pixels of the images that texts may ask for; none where they ask for none."""
+        ...
+
+    def chosen_sizes(self, segment: TextSegment) -> list[tuple[int, int] | None]:
+        """Height and width of the image that each text asks for; None of one that asks for none."""
+        ...
+
+
 class PolicyStore(Protocol):
     """Named copies of the trainable parameters, and ways to run the model with them for a while."""
 

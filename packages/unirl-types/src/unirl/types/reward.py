@@ -151,7 +151,16 @@ def reward_request(resp: RolloutResp, name: str) -> RewardRequest:
 
     Raises ContractError where there is no such track, or it has neither media nor latents.
     """
-    track = resp.with_inputs(name)
+    return _request_of(resp.with_inputs(name), name)
+
+
+def reward_requests(resp: RolloutResp, name: str) -> list[tuple[list[int], RewardRequest]]:
+    """As `reward_request`, one for each size of image with the rows that it asks about; one alone for media whose size
+    all share."""
+    return [(rows, _request_of(track, name)) for rows, track in resp.with_inputs(name).by_size()]
+
+
+def _request_of(track: RolloutTrack, name: str) -> RewardRequest:
     latents = track.segment.clean_latents if isinstance(track.segment, LatentSegment) else None
     if track.decoded is None and latents is None:
         raise ContractError(f"track {name} has neither decoded media nor latents to score")

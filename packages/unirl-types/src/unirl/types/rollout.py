@@ -17,9 +17,9 @@ from torch import Tensor
 from unirl.types.batch import Batch, Indices, peak, per_sample, shared
 from unirl.types.conditions import Condition
 from unirl.types.errors import ContractError
-from unirl.types.media import Primitive
-from unirl.types.sampling import BaseSamplingParams
-from unirl.types.segments import Segment
+from unirl.types.media import Images, Primitive, SizedImages
+from unirl.types.sampling import BaseSamplingParams, DiffusionSamplingParams
+from unirl.types.segments import LatentSegment, Segment, SizedLatents
 
 Scope = Literal["group", "batch", "global"]
 Credit = Literal["mean", "max", "sum", "best_of"]
@@ -188,6 +188,34 @@ class RolloutTrack(Batch):
     def split(self) -> list[RolloutTrack]:
         """One track a group, in order of first appearance."""
         return [self.select(rows) for rows in _group_rows(self.group_ids)]
+
+    def sized(self, params: DiffusionSamplingParams) -> RolloutTrack:
+        """A copy that joins tracks of images of other sizes. params: what was asked for, see `SizedLatents`."""
+        if not isinstance(self.segment, LatentSegment):
+            raise ContractError(f"a track of {type(self.segment).__name__} has no size")
+        media = self.decoded.sized() if isinstance(self.decoded, Images) else self.decoded
+        return dataclasses.replace(self, segment=self.segment.sized().replace(params=params), decoded=media)
+
+    def by_size(self) -> list[tuple[list[int], RolloutTrack]]:
+        """Rows and their track for each size of image, in order of first appearance; the whole where it has one
+        geometry anyway."""
+        if not isinstance(self.segment, SizedLatents):
+            return [(list(range(self.batch_size)), self)]
+        parts = []
+        for rows in self.segment.rows_by_size():
+            part = self.select(rows)
+            segment, media = part.segment, part.decoded
+            parts.append(
+                (
+                    rows,
+                    dataclasses.replace(
+                        part,
+                        segment=segment.of_one_size() if isinstance(segment, SizedLatents) else segment,
+                        decoded=media.of_one_size() if isinstance(media, SizedImages) else media,
+                    ),
+                )
+            )
+        return parts
 
     def fork(
         self,

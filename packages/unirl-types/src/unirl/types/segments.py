@@ -5,7 +5,7 @@ Legend: B samples, T denoising steps, K stored positions of the T+1, S stochasti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -162,8 +162,77 @@ class LatentSegment(Segment):
             sigmas[step_R + 1],
         )
 
+    def sized(self) -> SizedLatents:
+        """The same beside trajectories of images of other sizes. Raises ContractError where it has no params, whose
+        height and width are the size."""
+        if self.params is None:
+            raise ContractError("a trajectory without params has no size in pixels; the engine must set its params")
+        return SizedLatents(
+            status=self.status,
+            modality=self.modality,
+            latents=list(self.latents),
+            sizes=[(self.params.height, self.params.width)] * self.batch_size,
+            sigmas=self.sigmas,
+            indices=self.indices,
+            sde_indices=self.sde_indices,
+            sde_logp=self.sde_logp,
+            sde_means=None if self.sde_means is None else list(self.sde_means),
+            params=self.params,
+        )
+
     def as_condition(self) -> ImageLatentCondition:
         """The final latents as a condition for a later stage (images only)."""
         if self.modality is not Modality.IMAGE:
             raise ContractError(f"only image segments become conditions, this one is {self.modality.value}")
         return ImageLatentCondition(latents=self.clean_latents)
+
+
+@dataclass(kw_only=True, eq=False)
+class SizedLatents(Segment):
+    """Denoising trajectories of images that each have their own size, on one schedule with the same stochastic steps.
+
+    `RolloutTrack.by_size` takes a track of them apart into ordinary ones, which is how they are scored and trained on.
+    """
+
+    modality: Modality = shared(default=Modality.IMAGE)
+    latents: list[Tensor] = per_sample(default_factory=list)
+    """Of each sample the stored positions [K, C, h, w]."""
+    sizes: list[tuple[int, int]] = per_sample(default_factory=list)
+    """Height and width of each image in pixels."""
+    sigmas: Tensor = shared()
+    """[T+1] float32, see `LatentSegment`."""
+    indices: list[int] = shared()
+    """[K], see `LatentSegment`."""
+    sde_indices: list[int] = shared(default_factory=list)
+    """[S], see `LatentSegment`."""
+    sde_logp: Tensor | None = per_sample(default=None)
+    """[B, S] float32, see `LatentSegment`."""
+    sde_means: list[Tensor] | None = per_sample(default=None)
+    """Of each sample [S, C, h, w], see `LatentSegment`."""
+    params: DiffusionSamplingParams | None = shared(default=None)
+    """What the trajectories were sampled with but for the size: height and width are those of an image whose size
+    nobody chose."""
+
+    def rows_by_size(self) -> list[list[int]]:
+        """The samples of each size, sizes in order of first appearance."""
+        rows: dict[tuple[int, int], list[int]] = {}
+        for row, size in enumerate(self.sizes):
+            rows.setdefault(size, []).append(row)
+        return list(rows.values())
+
+    def of_one_size(self) -> LatentSegment:
+        """The same where all have one size, which its params name. Raises ContractError where sizes differ."""
+        if len(set(self.sizes)) != 1 or self.params is None:
+            raise ContractError(f"these trajectories have the sizes {sorted(set(self.sizes))}; take them apart by size")
+        height, width = self.sizes[0]
+        return LatentSegment(
+            status=self.status,
+            modality=self.modality,
+            latents=torch.stack(self.latents),
+            sigmas=self.sigmas,
+            indices=self.indices,
+            sde_indices=self.sde_indices,
+            sde_logp=self.sde_logp,
+            sde_means=None if self.sde_means is None else torch.stack(self.sde_means),
+            params=replace(self.params, height=height, width=width),
+        )

@@ -33,7 +33,7 @@ from unirl.types.conditions import (
     TextTokenCondition,
 )
 from unirl.types.errors import ConfigError, ContractError, DataError
-from unirl.types.media import Audios, Embeddings, ImageLists, Images, Modality, Texts, Videos
+from unirl.types.media import Audios, Embeddings, ImageLists, Images, Modality, SizedImages, Texts, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import (
@@ -42,7 +42,7 @@ from unirl.types.sampling import (
     ComposedSamplingParams,
     DiffusionSamplingParams,
 )
-from unirl.types.segments import LatentSegment, SegmentStatus, TextSegment
+from unirl.types.segments import LatentSegment, SegmentStatus, SizedLatents, TextSegment
 
 FORMAT = "unirl-rollout"
 VERSION = 1
@@ -50,10 +50,10 @@ VERSION = 1
 _CLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        *(Texts, Images, ImageLists, Videos, Audios, Embeddings),
+        *(Texts, Images, ImageLists, SizedImages, Videos, Audios, Embeddings),
         *(TextEmbedCondition, TextTokenCondition, PromptCondition, ImagePatchCondition, ExpertCondition),
         *(ImageLatentCondition, ImageEmbedCondition, FusedMultimodalCondition),
-        *(TextSegment, LatentSegment),
+        *(TextSegment, LatentSegment, SizedLatents),
         *(RolloutReq, RolloutTrack, RolloutResp, RewardRequest, RewardResponse),
         *(BaseSamplingParams, DiffusionSamplingParams, ARSamplingParams, ComposedSamplingParams),
     )

@@ -138,8 +138,13 @@ class HunyuanImage3TextPipeline(AutoregressivePipeline):
         )
         self._replays_experts = replays_experts
 
-    def chosen_sizes(self, segment: TextSegment) -> list[Size]:
-        """Height and width of the image that each text ends with. Raises ContractError for a text without one."""
+    @property
+    def image_sizes(self) -> tuple[Size, ...]:
+        """See `ThoughtPipeline.image_sizes`: those that the autoencoder can make, where `chooses_size`."""
+        return self.adapter.image_sizes
+
+    def chosen_sizes(self, segment: TextSegment) -> list[Size | None]:
+        """Height and width of the image that each text ends with; None of one that ended before it chose."""
         return self.adapter.chosen_sizes(segment)
 
     def generate(

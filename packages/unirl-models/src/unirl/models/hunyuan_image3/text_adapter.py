@@ -19,7 +19,7 @@ from unirl.models.hunyuan_image3.sizes import Size
 from unirl.models.hunyuan_image3.template import Template
 from unirl.models.text_adapter import TextAdapter
 from unirl.types.conditions import Condition, ExpertCondition, ImagePatchCondition, PromptCondition
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import ARSamplingParams
@@ -117,17 +117,22 @@ class HunyuanImage3TextAdapter(TextAdapter):
             rows.append([word for word in kept if word != words.end])
         return Texts(texts=list(tokenizer.batch_decode(rows, skip_special_tokens=not self._start)))
 
-    def chosen_sizes(self, segment: TextSegment) -> list[Size]:
-        """Height and width of the image that each text ends with. Raises ContractError for a text without one."""
-        ratios = self.bundle.words.ratios
-        last = [int(tokens[-1]) for tokens in segment.unpack("tokens")]
-        without = [row for row, word in enumerate(last) if word not in ratios]
-        if without:
-            raise ContractError(
-                f"samples {without[:8]} end without the size of an image. Raise sampling.max_new_tokens, or set "
-                "chooses_size: true."
-            )
-        return [self.bundle.sizes[ratios.index(word)] for word in last]
+    @property
+    def _usable(self) -> list[tuple[int, Size]]:
+        """Words of the sizes that the autoencoder can make, each with its size."""
+        factor = self.bundle.config.vae.factor
+        words = zip(self.bundle.words.ratios, self.bundle.sizes, strict=True)
+        return [(word, size) for word, size in words if size[0] % factor == size[1] % factor == 0]
+
+    @property
+    def image_sizes(self) -> tuple[Size, ...]:
+        """Those that a text may end with; none unless `chooses_size`."""
+        return tuple(dict.fromkeys(size for _, size in self._usable)) if self._chooses_size else ()
+
+    def chosen_sizes(self, segment: TextSegment) -> list[Size | None]:
+        """Height and width of the image that each text ends with; None of one that ended before it chose."""
+        chosen: dict[int, Size] = dict(self._usable) if self._chooses_size else {}
+        return [chosen.get(int(tokens[-1])) if len(tokens) else None for tokens in segment.unpack("tokens")]
 
     def forced(self, written: Tensor, logits: Tensor) -> Tensor | None:
         """See `TextAdapter.forced`. The size itself is the most probable of those that the autoencoder can make."""
@@ -139,13 +144,8 @@ class HunyuanImage3TextAdapter(TextAdapter):
             applies = (last == word) if earlier is None else (last == word) & (before == earlier)
             found = found.where(~applies, following)
         if self._chooses_size:
-            words, factor = self.bundle.words, self.bundle.config.vae.factor
-            usable = [
-                word
-                for word, size in zip(words.ratios, self.bundle.sizes, strict=True)
-                if size[0] % factor == size[1] % factor == 0
-            ]
-            ratios = torch.tensor(usable, device=last.device)
+            words = self.bundle.words
+            ratios = torch.tensor([word for word, _ in self._usable], device=last.device)
             best = ratios[logits.index_select(-1, ratios).argmax(-1)]
             found = torch.where((last == words.size) & (before == words.image_begin), best, found)
         return found

@@ -20,6 +20,9 @@ from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, Diffu
 IMAGE = "image"
 """Its first letter stands before the number of an image in its id."""
 
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
 Inputs = Mapping[str, Primitive]
 """By slot, one entry per row."""
 
@@ -49,6 +52,11 @@ class TwoStageEngine(BaseDiffusionEngine):
     @abstractmethod
     def _painter_reads(self, written: RolloutTrack, req: RolloutReq) -> tuple[RolloutTrack, dict[str, Primitive]]:
         """The texts with what is counted of them, and the painter's inputs, one row per text."""
+
+    def _sizes(self, written: RolloutTrack, params: DiffusionSamplingParams) -> list[Size] | None:
+        """Height and width of the images of each text; None where all have those of `params`."""
+        del written, params
+        return None
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def plan(self, params: ComposedSamplingParams | DiffusionSamplingParams) -> DiffusionPlan:
@@ -120,12 +128,35 @@ class TwoStageEngine(BaseDiffusionEngine):
             init_noise_latent_shape=req.init_noise_latent_shape,
             rollout_id=req.rollout_id,
         )
-        resp = self._painter.generate(asked, policy)
+        sizes = self._sizes(written, params)
+        if sizes is None:
+            resp = self._painter.generate(asked, policy)
+        else:
+            resp = self._drawn_by_size(asked, params, [size for size in sizes for _ in range(branch)], policy)
         child = resp.root_name()
         if child == name:
             raise ConfigError(f"both engines call their track {name!r}. Set the `track` of one of them.")
         track = self._counted(resp, child, texts_of(repeated), params).root_track()
         return dataclasses.replace(track, parent_track=name, parent_ids=list(children.group_ids)), child
+
+    def _drawn_by_size(
+        self, req: RolloutReq, params: DiffusionSamplingParams, sizes: Sequence[Size], policy: str | None
+    ) -> RolloutResp:
+        """Images whose rows have these sizes: the painter is asked once for each size, in order of first appearance."""
+        rows: dict[Size, list[int]] = {}
+        for row, size in enumerate(sizes):
+            rows.setdefault(size, []).append(row)
+        drawn, name = [], ""
+        for (height, width), own in rows.items():
+            of_size = dataclasses.replace(params, height=height, width=width)
+            shape = list(self._painting.latent_shape(of_size))
+            asked = req.select(own).replace(sampling_params=of_size, init_noise_latent_shape=shape)
+            resp = self._painter.generate(asked, policy)
+            name = resp.root_name()
+            drawn.append(resp.root_track().sized(params))
+        order = [row for own in rows.values() for row in own]
+        places = sorted(range(len(order)), key=order.__getitem__)
+        return RolloutResp(tracks={name: RolloutTrack.concat(drawn).select(places)})
 
     def _counted(
         self, resp: RolloutResp, track: str, texts: Sequence[str], params: DiffusionSamplingParams

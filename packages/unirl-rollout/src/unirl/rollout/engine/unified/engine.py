@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from unirl.rollout.engine.composed.stages import TwoStageEngine, decoded_texts
+from unirl.rollout.engine.composed.stages import Size, TwoStageEngine, decoded_texts
 from unirl.rollout.engine.trainside.engine import MediaBits, TrainsideRolloutEngine
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.copies import copies_of
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
-from unirl.types.protocols import ShardedPolicyStore
-from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.protocols import (
+    DiffusionPipeline,
+    DiffusionRolloutEngine,
+    ShardedPolicyStore,
+    TextRolloutEngine,
+    ThoughtPipeline,
+)
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutTrack
+from unirl.types.sampling import ComposedSamplingParams, DiffusionSamplingParams
+from unirl.types.segments import TextSegment
 
 THOUGHT = "thought"
 """Slot of the painter's inputs that holds what the model wrote."""
@@ -41,8 +51,44 @@ class ThinkingEngine(TwoStageEngine):
     """Both stages are of one model, see `TwoStageEngine`: an image is drawn from all that was asked for and from its
     thought, as it was written; the thought is the slot "thought" of the image track.
 
-    Counted of every thought: `empty`, 1 where the model wrote nothing.
+    Where the thoughts choose the size of their image (`ThoughtPipeline.image_sizes`), each image has its
+    thought's: the track holds `SizedLatents` and `SizedImages`. A thought that ended before it chose is drawn at the
+    height and width of the request.
+    Counted of every thought: `empty`, 1 where the model wrote nothing; and `no_size`, 1 where it was to choose a size
+    and did not.
     """
+
+    def __init__(
+        self,
+        writer: TextRolloutEngine,
+        painter: DiffusionRolloutEngine,
+        painting: DiffusionPipeline,
+        writing: ThoughtPipeline,
+    ) -> None:
+        super().__init__(writer, painter, painting)
+        self._writing = writing
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def plan(self, params: ComposedSamplingParams | DiffusionSamplingParams) -> DiffusionPlan:
+        """See `TwoStageEngine.plan`. Raises ConfigError where noise levels depend on a size that thoughts choose."""
+        plan = super().plan(params)
+        if isinstance(params, ComposedSamplingParams):
+            for height, width in self._writing.image_sizes:
+                sized = dataclasses.replace(params.diffusion, height=height, width=width)
+                if not torch.equal(self._painting.sigmas(sized), plan.sigmas):
+                    raise ConfigError(
+                        f"thoughts choose the size of their image, and the noise levels of {height} x {width} pixels "
+                        f"are not those of {params.diffusion.height} x {params.diffusion.width}, while a rollout has "
+                        "one schedule. Set pipelines.text.chooses_size: false, or a schedule that does not depend on "
+                        "the resolution."
+                    )
+        return plan
+
+    def _sizes(self, written: RolloutTrack, params: DiffusionSamplingParams) -> list[Size] | None:
+        """Those that the thoughts chose, else those of `params`; None where thoughts choose none."""
+        if not self._writing.image_sizes:
+            return None
+        return [size or (params.height, params.width) for size in self._writing.chosen_sizes(_tokens_of(written))]
 
     def _writer_reads(self, req: RolloutReq) -> dict[str, Primitive]:
         """All that was asked for."""
@@ -52,7 +98,16 @@ class ThinkingEngine(TwoStageEngine):
         """What was asked for, and the thoughts."""
         thoughts = decoded_texts(written)
         counts = {"empty": torch.tensor([float(not thought) for thought in thoughts])}
+        if self._writing.image_sizes:
+            chosen = self._writing.chosen_sizes(_tokens_of(written))
+            counts["no_size"] = torch.tensor([float(size is None) for size in chosen])
         return written.replace(counts=counts), {**req.primitives, THOUGHT: Texts(texts=list(thoughts))}
+
+
+def _tokens_of(written: RolloutTrack) -> TextSegment:
+    if not isinstance(written.segment, TextSegment):
+        raise ContractError(f"the writer's track holds {type(written.segment).__name__}, not tokens")
+    return written.segment
 
 
 @bounded("engine")
@@ -100,7 +155,7 @@ class UnifiedEngine(ThinkingEngine):
             decode=decode,
             track=image,
         )
-        super().__init__(writer, painter, own[image])
+        super().__init__(writer, painter, own[image], own[text])
         self._tracks = text, image
 
     def _copies(self, policy: str | None) -> tuple[str | None, str | None]:

@@ -33,9 +33,27 @@ def images_are_scored(own: Part, run: Run) -> Messages:
         yield f"reward.track = {shown}, but the track of the images is {image}. Set reward.track: {image}."
 
 
+def sizes_suit_devices(own: Part, run: Run) -> Messages:
+    """Images that choose their size are as many forwards as there are sizes, and devices run equally many."""
+    text, image = _tracks(own)
+    chooses = text in run.policy.pipelines and run.policy.pipelines[text].get("chooses_size", False)
+    if not chooses or run.num_devices == 1:
+        return
+    losses = run.policy.stack.get("losses") or {}
+    micro = (losses.get(image) or {}).get("micro_batch_size") or run.policy.stack.get("micro_batch_size")
+    sizes = {f"{own.at}.forward_batch_size": own.get("forward_batch_size"), "stack.micro_batch_size": micro}
+    for name, value in sizes.items():
+        if value != 1:
+            yield (
+                f"pipelines.{text}.chooses_size gives images of one batch different sizes, one forward each, and "
+                f"{run.num_devices} devices must run equally many: {name} = {value} must be 1. Set {name}: 1, or "
+                f"pipelines.{text}.chooses_size: false."
+            )
+
+
 def _tracks(own: Part) -> tuple[str, str]:
     text, image = own.get("tracks")
     return text, image
 
 
-RULES = (one_policy_has_both, images_are_scored)
+RULES = (one_policy_has_both, images_are_scored, sizes_suit_devices)

@@ -81,7 +81,7 @@ class VLLMOmniUnifiedEngine(ThinkingEngine):
             timeout_s=timeout_s,
             track=image,
         )
-        super().__init__(writer, self._served, own[image])
+        super().__init__(writer, self._served, own[image], own[text])
 
     def _copies(self, policy: str | None) -> tuple[str | None, str | None]:
         """One copy of the weights for both."""

@@ -35,12 +35,25 @@ def pushes_are_whole(own: Part, run: Run) -> Messages:
         )
 
 
+def images_have_one_size(own: Part, run: Run) -> Messages:
+    """vLLM-Omni is asked for the recipe's size."""
+    text, _ = own.get("tracks")
+    writer = run.policy.pipelines.get(text)
+    if writer is not None and writer.get("chooses_size", False):
+        yield (
+            f"pipelines.{text}.chooses_size: true, but {own.name} draws images of one size. Set "
+            f"pipelines.{text}.chooses_size: false, or engine._target_: unirl.rollout.engine.unified.engine."
+            "UnifiedEngine."
+        )
+
+
 RULES = (
     *OF_TWO_TRACKS,
     of_images(family_is_served(("BagelBundle", "HunyuanImage3Bundle"))),
     of_images(kernel_is_served(KERNELS)),
     of_images(sampling_is_served),
     pushes_are_whole,
+    images_have_one_size,
     gpus_suffice("num_gpus"),
 )
 MACHINE_RULES = (*OF_A_PROCESS, gpus_are_here("num_gpus"))
