@@ -10,6 +10,7 @@ from letters_model import CONTEXT, TOLERANCE, LetterCodec, gap, letters, log_pro
 from served_engines import engine_python, marked
 from test_vllm_weights import full_sync, push, state
 
+from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus
@@ -21,6 +22,13 @@ START = {
         context_length=CONTEXT,
         kv_cache_bytes=64 << 20,
         engine_args={"max_num_seqs": 4},  # so that most of a request waits
+        **options,
+    ),
+    "sglang": lambda **options: SGLangRolloutEngine(
+        LetterCodec(),
+        device="cpu",
+        kv_cache_tokens=16 * CONTEXT,
+        server_args={"max-running-requests": 4},
         **options,
     ),
 }

@@ -44,7 +44,7 @@ def decoded(uri: str) -> Image.Image:
 class SGLangFake:
     """Runs the server in threads. `log` has every (path, body); `weights` what it read last, `images` what it saw."""
 
-    def __init__(self):
+    def __init__(self, port=0):
         self.log: list[tuple[str, dict[str, Any]]] = []
         self.weights: dict[str, Any] = {}
         self.images: list[list[Image.Image]] = []
@@ -52,6 +52,7 @@ class SGLangFake:
         self.adapters: dict[str, dict[str, Any]] = {}
         self.refuses: set[str] = set()
         self.release = "0.5.23"
+        self.max_running = 4
         self.leaves_out: set[str] = set()
         """Parameters that a push does not reach, although it is called a success."""
         self.writes: dict[str, Any] = {}
@@ -73,7 +74,7 @@ class SGLangFake:
             def log_message(self, format, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
         self.thread.start()
 
@@ -102,7 +103,7 @@ class SGLangFake:
             case "/model_info":
                 return self.reply(handler, 200, {"weight_version": self.version})
             case "/server_info":
-                return self.reply(handler, 200, {"version": self.release, "device": "cuda"})
+                return self.reply(handler, 200, self.info())
             case "/weights_checker":
                 return self.reply(handler, 200, {"success": True, "message": "Success.", **self.checked(body)})
             case "/generate":
@@ -132,6 +133,11 @@ class SGLangFake:
                 return self.reply(handler, 200, None)
         return self.reply(handler, 404, {"detail": "Not Found"})
 
+    def info(self):
+        """What a server says of itself."""
+        states = [{"effective_max_running_requests_per_dp": self.max_running}]
+        return {"version": self.release, "device": "cuda", "internal_states": states}
+
     def checked(self, body):
         """SGLang's own checksums, or noise in the place of every parameter."""
         if body["action"] == "reset_tensors":
@@ -147,7 +153,8 @@ class SGLangFake:
 
     def generate(self, body):
         """As tokens the prompt's last token, counted up until a stop token or the limit."""
-        ends_early = self.waits_for_abort and self.aborted.wait(120)
+        is_drawn = any(params["temperature"] for params in body["sampling_params"])  # else instances are compared
+        ends_early = self.waits_for_abort and is_drawn and self.aborted.wait(120)
         outputs = []
         self.images = [[decoded(uri) for uri in uris] for uris in body.get("image_data", [])]
         for row, (prompt, params) in enumerate(zip(body["input_ids"], body["sampling_params"], strict=True)):

@@ -263,7 +263,7 @@ def test_twenty_processes_of_three_are_killed_at_random_and_every_sample_is_ther
         while that loads."""
         while len(killed) < 21 and not stop.is_set():
             time.sleep(random_kills.uniform(0.1, 1.0))
-            instance = random_kills.choice(engine._pool._instances)
+            instance: Any = random_kills.choice(engine._pool._instances)
             pid = instance.pid
             if pid in killed or instance._ready is None:
                 continue

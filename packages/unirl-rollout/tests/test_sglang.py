@@ -55,6 +55,13 @@ def engine(server, model):
     engine.shutdown()
 
 
+def drawn(server):
+    """The one request for samples that were drawn; with temperature 0 instances are compared."""
+    bodies = [body for path, body in server.log if path == "/generate"]
+    (body,) = [body for body in bodies if body["sampling_params"][0]["temperature"]]
+    return body
+
+
 def push(engine, weights, version, max_bytes=20):
     buckets = list(weight_buckets(weights.items(), policy_version=version, max_bytes=max_bytes))
     engine.begin_weights(version, [spec for bucket in buckets for spec in bucket.specs])
@@ -70,7 +77,7 @@ def test_tokens_go_out_and_come_back_with_log_probs_endings_and_the_version(serv
     assert track.segment.log_probs.tolist() == [-0.5] * 5
     assert track.decoded.texts == ["3 4 5", "8 9"]
     assert track.policy_versions.tolist() == [0, 0]
-    (body,) = [body for path, body in server.log if path == "/generate"]
+    body = drawn(server)
     assert body["input_ids"] == [[1, 2], [7]]
     assert body["return_logprob"] is True
     assert len({params["sampling_seed"] for params in body["sampling_params"]}) == 2
@@ -82,7 +89,7 @@ def test_an_aborted_rollout_returns_what_it_has(server, engine):
     found = []
     thread = threading.Thread(target=lambda: found.append(engine.generate(request(["1"]))))
     thread.start()
-    while "/generate" not in server.paths():
+    while server.paths().count("/generate") < 2:  # the first is what instances are compared by
         thread.join(0.01)
     engine.abort()
     thread.join(120)
@@ -267,7 +274,7 @@ def test_a_server_that_is_gone_or_answers_with_an_error_is_named(server, engine)
     with pytest.raises(ContractError):
         engine.generate(request(["1", "2"]))
     with pytest.raises(WorkerError, match=r"/nowhere answered 404"):
-        engine._post("/nowhere", {})
+        engine._pool._instances[0]._post("/nowhere", {})
     server.close()
     with pytest.raises(WorkerError, match=r"/generate failed"):
         engine.generate(request(["1"]))
@@ -275,7 +282,7 @@ def test_a_server_that_is_gone_or_answers_with_an_error_is_named(server, engine)
 
 def test_a_server_that_dies_while_it_starts_leaves_its_status_and_log(tmp_path):
     source = "import sys; print('no GPU found'); sys.exit(4)"
-    server = SGLangServer("http://127.0.0.1:9", [sys.executable, "-c", source], tmp_path / "log")
+    server = SGLangServer("http://127.0.0.1:9", [sys.executable, "-c", source], tmp_path / "log", tmp_path)
     with pytest.raises(WorkerError, match=r"(?s)ended with status 4 while it started.*no GPU found"):
         server.wait_until_ready(60)
     server.stop()
@@ -312,7 +319,7 @@ def test_images_travel_in_eight_bits_one_placeholder_each_and_the_prompt_stays_a
     small, large = square(4, 0.5), square(8, 1.0)
     prompts = [f"1 {IMAGE} 2 {IMAGE} {IMAGE} {IMAGE} {IMAGE} 3", "7", f"5 {IMAGE} 6"]
     track = engine.generate(asking(prompts, [[small, large], [], [small]])).tracks["text"]
-    (body,) = [body for path, body in server.log if path == "/generate"]
+    body = drawn(server)
     assert body["input_ids"] == [[1, IMAGE, 2, IMAGE, 3], [7], [5, IMAGE, 6]]
     assert [len(each) for each in body["image_data"]] == [2, 0, 1]
     assert body["image_data"][0][0] == body["image_data"][2][0]
@@ -353,7 +360,7 @@ def test_limits_are_those_of_the_models_own_configuration_unless_given(server, m
 
 def test_a_server_of_ours_keeps_the_tokens_of_prompts_with_images(model, monkeypatch):
     started = []
-    monkeypatch.setattr(engine_module, "SGLangServer", lambda url, command, log: started.append(command))
+    monkeypatch.setattr(engine_module, "SGLangServer", lambda url, command, log, folder: started.append(command))
     SGLangRolloutEngine(NumberCodec(), model=str(model), context_length=9, vocab_size=9, transfer_dir=str(model))
     before, after = started[0][: started[0].index("-m")], started[0][started[0].index("-m") :]
     assert before[0] == "env" and "SGLANG_MM_AVOID_RETOKENIZE=1" in before and before[-1] == sys.executable
@@ -388,7 +395,7 @@ def test_what_a_server_on_a_cpu_needs_is_asked_for_before_it_starts(model, optio
 
 def test_a_server_on_a_cpu_gets_a_free_port_and_what_needs_no_gpu(model, monkeypatch):
     started = []
-    monkeypatch.setattr(engine_module, "SGLangServer", lambda url, command, log: started.append((url, command)))
+    monkeypatch.setattr(engine_module, "SGLangServer", lambda url, command, log, folder: started.append((url, command)))
     monkeypatch.setattr(engine_module.os, "sched_getaffinity", lambda process: {0, 1, 2})
     for size in (1, 2):
         SGLangRolloutEngine(
@@ -417,7 +424,7 @@ def test_a_server_ends_with_the_trainer_that_started_it_and_takes_its_folder_alo
     trainer = (
         "import pathlib, sys, time; from unirl.rollout.engine.sglang_llm.server import SGLangServer\n"
         f"server = SGLangServer('http://127.0.0.1:9', [sys.executable, '-c', {sleeper!r}], "
-        f"pathlib.Path({str(folder)!r}) / 'log'); time.sleep(600)"
+        f"pathlib.Path({str(folder)!r}) / 'log', pathlib.Path({str(folder)!r})); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", trainer]) as process:
         wait_until(lambda: told.exists() and told.read_text())

@@ -1,6 +1,7 @@
 """Several processes of a text engine: calls by load, and nothing is lost or made twice where they are killed."""
 
 import os
+import random
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from number_server import CODEC, CONTEXT, HELD, VOCABULARY, Writer
+from safetensors.torch import save_file
 from text_fakes import NumberCodec
 
 from unirl.rollout.engine.served_text.call import (
@@ -26,6 +28,8 @@ from unirl.rollout.engine.served_text.call import (
     proof_of,
 )
 from unirl.rollout.engine.served_text.engine import ServedTextEngine
+from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
+from unirl.rollout.engine.sglang_llm.response import checksums
 from unirl.types.errors import WeightSyncError
 from unirl.types.media import Texts
 from unirl.types.rollout import RolloutReq
@@ -253,6 +257,75 @@ def wait_until(holds, timeout_s=120):
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+@pytest.mark.matrix
+def test_twenty_processes_of_three_are_killed_at_random_and_every_sample_is_there_once(tmp_path):
+    engine = NumberEngine(3, tmp_path, seconds_per_step=0.002)  # four deaths of one call would end the run
+    random_kills, killed, stop = random.Random(0), list[int](), threading.Event()
+
+    def kill():
+        """Kill a process that has loaded, at a random time, until twenty are dead."""
+        while len(killed) < 20 and not stop.wait(random_kills.uniform(0.3, 1.2)):
+            instance: Any = random_kills.choice(engine._pool._instances)
+            if instance.pid not in killed and instance._ready is not None:
+                killed.append(instance.pid)
+                os.kill(killed[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    try:
+        engine.wait_until_ready()
+        killer.start()
+        version = 0
+        while killer.is_alive():
+            version += 1
+            weights = {name: value * (1 + version % 10 / 10) for name, value in WEIGHTS.items()}
+            assert push(engine, version, weights).num_bound == 2
+            for num_prompts in (1, 12):
+                req = asking(num_prompts, 8, rollout_id=version)
+                assert_same(engine.generate(req).tracks["text"], req, version, weights)
+            assert version < 1000
+        engine._pool.heal()
+        assert len(set(killed)) == 20 and engine._pool.num_restarts == 20
+        assert not set(killed) & set(engine.pids)
+    finally:
+        stop.set()
+        engine.shutdown()
+        killer.join()
+
+
+def test_a_killed_server_is_replaced_with_the_present_weights_and_no_sample_is_lost(tmp_path, monkeypatch):
+    """Of SGLang, played by processes that speak its HTTP interface."""
+    model = tmp_path / "model"
+    model.mkdir()
+    weights = {"a": torch.zeros(2), "b": torch.ones(3)}
+    save_file(weights, model / "model.safetensors")
+    (model / "config.json").write_text('{"tie_word_embeddings": false}')
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "fake_sglang"))
+    monkeypatch.setenv("FAKE_CONTROL", str(tmp_path))
+    codec: Any = NumberCodec()
+    engine = SGLangRolloutEngine(
+        codec, model=str(model), dtype="fp32", context_length=CONTEXT, vocab_size=99, num_instances=2, gpus=[0, 1]
+    )
+    try:
+        receipt = push(engine, 3, {name: value + 5 for name, value in weights.items()})
+        assert (receipt.num_tensors, receipt.num_bound) == (2, 2)
+        (tmp_path / "die").touch()
+        before, req = engine.pids, asking(8, 4)
+        track: Any = engine.generate(req).tracks["text"]
+        assert not (tmp_path / "die").exists()
+        assert track.sample_ids == req.sample_ids and track.policy_versions.tolist() == [3] * 32
+        for prompt, tokens in zip(req.primitives["text"].texts, track.segment.unpack("tokens"), strict=True):
+            last = int(prompt.split()[-1])
+            assert tokens.tolist() == list(range(last + 1, 10 if last < 9 else last + 25))  # it counts, to 9 or on
+        engine._pool.heal()
+        assert engine._pool.num_restarts == 1 and len(set(before) & set(engine.pids)) == 1
+        servers: Any = engine._pool._instances
+        first, second = [checksums(each._check_weights("checksum")) for each in servers]
+        assert first == second
+    finally:
+        engine.shutdown()
+    assert not engine._folder.exists()
 
 
 def test_an_instance_that_writes_otherwise_is_refused():

@@ -7,14 +7,14 @@ import json
 import shutil
 import tempfile
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from safetensors.torch import save_file
 
 from unirl.rollout.engine.base import BaseRolloutEngine
-from unirl.rollout.engine.child.instance import EngineInstance, Launch
+from unirl.rollout.engine.child.instance import EngineInstance, Instance, Launch
 from unirl.rollout.engine.child.messages import (
     BeginWeights,
     FinishWeights,
@@ -85,11 +85,44 @@ class ChildEngine(BaseRolloutEngine):
         start_timeout_s: float,
         timeout_s: float,
     ) -> None:
-        """Start the processes. start: model and options of the engine. variables: environment variables of each."""
+        """Start processes of `module`. start: model and options of the engine. variables: each one's environment."""
+        executable = interpreter(python, engine=self.codec.engine, environment=self.environment)
+        launch = Launch(
+            codec=self.codec,
+            python=executable,
+            module=self.module,
+            versions=self.versions,
+            model=start[0],
+            engine_args=start[1],
+            policy_version=_version_of(policies),
+            check=self._check_ready,
+            start_timeout_s=start_timeout_s,
+            timeout_s=timeout_s,
+        )
+        self._begin(
+            lambda root: [
+                EngineInstance(launch, own, root / f"instance-{number}", root) for number, own in enumerate(variables)
+            ],
+            policies,
+            has_lora=has_lora,
+            sleep_level=sleep_level,
+            transfer_dir=transfer_dir,
+        )
+
+    def _begin(
+        self,
+        make_instances: Callable[[Path], Sequence[Instance]],
+        policies: PolicyStore | None,
+        *,
+        has_lora: bool,
+        sleep_level: int,
+        transfer_dir: str,
+    ) -> None:
+        """Make the instances, given a folder for all files of this engine."""
         self._has_lora = has_lora
         self._sleep_level = sleep_level
         self._is_asleep = False
-        self._policy_version = 0 if policies is None else policies.policy_version
+        self._policy_version = _version_of(policies)
         self._policy: str | None = None
         self._ready: Any = None  # Any: the engine's own message
         self._calls = itertools.count()
@@ -100,33 +133,14 @@ class ChildEngine(BaseRolloutEngine):
         """The first call after the last push, and what answered it."""
         self._restored: Message = None
         """What the process that started last answered to the end of that push."""
-        executable = interpreter(python, engine=self.codec.engine, environment=self.environment)
         self._folder = Path(tempfile.mkdtemp(prefix="unirl-engine-", dir=transfer_dir))
-        launch = Launch(
-            codec=self.codec,
-            python=executable,
-            module=self.module,
-            versions=self.versions,
-            model=start[0],
-            engine_args=start[1],
-            policy_version=self._policy_version,
-            check=self._check_ready,
-            start_timeout_s=start_timeout_s,
-            timeout_s=timeout_s,
-        )
-        self._pool = InstancePool(
-            [
-                EngineInstance(launch, own, self._folder / f"instance-{number}", self._folder)
-                for number, own in enumerate(variables)
-            ],
-            self._restore,
-        )
+        self._pool = InstancePool(make_instances(self._folder), self._restore)
 
     @abstractmethod
     def _check_ready(self, answer: Message, pid: int) -> None:
         """Look at the first message of a process. Raises ConfigError where the engine is not what the trainer needs."""
 
-    def _restore(self, instance: EngineInstance) -> None:
+    def _restore(self, instance: Instance) -> None:
         """Give a process that has just started the policy that was pushed last, and prove it."""
         for message in self._push:
             self._restored = instance.call(message)
@@ -153,7 +167,7 @@ class ChildEngine(BaseRolloutEngine):
         self._proof = message, first
         return first
 
-    def _prove(self, instance: EngineInstance) -> None:
+    def _prove(self, instance: Instance) -> None:
         """Raise WeightSyncError where an instance that has just started does not sample as the others did."""
         if self._proof is not None:
             message, expected = self._proof
@@ -238,7 +252,7 @@ class ChildEngine(BaseRolloutEngine):
         """Hand a bucket over, see WeightReceiver."""
         refuse_unkept(bucket)
         path = self._folder / f"bucket-{next(self._num_files)}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in bucket.tensors.items()}, path)
+        save_file({name: tensor.contiguous() for name, tensor in bucket.tensors.items()}, path, {"format": "pt"})
         message = ReceiveWeights(bucket.policy_version, str(path), list(bucket.specs))
         self._ask_all(message)
         self._push.append(message)
@@ -295,3 +309,7 @@ class ChildEngine(BaseRolloutEngine):
         self._push = []
         for path in self._folder.glob("bucket-*.safetensors"):
             path.unlink()
+
+
+def _version_of(policies: PolicyStore | None) -> int:
+    return 0 if policies is None else policies.policy_version

@@ -88,7 +88,8 @@ class Loaded:
     policy_version: int
     num_tensors: int
     num_bytes: int
-    num_bound: int
+    num_bound: int | None
+    """Parameters of the engine's model that took a value; None where nobody counts."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from unirl.rollout.engine.child.instance import EngineInstance
+from unirl.rollout.engine.child.instance import Instance
 from unirl.rollout.engine.child.messages import Message
 from unirl.types.errors import WorkerError
 
@@ -32,11 +32,11 @@ class InstancePool:
     process: see `EngineProcess.call`.
     """
 
-    def __init__(self, instances: Sequence[EngineInstance], restore: Callable[[EngineInstance], None]) -> None:
+    def __init__(self, instances: Sequence[Instance], restore: Callable[[Instance], None]) -> None:
         self._instances = list(instances)
         self._restore = restore
         self._threads = ThreadPoolExecutor(len(instances) * MAX_AT_ONCE, "unirl-engine")
-        self._healing: dict[Future[Any], EngineInstance] = {}  # Any: None
+        self._healing: dict[Future[Any], Instance] = {}  # Any: None
         self._left: Collection[Future[Any]] = ()
         """Calls that still run although one beside them has failed."""
         self._starting = threading.Lock()
@@ -95,7 +95,7 @@ class InstancePool:
         wait(self._left)
         todo, losses = deque(numbers), dict.fromkeys(numbers, 0)
         messages: dict[int, Message] = {}
-        running: dict[Future[Any], tuple[int, EngineInstance]] = {}  # Any: AnswerT
+        running: dict[Future[Any], tuple[int, Instance]] = {}  # Any: AnswerT
         finished: list[tuple[int, AnswerT]] = []
         dead: set[int] = set()
         try:
@@ -141,7 +141,7 @@ class InstancePool:
             instance.stop()
         self._threads.shutdown(cancel_futures=True)
 
-    def _least_busy(self, busy: Sequence[EngineInstance], at_once: int) -> EngineInstance | None:
+    def _least_busy(self, busy: Sequence[Instance], at_once: int) -> Instance | None:
         """Of the living that have fewer calls than `at_once`, one with the fewest. busy: the instance of each call."""
         calls = {
             each: busy.count(each) for each in self._instances if each.is_alive and each not in self._healing.values()
@@ -149,13 +149,13 @@ class InstancePool:
         free = [each for each, num in calls.items() if num < at_once]
         return min(free, key=calls.__getitem__, default=None)
 
-    def _replace_dead(self, busy: Collection[EngineInstance] = ()) -> None:
+    def _replace_dead(self, busy: Collection[Instance] = ()) -> None:
         """Begin to replace the dead; not those that are busy, whose answers may still be read."""
         for instance in self._instances:
             if not instance.is_alive and instance not in (*busy, *self._healing.values()):
                 self._healing[self._threads.submit(self._replace, instance)] = instance
 
-    def _replace(self, instance: EngineInstance) -> None:
+    def _replace(self, instance: Instance) -> None:
         """Start another process, and give it the weights; again where it dies meanwhile."""
         for attempt in range(1, _MAX_STARTS + 1):
             with self._starting:
@@ -180,5 +180,5 @@ class InstancePool:
         future.result()
 
 
-def _asked(instance: EngineInstance, message: Message, read: Callable[[Message], AnswerT]) -> AnswerT:
+def _asked(instance: Instance, message: Message, read: Callable[[Message], AnswerT]) -> AnswerT:
     return read(instance.call(message))

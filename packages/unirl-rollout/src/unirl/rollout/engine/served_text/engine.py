@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from unirl.rollout.engine.child.engine import ChildEngine
-from unirl.rollout.engine.child.instance import EngineInstance
+from unirl.rollout.engine.child.instance import Instance
 from unirl.rollout.engine.child.messages import Abort, Message
 from unirl.rollout.engine.child.pool import MAX_AT_ONCE
 from unirl.rollout.engine.served_text.call import (
@@ -114,7 +114,7 @@ class ServedTextEngine(ChildEngine):
             self._aborted = running
             self._pool.post(Abort(running))
 
-    def _restore(self, instance: EngineInstance) -> None:
+    def _restore(self, instance: Instance) -> None:
         super()._restore(instance)
         if self._aborted is not None:  # it may have come after the process that this one takes the place of
             instance.post(Abort(self._aborted))

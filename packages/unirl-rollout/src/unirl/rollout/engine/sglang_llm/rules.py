@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unirl.rollout.engine.child.rules import environment_exists, gpus_are_here, gpus_suffice
+from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
 from unirl.rollout.engine.tensor_parallel import heads_divide
 from unirl.types.recipe import Machine, Messages, Part, Run
 
@@ -31,6 +31,18 @@ def adapters_are_served(own: Part, run: Run) -> Messages:
     rank = own.get("max_lora_rank")
     if run.device == "cpu" and own.get("url") is None and rank is not None:
         yield adapters_need_a_gpu(own.at, rank)
+
+
+def several_servers(at: str, num: object) -> str:
+    """Why the engine at `at` is not several, and what to do."""
+    return f"{at}.num_instances = {num}, but {at}.url names one server that runs already. Set one of them alone."
+
+
+def servers_are_started(own: Part, run: Run) -> Messages:
+    """Several instances are servers that the engine starts."""
+    num = own.get("num_instances", 1)
+    if own.get("url") is not None and num > 1:
+        yield several_servers(own.at, num)
 
 
 def pictures_are_seen(own: Part, run: Run, machine: Machine) -> Messages:
@@ -56,5 +68,5 @@ def unseen_pictures(at: str, config: Mapping[str, Any]) -> Iterator[str]:  # Any
         )
 
 
-RULES = (adapters_are_served, gpus_suffice("tensor_parallel_size"))
-MACHINE_RULES = (environment_exists, gpus_are_here("tensor_parallel_size"), heads_divide, pictures_are_seen)
+RULES = (adapters_are_served, servers_are_started, gpus_suffice("tensor_parallel_size"))
+MACHINE_RULES = (gpus_are_here("tensor_parallel_size"), heads_divide, pictures_are_seen)

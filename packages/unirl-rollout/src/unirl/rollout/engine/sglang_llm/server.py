@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -39,17 +40,20 @@ def free_port() -> int:
 
 class SGLangServer:
     """Calls to one server. `command` starts it as a process of ours, which ends with `stop` or with this process, and
-    then takes the log's folder along; None takes a server that runs."""
+    then takes `folder` along; None takes a server that runs."""
 
-    def __init__(self, url: str, command: Sequence[str] | None, log: Path) -> None:
+    def __init__(self, url: str, command: Sequence[str] | None, log: Path, folder: Path) -> None:
         self._url = url.rstrip("/")
         self._log = log
         self._child: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+        self._is_up = False
         if command is not None:
-            theirs, self._lifeline = os.pipe()
+            theirs, lifeline = os.pipe()
+            self._lifeline = lifeline
             with log.open("wb") as output:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", _KEEPER, str(theirs), str(log.parent), *command],
+                    [sys.executable, "-m", _KEEPER, str(theirs), str(folder), *command],
                     pass_fds=[theirs],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -63,12 +67,23 @@ class SGLangServer:
         """Of the process that is ours, also the id of the group of all that it starts; None for a server that ran."""
         return None if self._child is None else self._child.pid
 
+    @property
+    def name(self) -> str:
+        """The server, as errors call it."""
+        return f"SGLang at {self._url}" if self._child is None else f"SGLang (pid {self._child.pid})"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs; true for a server that ran already."""
+        return self._child is None or self._child.poll() is None
+
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until it generates. Raises WorkerError where it dies or takes longer."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 self.get("/health_generate", _POLL_S * 20)
+                self._is_up = True
                 return
             except WorkerError as error:
                 if self._child is not None and self._child.poll() is not None:
@@ -77,6 +92,7 @@ class SGLangServer:
                         f"the server ended with status {self._child.returncode} while it started. {self._tail()}",
                     ) from error
                 if time.monotonic() > deadline:
+                    self.kill()
                     raise WorkerError(
                         f"SGLang at {self._url}",
                         f"not ready within {timeout_s:.0f} s ({error.traceback_text}). Raise engine.start_timeout_s. "
@@ -101,16 +117,24 @@ class SGLangServer:
 
     def stop(self) -> None:
         """End the process, if it is ours, and all that it started. Safe to call twice."""
-        if self._child is None or self._child.returncode is not None:
+        if self._child is None or self._lifeline is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(_LEAVE_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process, if it is ours, and all that it started at once; its folder stays. Safe to call twice."""
+        if self._child is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
-        os.close(self._lifeline)
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
 
     def _open(self, request: urllib.request.Request, path: str, timeout_s: float) -> Any:  # Any: JSON
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -123,16 +147,34 @@ class SGLangServer:
                 refusal = json.loads(said)
                 if isinstance(refusal, dict) and refusal.get("success") is False:
                     return refusal
-            raise WorkerError(f"SGLang at {self._url}", f"{path} answered {error.code}: {said}") from error
-        except (OSError, TimeoutError) as error:
-            alive = self._child is None or self._child.poll() is None
-            end = "" if alive else f" Its process ended with status {self._child and self._child.returncode}."
-            raise WorkerError(
-                f"SGLang at {self._url}", f"{path} failed: {error}.{end} {self._tail() if not alive else ''}"
-            ) from error
+            raise WorkerError(self.name, f"{path} answered {error.code}: {said}") from error
+        except TimeoutError as error:
+            raise self._late(path, timeout_s) from error
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(getattr(error, "reason", None), TimeoutError):
+                raise self._late(path, timeout_s) from error
+            raise WorkerError(self.name, f"{path} failed: {error}.{self._end()}") from error
         with contextlib.suppress(ValueError):
             return json.loads(data)
         return None
+
+    def _late(self, path: str, timeout_s: float) -> WorkerError:
+        """Why there was no answer in time; a server that is up and ours is stopped."""
+        stopped = ""
+        if self._is_up and self._child is not None:
+            self.kill()
+            stopped = f", so it was stopped. If the work is that long, raise engine.timeout_s. {self._tail()}"
+        return WorkerError(self.name, f"no answer to {path} within {timeout_s:.0f} s{stopped}")
+
+    def _end(self) -> str:
+        """How the process ended, with the end of its log; nothing where it runs, or is not ours."""
+        if self._child is None:
+            return ""
+        if self._is_up:  # the connection ends before the process does
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(_LEAVE_TIMEOUT_S)
+        code = self._child.poll()
+        return "" if code is None else f" Its process ended with status {code}. {self._tail()}"
 
     def _tail(self) -> str:
         with contextlib.suppress(OSError), self._log.open("rb") as log:
