@@ -9,10 +9,11 @@ import torch
 from rollout_fakes import PARAMS, SHAPE, Copies, LinearPipeline
 from test_trainside_text import Backend, FiveWords
 
+from unirl.rollout.engine.composed.stages import texts_of
 from unirl.rollout.engine.unified.engine import UnifiedEngine
 from unirl.sde.schedule import linear_sigmas
 from unirl.types.conditions import TextEmbedCondition
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams
@@ -139,3 +140,40 @@ def test_mistakes_have_their_message():
         UnifiedEngine({"b": pipelines["b"]}, stores, text_batch_size=1, forward_batch_size=1)
     with pytest.raises(ConfigError, match="'/old' names no copies"):
         engine()[0].generate(request(), "/old")
+    with pytest.raises(ContractError, match=r"two stages needs primitives\['text'\], it has \['image'\]"):
+        texts_of({"image": Texts(texts=["not a text"])})
+
+
+class Sizing(FiveWords):
+    """Thoughts that end with "a" ask for 16 x 32 pixels, with "b" for 24 x 24; others for none."""
+
+    image_sizes = ((16, 32), (24, 24))
+
+    def chosen_sizes(self, segment):
+        sizes = dict(enumerate(self.image_sizes))
+        return [sizes.get(int(tokens[0])) for tokens in segment.unpack("tokens")]
+
+
+class SizedDrawing(Drawing):
+    """A latent is an eighth of the pixels; `shift` of the schedule may depend on the size."""
+
+    follows_size = False
+
+    def latent_shape(self, params):
+        return 2, params.height // 8, params.width // 8
+
+    def sigmas(self, params):
+        levels = super().sigmas(params)
+        return levels * (params.height / 8) if self.follows_size else levels
+
+
+def test_a_schedule_that_follows_the_size_is_refused_where_thoughts_choose_it():
+    words, field = Sizing(), SizedDrawing()
+    store: Any = Weights(words, field)
+    pipelines = {"default": {"text": words, "image": field}}
+    made = UnifiedEngine(pipelines, {"default": store}, text_batch_size=4, forward_batch_size=12)
+    asked = dataclasses.replace(BOTH, diffusion=dataclasses.replace(BOTH.diffusion, height=8, width=8))
+    assert made.plan(asked).latent_shape == (2, 1, 1)
+    field.follows_size = True
+    with pytest.raises(ConfigError, match="noise levels of 16 x 32 pixels are not those of 8 x 8, .*chooses_size: f"):
+        made.plan(asked)
