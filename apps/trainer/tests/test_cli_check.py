@@ -370,6 +370,7 @@ def test_every_key_that_a_message_names_exists(recipes):
     named -= {("recipe", "yaml"), ("data", "json")}  # files
     assert ("cluster", "timeout_s") in named and ("sampling", "samples_per_prompt") in named
     known = {(section, key) for section, inner in plain_sections().items() for key in vars(built(inner, {}))}
+    known |= {("pipelines", track) for recipe in recipes.values() for track in recipe.get("pipelines") or {}}
     targets = {target for recipe in recipes.values() for target in _targets(recipe)}
     targets |= {component.default for component in components().values() if component.default is not None}
     parameters = {name for target in targets for name in read_target(target).parameters}
