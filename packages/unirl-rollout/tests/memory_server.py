@@ -1,0 +1,47 @@
+"""The process of an engine that shares memory with processes of its own, as vLLM does with the ranks of one model. Its
+answer names the memory."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from unirl.rollout.engine.child.messages import MessageCodec
+from unirl.rollout.engine.child.server import main
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Answer to everything."""
+
+    name: str
+
+
+CODEC = MessageCodec("Memory", Shared)
+
+
+RANK = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=64)
+print(memory.name, flush=True)
+time.sleep(1000)
+"""
+
+
+class MemoryHost:
+    """Has a process that holds the memory."""
+
+    def __init__(self, start, aborts):
+        self._rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True)
+        assert self._rank.stdout is not None
+        self._name = self._rank.stdout.readline().strip()
+
+    def ready(self):
+        return Shared(self._name)
+
+    def answer(self, message):
+        return self.ready()
+
+
+if __name__ == "__main__":
+    main(CODEC, MemoryHost)
