@@ -1,5 +1,5 @@
-"""The process of an engine that shares memory with processes of its own, as vLLM does with the ranks of one model. Its
-answer names the memory."""
+"""The process of an engine that shares memory with processes of its own, as vLLM does with the ranks of one model, and
+maps memory that COMMON names, which the trainer has too. Its answer names its own."""
 
 import subprocess
 import sys
@@ -20,8 +20,9 @@ CODEC = MessageCodec("Memory", Shared)
 
 
 RANK = """
-import time
+import os, time
 from multiprocessing.shared_memory import SharedMemory
+common = SharedMemory(os.environ["COMMON"])
 memory = SharedMemory(create=True, size=64)
 print(memory.name, flush=True)
 time.sleep(1000)

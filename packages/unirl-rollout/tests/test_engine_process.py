@@ -1,24 +1,30 @@
 """An engine's process leaves nothing behind."""
 
 import sys
+from multiprocessing.shared_memory import SharedMemory
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+import pytest
 from memory_server import CODEC
 
 from unirl.rollout.engine.child.messages import Start
 from unirl.rollout.engine.child.process import EngineProcess
 
 
-def test_memory_that_an_engine_shares_with_its_own_processes_is_freed_with_it(tmp_path):
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_memory_that_an_engine_shares_with_its_own_processes_is_freed_with_it(tmp_path, end):
     folder = tmp_path / "files"
     folder.mkdir()
     tests = str(Path(__file__).parent)
-    process = EngineProcess(
-        CODEC, sys.executable, {"PYTHONPATH": tests}, folder, module="memory_server", log=tmp_path / "log"
-    )
+    common = SharedMemory(create=True, size=64)
+    variables = {"PYTHONPATH": tests, "COMMON": common.name}
+    process = EngineProcess(CODEC, sys.executable, variables, folder, module="memory_server", log=tmp_path / "log")
     shared: Any = process.call(Start("", {}, 0, str(folder)), 300)
     memory = Path("/dev/shm") / shared.name
     assert memory.exists()
-    process.stop()
-    assert not memory.exists() and not folder.exists()
+    methodcaller(end)(process)
+    assert not memory.exists() and folder.exists() == (end == "kill")
+    common.unlink()  # raises where it is gone
+    common.close()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unirl.types.batch import Batch, Kind, peak, per_sample, same_value, shared
+from unirl.types.batch import Batch, Kind, peak, per_sample, rows_by, same_value, shared
 from unirl.types.conditions import (
     Condition,
     ExpertCondition,
@@ -251,6 +251,18 @@ def test_selection_agrees_with_a_list_of_samples(make, lengths, data):
     if not unique:
         twice = whole.repeat_interleave(2)
         assert same([sample(twice, row) for row in range(2 * len(lengths))], [m for m in model for _ in range(2)])
+
+
+@every_container
+@FEW
+@given(lengths=sample_lengths, data=st.data())
+def test_parts_of_a_key_each_join_in_the_order_of_the_rows(make, lengths, data):
+    whole = make(lengths)
+    keys = data.draw(st.lists(st.sampled_from("cab"), min_size=len(lengths), max_size=len(lengths)))
+    rows = rows_by(keys)
+    assert list(rows) == list(dict.fromkeys(keys))
+    assert all([keys[row] for row in own] == [key] * len(own) and own == sorted(own) for key, own in rows.items())
+    assert type(whole).concat_rows([(own, whole.select(own)) for own in rows.values()]).equals(whole)
 
 
 @FEW

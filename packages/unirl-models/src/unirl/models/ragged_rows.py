@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unirl.models.experts import AnyRank
+from unirl.types.batch import rows_by
 
 
 def in_groups(
@@ -21,9 +22,7 @@ def in_groups(
         as the one with the most groups: one with fewer runs its first row again and adds nothing of it, so that
         gathering the shards and summing their gradients meets its like on every rank. A collective per forward.
     """
-    groups: dict[Hashable, list[int]] = {}
-    for row, key in enumerate(keys):
-        groups.setdefault(key, []).append(row)
+    groups = rows_by(keys)
     order = [row for rows in groups.values() for row in rows]
     parts = [_taken(forward, rows, any_rank) for rows in groups.values()]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.tensor(order).argsort().to(parts[0].device)]

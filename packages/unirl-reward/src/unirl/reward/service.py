@@ -139,11 +139,9 @@ class RewardService:
         """The answer to requests about images of one size each, in the order of the rows that they ask about."""
         if len(parts) == 1:
             return self._scored(parts[0][1])
-        answers = [self.score(request) for _, request in parts]
-        order = [row for rows, _ in parts for row in rows]
-        places = sorted(range(len(order)), key=order.__getitem__)
-        seconds = sum(answer.compute_s for answer in answers)
-        return RewardResponse.concat(answers).select(places).replace(compute_s=seconds)
+        answers = [(rows, self.score(request)) for rows, request in parts]
+        seconds = sum(answer.compute_s for _, answer in answers)
+        return RewardResponse.concat_rows(answers).replace(compute_s=seconds)
 
     def _scored(self, request: RewardRequest) -> RewardResponse:
         """The answer to a request, taken from the background where the engine has handed these samples over."""

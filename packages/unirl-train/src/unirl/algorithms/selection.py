@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.advantages import group_index, group_std
+from unirl.types.batch import rows_by
 from unirl.types.bounds import Bounds, bounded
 from unirl.types.errors import ConfigError
 
@@ -59,11 +60,8 @@ class SampleSelection:
 
 def best_and_worst(advantages_B: Tensor, group_ids: Sequence[str], count: int) -> list[int]:
     """The `count` / 2 best and the `count` / 2 worst samples of every group, in order of falling advantage."""
-    groups: dict[str, list[int]] = {}
-    for row, group in enumerate(group_ids):
-        groups.setdefault(group, []).append(row)
     chosen: list[int] = []
-    for group, members in groups.items():
+    for group, members in rows_by(group_ids).items():
         if len(members) < count:
             raise ConfigError(
                 f"selection.best_of = {count}, but group {group} has {len(members)} samples. "

@@ -169,19 +169,21 @@ def _media(value: Mapping[str, Row], path: Path, where: str) -> tuple[MediaRef, 
     named = [read(item, folder, f"{where}: picture {number}") for number, item in enumerate(items, start=1)]
     refs = tuple(part for ref in named for part in (_frames(ref, where) if ref.modality == "video" else (ref,)))
     for ref in refs:
-        problem = sound_problem(ref) if ref.modality == AUDIO else picture_problem(ref)
-        if problem is not None:
-            kind = "sound" if ref.modality == AUDIO else "picture"
-            raise DataError(f"{where}: the {kind} {ref.uri} {problem}. Mend its path or remove the row.")
+        _check_readable(ref, where)
     return (*refs, *heard)
 
 
 def _sound_ref(item: Row, folder: str, where: str) -> MediaRef:
     ref = replace(_image_ref(item, folder, f"{where}: audio"), modality=AUDIO)
-    problem = sound_problem(ref)
-    if problem is not None:
-        raise DataError(f"{where}: the sound {ref.uri} {problem}. Mend its path or remove the row.")
+    _check_readable(ref, where)
     return ref
+
+
+def _check_readable(ref: MediaRef, where: str) -> None:
+    """Raise DataError for a picture or a sound that cannot be read, by the head of its file."""
+    kind, problem = ("sound", sound_problem(ref)) if ref.modality == AUDIO else ("picture", picture_problem(ref))
+    if problem is not None:
+        raise DataError(f"{where}: the {kind} {ref.uri} {problem}. Mend its path or remove the row.")
 
 
 def _media_ref(item: Row, folder: str, where: str) -> MediaRef:

@@ -16,15 +16,25 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from unirl.types.errors import ContractError
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+def rows_by(keys: Iterable[KeyT]) -> dict[KeyT, list[int]]:
+    """The rows of each key, given every row's; keys in order of first appearance."""
+    rows: dict[KeyT, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return rows
 
 
 class Kind(Enum):
@@ -425,6 +435,16 @@ class Batch:
             lengths = torch.cat([part.lengths for part in parts])
             boundaries = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
         return cls(_cu_seqlens=boundaries, **values)
+
+    @classmethod
+    def concat_rows(cls, parts: Sequence[tuple[Sequence[int], Self]]) -> Self:
+        """Join parts, each with the rows that it holds of the whole, as `rows_by` gives them: in the order of the rows.
+
+        Raises ContractError as `concat`.
+        """
+        order = [row for rows, _ in parts for row in rows]
+        places = sorted(range(len(order)), key=order.__getitem__)
+        return cls.concat([part for _, part in parts]).select(places)
 
     @classmethod
     def _align(cls, parts: list[Self]) -> list[Self]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from unirl.types.batch import Batch, Indices, peak, per_sample, shared
+from unirl.types.batch import Batch, Indices, peak, per_sample, rows_by, shared
 from unirl.types.conditions import Condition
 from unirl.types.errors import ContractError
 from unirl.types.media import Images, Primitive, SizedImages
@@ -30,13 +30,6 @@ def _check_unique(ids: list[str], where: str) -> None:
     if len(set(ids)) != len(ids):
         repeated = sorted({i for i in ids if ids.count(i) > 1})
         raise ContractError(f"{where} repeat {repeated[:3]}; every sample needs its own id")
-
-
-def _group_rows(group_ids: list[str]) -> list[list[int]]:
-    rows: dict[str, list[int]] = {}
-    for row, group in enumerate(group_ids):
-        rows.setdefault(group, []).append(row)
-    return list(rows.values())
 
 
 @dataclass(frozen=True)
@@ -187,7 +180,7 @@ class RolloutTrack(Batch):
 
     def split(self) -> list[RolloutTrack]:
         """One track a group, in order of first appearance."""
-        return [self.select(rows) for rows in _group_rows(self.group_ids)]
+        return [self.select(rows) for rows in rows_by(self.group_ids).values()]
 
     def sized(self, params: DiffusionSamplingParams) -> RolloutTrack:
         """A copy that joins tracks of images of other sizes. params: what was asked for, see `SizedLatents`."""
@@ -316,7 +309,7 @@ class RolloutResp(Batch):
 
     def split(self) -> list[Self]:
         """One response a root group."""
-        return [self.select(rows) for rows in _group_rows(self.root_track().group_ids)]
+        return [self.select(rows) for rows in rows_by(self.root_track().group_ids).values()]
 
     def with_inputs(self, name: str) -> RolloutTrack:
         """The track with what was asked for: inputs, metadata and groups of the request. A child has those of the root

@@ -11,7 +11,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from unirl.types.batch import Batch, packed, per_sample, shared
+from unirl.types.batch import Batch, packed, per_sample, rows_by, shared
 from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ContractError
 from unirl.types.media import Modality
@@ -215,10 +215,7 @@ class SizedLatents(Segment):
 
     def rows_by_size(self) -> list[list[int]]:
         """The samples of each size, sizes in order of first appearance."""
-        rows: dict[tuple[int, int], list[int]] = {}
-        for row, size in enumerate(self.sizes):
-            rows.setdefault(size, []).append(row)
-        return list(rows.values())
+        return list(rows_by(self.sizes).values())
 
     def of_one_size(self) -> LatentSegment:
         """The same where all have one size, which its params name. Raises ContractError where sizes differ."""

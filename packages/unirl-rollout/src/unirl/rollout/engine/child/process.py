@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from unirl.rollout.engine.child.messages import Failed, Message, MessageCodec
+from unirl.rollout.engine.process_group import end_group
 from unirl.types import errors
 from unirl.types.errors import ConfigError, UniRLError, WorkerError
 
@@ -137,8 +137,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End the child and all that it started at once; its folder stays. Safe to call twice."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
+        end_group(self._child.pid)
         self._child.wait()
         self._hang_up()
         self._reader.join()

@@ -5,20 +5,18 @@ Run by `process.EngineProcess` as `python -m MODULE FD FOLDER`, where the module
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import shutil
-import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Protocol
 
 from unirl.rollout.engine.child.messages import PROTOCOL, Abort, Failed, Message, MessageCodec, Start
+from unirl.rollout.engine.process_group import end_group
 from unirl.types.errors import ConfigError, ContractError, UniRLError
 
 Steps = Generator[None, None, Message]
@@ -69,24 +67,12 @@ def _read(pipe: Connection, folder: str, codec: MessageCodec, inbox: Inbox, abor
             call, message = codec.decode_call(pipe.recv_bytes())
         except (EOFError, OSError):
             shutil.rmtree(folder, ignore_errors=True)
-            _free_shared_memory()
-            os.killpg(os.getpgrp(), signal.SIGKILL)
+            end_group(os.getpgrp())
             return
         if isinstance(message, Abort):
             aborts.add(message.number)
         else:
             inbox.put((call, message))
-
-
-def _free_shared_memory() -> None:
-    """Remove the names of the memory that the processes of this group share. All of them are about to end, and so is
-    Python's own tracker, which would remove them."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended since it was listed
-            if os.getpgid(int(process.name)) == os.getpgrp():
-                for line in (process / "maps").read_text().splitlines():
-                    if "/dev/shm/psm_" in line:  # as multiprocessing names it
-                        Path(line.split()[-1]).unlink(missing_ok=True)
 
 
 def _failed(error: Exception) -> Failed:

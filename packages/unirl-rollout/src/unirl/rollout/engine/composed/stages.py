@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from unirl.rollout.engine.base import BaseDiffusionEngine
+from unirl.types.batch import rows_by
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_keys
@@ -143,20 +144,15 @@ class TwoStageEngine(BaseDiffusionEngine):
         self, req: RolloutReq, params: DiffusionSamplingParams, sizes: Sequence[Size], policy: str | None
     ) -> RolloutResp:
         """Images whose rows have these sizes: the painter is asked once for each size, in order of first appearance."""
-        rows: dict[Size, list[int]] = {}
-        for row, size in enumerate(sizes):
-            rows.setdefault(size, []).append(row)
         drawn, name = [], ""
-        for (height, width), own in rows.items():
+        for (height, width), own in rows_by(sizes).items():
             of_size = dataclasses.replace(params, height=height, width=width)
             shape = list(self._painting.latent_shape(of_size))
             asked = req.select(own).replace(sampling_params=of_size, init_noise_latent_shape=shape)
             resp = self._painter.generate(asked, policy)
             name = resp.root_name()
-            drawn.append(resp.root_track().sized(params))
-        order = [row for own in rows.values() for row in own]
-        places = sorted(range(len(order)), key=order.__getitem__)
-        return RolloutResp(tracks={name: RolloutTrack.concat(drawn).select(places)})
+            drawn.append((own, resp.root_track().sized(params)))
+        return RolloutResp(tracks={name: RolloutTrack.concat_rows(drawn)})
 
     def _counted(
         self, resp: RolloutResp, track: str, texts: Sequence[str], params: DiffusionSamplingParams

@@ -174,7 +174,7 @@ class SGLangInstance:
 
     def restart(self) -> None:
         """Begin another server in the place of this one."""
-        self._server.kill()
+        self._server.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._begin()
 

@@ -1,7 +1,7 @@
 """Runs a command for as long as the process that started it lives: `python -m ... FD FOLDER COMMAND...`.
 
 When the pipe FD ends, so do the command and all that it started, and FOLDER is deleted: a trainer that was killed can
-do neither. Ends with the command's status where that ends first. Imports nothing but the standard library.
+do neither. Ends with the command's status where that ends first. Imports little more than the standard library.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import subprocess
 import sys
 import threading
 
+from unirl.rollout.engine.process_group import end_group
+
 
 def _end_with(descriptor: int, folder: str) -> None:
     os.read(descriptor, 1)  # nothing is ever written: it returns when the other end is gone
     shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    end_group(os.getpgrp())
 
 
 def main(descriptor: int, folder: str, command: list[str]) -> int:
     """Run the command in this process group; returns its status, 128 + number where a signal ended it."""
     os.set_inheritable(descriptor, False)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # sent to the group; the command is what leaves, and this after it
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a scheduler's, to all processes: the trainer says when this ends
     threading.Thread(target=_end_with, args=(descriptor, folder), daemon=True).start()
     with subprocess.Popen(command) as child:
         status = child.wait()

@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unirl.rollout.engine.process_group import end_group
 from unirl.types.errors import ConfigError, WorkerError
 
 _POLL_S = 1.0
@@ -92,7 +92,7 @@ class SGLangServer:
                         f"the server ended with status {self._child.returncode} while it started. {self._tail()}",
                     ) from error
                 if time.monotonic() > deadline:
-                    self.kill()
+                    self.stop()
                     raise WorkerError(
                         f"SGLang at {self._url}",
                         f"not ready within {timeout_s:.0f} s ({error.traceback_text}). Raise engine.start_timeout_s. "
@@ -116,21 +116,10 @@ class SGLangServer:
         return self._open(request, path, timeout_s)
 
     def stop(self) -> None:
-        """End the process, if it is ours, and all that it started. Safe to call twice."""
-        if self._child is None or self._lifeline is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(_LEAVE_TIMEOUT_S)
-        self.kill()
-
-    def kill(self) -> None:
         """End the process, if it is ours, and all that it started at once; its folder stays. Safe to call twice."""
         if self._child is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
+        end_group(self._child.pid)
         self._child.wait()
         if self._lifeline is not None:
             os.close(self._lifeline)
@@ -162,7 +151,7 @@ class SGLangServer:
         """Why there was no answer in time; a server that is up and ours is stopped."""
         stopped = ""
         if self._is_up and self._child is not None:
-            self.kill()
+            self.stop()
             stopped = f", so it was stopped. If the work is that long, raise engine.timeout_s. {self._tail()}"
         return WorkerError(self.name, f"no answer to {path} within {timeout_s:.0f} s{stopped}")
 
