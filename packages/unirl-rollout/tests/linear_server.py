@@ -1,25 +1,16 @@
 """The process of an engine whose model is a velocity a x + b of two pushed numbers: what pools are tested on, with real
 processes that start in seconds. `die_once` in its options: a file, which the process that makes it does not survive."""
 
-import os
-import signal
+import functools
 import time
 from pathlib import Path
 
 import torch
+from pushed_pair import PushedPair, die_where
 from safetensors.torch import load_file, save_file
 
-from unirl.rollout.engine.child.messages import (
-    BeginWeights,
-    Done,
-    EngineReady,
-    FinishWeights,
-    Loaded,
-    MessageCodec,
-    ReceiveWeights,
-)
+from unirl.rollout.engine.child.messages import EngineReady, MessageCodec
 from unirl.rollout.engine.child.server import main
-from unirl.rollout.engine.push import PushReceiver
 from unirl.rollout.engine.served_latents.call import (
     ECHOED_SIGMAS,
     LATENTS,
@@ -30,7 +21,6 @@ from unirl.rollout.engine.served_latents.call import (
 from unirl.sde import loop
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import step_noise
-from unirl.types.weights import WeightBucket
 
 CODEC = MessageCodec("Linear", EngineReady, SampleLatents, SampledLatents)
 
@@ -41,39 +31,21 @@ class LinearHost:
     def __init__(self, start, aborts):
         torch.set_num_threads(1)
         self._options, self._scratch = start.engine_args, Path(start.scratch_dir)
-        self._weights = {"a": torch.tensor(0.5), "b": torch.tensor(0.1)}
-        self._pushes = PushReceiver({"a": (), "b": ()}, "torch.float32", start.policy_version)
-        self._received = {}
+        self._pair = PushedPair(0.5, 0.1, start.policy_version)
         self._num_calls = 0
 
     def ready(self):
         return EngineReady(version="1.0", torch_version=torch.__version__, dtype="torch.float32")
 
     def answer(self, message):
-        match message:
-            case SampleLatents():
-                return self._sampled(message)
-            case BeginWeights():
-                self._received = {}
-                self._pushes.announce(message.policy_version, message.specs)
-                return Done()
-            case ReceiveWeights():
-                bucket = WeightBucket(message.policy_version, load_file(message.path), tuple(message.specs))
-                with self._pushes.receiving(bucket):
-                    self._received.update(bucket.tensors)
-                return Done()
-            case FinishWeights():
-                push = self._pushes.finish(message.policy_version)
-                with self._pushes.loading(push.policy_version):
-                    self._weights = self._received
-                return Loaded(push.policy_version, push.num_tensors, push.num_bytes, 2)
+        return self._sampled(message) if isinstance(message, SampleLatents) else self._pair.answer(message)
 
     def _sampled(self, call):
         self._num_calls += 1
         time.sleep(self._options["seconds_per_call"])
         if "die_once" in self._options and self._num_calls > 1:
-            self._die(self._options["die_once"])
-        a, b = self._weights["a"], self._weights["b"]
+            die_where(functools.partial(Path(self._options["die_once"]).touch, exist_ok=False))
+        a, b = self._pair.weights["a"], self._pair.weights["b"]
         found = loop.sample(
             lambda x, sigma, step: a * x + b,
             load_file(call.path)[LATENTS],
@@ -90,14 +62,7 @@ class LinearHost:
         path = self._scratch / f"answer-{self._num_calls}.safetensors"
         stored = {LATENTS: found.at(call.positions).contiguous(), LOG_PROBS: log_probs}
         save_file({**stored, ECHOED_SIGMAS: torch.tensor(call.sigmas)}, path)
-        return SampledLatents(self._pushes.policy_version, str(path))
-
-    def _die(self, path):
-        try:
-            Path(path).touch(exist_ok=False)
-        except FileExistsError:
-            return
-        os.kill(os.getpid(), signal.SIGKILL)
+        return SampledLatents(self._pair.policy_version, str(path))
 
 
 if __name__ == "__main__":

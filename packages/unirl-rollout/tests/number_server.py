@@ -7,19 +7,16 @@ beyond two tokens, and a file named after each process says that one of its samp
 """
 
 import os
-import signal
 import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from pushed_pair import PushedPair, die_where
 
-from unirl.rollout.engine.child.messages import BeginWeights, Done, FinishWeights, Loaded, MessageCodec, ReceiveWeights
+from unirl.rollout.engine.child.messages import MessageCodec
 from unirl.rollout.engine.child.server import main
-from unirl.rollout.engine.push import PushReceiver
 from unirl.rollout.engine.served_text.call import Generate, Generations
 from unirl.rollout.engine.vllm_llm.messages import Ready
-from unirl.types.weights import WeightBucket
 
 CODEC = MessageCodec("Numbers", Ready, Generate, Generations)
 VOCABULARY, CONTEXT, HELD = 11, 64, 2
@@ -54,9 +51,8 @@ class NumberHost:
     def __init__(self, start, aborts):
         torch.set_num_threads(1)
         self._options, self._aborts = start.engine_args, aborts
-        self._weights = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
-        self._pushes = PushReceiver({"a": (), "b": ()}, "torch.float32", start.policy_version)
-        self._received, self._running = {}, 0
+        self._pair = PushedPair(1.0, 1.0, start.policy_version)
+        self._running = 0
         self._control = Path(self._options["control"])
 
     def ready(self):
@@ -71,41 +67,27 @@ class NumberHost:
         )
 
     def answer(self, message):
-        assert isinstance(message, Generate) or not self._running
-        match message:
-            case Generate():
-                return self._generate(message)
-            case BeginWeights():
-                self._received = {}
-                self._pushes.announce(message.policy_version, message.specs)
-                return Done()
-            case ReceiveWeights():
-                bucket = WeightBucket(message.policy_version, load_file(message.path), tuple(message.specs))
-                with self._pushes.receiving(bucket):
-                    self._received.update(bucket.tensors)
-                return Done()
-            case FinishWeights():
-                push = self._pushes.finish(message.policy_version)
-                with self._pushes.loading(push.policy_version):
-                    self._weights = self._received
-                return Loaded(push.policy_version, push.num_tensors, push.num_bytes, 2)
+        if isinstance(message, Generate):
+            return self._generate(message)
+        assert not self._running
+        return self._pair.answer(message)
 
     def _generate(self, call):
         self._running += 1
         # The trainer gives it no more than it writes at once, but for one call alone.
         assert self._running * len(call.prompts) <= self._options["max_running"] or self._running == 1
-        writers = [Writer(call, row, self._weights) for row in range(len(call.prompts))]
+        writers = [Writer(call, row, self._pair.weights) for row in range(len(call.prompts))]
         while any(writer.reason is None for writer in writers) and call.number not in self._aborts:
             for writer in writers:
                 if writer.reason is None and not (call.temperature and self._is_held(writer)):
                     writer.write()
             if call.temperature and len(writers[0].tokens) > 1:
-                self._die_if_asked()
+                die_where((self._control / "die").unlink)
             time.sleep(self._options["seconds_per_step"])
             yield
         self._running -= 1
         return Generations(
-            self._pushes.policy_version,
+            self._pair.policy_version,
             [writer.tokens for writer in writers],
             [writer.log_probs for writer in writers],
             [writer.reason or "abort" for writer in writers],
@@ -116,13 +98,6 @@ class NumberHost:
             return False
         (self._control / str(os.getpid())).touch()
         return True
-
-    def _die_if_asked(self):
-        try:
-            (self._control / "die").unlink()
-        except FileNotFoundError:
-            return
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
