@@ -148,6 +148,18 @@ def findings(name, *overrides):
             "LoraWeightSync pushes adapters, but engine.max_lora_rank = null. Set engine.max_lora_rank to the",
         ),
         (
+            "diffusion/hunyuan_video15_t2v_vllmomni_nccl_separate",
+            [LORA_SYNC, "parts/train=lora", "+engine.max_lora_rank=32"],
+            "VLLMOmniEngine does not take of HunyuanVideo15Bundle as they are. Set sync._target_: unirl.distributed."
+            "weight_sync.full.FullWeightSync, which merges them, and engine.max_lora_rank: null.",
+        ),
+        (
+            "unified_model/bagel_shapes_vllmomni",
+            [LORA_SYNC, "parts/train=lora"],
+            "VLLMOmniUnifiedEngine does not take of BagelBundle as they are. Set sync._target_: unirl.distributed."
+            "weight_sync.full.FullWeightSync, which merges them.",
+        ),
+        (
             VLLM,
             ["+engine.max_lora_rank=16"],
             "FullWeightSync pushes whole weights, but engine.max_lora_rank = 16. Set engine.max_lora_rank: null",

@@ -39,13 +39,10 @@ class Family:
     """Of a unified model, vLLM-Omni's name for its decoder alone, in one stage."""
     pushed: Mapping[str, str] | None = None
     """Of a unified model, which has one folder: how names of the weights of a push begin in it -> in the push."""
+    takes_adapters: bool = True
+    """Whether LoRA adapters can be pushed as they are; merged they always can."""
     settings: frozenset[str] = frozenset()
     """Of `sampler_kwargs`, those that the worker knows."""
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether LoRA adapters can be pushed as they are; merged they always can."""
-        return self.pushed is None
 
 
 SERVED: Mapping[str, Family] = {
@@ -53,17 +50,20 @@ SERVED: Mapping[str, Family] = {
     "QwenImagePipeline": Family(),
     "Flux2KleinPipeline": Family(),
     "WanPipeline": Family(Modality.VIDEO, attends_to_padding=True),
-    "HunyuanVideo15Pipeline": Family(Modality.VIDEO),
+    # vLLM-Omni has layers for adapters in the blocks alone, not in the refiner of the text, which LoRA trains too.
+    "HunyuanVideo15Pipeline": Family(Modality.VIDEO, takes_adapters=False),
     "bagel": Family(
         worker="bagel.GivenBagelPipeline",
         topology="bagel_single_stage",
         pushed={"language_model.": ""},
+        takes_adapters=False,
         settings=frozenset({INTERVAL, "guidance_scale_image", "guidance_renorm", "guidance_renorm_min"}),
     ),
     "hunyuan_image_3_moe": Family(
         worker="hunyuan_image3.GivenHunyuanImage3Pipeline",
         topology="hunyuan_image3_dit",
         pushed={"model.": "model.", "lm_head.": "lm_head."},
+        takes_adapters=False,
         settings=frozenset({INTERVAL}),
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
 from unirl.rollout.engine.served_latents.rules import family_is_served, kernel_is_served, sampling_is_served
+from unirl.types.recipe import Messages, Part, Run
 
 BUNDLES = (
     "SD3Bundle",
@@ -14,12 +15,28 @@ BUNDLES = (
     "BagelBundle",
     "HunyuanImage3Bundle",
 )
+WITHOUT_ADAPTERS = ("HunyuanVideo15Bundle", "BagelBundle", "HunyuanImage3Bundle")
+"""Of those, the ones whose adapters reach vLLM-Omni merged alone."""
 KERNELS = ("FlowSDEStrategy", "CPSSDEStrategy", "DanceSDEStrategy", "DDIMStrategy")
+
+
+def pushes_are_whole(own: Part, run: Run) -> Messages:
+    """Adapters of some families reach vLLM-Omni merged."""
+    sync, bundle = run.policy.sync, run.policy.bundle
+    names = {path.rsplit(".", 1)[-1] for path in (bundle.path, *bundle.lineage)}
+    if sync is not None and sync.ability("sends_adapters") and names & set(WITHOUT_ADAPTERS):
+        rank = "" if own.get("max_lora_rank") is None else f", and {own.at}.max_lora_rank: null"
+        yield (
+            f"{sync.name} pushes LoRA adapters, which {own.name} does not take of {bundle.name} as they are. Set "
+            f"{sync.at}._target_: unirl.distributed.weight_sync.full.FullWeightSync, which merges them{rank}."
+        )
+
 
 RULES = (
     family_is_served(BUNDLES),
     kernel_is_served(KERNELS),
     sampling_is_served,
+    pushes_are_whole,
     gpus_suffice("num_gpus"),
 )
 MACHINE_RULES = (gpus_are_here("num_gpus"),)

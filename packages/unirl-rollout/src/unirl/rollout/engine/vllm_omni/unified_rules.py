@@ -8,7 +8,7 @@ from unirl.rollout.engine.child.rules import MACHINE_RULES as OF_A_PROCESS
 from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
 from unirl.rollout.engine.served_latents.rules import Rule, family_is_served, kernel_is_served, sampling_is_served
 from unirl.rollout.engine.unified.rules import RULES as OF_TWO_TRACKS
-from unirl.rollout.engine.vllm_omni.rules import KERNELS
+from unirl.rollout.engine.vllm_omni.rules import KERNELS, pushes_are_whole
 from unirl.types.recipe import Messages, Part, Run
 
 __all__ = ["MACHINE_RULES", "RULES"]
@@ -23,16 +23,6 @@ def of_images(rule: Rule) -> Rule:
             yield from rule(own, dataclasses.replace(run, sampling=images))
 
     return asked
-
-
-def pushes_are_whole(own: Part, run: Run) -> Messages:
-    """Adapters reach vLLM-Omni merged."""
-    sync = run.policy.sync
-    if sync is not None and sync.ability("sends_adapters"):
-        yield (
-            f"{sync.name} pushes LoRA adapters, which {own.name} does not take as they are. Set {sync.at}._target_: "
-            "unirl.distributed.weight_sync.full.FullWeightSync, which merges them."
-        )
 
 
 def images_have_one_size(own: Part, run: Run) -> Messages:
