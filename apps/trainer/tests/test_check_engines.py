@@ -15,6 +15,13 @@ from unirl.types.recipe import Machine
 VLLM, SGLANG = "llm/qwen3_grpo_4b_base_dapo_vllm", "llm/qwen3_grpo_4b_base_dapo_sglang"
 SHAPES, REPLICA = "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes_replica"
 APART = ["runtime=ray", "num_devices=2", "+placement.train=0", "+placement.rollout=1"]
+REMOTE = [
+    "+engine.url=http://10.0.0.1:30000",
+    "runtime=ray",
+    "num_devices=8",
+    "+placement.train=0-7",
+    "+placement.rollout=0",
+]
 LORA_SYNC = "sync._target_=unirl.distributed.weight_sync.lora.LoraWeightSync"
 
 OWN_ENGINE = """
@@ -74,6 +81,26 @@ def findings(name, *overrides):
             "diffusion/sd3_shapes_sglang",
             ["device=cuda", "+engine.num_instances=2", "+engine.gpus=[3]"],
             "engine.num_instances * engine.num_gpus = 2 * 1 = 2 needs 2 GPUs, engine.gpus = [3] names 1. Change one",
+        ),
+        (
+            SGLANG,
+            [*REMOTE, "engine.server_args=null"],
+            "engine.url = http://10.0.0.1:30000 is another host, and engine.transfer_dir = /dev/shm is memory of this",
+        ),
+        (
+            SGLANG,
+            [*REMOTE, "engine.server_args=null", "+engine.num_instances=2"],
+            "engine.num_instances = 2, but engine.url names one server that runs already. Set one of them alone.",
+        ),
+        (
+            SGLANG,
+            [*REMOTE, "engine.server_args=null", "+engine.tensor_parallel_size=2", "+engine.gpus=[0,1]"],
+            "engine.tensor_parallel_size = 2, engine.gpus = [0, 1]: does nothing for the server that runs already, at",
+        ),
+        (
+            SGLANG,
+            ["+engine.url=http://10.0.0.1:30000", "num_devices=8"],
+            "engine.url = http://10.0.0.1:30000 is one server, to which each of 8 workers would push. Give the engine",
         ),
         (SHAPES, ["+residency.sleep_engine=true"], "residency.sleep_engine: true does nothing with device: cpu"),
         (
@@ -283,6 +310,15 @@ def test_the_sizes_of_a_video_recipe_are_checked_without_weights():
         ("sampling.height=700", "sampling.height = 700 is not divisible by 16"),
     ):
         assert any(message in found for found in findings("diffusion/wan22_t2v_14b", override)), override
+
+
+def test_a_server_over_several_hosts_needs_no_gpu_of_this_one():
+    shared = [*REMOTE, "engine.server_args=null", "+engine.transfer_dir=/mnt/shared"]
+    assert findings(SGLANG, *shared) == []
+    run = run_of(resolve(compose(SGLANG, shared)))
+    assert not any(
+        "GPU" in found for found in machine_findings(run, Machine(num_cpus=8, num_gpus=1)) if "engine" in found
+    )
 
 
 @pytest.mark.parametrize("name", ["vlm/qwen_vl_shapes_vllm", "llm/qwen3_arithmetic_sglang"])

@@ -53,11 +53,14 @@ class SGLangFake:
         self.refuses: set[str] = set()
         self.release = "0.5.23"
         self.max_running = 4
+        self.sizes = {"tp_size": 1, "pp_size": 1, "nnodes": 1}
         self.leaves_out: set[str] = set()
         """Parameters that a push does not reach, although it is called a success."""
         self.writes: dict[str, Any] = {}
         """What a push writes beside its files."""
         self.noise = 0
+        self.num_stale = 0
+        """Ranks that a push does not reach."""
         self.is_started = True
         self.change = lambda answer: answer
         self.aborted = threading.Event()
@@ -136,7 +139,7 @@ class SGLangFake:
     def info(self):
         """What a server says of itself."""
         states = [{"effective_max_running_requests_per_dp": self.max_running}]
-        return {"version": self.release, "device": "cuda", "internal_states": states}
+        return {"version": self.release, "device": "cuda", "internal_states": states, **self.sizes}
 
     def checked(self, body):
         """SGLang's own checksums, or noise in the place of every parameter."""
@@ -149,7 +152,8 @@ class SGLangFake:
             return {}
         assert body["action"] == "checksum"
         sums = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in self.weights.items()}
-        return {"ranks": [{"checksums": sums}]}
+        stale = {name: "as it was" for name in sums}  # of a host that reads no files of a push
+        return {"ranks": [{"checksums": sums}, *[{"checksums": stale}] * self.num_stale]}
 
     def generate(self, body):
         """As tokens the prompt's last token, counted up until a stop token or the limit."""

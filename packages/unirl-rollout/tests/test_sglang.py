@@ -225,8 +225,8 @@ def test_a_server_without_checksums_is_refused(answer, text):
 def test_a_parameter_counts_as_kept_where_one_rank_kept_it():
     before = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
     assert kept_parameters(before, [{"a": "5", "b": "6"}, {"a": "7", "b": "8"}]) == []
-    assert kept_parameters(before, [{"a": "5", "b": "6"}, {"a": "3", "b": "8"}]) == ["a"]
-    assert kept_parameters(before, [{"a": "5"}, {"a": "7", "b": "8", "c": "9"}]) == ["b", "c"]
+    assert kept_parameters(before, [{"a": "5", "b": "6"}, {"a": "3", "b": "8"}]) == ["a on rank 1"]
+    assert kept_parameters(before, [{"a": "5"}, {"a": "7", "b": "8", "c": "9"}]) == ["b on rank 0", "c on rank 0, 1"]
     with pytest.raises(ContractError, match="had 2 ranks before a push and has 1"):
         kept_parameters(before, before[:1])
 
@@ -299,10 +299,47 @@ def test_options_become_flags():
 def test_a_model_that_is_no_folder_and_options_of_a_running_server_are_refused(server, model):
     with pytest.raises(ConfigError, match="is no folder"):
         make_engine(server, "org/model")
-    with pytest.raises(ConfigError, match="do nothing for a server that runs already"):
+    with pytest.raises(
+        ConfigError, match="engine.server_args = {'schedule-policy': 'fcfs'}: does nothing for the serv"
+    ):
         make_engine(server, model, server_args={"schedule-policy": "fcfs"})
     with pytest.raises(ConfigError, match="server_args sets tp-size. Set engine.tensor_parallel_size"):
         SGLangRolloutEngine(NumberCodec(), model=str(model), server_args={"tp-size": 2})
+
+
+@pytest.mark.parametrize(
+    ("url", "transfer_dir", "message"),
+    [
+        ("http://10.0.0.1:30000", "/dev/shm", "is another host, and engine.transfer_dir = /dev/shm is memory of this"),
+        ("10.0.0.1:30000", "/mnt/shared", "engine.url = 10.0.0.1:30000 names no host. Give one as http://HOST:PORT"),
+    ],
+)
+def test_a_server_elsewhere_reads_pushes_from_a_folder_that_it_sees(model, url, transfer_dir, message):
+    with pytest.raises(ConfigError, match=message):
+        SGLangRolloutEngine(NumberCodec(), model=str(model), url=url, transfer_dir=transfer_dir)
+
+
+def test_a_server_on_several_hosts_must_see_the_folder_of_pushes_on_each(server, model):
+    server.sizes = {"tp_size": 2, "pp_size": 1, "nnodes": 2}
+    engine = make_engine(server, model)
+    with pytest.raises(ConfigError, match="SGLang is split over 2 hosts, and engine.transfer_dir = /dev/shm is memory"):
+        engine.ready()
+    engine = make_engine(server, model, transfer_dir=str(model))
+    with pytest.raises(WeightSyncError, match="split over 2 ranks, of which 1 gave checksums"):
+        push(engine, WEIGHTS, 1)
+    server.num_stale = 1
+    unseen = rf"(?s)took no value; each of its 2 hosts must see {model}/.*: *\n  {min(WEIGHTS)} on rank 1\n"
+    with pytest.raises(WeightSyncError, match=unseen):
+        push(engine, WEIGHTS, 2)
+    with pytest.raises(WeightSyncError, match="loading the weights of version 2 did not end well"):
+        engine.generate(request(["1"]))
+    engine.shutdown()
+
+
+def test_a_server_whose_weights_cannot_all_be_checked_is_refused(server, model):
+    server.sizes = {"tp_size": 1, "pp_size": 2, "nnodes": 2}
+    with pytest.raises(ConfigError, match="started with --pp-size 2; SGLang checks the weights of one stage alone"):
+        make_engine(server, model).ready()
 
 
 def asking(texts, shown, params=PARAMS):

@@ -169,9 +169,24 @@ def async_reward_is_with_the_engine(run: ComposedRun) -> Messages:
         )
 
 
+def one_worker_speaks_to_a_running_server(run: ComposedRun) -> Messages:
+    """A server that runs already has one worker that pushes to it."""
+    for engine in (stage.engine for stage in run.stages()):
+        url = engine.get("url")
+        for group in groups_of_run(run):
+            if url is not None and "rollout" in group.holds and len(group.devices) > 1:
+                yield (
+                    f"{engine.at}.url = {url} is one server, to which each of {len(group.devices)} workers would push. "
+                    "Give the engine one worker, which asks for all samples: name what trains in placement.train, and "
+                    f"set placement.rollout={group.devices[0]}; or remove {engine.at}.url."
+                )
+
+
 def groups_that_overlap_take_turns(run: ComposedRun) -> Messages:
-    """On a GPU that an engine shares with what trains, the engine gives the memory back."""
-    if run.device != "cuda" or (run.engine.ability("can_sleep") and run.file.residency.sleep_engine):
+    """On a GPU that an engine shares with what trains, the engine gives the memory back; a server that runs already has
+    devices of its own."""
+    is_elsewhere = run.engine.get("url") is not None
+    if run.device != "cuda" or is_elsewhere or (run.engine.ability("can_sleep") and run.file.residency.sleep_engine):
         return
     for one, other, both in shared_devices(groups_of_run(run)):
         if "rollout" not in (*one.holds, *other.holds):
@@ -240,6 +255,7 @@ RULES = (
     push_transport_fits_the_placement,
     engine_elsewhere_has_own_weights,
     async_reward_is_with_the_engine,
+    one_worker_speaks_to_a_running_server,
     groups_that_overlap_take_turns,
     samples_divide_over_every_group,
 )

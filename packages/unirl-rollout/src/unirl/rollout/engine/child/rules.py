@@ -19,9 +19,12 @@ def environment_exists(own: Part, run: Run, machine: Machine) -> Messages:
 
 
 def gpus_suffice(keyword: str) -> Callable[[Part, Run], Messages]:
-    """The GPUs that the engine is given are as many as its instances need, each as many as `keyword` says."""
+    """The GPUs that the engine is given are as many as its instances need, each as many as `keyword` says; an engine
+    that runs already (`url`) has its own."""
 
     def rule(own: Part, run: Run) -> Messages:
+        if own.get("url") is not None:
+            return
         gpus, (needed, what) = own.get("gpus"), _needed(own, keyword)
         if gpus is not None and run.device == "cpu":
             yield f"{own.at}.gpus = {list(gpus)} does nothing with device: cpu. Set it to null."

@@ -17,7 +17,13 @@ from unirl.rollout.engine.child.process import interpreter
 from unirl.rollout.engine.served_text.call import Generate, Generations, Limits
 from unirl.rollout.engine.served_text.engine import ServedTextEngine
 from unirl.rollout.engine.sglang_llm.instance import CONFIG_FILE, ServerLaunch, SGLangInstance
-from unirl.rollout.engine.sglang_llm.rules import adapters_need_a_gpu, several_servers, unseen_pictures
+from unirl.rollout.engine.sglang_llm.rules import (
+    adapters_need_a_gpu,
+    is_memory,
+    running_server,
+    unseen_pictures,
+    unshared,
+)
 from unirl.rollout.engine.sglang_llm.server import SGLangServer, free_port
 from unirl.types.bounds import Bounds, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
@@ -69,7 +75,8 @@ class SGLangRolloutEngine(ServedTextEngine):
     pipeline: makes prompts of requests and texts of tokens; SGLang sees tokens alone.
     model: folder of the weights that the server starts with, which must be the policy's; or a hub id whose files are
         here already, since the trainer has loaded it.
-    url: of a server that runs already, with this model; None starts one, with `server_args` as more options
+    url: of a server that runs already, with this model; of one that is split over hosts, of the first (docs/engines.md,
+        "Over several hosts"). None starts one, with `server_args` as more options
         ({"schedule-policy": "fcfs"} is --schedule-policy fcfs), on `port` + its number, or on a free port where it is
         None.
     python: interpreter of the environment that has SGLang, for a server that is started here; None is the running one.
@@ -124,13 +131,21 @@ class SGLangRolloutEngine(ServedTextEngine):
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         for unseen in unseen_pictures("engine", config):
             raise ConfigError(unseen)
-        if url is not None and server_args:
-            raise ConfigError(f"engine.server_args do nothing for a server that runs already, at {url}")
-        if url is not None and num_instances > 1:
-            raise ConfigError(several_servers("engine", num_instances))
+        if url is not None:
+            given = {
+                "port": port,
+                "kv_cache_tokens": kv_cache_tokens,
+                "tensor_parallel_size": tensor_parallel_size,
+                "gpus": gpus,
+                "server_args": server_args,
+                "num_instances": num_instances,
+                "transfer_dir": transfer_dir,
+            }
+            for wrong in running_server("engine", url, given):
+                raise ConfigError(wrong)
         if own := sorted(_OWNED.keys() & set(server_args or {})):
             raise ConfigError(f"engine.server_args sets {own[0]}. Set {_OWNED[own[0]]}.")
-        executable = interpreter(python, engine="SGLang", environment=self.environment)
+        executable = "" if url is not None else interpreter(python, engine="SGLang", environment=self.environment)
         is_cpu = device == "cpu" and url is None
         if is_cpu:
             _check_cpu(kv_cache_tokens, max_lora_rank, uses_memory_saver=uses_memory_saver)
@@ -138,6 +153,7 @@ class SGLangRolloutEngine(ServedTextEngine):
         self._pipeline = pipeline
         self._track = track
         self._dtype = torch_name
+        self._transfer_dir = transfer_dir
         self._model_limits = Limits(
             context_length or _limit(config, "max_position_embeddings"),
             vocab_size or _limit(config, "vocab_size"),
@@ -208,7 +224,17 @@ class SGLangRolloutEngine(ServedTextEngine):
         return self.ready().max_running
 
     def _check_ready(self, answer: Message, pid: int) -> None:
-        logger.info("SGLang %s is up (%s)", answer.version, f"pid {pid}" if pid else "already")
+        if answer.num_hosts > 1 and is_memory(self._transfer_dir):
+            raise ConfigError(
+                f"SGLang is split over {answer.num_hosts} hosts, {unshared('engine', self._transfer_dir)}"
+            )
+        logger.info(
+            "SGLang %s is up (%s), %d ranks on %d hosts",
+            answer.version,
+            f"pid {pid}" if pid else "already",
+            answer.num_ranks,
+            answer.num_hosts,
+        )
 
 
 def _model_folder(model: str) -> Path:

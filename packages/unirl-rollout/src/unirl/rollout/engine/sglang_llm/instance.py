@@ -37,6 +37,7 @@ from unirl.rollout.engine.sglang_llm.response import (
     generations,
     kept_parameters,
     num_parameters,
+    refuse_unproved,
 )
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
@@ -54,6 +55,10 @@ class ServerReady:
     version: str
     max_running: int
     """Samples that it writes at once."""
+    num_ranks: int
+    """Processes that its model is split over."""
+    num_hosts: int
+    """Hosts that they are on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +103,7 @@ class SGLangInstance:
         self._folder.mkdir(parents=True)
         self._ready: ServerReady | None = None
         self._adapter: str | None = None
+        self._push_folder = self._folder / "weights"
         self._pushes = PushReceiver(checkpoint_shapes(launch.model), launch.dtype, launch.policy_version)
         self._aborts = Aborts()
         self._generating: list[int] = []
@@ -132,8 +138,18 @@ class SGLangInstance:
                     f"Make its environment again (`uv sync --project {self._launch.environment}`), or install that "
                     "version."
                 )
+            if _whole(info, "pp_size") > 1:
+                raise ConfigError(
+                    f"the server was started with --pp-size {info['pp_size']}; SGLang checks the weights of one stage "
+                    "alone, so a push could not be proved. Split the model by --tp-size."
+                )
             self._name_version(self._launch.policy_version)  # SGLang starts with the version "default"
-            ready = ServerReady(version=found, max_running=_max_running(info))
+            ready = ServerReady(
+                version=found,
+                max_running=_max_running(info),
+                num_ranks=_whole(info, "tp_size"),
+                num_hosts=_whole(info, "nnodes"),
+            )
             self._launch.check(ready, self.pid)
             self._ready = ready
         return self._ready
@@ -202,17 +218,18 @@ class SGLangInstance:
 
     def _begin_weights(self, message: BeginWeights) -> Done:
         self._pushes.announce(message.policy_version, message.specs)
-        folder = self._push_folder()
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        shutil.rmtree(self._push_folder, ignore_errors=True)
+        # Other hosts may remember for a minute what a folder that they have seen had in it, so each push has its own.
+        self._push_folder = self._folder / f"weights-{next(self._numbers)}"
+        self._push_folder.mkdir()
         for path in self._launch.model.glob("*.json"):
             if not path.name.endswith(".index.json"):
-                shutil.copy(path, folder)
+                shutil.copy(path, self._push_folder)
         return Done()
 
     def _receive_weights(self, message: ReceiveWeights) -> Done:
         bucket = WeightBucket(message.policy_version, load_file(message.path), tuple(message.specs))
-        path = self._push_folder() / f"model-{next(self._numbers):05d}.safetensors"
+        path = self._push_folder / f"model-{next(self._numbers):05d}.safetensors"
         with self._pushes.receiving(bucket):
             # SGLang reads Qwen2.5-VL under the names of its checkpoint alone.
             own = {self._names[name]: tensor for name, tensor in bucket.tensors.items()}
@@ -232,7 +249,7 @@ class SGLangInstance:
             self._must(
                 "/update_weights_from_disk",
                 {
-                    "model_path": str(self._push_folder()),
+                    "model_path": str(self._push_folder),
                     "load_format": "safetensors",
                     "flush_cache": True,
                     "weight_version": str(version),
@@ -240,9 +257,12 @@ class SGLangInstance:
             )
             self._check_version(version)
             found = checksums(self._check_weights("checksum"))
-            refuse("parameters of SGLang's model took no value", kept_parameters(noise, found))
+            ready = self.ready()
+            refuse_unproved(found, ready.num_ranks)
+            hosts = f"; each of its {ready.num_hosts} hosts must see {self._push_folder}" if ready.num_hosts > 1 else ""
+            refuse(f"parameters of SGLang's model took no value{hosts}", kept_parameters(noise, found))
             refuse("constants of SGLang's model changed", changed_constants(began, found))
-        shutil.rmtree(self._push_folder())
+        shutil.rmtree(self._push_folder)
         return Loaded(version, push.num_tensors, push.num_bytes, num_parameters(found))
 
     def _load_adapter(self, message: LoadAdapter) -> Loaded:
@@ -268,9 +288,6 @@ class SGLangInstance:
             self._check_version(version)
         return Loaded(version, len(tensors), bucket.num_bytes, None)
 
-    def _push_folder(self) -> Path:
-        return self._folder / "weights"
-
     def _check_weights(self, action: str, **options: Any) -> dict[str, Any]:  # Any: JSON
         return self._must("/weights_checker", {"action": action, **options})
 
@@ -292,6 +309,14 @@ class SGLangInstance:
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise WeightSyncError(f"SGLang's {path} did not succeed: {answer}")
         return answer
+
+
+def _whole(info: Mapping[str, Any], name: str) -> int:  # Any: JSON
+    """A number of /server_info. Raises ContractError where it is none."""
+    value = info.get(name)
+    if not isinstance(value, int):
+        raise ContractError(f"SGLang's /server_info says {name} = {value!r}, which is no number")
+    return value
 
 
 def _max_running(info: Mapping[str, Any]) -> int:  # Any: JSON

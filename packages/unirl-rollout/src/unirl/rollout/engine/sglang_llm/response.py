@@ -74,9 +74,11 @@ def checksums(answer: Any) -> list[dict[str, str]]:  # Any: JSON
 
 
 def kept_parameters(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> list[str]:
-    """Names of parameters whose checksum did not change on some rank, or that are on one side alone."""
+    """Names of parameters whose checksum did not change on some rank, or that are on one side alone; of several ranks,
+    with those where it is so."""
     changes = _changes(before, after)
-    return sorted(name for name, ranks in changes.items() if not _is_constant(name) and not all(ranks))
+    kept = ((name, ranks) for name, ranks in sorted(changes.items()) if not _is_constant(name) and not all(ranks))
+    return [name if len(ranks) == 1 else f"{name} on rank {_numbers_of(ranks)}" for name, ranks in kept]
 
 
 def changed_constants(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> list[str]:
@@ -85,6 +87,12 @@ def changed_constants(before: Sequence[dict[str, str]], after: Sequence[dict[str
     return sorted(
         name for name, ranks in changes.items() if _is_constant(name) and any(changed is not False for changed in ranks)
     )
+
+
+def refuse_unproved(ranks: Sequence[dict[str, str]], num_ranks: int) -> None:
+    """Raise WeightSyncError where checksums are not of all ranks, `num_ranks` of each copy of the model."""
+    if len(ranks) % num_ranks:
+        raise WeightSyncError(f"SGLang's model is split over {num_ranks} ranks, of which {len(ranks)} gave checksums")
 
 
 def num_parameters(ranks: Sequence[dict[str, str]]) -> int:
@@ -101,6 +109,11 @@ def _changes(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) 
         name: [old[name] != new[name] if name in old and name in new else None for old, new in ranks]
         for name in {name for rank in (*before, *after) for name in rank}
     }
+
+
+def _numbers_of(ranks: Sequence[bool | None]) -> str:
+    """The ranks where a checksum did not change."""
+    return ", ".join(str(rank) for rank, changed in enumerate(ranks) if not changed)
 
 
 def _is_constant(name: str) -> bool:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
 from unirl.rollout.engine.tensor_parallel import heads_divide
@@ -16,6 +17,18 @@ _PATCH = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 14}
 """Sizes of a patch in a configuration of Qwen2.5-VL, by default; the last is a side."""
 _PATCH_NUMBERS = 3 * 2 * 14 * 14
 """Of the only patch that SGLang 0.5.23 encodes (Qwen2_5_VLForConditionalGeneration.get_image_feature)."""
+
+
+STARTS: Mapping[str, object] = {
+    "port": None,
+    "kv_cache_tokens": None,
+    "tensor_parallel_size": 1,
+    "gpus": None,
+    "server_args": None,
+}
+"""Keywords that say how a server is started, and their defaults."""
+_HERE = ("127.0.0.1", "localhost", "::1")
+_SHARED_MEMORY = "/dev/shm"
 
 
 def adapters_need_a_gpu(at: str, rank: object) -> str:
@@ -33,16 +46,46 @@ def adapters_are_served(own: Part, run: Run) -> Messages:
         yield adapters_need_a_gpu(own.at, rank)
 
 
-def several_servers(at: str, num: object) -> str:
-    """Why the engine at `at` is not several, and what to do."""
-    return f"{at}.num_instances = {num}, but {at}.url names one server that runs already. Set one of them alone."
+def running_server(at: str, url: str, given: Mapping[str, Any]) -> Iterator[str]:  # Any: a recipe's values
+    """What of the keywords `given` does not go with a server that runs already, for the engine at `at`."""
+    num, folder = given["num_instances"], given["transfer_dir"]
+    if num > 1:
+        yield f"{at}.num_instances = {num}, but {at}.url names one server that runs already. Set one of them alone."
+    idle = [
+        f"{at}.{name} = {given[name]}" for name, default in STARTS.items() if given[name] and given[name] != default
+    ]
+    if idle:
+        yield (
+            f"{', '.join(idle)}: does nothing for the server that runs already, at {url}. Start that server with it, "
+            f"and remove it here; or remove {at}.url."
+        )
+    host = urlsplit(url).hostname
+    if host is None:
+        yield f"{at}.url = {url} names no host. Give one as http://HOST:PORT."
+    elif host not in _HERE and is_memory(folder):
+        yield f"{at}.url = {url} is another host, {unshared(at, folder)} For a server on this host write 127.0.0.1."
 
 
-def servers_are_started(own: Part, run: Run) -> Messages:
-    """Several instances are servers that the engine starts."""
-    num = own.get("num_instances", 1)
-    if own.get("url") is not None and num > 1:
-        yield several_servers(own.at, num)
+def unshared(at: str, folder: str) -> str:
+    """Why the hosts of a server cannot read pushes to the engine at `at`, and what to do."""
+    return (
+        f"and {at}.transfer_dir = {folder} is memory of this host, where it reads no push. Set {at}.transfer_dir to a "
+        "folder that this host and all hosts of the server mount at the same path."
+    )
+
+
+def is_memory(folder: str) -> bool:
+    """Whether a folder is in what every host has in its own memory."""
+    return Path(folder).resolve().is_relative_to(_SHARED_MEMORY)
+
+
+def a_running_server_is_taken_as_it_is(own: Part, run: Run) -> Messages:
+    """A server that runs already was given its options when it was started."""
+    url = own.get("url")
+    if url is not None:
+        yield from running_server(
+            own.at, url, {name: own.get(name) for name in (*STARTS, "num_instances", "transfer_dir")}
+        )
 
 
 def pictures_are_seen(own: Part, run: Run, machine: Machine) -> Messages:
@@ -68,5 +111,5 @@ def unseen_pictures(at: str, config: Mapping[str, Any]) -> Iterator[str]:  # Any
         )
 
 
-RULES = (adapters_are_served, servers_are_started, gpus_suffice("tensor_parallel_size"))
+RULES = (adapters_are_served, a_running_server_is_taken_as_it_is, gpus_suffice("tensor_parallel_size"))
 MACHINE_RULES = (gpus_are_here("tensor_parallel_size"), heads_divide, pictures_are_seen)
