@@ -1,5 +1,5 @@
-"""Other families by real engines sample as the models that train: the shipped FLUX.2 Klein and Wan 2.1, random Z-Image,
-Qwen-Image and HunyuanVideo 1.5 of two layers."""
+"""Other families by real engines sample as the models that train: the shipped FLUX.2 Klein and Wan 2.1, random FLUX.1,
+Z-Image, Qwen-Image and HunyuanVideo 1.5 of two layers."""
 
 import importlib
 import sys
@@ -10,10 +10,12 @@ import pytest
 import torch
 from served_engines import SERVED, marked
 from shapes_sd3 import direct, push, replay_gap, request
-from tiny_pipelines import save_hunyuan_video15, save_qwen_image, save_z_image
+from tiny_pipelines import save_flux, save_hunyuan_video15, save_qwen_image, save_z_image
 
 import unirl.worlds.moves
 import unirl.worlds.shapes
+from unirl.models.flux.bundle import FluxBundle
+from unirl.models.flux.pipeline import FluxPipeline
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
@@ -41,6 +43,7 @@ LONG = " ".join(["a picture of"] * 8)
 FAMILIES: dict[str, Any] = {  # Any: classes of each
     "flux2_klein": (unirl.worlds.shapes, "checkpoint_flux2", Flux2KleinBundle, Flux2KleinPipeline, {}),
     "wan": (unirl.worlds.moves, "checkpoint", WanBundle, WanPipeline, {"num_frames": 5, "max_sequence_length": 7}),
+    "flux": (None, save_flux, FluxBundle, FluxPipeline, {**LONGER, "width": 48, "distilled_guidance_scale": 2.0}),
     "z_image": (None, save_z_image, ZImageBundle, ZImagePipeline, {**LONGER, "height": 64, "width": 96}),
     "qwen_image": (None, save_qwen_image, QwenImageBundle, QwenImagePipeline, {**LONGER, "width": 64}),
     "hunyuan_video15": (None, save_hunyuan_video15, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
@@ -51,7 +54,7 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
 @pytest.mark.parametrize(
     ("engine_name", "name"),
     [
-        *(marked("sglang", name) for name in ("flux2_klein", "wan", "z_image", "qwen_image")),
+        *(marked("sglang", name) for name in ("flux", "flux2_klein", "wan", "z_image", "qwen_image")),
         *(marked("vllm_omni", name) for name in ("flux2_klein", "wan", "qwen_image", "hunyuan_video15")),
     ],
 )

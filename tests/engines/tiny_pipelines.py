@@ -10,6 +10,7 @@ import torch
 
 # Any, below: classes of diffusers.
 _z_image: Any = importlib.import_module("packages.unirl-models.tests.families.z_image")
+_flux: Any = importlib.import_module("packages.unirl-models.tests.families.flux")
 _qwen_image: Any = importlib.import_module("packages.unirl-models.tests.families.qwen_image")
 _hunyuan_video15: Any = importlib.import_module("packages.unirl-models.tests.families.hunyuan_video15")
 _kit: Any = importlib.import_module("packages.unirl-models.tests.families.kit")
@@ -60,6 +61,11 @@ def save_z_image(folder: Path) -> Path:
 def save_qwen_image(folder: Path) -> Path:
     """As in the table of families."""
     return _saved(_qwen_image.tiny, folder)
+
+
+def save_flux(folder: Path) -> Path:
+    """As in the table of families, with guidance as an input."""
+    return _saved(_flux.dev, folder)
 
 
 def save_hunyuan_video15(folder: Path) -> Path:

@@ -129,6 +129,16 @@ def test_a_family_names_its_tensors_as_sglang_does():
     assert set(fields) == {"prompt_embeds", "pooled_embeds", "negative_prompt_embeds", "neg_pooled_embeds"}
 
 
+def test_two_encoders_give_a_field_a_tensor_each():
+    fields = SERVED["FluxPipeline"].inputs({"text": TEXT, "negative_text": TEXT}, PARAMS)
+    for before in ("", "negative_"):
+        assert torch.equal(fields[f"{before}prompt_embeds"], torch.ones(2, 5))
+        assert torch.equal(fields[f"{before}prompt_embeds.1"], TEXT.embeds)
+        assert fields[f"{before}prompt_seq_lens"].tolist() == [1, 1]
+        assert fields[f"{before}prompt_seq_lens.1"].tolist() == [3, 3]
+    assert torch.equal(fields["pooled_embeds"], fields["neg_pooled_embeds"])
+
+
 def test_text_has_the_length_that_the_family_attends_to():
     fixed = SERVED["Flux2KleinPipeline"].inputs({"text": TEXT, "negative_text": TEXT}, PARAMS)
     assert fixed["prompt_seq_lens"].tolist() == fixed["negative_prompt_seq_lens"].tolist() == [3, 3]
@@ -185,6 +195,12 @@ def test_conditions_that_are_no_text_are_refused():
 def test_a_family_that_is_not_served_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"is no folder of a diffusers pipeline"):
         family_of(tmp_path)
-    (tmp_path / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
+    index = tmp_path / "model_index.json"
+    index.write_text('{"_class_name": "SanaPipeline"}')
     with pytest.raises(ConfigError, match=r"holds a SanaPipeline; .* serves StableDiffusion3Pipeline.*Replica"):
+        family_of(tmp_path)
+    index.write_text('{"_class_name": "WanPipeline"}')
+    assert family_of(tmp_path) is SERVED["WanPipeline"]
+    (tmp_path / "transformer_2").mkdir()
+    with pytest.raises(ConfigError, match=r"has two transformers; the SGLang Diffusion engine .* of one. .*Replica"):
         family_of(tmp_path)

@@ -78,12 +78,19 @@ class SampledLatents:
 
 
 def sampling_of(
-    req: RolloutReq, kernel: str, kernels: Collection[str], engine: str, settings: Collection[str] = ()
+    req: RolloutReq,
+    kernel: str,
+    kernels: Collection[str],
+    engine: str,
+    settings: Collection[str] = (),
+    *,
+    takes_distilled_guidance: bool = False,
 ) -> DiffusionSamplingParams:
     """The request's parameters, checked for what an engine elsewhere can honour.
 
     kernel: the one that the trainer replays with. kernels: those that the engine has. settings: of `sampler_kwargs`,
-    those that the engine knows. Raises ConfigError naming the setting to change.
+    those that the engine knows. takes_distilled_guidance: as an input of the model. Raises ConfigError naming the
+    setting to change.
     """
     params = diffusion_params(req)
     same_kernel(params, kernel)
@@ -96,7 +103,7 @@ def sampling_of(
         ("post_solver", "euler"),
         ("trajectory_precision", "fp32"),
         ("guidance_scale_2", None),
-        ("distilled_guidance_scale", None),
+        *(() if takes_distilled_guidance else (("distilled_guidance_scale", None),)),
     ):
         if getattr(params, name) != neutral:
             raise ConfigError(

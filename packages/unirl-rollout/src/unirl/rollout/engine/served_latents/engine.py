@@ -69,6 +69,8 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
     _modality: Modality
     _settings: frozenset[str] = frozenset()
     """Of `sampler_kwargs`, those that the engine knows."""
+    _takes_distilled_guidance: bool = False
+    """Whether `distilled_guidance_scale` reaches the engine's model as an input."""
 
     @abstractmethod
     def _inputs(
@@ -123,7 +125,14 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
     def _prepared(self, req: RolloutReq) -> _Call:
         """What is asked for some rows, its tensors in a file."""
         kernel = self._pipeline.strategy_name
-        params = sampling_of(req, kernel, self.kernels, self.codec.engine, self._settings)
+        params = sampling_of(
+            req,
+            kernel,
+            self.kernels,
+            self.codec.engine,
+            self._settings,
+            takes_distilled_guidance=self._takes_distilled_guidance,
+        )
         with torch.no_grad():
             conditions = self._pipeline.encode(req.primitives, params)
         path = self._folder / f"request-{next(self._calls)}.safetensors"

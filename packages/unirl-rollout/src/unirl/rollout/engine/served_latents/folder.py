@@ -16,7 +16,7 @@ REPLICA = "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine"
 
 def served_class(folder: Path, served: Collection[str], engine: str) -> str:
     """The pipeline class that a folder's index names, or the model type of a folder that is one module. Raises
-    ConfigError where it is not among `served`, and for a folder that is neither."""
+    ConfigError where it is not among `served`, for a folder that is neither, and for one with two transformers."""
     is_pipeline = (folder / INDEX_FILE).is_file() or not (folder / CONFIG_FILE).is_file()
     file, key = (INDEX_FILE, "_class_name") if is_pipeline else (CONFIG_FILE, "model_type")
     try:
@@ -30,5 +30,9 @@ def served_class(folder: Path, served: Collection[str], engine: str) -> str:
         raise ConfigError(
             f"{folder} holds a {name}; the {engine} engine serves {', '.join(served)}. Sample with {REPLICA}, which "
             "serves every family."
+        )
+    if (folder / "transformer_2").is_dir():
+        raise ConfigError(
+            f"{folder} has two transformers; the {engine} engine serves checkpoints of one. Sample with {REPLICA}."
         )
     return name

@@ -97,6 +97,7 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
         self._forward_batch_size = forward_batch_size
         self._track = track
         self._modality = self._family.modality
+        self._takes_distilled_guidance = self._family.takes_distilled_guidance
         self._dtype = dtype_named(dtype, "engine.dtype")
         self._drops_text_encoders = drop_text_encoders
         options = {
@@ -150,4 +151,4 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
         return self._family.stored(stored, shape)
 
     def _layout(self, params: DiffusionSamplingParams) -> dict[str, Any]:  # Any: JSON
-        return {"token_side": self._family.token_side}
+        return {"token_side": self._family.token_side, "distilled_guidance": params.distilled_guidance_scale}

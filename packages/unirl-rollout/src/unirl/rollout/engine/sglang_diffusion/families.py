@@ -29,12 +29,15 @@ class Family:
     model_id: str
     """SGLang's name for the architecture of a local folder."""
     text: Callable[[TextEmbedCondition, str, DiffusionSamplingParams], dict[str, Tensor]]
-    """(condition, prefix, sampling) -> fields of SGLang's request; prefix is "" or "negative_"."""
+    """(condition, prefix, sampling) -> fields of SGLang's request; prefix is "" or "negative_". A field has a list of
+    tensors, one for each of its encoders; "NAME.1" is the second of them."""
     modality: Modality = Modality.IMAGE
     token_side: int = 0
     """p where latents are [B, L, C p p] between steps, 0 where they stay [B, C, ...]."""
     frames_axis: int | None = None
     """Where SGLang's initial latents of an image have an axis of one frame."""
+    takes_distilled_guidance: bool = False
+    """Whether a checkpoint may take its guidance as an input."""
     unguided_scale: float = 1.0
     """SGLang's guidance scale of a sample without guidance."""
 
@@ -90,6 +93,20 @@ def _fixed_text(text: TextEmbedCondition, prefix: str, params: DiffusionSampling
     return {f"{prefix}prompt_embeds": text.embeds, f"{prefix}prompt_seq_lens": torch.full((num,), length)}
 
 
+def _pooled_and_fixed_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
+    """Of two encoders: pooled vectors of the first, tokens of the second."""
+    fields = _pooled_text(text, prefix, params)
+    tokens = fields[f"{prefix}prompt_embeds"]
+    pooled = fields["neg_pooled_embeds" if prefix else "pooled_embeds"]
+    num, length = tokens.shape[:2]
+    return fields | {
+        f"{prefix}prompt_embeds": pooled.clone(),  # a file holds no tensor twice
+        f"{prefix}prompt_seq_lens": torch.ones(num, dtype=torch.int64),
+        f"{prefix}prompt_embeds.1": tokens,
+        f"{prefix}prompt_seq_lens.1": torch.full((num,), length),
+    }
+
+
 def _padded_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
     """Zeros up to the full length, which the model attends to."""
     length = 512 if params.max_sequence_length is None else params.max_sequence_length
@@ -98,6 +115,7 @@ def _padded_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplin
 
 SERVED: Mapping[str, Family] = {
     "StableDiffusion3Pipeline": Family("stable-diffusion-3.5-medium-diffusers", _pooled_text),
+    "FluxPipeline": Family("FLUX.1-dev", _pooled_and_fixed_text, token_side=2, takes_distilled_guidance=True),
     "Flux2KleinPipeline": Family("FLUX.2-klein-4B", _fixed_text, token_side=1),
     "QwenImagePipeline": Family("Qwen-Image", _ragged_text, token_side=2, frames_axis=1),
     "WanPipeline": Family("Wan2.1-T2V-1.3B-Diffusers", _padded_text, modality=Modality.VIDEO),

@@ -100,15 +100,17 @@ class EngineHost(LatentsHost):
         request.prompt = ["given"] * call.num_samples
         tensors = load_file(call.path)
         request.latents = tensors.pop(LATENTS)
-        for name, tensor in tensors.items():
-            setattr(request, name, [tensor.tolist() if name.endswith("seq_lens") else tensor])
+        for name, tensor in sorted(tensors.items()):  # the second tensor of a field after the first
+            field = name.partition(".")[0]
+            value = tensor.tolist() if field.endswith("seq_lens") else tensor
+            setattr(request, field, [value] if field == name else [*getattr(request, field), value])
         request.scheduler = self._scheduler(call.sigmas)
         request.timesteps = request.scheduler.timesteps
         request.extra[GIVEN] = {
             "noise_keys": call.noise_keys,
             "noise_seed": call.noise_seed,
             "noise_shape": call.noise_shape,
-            "token_side": call.layout["token_side"],
+            **call.layout,
         }
         data = self._forward([request]).rollout_trajectory_data
         data = data[0] if isinstance(data, list) else data

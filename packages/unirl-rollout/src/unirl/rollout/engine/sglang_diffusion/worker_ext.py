@@ -18,12 +18,15 @@ from unirl.rollout.engine.served_latents.tokens import as_tokens
 from unirl.sde.noise import step_noise
 
 GIVEN = "unirl"
-"""Key of `Req.extra`, whose value is a dict of `noise_keys`, `noise_seed`, `noise_shape` and `token_side`."""
+"""Key of `Req.extra`, whose value is a dict of `noise_keys`, `noise_seed`, `noise_shape`, `token_side` and
+`distilled_guidance`."""
 DESCRIBE = "unirl:describe"
 """Module name that makes SGLang's request for checksums answer what it runs instead."""
 
 _ROOT = "sglang.multimodal_gen.runtime"
 _STAGES = f"{_ROOT}.pipelines_core.stages"
+_LEVELS = 1000.0
+"""What a transformer is given for a guidance of 1, as for a noise level of 1."""
 
 
 def register() -> None:
@@ -35,6 +38,7 @@ def register() -> None:
         (f"{post_training}.flow_rollout_controller.FlowRolloutController._rollout_variance_noise", keyed_noise),
         (f"{_STAGES}.text_encoding.TextEncodingStage.forward", keep_given_text),
         (f"{_ROOT}.pipelines.stable_diffusion_3.SD3ConditioningStage.forward", keep_given_text),
+        (f"{_STAGES}.denoising.DenoisingStage._prepare_denoising_loop", keep_given_guidance),
         (f"{_STAGES}.decoding.DecodingStage.forward", leave_undecoded),
         (f"{post_training}.gpu_worker_post_training_mixin.GPUWorkerPostTrainingMixin.get_weights_checksum", describe),
         (f"{post_training}.weights_updater.load_weights_into_model", load_all),
@@ -65,6 +69,16 @@ def keyed_noise(draw: Any, controller: Any, batch: Any, model_output: Tensor) ->
 def keep_given_text(encode: Any, stage: Any, batch: Any, server_args: Any) -> Any:
     """The request as it came, whose prompts are encoded already."""
     return encode(stage, batch, server_args) if GIVEN not in batch.extra else batch
+
+
+def keep_given_guidance(prepare: Any, stage: Any, batch: Any, server_args: Any) -> Any:
+    """What the steps share, with the guidance that the request asks of a distilled transformer as its input; SGLang
+    would take that of its configuration."""
+    context = prepare(stage, batch, server_args)
+    scale = batch.extra.get(GIVEN, {}).get("distilled_guidance")
+    if scale is not None and context.guidance is not None:
+        context.guidance = context.guidance.new_full(context.guidance.shape, _LEVELS * scale)
+    return context
 
 
 def leave_undecoded(decode: Any, stage: Any, batch: Any, server_args: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from unirl.rollout.engine.served_latents.folder import served_class
 from unirl.types.conditions import Condition, TextEmbedCondition, TextTokenCondition
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.errors import ContractError
 from unirl.types.media import Modality
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -71,14 +71,8 @@ SERVED: Mapping[str, Family] = {
 
 
 def family_of(folder: Path) -> Family:
-    """The family of a pipeline folder. Raises ConfigError for one that is not served, or has two transformers."""
-    family = SERVED[served_class(folder, SERVED, "vLLM-Omni")]
-    if (folder / "transformer_2").is_dir():
-        raise ConfigError(
-            f"{folder} has two transformers; the vLLM-Omni engine serves checkpoints of one. Sample with "
-            "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine."
-        )
-    return family
+    """The family of a pipeline folder. Raises ConfigError for one that is not served."""
+    return SERVED[served_class(folder, SERVED, "vLLM-Omni")]
 
 
 def text_tensors(
