@@ -95,7 +95,7 @@ def test_a_tensor_that_is_lost_on_the_way_is_found_although_sglang_calls_the_pus
 
     def losing(instance, message):
         answer = honest(instance, message)
-        for path in instance._push_folder().glob("*.safetensors"):
+        for path in instance._push_folder.glob("*.safetensors"):
             kept = {name: tensor for name, tensor in load_file(path).items() if name != lost}
             path.unlink()  # it is the trainer's file too
             save_file(kept, path, {"format": "pt"})
