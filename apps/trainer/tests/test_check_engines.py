@@ -83,6 +83,11 @@ def findings(name, *overrides):
             "engine.num_instances * engine.num_gpus = 2 * 1 = 2 needs 2 GPUs, engine.gpus = [3] names 1. Change one",
         ),
         (
+            "diffusion/sd3_shapes_sglang",
+            ["+engine.num_gpus=2", "+engine.engine_args={sp_degree: 2}"],
+            "engine.engine_args sets ['sp_degree']. SGLang's SD3 samples another image where its tokens are split.",
+        ),
+        (
             SGLANG,
             [*REMOTE, "engine.server_args=null"],
             "engine.url = http://10.0.0.1:30000 is another host, and engine.transfer_dir = /dev/shm is memory of this",

@@ -172,6 +172,16 @@ def test_z_image_has_no_guidance_at_scale_zero():
     assert SD3.guidance_scale(dataclasses.replace(PARAMS, guidance_scale=1.0)) == 1.0
 
 
+def test_sd3_is_split_by_tensors_or_branches_alone():
+    assert SD3.split(1, {}) == {}
+    assert SD3.split(4, {}) == {"sp_degree": 1, "tp_size": 4}
+    assert SD3.split(4, {"enable_cfg_parallel": True}) == {"sp_degree": 1, "tp_size": 2}
+    assert SD3.split(2, {"cfg_parallel_degree": 2, "sp_degree": 1}) == {"sp_degree": 1, "tp_size": 1}
+    with pytest.raises(ConfigError, match=r"sets \['ulysses_degree'\]. SGLang's SD3 samples another image where its"):
+        SD3.split(2, {"ulysses_degree": 2, "ring_degree": 1})
+    assert SERVED["Flux2KleinPipeline"].split(2, {"sp_degree": 2}) == {}
+
+
 def ragged(*lengths):
     mask = torch.arange(90) < torch.tensor(lengths)[:, None]
     return TextEmbedCondition(embeds=torch.ones(len(lengths), 90, 4), attention_mask=mask.long())

@@ -1,12 +1,13 @@
 """A CPU as a platform of vLLM-Omni, which has none: loaded by its entry point group of platform plugins.
 
-Beside the platform, four helps, all for modules that vLLM-Omni imports after the platform is known:
+Beside the platform, five helps, all for modules that vLLM-Omni imports after the platform is known:
 attention runs the torch code that a GPU without another backend runs; linear layers and experts keep their weights as
 they were loaded, where vLLM packs them for CPUs, so that a push would write to what no longer samples; and where a
-family's code says bfloat16 or float16 whatever dtype is asked for, it is float32.
+family's code says bfloat16 or float16 whatever dtype is asked for, it is float32; and workers answer without streams.
 """
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -43,6 +44,7 @@ class CPUOmniPlatform(_omni.OmniPlatform, _platforms.CpuPlatform):
         _keep_linear_weights()
         _keep_expert_weights()
         _compute_in_float32()
+        _answer_without_streams()
         return importlib.import_module(
             f"{_ROOT}.attention.backends.registry"
         ).DiffusionAttentionBackendEnum.TORCH_SDPA.get_path()
@@ -57,7 +59,7 @@ class CPUOmniPlatform(_omni.OmniPlatform, _platforms.CpuPlatform):
 
     @classmethod
     def get_device_count(cls) -> int:
-        return 1
+        return len(os.sched_getaffinity(0))
 
     @classmethod
     def get_device_version(cls) -> str | None:
@@ -160,3 +162,35 @@ def _compute_in_float32() -> None:
         module: Any = sys.modules.get(name)
         if module is not None:
             module.torch = _Float32Torch()
+
+
+class _Stream:
+    """Of a host, where nothing is under way when a call returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _StreamlessTorch:
+    """torch, whose streams are a host's."""
+
+    Stream = _Stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _answer_without_streams() -> None:
+    """Of several workers each has a thread that copies answers, on a stream of its device."""
+    module: Any = importlib.import_module(f"{_ROOT}.worker.diffusion_worker")
+    if isinstance(module.torch, _StreamlessTorch):
+        return
+    pack = module.pack_diffusion_output_shm
+
+    def packed(output: Any, d2h_stream: _Stream | None = None) -> Any:
+        return pack(output)
+
+    module.torch, module.pack_diffusion_output_shm = _StreamlessTorch(), packed

@@ -51,8 +51,8 @@ class LatentsHost(ABC):
         self._paths: list[str] = []
         self._sent: dict[str, str] = {}
         """Checksum of every tensor of the push under way."""
-        self._loaded: tuple[dict[str, str], object] | None = None
-        """What was sent last, and the engine's own checksum with it."""
+        self._loaded: tuple[dict[str, str], Sequence[str]] | None = None
+        """What was sent last, and the engine's own checksums with it."""
         self._num_answers = 0
 
     @abstractmethod
@@ -60,12 +60,12 @@ class LatentsHost(ABC):
         """Sample all rows of a call in one batch."""
 
     @abstractmethod
-    def _checksum(self) -> object:
-        """The engine's own, of the weights that sample."""
+    def _checksums(self) -> Sequence[str]:
+        """The engine's own of each of its ranks, of the weights that sample."""
 
     @abstractmethod
     def _load(self, paths: Sequence[str]) -> int:
-        """Load the tensors of files; how many parameters took one."""
+        """Load the tensors of files on every rank; how many parameters took one, those of each rank counted."""
 
     @abstractmethod
     def _act_with(self, folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
@@ -122,15 +122,21 @@ class LatentsHost(ABC):
         return Loaded(push.policy_version, push.num_tensors, push.num_bytes, num_bound)
 
     def _prove_effect(self) -> None:
-        """Raise WeightSyncError where other tensors were sent than last time and the engine's weights are the same, or
-        the same tensors and its weights are others: an engine may call either a success."""
-        present = self._checksum()
+        """Raise WeightSyncError where other tensors were sent than last time and the engine's weights are the same on
+        some rank, or the same tensors and its weights are others: an engine may call either a success."""
+        present = self._checksums()
         if self._loaded is not None:
-            sent, checksum = self._loaded
-            if (sent == self._sent) != (checksum == present):
+            sent, last = self._loaded
+            wrong = [
+                rank
+                for rank, (old, new) in enumerate(zip(last, present, strict=True))
+                if (sent == self._sent) != (old == new)
+            ]
+            if wrong:
                 changed = "the same" if sent == self._sent else "other"
+                where = "" if len(present) == 1 else f" on rank {', '.join(map(str, wrong))} of {len(present)}"
                 raise WeightSyncError(
-                    f"{changed} tensors were sent as last time; {self.engine}'s weights say the contrary"
+                    f"{changed} tensors were sent as last time; {self.engine}'s weights say the contrary{where}"
                 )
         self._loaded = self._sent, present
 

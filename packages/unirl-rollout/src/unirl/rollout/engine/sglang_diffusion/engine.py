@@ -42,9 +42,9 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
     dtype: of SGLang's transformer; pushes must bring it. Its latents are rounded through it between steps.
     forward_batch_size: samples denoised together.
     num_instances: of SGLang, each with the whole model. Batches go to the one that is free first, and another takes the
-        place of one that dies. num_gpus: of each. gpus: of this host, dealt to the instances in this order; None where
-        one instance takes what this process sees. engine_args: more keyword arguments of sglang's ServerArgs
-        ({"tp_size": 2}).
+        place of one that dies. num_gpus: of each, over which SD3 is split by tensors, another family as SGLang
+        chooses. gpus: of this host, dealt to the instances in this order; None where one instance takes what this
+        process sees. engine_args: more keyword arguments of sglang's ServerArgs ({"tp_size": 2}).
     max_lora_rank: for policies that are pushed as LoRA adapters; None for full weights.
     push_transport: how weights reach SGLang's own processes: as files that it reads, or by its tensor call.
     num_threads: CPU threads of the process on a host without a GPU.
@@ -60,7 +60,8 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
     environment: ClassVar[str] = "environments/sglang-cpu"
     versions: ClassVar[tuple[str, ...]] = ("0.5.23",)
     owned_options: ClassVar[frozenset[str]] = frozenset(
-        {"model_path", "model_id", "backend", "num_gpus", "push_transport"}
+        # A replica of its own that SGLang answers with would not be pushed to: num_instances are ours.
+        {"model_path", "model_id", "backend", "num_gpus", "push_transport", "dp_size"}
     )
     logp_gap_float32: ClassVar[float | None] = 1e-6
     kernels: ClassVar[dict[str, str]] = {"flow": "sde", "cps": "cps"}
@@ -106,6 +107,7 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
             "push_transport": push_transport,
             "sleep_on_idle": True,  # or its scheduler would spin a core while the policy trains
             **({} if is_cpu else _PLACES),
+            **self._family.split(num_gpus, engine_args or {}),
             **(engine_args or {}),
             "pipeline_config": {**(engine_args or {}).get("pipeline_config", {}), "dit_precision": dtype},
         }

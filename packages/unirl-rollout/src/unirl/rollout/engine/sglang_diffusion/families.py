@@ -14,8 +14,9 @@ from torch import Tensor
 
 from unirl.rollout.engine.served_latents.folder import served_class
 from unirl.rollout.engine.served_latents.tokens import from_tokens
+from unirl.rollout.engine.sglang_diffusion.rules import WITHOUT_TOKEN_SPLITS, token_splits
 from unirl.types.conditions import Condition, TextEmbedCondition
-from unirl.types.errors import ContractError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Modality
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -40,6 +41,9 @@ class Family:
     """Whether a checkpoint may take its guidance as an input."""
     unguided_scale: float = 1.0
     """SGLang's guidance scale of a sample without guidance."""
+    splits_tokens: bool = True
+    """Whether SGLang's model may compute a part of a latent's tokens. That of SD3 gives each part the positions of a
+    whole latent, and samples another image without a word."""
 
     def initial(self, latents: Tensor) -> Tensor:
         """SGLang's initial latents of ours [B, ...]."""
@@ -54,6 +58,16 @@ class Family:
     def guidance_scale(self, params: DiffusionSamplingParams) -> float:
         """SGLang's guidance scale."""
         return params.guidance_scale if params.uses_guidance else self.unguided_scale
+
+    def split(self, num_gpus: int, engine_args: Mapping[str, object]) -> dict[str, int]:
+        """Keywords of SGLang that split the transformer over the devices of an instance, before those of the recipe;
+        none where SGLang's own choice is right. Raises ConfigError for a split that the model cannot do."""
+        if self.splits_tokens or num_gpus == 1:
+            return {}
+        if refused := token_splits(engine_args):
+            raise ConfigError(f"engine.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS}")
+        degree = engine_args.get("cfg_parallel_degree") or (2 if engine_args.get("enable_cfg_parallel") else 1)
+        return {"sp_degree": 1, "tp_size": num_gpus // int(str(degree))}
 
     def inputs(self, conditions: Conditions, params: DiffusionSamplingParams) -> dict[str, Tensor]:
         """Encoded prompts as fields of SGLang's request. Raises ContractError for conditions that it does not take."""
@@ -114,7 +128,7 @@ def _padded_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplin
 
 
 SERVED: Mapping[str, Family] = {
-    "StableDiffusion3Pipeline": Family("stable-diffusion-3.5-medium-diffusers", _pooled_text),
+    "StableDiffusion3Pipeline": Family("stable-diffusion-3.5-medium-diffusers", _pooled_text, splits_tokens=False),
     "FluxPipeline": Family("FLUX.1-dev", _pooled_and_fixed_text, token_side=2, takes_distilled_guidance=True),
     "Flux2KleinPipeline": Family("FLUX.2-klein-4B", _fixed_text, token_side=1),
     "QwenImagePipeline": Family("Qwen-Image", _ragged_text, token_side=2, frames_axis=1),

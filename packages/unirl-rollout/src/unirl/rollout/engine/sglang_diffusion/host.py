@@ -56,7 +56,7 @@ class EngineHost(LatentsHost):
             model_path=start.model, backend="sglang", **(ports | options)
         )
         threading.Thread(target=_end_with, args=(self._generator.local_scheduler_process,), daemon=True).start()
-        self._facts: dict[str, Any] = json.loads(self._checksums([DESCRIBE])[DESCRIBE])  # Any: JSON
+        self._facts: dict[str, Any] = json.loads(self._facts_of(DESCRIBE))  # Any: JSON
         for what in ("pipeline", TRANSFORMER):
             if not self._facts[what].startswith("sglang.") or "diffusers" in self._facts[what]:
                 raise ConfigError(
@@ -143,8 +143,8 @@ class EngineHost(LatentsHost):
             self._must(self._tensor_request(tensors))
         return self._facts["num_parameters"]
 
-    def _checksum(self) -> object:
-        return self._checksums([TRANSFORMER])
+    def _checksums(self) -> Sequence[str]:
+        return self._facts_of(TRANSFORMER).split()
 
     def _load_from_disk(self, paths: Sequence[str]) -> None:
         folder = self._scratch / "push"
@@ -164,7 +164,7 @@ class EngineHost(LatentsHost):
         del folder
         acts = any(bool(tensor.any()) for name, tensor in tensors.items() if ".lora_B." in name)
         proves = acts and not self._is_adapter_proved
-        before = self._checksum() if proves else None
+        before = self._checksums() if proves else []
         said = self._must(
             self._tensor_request(
                 tensors, weight_update_mode="lora_merge", lora_alpha=config["lora_alpha"], lora_rank=config["r"]
@@ -173,8 +173,8 @@ class EngineHost(LatentsHost):
         counted = _MERGED.match(said)
         if counted is None or (2 * int(counted[1]), int(counted[2])) != (len(tensors), 0):
             raise WeightSyncError(f"an adapter of {len(tensors) // 2} layers was sent, SGLang says: {said}")
-        if proves and self._checksum() == before:
-            raise WeightSyncError(f"the adapter changed none of SGLang's weights, although it says: {said}")
+        if any(old == new for old, new in zip(before, self._checksums() if proves else [], strict=True)):
+            raise WeightSyncError(f"the adapter changed none of SGLang's weights on a rank, although it says: {said}")
         self._is_adapter_proved |= acts
         return len(tensors) // 2
 
@@ -184,8 +184,9 @@ class EngineHost(LatentsHost):
             serialized_named_tensors=[payload], target_modules=[TRANSFORMER], **options
         )
 
-    def _checksums(self, modules: list[str]) -> dict[str, str]:
-        return self._forward(self._sgl.structs.GetWeightsChecksumReqInput(module_names=modules)).output
+    def _facts_of(self, module: str) -> str:
+        """What `describe` gives for a module."""
+        return self._forward(self._sgl.structs.GetWeightsChecksumReqInput(module_names=[module])).output[module]
 
     def _must(self, request: Any) -> str:  # Any: SGLang's own
         """Send what answers with a `success` of its own; what it says. Raises WeightSyncError where it is not true."""

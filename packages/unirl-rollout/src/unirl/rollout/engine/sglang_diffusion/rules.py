@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
 from unirl.rollout.engine.served_latents.rules import family_is_served, kernel_is_served, sampling_is_served
+from unirl.types.recipe import Messages, Part, Run
+
+WITHOUT_TOKEN_SPLITS = (
+    "SGLang's SD3 samples another image where its tokens are split. Take it out: engine.num_gpus splits SD3 by "
+    "tensors, and {enable_cfg_parallel: true} by the branches of guidance."
+)
+
+
+def token_splits(engine_args: Mapping[str, object]) -> list[str]:
+    """Keywords of SGLang among these by which devices share the tokens of a latent."""
+    names = ("sp_degree", "ulysses_degree", "ring_degree", "kv_gather_degree")
+    return [name for name in names if engine_args.get(name) not in (None, 1)]
+
+
+def tokens_are_together(own: Part, run: Run) -> Messages:
+    """The tokens of a latent are split only where SGLang's model can do so."""
+    bundle, engine_args = run.policy.bundle, own.get("engine_args")
+    names = {path.rsplit(".", 1)[-1] for path in (bundle.path, *bundle.lineage)}
+    if "SD3Bundle" in names and isinstance(engine_args, Mapping) and (refused := token_splits(engine_args)):
+        yield f"{own.at}.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS}"
+
 
 RULES = (
     family_is_served(("SD3Bundle", "FluxBundle", "Flux2KleinBundle", "QwenImageBundle", "WanBundle", "ZImageBundle")),
     kernel_is_served(("FlowSDEStrategy", "CPSSDEStrategy")),
     sampling_is_served,
+    tokens_are_together,
     gpus_suffice("num_gpus"),
 )
 MACHINE_RULES = (gpus_are_here("num_gpus"),)

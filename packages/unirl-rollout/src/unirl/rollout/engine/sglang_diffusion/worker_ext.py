@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from unirl.rollout.engine.served_latents.ranks import failures, of_all_ranks
 from unirl.rollout.engine.served_latents.tokens import as_tokens
 from unirl.sde.noise import step_noise
 
@@ -34,13 +35,16 @@ def register() -> None:
     plugins: Any = importlib.import_module(f"{_ROOT}.platforms.plugins")
 
     post_training = f"{_ROOT}.post_training"
+    worker = f"{post_training}.gpu_worker_post_training_mixin.GPUWorkerPostTrainingMixin"
     for target, hook in (
         (f"{post_training}.flow_rollout_controller.FlowRolloutController._rollout_variance_noise", keyed_noise),
         (f"{_STAGES}.text_encoding.TextEncodingStage.forward", keep_given_text),
         (f"{_ROOT}.pipelines.stable_diffusion_3.SD3ConditioningStage.forward", keep_given_text),
         (f"{_STAGES}.denoising.DenoisingStage._prepare_denoising_loop", keep_given_guidance),
         (f"{_STAGES}.decoding.DecodingStage.forward", leave_undecoded),
-        (f"{post_training}.gpu_worker_post_training_mixin.GPUWorkerPostTrainingMixin.get_weights_checksum", describe),
+        (f"{worker}.get_weights_checksum", describe),
+        (f"{worker}.update_weights_from_disk", load_on_all),
+        (f"{worker}.update_weights_from_tensor", load_on_all),
         (f"{post_training}.weights_updater.load_weights_into_model", load_all),
     ):
         plugins.HookRegistry.register(target, hook, plugins.HookType.AROUND)
@@ -91,9 +95,10 @@ def leave_undecoded(decode: Any, stage: Any, batch: Any, server_args: Any) -> An
 
 
 def describe(checksums: Any, worker: Any, module_names: list[str] | None = None) -> dict[str, str]:
-    """What runs here, where `DESCRIBE` is asked for; checksums otherwise."""
+    """What runs here, where `DESCRIBE` is asked for; otherwise checksums, of each rank one behind the other."""
     if module_names != [DESCRIBE]:
-        return checksums(worker, module_names=module_names)
+        found = _of_all_ranks(checksums(worker, module_names=module_names))
+        return {name: " ".join(rank[name] for rank in found) for name in found[0]}
     transformer = worker.pipeline.get_module("transformer")
     parameters = dict(transformer.named_parameters())
     sizes: Counter[str] = Counter()
@@ -103,9 +108,19 @@ def describe(checksums: Any, worker: Any, module_names: list[str] | None = None)
         "pipeline": _path(worker.pipeline),
         "transformer": _path(transformer),
         "dtype": sizes.most_common(1)[0][0],
-        "num_parameters": len(parameters),
+        "num_parameters": sum(_of_all_ranks(len(parameters))),
     }
     return {DESCRIBE: json.dumps(found)}
+
+
+def load_on_all(update: Any, worker: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """What updating said on every rank; SGLang gives what its first one says."""
+    said = _of_all_ranks(update(worker, *args, **kwargs))
+    error = failures([None if success else message for success, message in said])
+    messages = [message for _, message in said]
+    if error is None and len(set(messages)) > 1:
+        error = f"ranks say different things: {' | '.join(messages)}"
+    return (True, messages[0]) if error is None else (False, error)
 
 
 def load_all(load: Any, weights_iter: Any, model_params: dict[str, Any], module_name: str | None = None) -> None:
@@ -116,6 +131,11 @@ def load_all(load: Any, weights_iter: Any, model_params: dict[str, Any], module_
     if missing:
         raise ValueError(f"{len(missing)} of {len(model_params)} parameters took no value: {', '.join(missing[:20])}")
     load(iter(entries), model_params, module_name)
+
+
+def _of_all_ranks(own: Any) -> list[Any]:
+    distributed: Any = importlib.import_module(f"{_ROOT}.distributed")
+    return of_all_ranks(own, distributed.get_world_group())
 
 
 def _path(thing: object) -> str:

@@ -19,6 +19,7 @@ from unirl.rollout.engine.child.messages import Start
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
 from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, served_class
 from unirl.rollout.engine.served_latents.host import LatentsHost
+from unirl.rollout.engine.served_latents.ranks import failures
 from unirl.rollout.engine.vllm_omni.families import family_of
 from unirl.rollout.engine.vllm_omni.messages import Ready
 from unirl.rollout.engine.vllm_omni.transformers import NATIVE
@@ -50,7 +51,8 @@ class EngineHost(LatentsHost):
             worker_extension_cls=f"{_PACKAGE}.worker_ext.PushExtension",
             **options,
         )
-        self._facts = self._ask("unirl_describe")
+        found = self._ask("unirl_describe")
+        self._facts = found[0] | {"num_parameters": sum(each["num_parameters"] for each in found)}
         self._model = folder
         self._adapter: Any = None  # Any: vLLM-Omni's own
         self._num_adapters = 0
@@ -78,26 +80,26 @@ class EngineHost(LatentsHost):
 
     def _load(self, paths: Sequence[str]) -> int:
         if self._transport == "files":
-            return self._ask("unirl_load_files", list(paths))["num_bound"]
+            return sum(found["num_bound"] for found in self._ask("unirl_load_files", list(paths)))
         tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
-        return self._ask("unirl_load_tensors", tensors)["num_bound"]
+        return sum(found["num_bound"] for found in self._ask("unirl_load_tensors", tensors))
 
-    def _checksum(self) -> object:
-        return self._ask("unirl_checksum")["checksum"]
+    def _checksums(self) -> Sequence[str]:
+        return [found["checksum"] for found in self._ask("unirl_checksum")]
 
     def _act_with(self, folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
         self._num_adapters += 1
         number, last = self._num_adapters, self._adapter
         own = self._renamed(folder, config, self._scratch / f"adapter-{number}")
-        num_layers: int = self._ask("unirl_load_adapter", str(own), number)["num_layers"]
-        if 2 * num_layers != len(tensors):
+        acting: list[int] = [found["num_layers"] for found in self._ask("unirl_load_adapter", str(own), number)]
+        if any(2 * num_layers != len(tensors) for num_layers in acting):
             raise WeightSyncError(
-                f"an adapter of {len(tensors) // 2} layers was sent, vLLM-Omni acts with {num_layers}"
+                f"an adapter of {len(tensors) // 2} layers was sent, vLLM-Omni acts with {', '.join(map(str, acting))}"
             )
         self._adapter = self._omni.adapter_request(str(own), number)
         if last is not None:
             shutil.rmtree(last.lora_path)
-        return num_layers
+        return acting[0]
 
     def _renamed(self, sent: Path, config: Mapping[str, Any], own: Path) -> Path:
         """A copy of the adapter that was sent, which other instances read too, under vLLM-Omni's names."""
@@ -115,19 +117,19 @@ class EngineHost(LatentsHost):
     def _wake_up(self) -> None:
         self._rpc("wake_up")
 
-    def _ask(self, method: str, *args: Any) -> dict[str, Any]:  # Any: what PushExtension takes and says
-        """What the workers found, all the same. Raises WeightSyncError where one says `error`."""
-        answers = self._rpc(method, *args)
-        errors = [answer for answer in answers if not isinstance(answer, dict) or "error" in answer]
-        if errors:
-            said = errors[0]
-            raise WeightSyncError(f"vLLM-Omni could not do it: {said['error'] if isinstance(said, dict) else said}")
-        return answers[0]
+    def _ask(self, method: str, *args: Any) -> list[dict[str, Any]]:  # Any: what PushExtension takes and says
+        """What every rank found. Raises WeightSyncError where one says `error`."""
+        answer = self._rpc("unirl_on_all", method, list(args))
+        if not isinstance(answer, list):
+            raise WeightSyncError(f"vLLM-Omni could not do it: {answer}")
+        if error := failures([found.get("error") for found in answer]):
+            raise WeightSyncError(f"vLLM-Omni could not do it: {error}")
+        return answer
 
-    def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """The answer of every worker that gives one."""
+    def _rpc(self, method: str, *args: Any) -> Any:  # Any: what the method gives
+        """The answer of the first worker; all do it."""
         (answers,) = self._engine.engine.collective_rpc(method, args=args, stage_ids=[0])
-        return answers if isinstance(answers, list) else [answers]
+        return answers[0] if isinstance(answers, list) else answers
 
 
 def _warmable(folder: Path, scratch: Path) -> Path:

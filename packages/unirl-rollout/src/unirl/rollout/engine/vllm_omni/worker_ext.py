@@ -12,6 +12,7 @@ import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 
+from unirl.rollout.engine.served_latents.ranks import of_all_ranks
 from unirl.types.weights import tensor_checksum
 
 _EXTENSION: Any = importlib.import_module("vllm_omni.diffusion.worker.diffusion_worker").CustomPipelineWorkerExtension
@@ -22,7 +23,15 @@ Facts = dict[str, Any]  # Any: JSON
 
 
 class PushExtension(_EXTENSION):
-    """Methods of a worker; each names itself so that no method of vLLM-Omni's is hidden."""
+    """Methods of a worker; each names itself so that no method of vLLM-Omni's is hidden.
+
+    vLLM-Omni gives the answer of its first worker alone, so each answers what all of them found.
+    """
+
+    def unirl_on_all(self, method: str, args: list[Any]) -> list[Facts]:
+        """What a method of these found on every rank."""
+        distributed: Any = importlib.import_module("vllm_omni.diffusion.distributed.parallel_state")
+        return of_all_ranks(getattr(self, method)(*args), distributed.get_world_group())
 
     def unirl_describe(self) -> Facts:
         """What samples here."""
