@@ -15,8 +15,8 @@ from letters_model import CONTEXT, TOLERANCE, LetterCodec, gap, save_qwen3
 from served_engines import engine_python
 from test_vllm_weights import full_sync, push, state
 
+from unirl.rollout.engine.ports import free_port
 from unirl.rollout.engine.sglang_llm.engine import _ON_A_CPU, SGLangRolloutEngine, _cpu_variables, _flags
-from unirl.rollout.engine.sglang_llm.server import free_port
 from unirl.types.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]

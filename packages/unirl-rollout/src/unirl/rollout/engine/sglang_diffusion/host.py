@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import re
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -21,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unirl.rollout.engine.child.messages import Start
+from unirl.rollout.engine.ports import free_port
 from unirl.rollout.engine.served_latents.call import (
     ECHOED_SIGMAS,
     LATENTS,
@@ -51,7 +50,7 @@ class EngineHost(LatentsHost):
         options = dict(start.engine_args)
         self._transport: str = options.pop("push_transport")
         # Engines that start at one time on one host would all find SGLang's own choice free.
-        ports = dict(zip(("scheduler_port", "master_port"), _free_ports(2), strict=True))
+        ports = {"scheduler_port": free_port(), "master_port": free_port()}
         self._generator = self._sgl.generator.from_pretrained(
             model_path=start.model, backend="sglang", **(ports | options)
         )
@@ -240,15 +239,6 @@ class _SGLang:
                 "'unirl-rollout[sglang]'; without a GPU, `uv sync --project environments/sglang-cpu`, and set "
                 "engine.python to that environment's interpreter."
             ) from error
-
-
-def _free_ports(num: int) -> list[int]:
-    """Ports of this host that nothing listens on."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(num)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _end_with(processes: list[Any]) -> None:  # Any: multiprocessing's own

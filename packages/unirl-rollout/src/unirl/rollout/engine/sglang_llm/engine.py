@@ -14,6 +14,7 @@ from unirl.rollout.engine.checkpoint import local_folder
 from unirl.rollout.engine.child.devices import dealt_gpus
 from unirl.rollout.engine.child.messages import Message, MessageCodec
 from unirl.rollout.engine.child.process import interpreter
+from unirl.rollout.engine.ports import free_port
 from unirl.rollout.engine.served_text.call import Generate, Generations, Limits
 from unirl.rollout.engine.served_text.engine import ServedTextEngine
 from unirl.rollout.engine.sglang_llm.instance import CONFIG_FILE, ServerLaunch, SGLangInstance
@@ -24,7 +25,7 @@ from unirl.rollout.engine.sglang_llm.rules import (
     unseen_pictures,
     unshared,
 )
-from unirl.rollout.engine.sglang_llm.server import SGLangServer, free_port
+from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.types.bounds import Bounds, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import PolicyStore, TextCodec

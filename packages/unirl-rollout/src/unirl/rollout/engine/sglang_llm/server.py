@@ -6,8 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -18,24 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from unirl.rollout.engine.process_group import end_group
-from unirl.types.errors import ConfigError, WorkerError
+from unirl.types.errors import WorkerError
 
 _POLL_S = 1.0
 _LEAVE_TIMEOUT_S = 20.0
 _LOG_TAIL_BYTES = 4000
-_PORTS = range(20_000, 32_768)
-"""Below the ports that Linux gives to whoever asks for any, and above those of Ray's workers."""
 _KEEPER = "unirl.rollout.engine.sglang_llm.keeper"
-
-
-def free_port() -> int:
-    """A TCP port of this host that nothing listens on now, and that the system gives nobody who asks for any: a server
-    takes minutes until it listens."""
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise ConfigError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free. Set engine.port.")
 
 
 class SGLangServer:
