@@ -17,10 +17,10 @@ from pathlib import Path
 
 from unirl.rollout.engine.child.messages import Failed, Message, MessageCodec
 from unirl.rollout.engine.process_group import end_group
+from unirl.rollout.engine.process_log import end_of_log
 from unirl.types import errors
 from unirl.types.errors import ConfigError, UniRLError, WorkerError
 
-_LOG_TAIL_BYTES = 4000
 _LEAVE_TIMEOUT_S = 10.0
 
 
@@ -191,7 +191,4 @@ class EngineProcess:
         return WorkerError(self.name, f"the process {what} and {how}. {self._tail()}")
 
     def _tail(self) -> str:
-        with contextlib.suppress(OSError), self._log.open("rb") as log:
-            log.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
-            return f"The end of its log:\n{log.read().decode(errors='replace')}"
-        return "It left no log."
+        return end_of_log(self._log) or "It left no log."

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from unirl.rollout.engine.process_group import end_group
+from unirl.rollout.engine.process_log import end_of_log
 from unirl.types.errors import WorkerError
 
 _POLL_S = 1.0
 _LEAVE_TIMEOUT_S = 20.0
-_LOG_TAIL_BYTES = 4000
 _KEEPER = "unirl.rollout.engine.sglang_llm.keeper"
 
 
@@ -152,7 +152,4 @@ class SGLangServer:
         return "" if code is None else f" Its process ended with status {code}. {self._tail()}"
 
     def _tail(self) -> str:
-        with contextlib.suppress(OSError), self._log.open("rb") as log:
-            log.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
-            return f"The end of its log {self._log}:\n{log.read().decode(errors='replace')}"
-        return ""
+        return end_of_log(self._log, f"its log {self._log}")

@@ -1,0 +1,28 @@
+"""What the log of an engine's process says of why it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+_READ_BYTES = 1_000_000
+_TAIL_BYTES = 4000
+_NUM_ERRORS = 5
+_ERROR = re.compile(
+    r"^(?:\([^)\n]*\) )?(?:ERROR [^]\n]*\] )?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE
+)
+"""The last line of a traceback, behind what vLLM writes before the lines of its processes."""
+
+
+def end_of_log(log: Path, name: str = "its log") -> str:
+    """The end of a log, and before it the first errors that its earlier part names: of several processes the one that
+    failed first knows why, and the others fill the end. Empty where there is no log."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _READ_BYTES))
+        text = file.read()
+        earlier, end = (part.decode(errors="replace") for part in (text[:-_TAIL_BYTES], text[-_TAIL_BYTES:]))
+        errors = list(dict.fromkeys(_ERROR.findall(earlier)))[:_NUM_ERRORS]
+        first = [f"The first errors in {name}:", *(f"  {error}" for error in errors)] if errors else []
+        return "\n".join([*first, f"The end of {name}:", end])
+    return ""
