@@ -1,7 +1,7 @@
 """Images of unified models by vLLM-Omni, from our words, initial latents and noise, on random weights."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Unified:
     width: int
 
 
-def _bagel(folder: Path) -> Unified:
+def _bagel(folder: Path, **options: Any) -> Unified:
     bundle = BagelBundle(str(save_bagel(folder)), trains="both")
     pipeline = BagelPipeline(bundle, FlowSDEStrategy(), system_prompt="Plan, then draw.")
     images = {"guidance_scale_image": 1.5}
@@ -52,10 +52,10 @@ def _bagel(folder: Path) -> Unified:
         {"guidance_scale": 4.0, "sampler_kwargs": {**images, "guidance_renorm": "channel"}},
         {"guidance_scale": 3.0, "sampler_kwargs": images, "negative_prompt": "blurred"},
     )
-    return Unified(bundle, pipeline, _engine(pipeline, folder), guidance, 32, 64)
+    return Unified(bundle, pipeline, _engine(pipeline, folder, **options), guidance, 32, 64)
 
 
-def _hunyuan(folder: Path) -> Unified:
+def _hunyuan(folder: Path, **options: Any) -> Unified:
     bundle = HunyuanImage3Bundle(str(save_hunyuan_image3(folder)), trains="all")
     pipeline = HunyuanImage3Pipeline(bundle, FlowSDEStrategy(), system_prompt="Draw what is asked.")
     guidance = (
@@ -63,17 +63,20 @@ def _hunyuan(folder: Path) -> Unified:
         {"guidance_scale": 5.0},
         {"guidance_scale": 2.5, "sampler_kwargs": {"guidance_interval": [0.5, 1.0]}},
     )
-    return Unified(bundle, pipeline, _engine(pipeline, folder), guidance, 32, 96)
+    return Unified(bundle, pipeline, _engine(pipeline, folder, **options), guidance, 32, 96)
 
 
-def _engine(pipeline: Any, folder: Path) -> Any:
-    return SERVED["vllm_omni"].start(pipeline, folder, forward_batch_size=2)
+def _engine(pipeline: Any, folder: Path, **options: Any) -> Any:
+    return SERVED["vllm_omni"].start(pipeline, folder, forward_batch_size=2, **options)
 
 
-@pytest.fixture(scope="module", params=["bagel", "hunyuan_image3"])
+MODELS: dict[str, Callable[..., Unified]] = {"bagel": _bagel, "hunyuan_image3": _hunyuan}
+"""(folder, options of the engine) -> one that runs."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def unified(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unified]:
-    folder = tmp_path_factory.mktemp("served") / request.param
-    made = (_bagel if request.param == "bagel" else _hunyuan)(folder)
+    made = MODELS[request.param](tmp_path_factory.mktemp("served") / request.param)
     yield made
     made.engine.shutdown()
 
@@ -126,6 +129,11 @@ def replayed(unified: Unified, track: RolloutTrack, params: DiffusionSamplingPar
 def test_trajectories_are_those_of_the_trainers_own_model(kind: int, unified: Unified) -> None:
     if kind >= len(unified.guidance):
         pytest.skip("the model has fewer kinds of guidance")
+    check_trajectories(unified, kind)
+
+
+def check_trajectories(unified: Unified, kind: int) -> None:
+    """Assert that images of thoughts are those of the trainer's model, with one kind of guidance."""
     params = params_of(unified, **unified.guidance[kind])
     req = request(unified, params, thought=Texts(texts=THOUGHTS))
     track = unified.engine.generate(req).root_track()
@@ -185,6 +193,11 @@ def plain(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def test_a_push_reaches_every_weight_that_draws(unified: Unified) -> None:
     """Last: it leaves the engine with other weights."""
+    check_pushes(unified)
+
+
+def check_pushes(unified: Unified) -> None:
+    """Assert that half a push is refused and a whole one draws; the engine has other weights afterwards."""
     (module,) = unified.bundle.trainable_modules().values()
     params = params_of(unified, guidance_scale=2.0)
     req = request(unified, params)

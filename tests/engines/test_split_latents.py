@@ -7,6 +7,7 @@ import pytest
 from served_engines import SERVED, marked
 from shapes_sd3 import CHECKPOINT, direct, push, replay_gap, request
 from test_served_latents import LOGP_TOLERANCE, TOLERANCE
+from test_served_unified import MODELS, check_pushes, check_trajectories
 from test_served_weights import gap, state
 
 import unirl.worlds.shapes
@@ -46,12 +47,18 @@ def test_two_ranks_take_pushes_and_sample_as_one(name, engine_args, shapes):
         engine.shutdown()
 
 
-@pytest.mark.sglang
-def test_two_ranks_of_sglang_share_the_tokens_of_a_latent():
+@pytest.mark.parametrize(
+    "name",
+    [
+        marked("sglang"),  # by the tokens of a latent
+        marked("vllm_omni"),  # by tensors
+    ],
+)
+def test_two_ranks_sample_another_family_as_one(name):
     checkpoint = Path(next(iter(unirl.worlds.shapes.__path__))) / "checkpoint_flux2"
     bundle = Flux2KleinBundle(str(checkpoint))
     pipeline = Flux2KleinPipeline(bundle, FlowSDEStrategy(), SigmaSchedule(convention="linear", shift=3.0))
-    engine = SERVED["sglang"].start(pipeline, checkpoint, num_gpus=2)
+    engine = SERVED[name].start(pipeline, checkpoint, num_gpus=2)
     try:
         check_samples(engine, pipeline, request(pipeline))
         weights = {key: tensor * 1.05 for key, tensor in bundle.transformer.state_dict().items()}
@@ -60,6 +67,18 @@ def test_two_ranks_of_sglang_share_the_tokens_of_a_latent():
         check_samples(engine, pipeline, request(pipeline))
     finally:
         engine.shutdown()
+
+
+@pytest.mark.vllm_omni
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_draw_for_a_unified_model_as_one(name, tmp_path):
+    """HunyuanImage3's share the experts out, each whole."""
+    unified = MODELS[name](tmp_path / name, num_gpus=2)
+    try:
+        check_trajectories(unified, 1)
+        check_pushes(unified)
+    finally:
+        unified.engine.shutdown()
 
 
 def check_samples(engine: Any, pipeline: Any, req: Any) -> None:

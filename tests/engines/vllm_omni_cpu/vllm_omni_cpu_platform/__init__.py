@@ -29,6 +29,8 @@ _HALF_PRECISION = tuple(
 
 def plugin() -> str:
     """Import path of the platform."""
+    # By this the processes of one engine find the memory that they share on a CPU; they inherit it.
+    os.environ.setdefault("VLLM_DIST_IDENT", str(os.getpid()))
     return f"{__name__}.CPUOmniPlatform"
 
 
@@ -138,7 +140,9 @@ def _keep_expert_weights() -> None:
         if given["activation"] != silu:
             raise NotImplementedError(f"this platform runs experts with {silu}, not {given['activation']}")
         output.zero_()
-        weights, chosen = given["topk_weights"], given["topk_ids"]
+        weights, chosen, own = given["topk_weights"], given["topk_ids"], given["expert_map"]
+        if own is not None:
+            chosen = own[chosen]  # -1: the expert of another process
         for expert, (w13, w2) in enumerate(zip(given["w1"], given["w2"], strict=True)):
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             gate, up = torch.nn.functional.linear(hidden_states[rows], w13).chunk(2, dim=-1)

@@ -37,6 +37,8 @@ class Family:
     """What samples inside vLLM-Omni's workers, below this package."""
     topology: str | None = None
     """Of a unified model, vLLM-Omni's name for its decoder alone, in one stage."""
+    has_experts: bool = False
+    """Whether devices share the experts of a layer out, each whole."""
     pushed: Mapping[str, str] | None = None
     """Of a unified model, which has one folder: how names of the weights of a push begin in it -> in the push."""
     takes_adapters: bool = True
@@ -62,6 +64,7 @@ SERVED: Mapping[str, Family] = {
     "hunyuan_image_3_moe": Family(
         worker="hunyuan_image3.GivenHunyuanImage3Pipeline",
         topology="hunyuan_image3_dit",
+        has_experts=True,
         pushed={"model.": "model.", "lm_head.": "lm_head."},
         takes_adapters=False,
         settings=frozenset({INTERVAL}),

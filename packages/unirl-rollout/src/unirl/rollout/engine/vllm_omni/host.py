@@ -42,7 +42,8 @@ class EngineHost(LatentsHost):
         family, folder = family_of(Path(start.model)), Path(start.model)
         if family.topology is not None:
             stages = Path(start.scratch_dir) / "stages.yaml"
-            stages.write_text(json.dumps(_one_stage(family.topology, options.pop("tensor_parallel_size", 1))))
+            num_devices = options.pop("tensor_parallel_size", 1)
+            stages.write_text(json.dumps(_one_stage(family.topology, num_devices, family.has_experts)))
             # The class of HunyuanImage3's configuration lies beside its weights.
             options |= {"deploy_config": str(stages), "trust_remote_code": True}
         self._engine: Any = self._omni.engine(
@@ -148,14 +149,17 @@ def _warmable(folder: Path, scratch: Path) -> Path:
     return linked
 
 
-def _one_stage(topology: str, num_devices: int) -> dict[str, Any]:  # Any: vLLM-Omni's own
+def _one_stage(topology: str, num_devices: int, has_experts: bool) -> dict[str, Any]:  # Any: vLLM-Omni's own
     """A deployment of vLLM-Omni, of which those that it ships ask for other devices than there are."""
     stage = {
         "stage_id": 0,
         "max_num_seqs": 1,
         "enforce_eager": True,
         "devices": ",".join(map(str, range(num_devices))),
-        "parallel_config": {"tensor_parallel_size": num_devices, "enable_expert_parallel": num_devices > 1},
+        "parallel_config": {
+            "tensor_parallel_size": num_devices,
+            "enable_expert_parallel": has_experts and num_devices > 1,
+        },
     }
     return {"pipeline": topology, "async_chunk": False, "stages": [stage]}
 
