@@ -240,6 +240,9 @@ class RewardServer:
             raise web.HTTPRequestEntityTooLarge(
                 limit, size, text=f"the body has more than max_body_bytes = {limit} bytes"
             )
+        # All requests without a body share one stream of aiohttp, whose chunks end for the first reader only.
+        if not request.can_read_body:
+            raise web.HTTPUnprocessableEntity(text="the body is empty")
         return size
 
     @contextlib.contextmanager
