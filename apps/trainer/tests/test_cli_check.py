@@ -21,7 +21,7 @@ from unirl.config.check import TOP_LEVEL, build_values, check_recipe, run_findin
 from unirl.config.instantiation import import_target
 from unirl.config.placement import groups_that_overlap_take_turns
 from unirl.config.recipes import compose, render, resolve
-from unirl.config.runs import run_of
+from unirl.config.runs import policy_sections, run_of
 from unirl.config.schema import SEVERAL, PolicySections, built, components, plain_sections
 from unirl.config.signatures import read_module, read_target
 from unirl.types.errors import ConfigError
@@ -34,10 +34,16 @@ PLENTY = Machine(num_cpus=1024, num_gpus=1024)
 
 
 @pytest.fixture(scope="module")
-def recipes():
-    """Every packaged recipe, resolved once."""
+def composed_recipes():
+    """Every packaged recipe as it is composed."""
     register_resolvers()
-    return {name: resolve(compose(name)) for name in RECIPES}
+    return {name: compose(name) for name in RECIPES}
+
+
+@pytest.fixture(scope="module")
+def recipes(composed_recipes):
+    """Every packaged recipe, resolved once."""
+    return {name: resolve(config) for name, config in composed_recipes.items()}
 
 
 def test_the_recipes_that_the_readme_promises_are_there():
@@ -759,6 +765,24 @@ def test_environment_variables_enter_through_the_recipe_only(monkeypatch):
     monkeypatch.setenv("DATA_PATH", "prompts.txt")
     recipe = resolve(compose("diffusion/sd3_nft"))
     assert recipe["bundle"]["pretrained_model"] == "owner/model" and recipe["data"]["path"] == "prompts.txt"
+
+
+MODEL_VARIABLES = {"default": "PRETRAINED_MODEL", "painter": "PRETRAINED_MODEL"} | {
+    "writer": "WRITER_MODEL",
+    "teacher": "TEACHER_MODEL",
+}
+"""Policy -> the variable that names its model."""
+
+
+def test_every_recipe_takes_its_models_from_the_documented_variables(composed_recipes, monkeypatch):
+    for variable in set(MODEL_VARIABLES.values()):
+        monkeypatch.setenv(variable, f"own/{variable}")
+    for name, config in composed_recipes.items():
+        sections = policy_sections(resolve(config))
+        found = {policy: own["bundle"]["pretrained_model"] for policy, (_, own) in sections.items()}
+        assert found == {policy: f"own/{MODEL_VARIABLES[policy]}" for policy in found}, name
+    guide = (_SOURCES / "docs" / "guides" / "own_model.md").read_text(encoding="utf-8")
+    assert all(f"`{variable}" in guide for variable in MODEL_VARIABLES.values())
 
 
 @pytest.mark.parametrize(

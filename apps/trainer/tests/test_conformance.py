@@ -117,7 +117,7 @@ def test_a_canary_shows_a_picture_to_models_that_need_one_alone(model, size, mes
         check_recipe(recipe)
 
 
-def test_the_command_names_models_and_engines(tmp_path, capsys):
+def test_the_command_names_models_and_engines(tmp_path, capsys, monkeypatch):
     command = parse(["conformance", "sd3", "--engines", "replica", "--output", "x.json"])
     assert command.recipes == ("sd3",) and command.options == {"engines": "replica", "output": "x.json"}
     broken = tmp_path / "broken.json"
@@ -131,6 +131,9 @@ def test_the_command_names_models_and_engines(tmp_path, capsys):
     ):
         assert main(["conformance", *words]) == 2
         assert said in capsys.readouterr().err
+    monkeypatch.setenv("PRETRAINED_MODEL", "own/model")
+    assert main(["conformance", "sd3"]) == 2
+    assert "Unset PRETRAINED_MODEL" in capsys.readouterr().err
 
 
 def test_an_engine_without_its_environment_is_left_out_with_the_command_that_makes_it(tmp_path, monkeypatch):

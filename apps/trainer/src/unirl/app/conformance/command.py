@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,11 @@ def measure_matrix(command: Command) -> int:
     """Measure the models and engines that the command names, all where it names none; returns the exit status.
 
     --output: the table as JSON, and as a page beside it (.md). What the file has of other models and engines stays.
-    --against: cells that got worse than there are errors. Raises ConfigError for unknown names and unreadable tables.
+    --against: cells that got worse than there are errors. Raises ConfigError for unknown names, unreadable tables and a
+    model that the environment names.
     """
+    if "PRETRAINED_MODEL" in os.environ:
+        raise ConfigError("conformance measures the models that come with the trainer. Unset PRETRAINED_MODEL.")
     models = _known(command.recipes or tuple(MODELS), tuple(MODELS), "model")
     named = command.options.get("engines")
     engines = _known(engine_names() if named is None else str(named).split(","), engine_names(), "engine")
