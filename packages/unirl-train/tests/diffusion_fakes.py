@@ -245,6 +245,11 @@ class FieldPipeline:
         q_R = self.strategy.transition(nothing, nothing, sigma_R, sigma_next_R, **options).q_R
         return Stats(out.logp_R, out.mean, out.std_R, q_R)
 
+    def step_std(self, segment: LatentSegment) -> Tensor:
+        """Deviations of the stochastic steps."""
+        assert segment.params is not None
+        return self.strategy.step_std(segment.sigmas, segment.sde_indices, eta=segment.params.eta)
+
     def velocity(
         self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
     ) -> Tensor:

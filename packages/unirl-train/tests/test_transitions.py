@@ -1,5 +1,6 @@
 """What all policy gradients on transitions share: the log-ratio's law, drawn steps, windows, credit, estimators."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,8 +13,9 @@ from transition_cases import anchored, close, micro_of, run, segment_of
 from unirl.algorithms.credit import FixedCredit, NoiseCredit
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.reference import sampled_kl
-from unirl.sde.kernels import DanceSDEStrategy, FlowSDEStrategy, SDEStrategy
+from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowSDEStrategy, SDEStrategy
 from unirl.sde.likelihood import transition_kl
+from unirl.sde.schedule import SigmaSchedule
 from unirl.sde.windows import AllSteps, MixGRPOWindow
 from unirl.types.errors import ConfigError
 
@@ -180,23 +182,42 @@ def test_the_last_euler_step_ends_at_the_prediction_of_the_clean_latent():
 # Credit ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
-def test_noise_credit_is_a_power_of_the_step_length_with_mean_one(power: float):
-    segment = segment_of(rollout(FieldPipeline(AffineField()), sampling(sde_indices=[0, 2, 3])).tracks["image"])
+def test_noise_credit_is_the_deviation_of_the_kernel_with_mean_one():
+    """The Flow kernel by hand: eta sqrt(sigma / (1 - sigma)) sqrt(sigma - sigma'), the second sigma below at sigma 1."""
+    pipeline = FieldPipeline(AffineField())
+    segment = segment_of(rollout(pipeline, sampling(sde_indices=[0, 2, 3])).tracks["image"])
     sigmas = segment.sigmas.tolist()
-    raw = [(sigmas[i] - sigmas[i + 1]) ** power for i in (0, 2, 3)]
-    found = NoiseCredit(power).weights(segment)
-    assert found.shape == (4,)
+    below = [sigmas[1], sigmas[2], sigmas[3]]
+    raw = [math.sqrt(sigmas[i] / (1 - b) * (sigmas[i] - sigmas[i + 1])) for i, b in zip((0, 2, 3), below, strict=True)]
+    found = NoiseCredit().weights(segment, pipeline)
+    assert found.shape == (4,) and float(found[1]) == 0
     assert found[[0, 2, 3]].tolist() == pytest.approx([3 * value / sum(raw) for value in raw], rel=1e-5)
 
 
+def test_noise_credit_falls_towards_late_steps_of_the_flow_kernel():
+    """On the shapes world's schedule, where the lengths of the steps grow: they would weigh the wrong way."""
+    pipeline = FieldPipeline(AffineField(), FlowSDEStrategy())
+    segment = segment_of(rollout(pipeline, sampling(sde_indices=None, num_inference_steps=6)).tracks["image"])
+    segment = dataclasses.replace(segment, sigmas=SigmaSchedule(shift=3.0).sigmas(6))
+    found = NoiseCredit().weights(segment, pipeline)
+    assert found.tolist() == pytest.approx([1.30, 1.42, 1.04, 0.87, 0.75, 0.62], abs=0.005)
+
+
+def test_noise_credit_without_noise_is_refused():
+    pipeline = FieldPipeline(AffineField(), CPSSDEStrategy())
+    segment = segment_of(rollout(pipeline, sampling(sde_indices=[3], eta=0.5)).tracks["image"])
+    with pytest.raises(ConfigError, match=r"stochastic steps \[3\] of the cps kernel have none"):
+        NoiseCredit().weights(segment, pipeline)
+
+
 def test_fixed_credit_is_scaled_to_mean_one_over_the_stochastic_steps():
-    segment = segment_of(rollout(FieldPipeline(AffineField()), sampling(sde_indices=[0, 2])).tracks["image"])
-    assert FixedCredit([3.0, 50.0, 1.0, 0.0]).weights(segment)[[0, 2]].tolist() == [1.5, 0.5]
+    pipeline = FieldPipeline(AffineField())
+    segment = segment_of(rollout(pipeline, sampling(sde_indices=[0, 2])).tracks["image"])
+    assert FixedCredit([3.0, 50.0, 1.0, 0.0]).weights(segment, pipeline)[[0, 2]].tolist() == [1.5, 0.5]
     with pytest.raises(ConfigError, match="3 weights for 4 steps"):
-        FixedCredit([1.0, 1.0, 1.0]).weights(segment)
+        FixedCredit([1.0, 1.0, 1.0]).weights(segment, pipeline)
     with pytest.raises(ConfigError, match=r"no weight to the stochastic steps \[0, 2\]"):
-        FixedCredit([0.0, 1.0, 0.0, 1.0]).weights(segment)
+        FixedCredit([0.0, 1.0, 0.0, 1.0]).weights(segment, pipeline)
     with pytest.raises(ConfigError, match="must be at least 0 and not all 0"):
         FixedCredit([1.0, -1.0])
 

@@ -192,6 +192,13 @@ class DiffusionStage:
         q_R = self.strategy.transition(nothing, nothing, sigma_R, sigma_next_R, eta=params.eta, sigma_max=sigma_max).q_R
         return ReplayedTransitions(logp_R=out.logp_R, mean=out.mean, std_R=out.std_R, q_R=q_R)
 
+    def step_std(self, segment: LatentSegment) -> Tensor:
+        """Standard deviation of the noise of each stochastic step of a sampled segment, [S] float32 on the CPU."""
+        if segment.params is None:
+            raise ContractError("the segment does not hold the parameters that it was sampled with")
+        self._check(segment.params)
+        return self.strategy.step_std(segment.sigmas, segment.sde_indices, eta=segment.params.eta)
+
     def velocity(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
         """velocity(x_R, sigma_R, step_R) -> float32, under autocast, in forwards of at most `forward_batch_size` rows.
 

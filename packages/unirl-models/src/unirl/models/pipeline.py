@@ -117,6 +117,10 @@ class DiffusionPipeline:
         """Log-probs of stored transitions under the present weights, see `DiffusionStage.replay`."""
         return self.diffusion.replay(conditions, segment, sample_R, step_R, params)
 
+    def step_std(self, segment: LatentSegment) -> Tensor:
+        """[S] standard deviation of the noise of each stochastic step, see `DiffusionStage.step_std`."""
+        return self.diffusion.step_std(segment)
+
     def velocity(
         self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
     ) -> Tensor:

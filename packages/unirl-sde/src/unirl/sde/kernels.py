@@ -10,6 +10,7 @@ eps_hat. Arithmetic is float32 whatever comes in. Every row carries its own sigm
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -124,6 +125,19 @@ class SDEStrategy(ABC):
             raise ValueError(f"step got neither noise nor next_sample, and eta = {eta} is not 0.")
         logp_R = self.log_prob(following, transition)
         return StepOut(next=following, mean=transition.mean, std_R=transition.std_R, logp_R=logp_R)
+
+    def step_std(self, sigmas: Tensor, steps: Sequence[int], *, eta: float) -> Tensor:
+        """Standard deviation of the transition of these steps of a schedule, [S] float32 on the CPU.
+
+        sigmas: [T + 1], the whole schedule. steps: S of its T steps.
+        """
+        sigmas = sigmas.detach().to("cpu", torch.float32)
+        at_S = torch.tensor(list(steps), dtype=torch.int64)
+        nothing = torch.zeros(len(steps), 1)  # the deviation depends on sigmas alone; one zero stands for each latent
+        moved = self.transition(
+            nothing, nothing, sigmas[at_S], sigmas[at_S + 1], eta=eta, sigma_max=float(sigmas[1])
+        )
+        return moved.std_R
 
     def check_eta(self, eta: float) -> None:
         """Raises ValueError unless eta is a noise level that this kernel can use."""

@@ -12,34 +12,38 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unirl.types.bounds import NonNegative, bounded
 from unirl.types.errors import ConfigError
+from unirl.types.protocols import DiffusionPipeline
 from unirl.types.segments import LatentSegment
 
 
 class StepCredit(Protocol):
     """Weights of the steps; an algorithm multiplies a sample's advantage by the weight of each step."""
 
-    def weights(self, segment: LatentSegment) -> Tensor:
+    def weights(self, segment: LatentSegment, pipeline: DiffusionPipeline) -> Tensor:
         """[T] float32, mean 1 over the stochastic steps, so that the size of the gradient does not change with it."""
         ...
 
 
-@bounded("credit")
 @dataclass(frozen=True)
 class NoiseCredit:
-    """Weights proportional to (sigma - sigma_next)^power of each stochastic step: long, noisy steps decide most.
+    """Weights proportional to the standard deviation of the noise that the kernel adds at each stochastic step.
 
-    power: 0 weights all steps alike; 0.5 is the standard deviation of a constant diffusion coefficient, as in the
-    noise-aware weighting of TempFlow-GRPO (arXiv 2508.04324).
+    A step explores as far as its noise reaches, so the noisy steps decide most: the early ones for the Flow kernel.
+    Source: the noise-aware weighting of TempFlow-GRPO (arXiv 2508.04324), there up to a constant factor.
     """
 
-    power: NonNegative = 0.5
-
-    def weights(self, segment: LatentSegment) -> Tensor:
-        """See `StepCredit.weights`."""
-        raw = (-segment.sigmas.diff()).pow(self.power)
-        return raw / raw[segment.sde_indices].mean()
+    def weights(self, segment: LatentSegment, pipeline: DiffusionPipeline) -> Tensor:
+        """See `StepCredit.weights`; 0 for the deterministic steps. Raises ConfigError where no step has noise."""
+        std_S = pipeline.step_std(segment)
+        if not bool(std_S.sum() > 0):
+            raise ConfigError(
+                f"algorithm.credit weights steps by their noise, and the stochastic steps {segment.sde_indices} of the "
+                f"{pipeline.strategy_name} kernel have none. Raise sampling.eta, or choose other steps."
+            )
+        weights = torch.zeros(segment.num_steps)
+        weights[segment.sde_indices] = std_S / std_S.mean()
+        return weights
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class FixedCredit:
         if any(weight < 0 for weight in self.steps) or not any(self.steps):
             raise ConfigError(f"credit weights must be at least 0 and not all 0, got {list(self.steps)}")
 
-    def weights(self, segment: LatentSegment) -> Tensor:
+    def weights(self, segment: LatentSegment, pipeline: DiffusionPipeline) -> Tensor:
         """See `StepCredit.weights`. Raises ConfigError where the schedule has another number of steps."""
         if len(self.steps) != segment.num_steps:
             raise ConfigError(f"algorithm.credit.steps has {len(self.steps)} weights for {segment.num_steps} steps")

@@ -166,7 +166,7 @@ class TransitionAlgorithm(RatioAlgorithm):
         if self.advantage_clip is not None:
             advantage_R = given_R.clamp(-self.advantage_clip, self.advantage_clip)
         if self.credit is not None:
-            advantage_R = advantage_R * self.credit.weights(segment).to(advantage_R.device)[step_R]
+            advantage_R = advantage_R * self.credit.weights(segment, self._pipeline).to(advantage_R.device)[step_R]
         delta_R = (-segment.sigmas.diff())[step_R].to(advantage_R.device)
         for rows in row_chunks(sample_R.numel(), self.rows_per_forward):
             samples, steps = sample_R[rows], step_R[rows]

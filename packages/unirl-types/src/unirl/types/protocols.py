@@ -105,6 +105,10 @@ class DiffusionPipeline(Protocol):
         """Log-probs of stored transitions under the current weights, one forward over all R rows, with gradients."""
         ...
 
+    def step_std(self, segment: LatentSegment) -> Tensor:
+        """[S] float32 on the CPU: standard deviation of the noise of each stochastic step of a sampled segment."""
+        ...
+
     def velocity(
         self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
     ) -> Tensor:
