@@ -83,6 +83,14 @@ def test_keys_that_agree_in_half_of_their_hash_draw_independent_noise():
         assert order_a != order_b
 
 
+def test_a_hash_of_two_equal_halves_draws_noise(monkeypatch):
+    hashes = {"same": 7 << 32 | 7, "other": 9 << 32 | 7}
+    monkeypatch.setattr("unirl.sde.noise._hash", lambda base_seed, key: hashes[key])
+    same, other = keyed_uniform(["same", "other"], 0, (4096,)).double()
+    assert abs(float(same.mean()) - 0.5) < 0.02 and abs(float(same.std()) - 12**-0.5) < 0.02
+    assert abs(float(torch.corrcoef(torch.stack([same, other]))[0, 1])) < 0.06
+
+
 def test_noise_follows_the_normal_distribution_in_its_tails_too():
     noise = keyed_normal([f"key{index}" for index in range(16)], 3, (2**16,)).flatten().double()
     # Kolmogorov-Smirnov: 1.95 / sqrt(n) is exceeded once in a thousand draws.

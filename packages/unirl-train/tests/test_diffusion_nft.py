@@ -85,7 +85,9 @@ def test_levels_of_a_sample_depend_on_nothing_but_its_key_and_the_seed(sampler: 
     assert torch.equal(made.algorithm.levels(KEYS[::-1], segment_of(resp)), levels.flip(0))
     assert torch.equal(made.algorithm.levels(KEYS[1:2], segment_of(resp)), levels[1:2])
     other, _ = made_with(timestep_sampler=sampler, num_timesteps=2, seed=1)
-    many = [f"key {i}" for i in range(20)]
+    many = [f"key {i}" for i in range(101)]
+    alone = torch.cat([made.algorithm.levels([key], segment_of(resp)) for key in many])
+    assert torch.equal(made.algorithm.levels(many, segment_of(resp)), alone)
     assert not torch.equal(
         other.algorithm.levels(many, segment_of(resp)), made.algorithm.levels(many, segment_of(resp))
     )

@@ -134,9 +134,7 @@ class SDEStrategy(ABC):
         sigmas = sigmas.detach().to("cpu", torch.float32)
         at_S = torch.tensor(list(steps), dtype=torch.int64)
         nothing = torch.zeros(len(steps), 1)  # the deviation depends on sigmas alone; one zero stands for each latent
-        moved = self.transition(
-            nothing, nothing, sigmas[at_S], sigmas[at_S + 1], eta=eta, sigma_max=float(sigmas[1])
-        )
+        moved = self.transition(nothing, nothing, sigmas[at_S], sigmas[at_S + 1], eta=eta, sigma_max=float(sigmas[1]))
         return moved.std_R
 
     def check_eta(self, eta: float) -> None:

@@ -6,7 +6,8 @@ and a driver ships keys and a shape instead of tensors. Bits are those of one to
 
 torch's CPU generator keeps only the lower 32 bits of a seed, so that among 55,730 keys two are likely to draw the same
 noise. Each key therefore draws two streams of uniform numbers, one per half of its hash, and takes their difference
-modulo 1: uniform again, and independent between keys unless both halves agree.
+modulo 1: uniform again, and independent between keys unless both halves agree. Where a key's two halves are equal, its
+second stream has another seed: the difference of a stream with itself is 0.
 """
 
 import hashlib
@@ -77,7 +78,10 @@ def _uniform(hashes: Sequence[int], shape: Sequence[int], dtype: torch.dtype) ->
     generator = Generator(device="cpu")
     upper, lower = torch.empty(2, len(hashes), *shape, dtype=dtype, device="cpu")
     for row, hashed in enumerate(hashes):
-        torch.rand(tuple(shape), generator=generator.manual_seed(hashed >> 32), out=upper[row], device="cpu")
-        torch.rand(tuple(shape), generator=generator.manual_seed(hashed & 0xFFFFFFFF), out=lower[row], device="cpu")
+        seeds = hashed >> 32, hashed & 0xFFFFFFFF
+        if seeds[0] == seeds[1]:
+            seeds = seeds[0], seeds[1] ^ 1
+        for seed, stream in zip(seeds, (upper, lower), strict=True):
+            torch.rand(tuple(shape), generator=generator.manual_seed(seed), out=stream[row], device="cpu")
     difference = upper.sub_(lower)  # exact: both are multiples of one step
     return difference.add_(difference < 0)

@@ -134,7 +134,8 @@ class ForwardProcessAlgorithm(PenalisedAlgorithm):
             return segment.sigmas[torch.stack(rows)]
         if self.timestep_sampler == "uniform":
             return 1.0 - keyed_uniform(names, self.seed, (num_levels,))
-        return keyed_normal(names, self.seed, (num_levels,)).sigmoid()
+        # torch's sigmoid rounds the last elements of a tensor differently: one sample at a time, whatever the batch.
+        return torch.stack([row.sigmoid() for row in keyed_normal(names, self.seed, (num_levels,))])
 
     def forward_rows(self, micro: MicroBatch) -> Iterator[tuple[slice, ForwardRows]]:
         """The rows of a micro-batch, `rows_per_forward` at a time, with their place among all of its rows."""
