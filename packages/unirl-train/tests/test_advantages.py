@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from trl_reference import trl_advantages
 
 from unirl.algorithms.advantages import PRESETS, AdvantageConfig, group_metrics, normalized_advantages
@@ -54,15 +55,53 @@ def test_leave_one_out_compares_each_sample_with_the_mean_of_the_others():
     torch.testing.assert_close(got, torch.tensor([1 - 5.5, 3 - 4.5, 8 - 2.0, -4.0, 4.0]))
 
 
-def test_reinforce_plus_plus_whitens_the_batch_with_and_without_a_group_baseline():
+def test_whitening_over_samples_with_and_without_a_group_baseline():
     rewards = REWARDS.double()
-    plain = AdvantageConfig(preset="reinforce_pp")(REWARDS, GROUPS)
+    plain = AdvantageConfig(preset="batch_whitened")(REWARDS, GROUPS)
     torch.testing.assert_close(
         plain.double(), (rewards - 3) / (rewards.var(correction=0) + 1e-8).sqrt(), rtol=1e-6, atol=0
     )
-    with_baseline = AdvantageConfig(preset="reinforce_pp_baseline")(REWARDS, GROUPS)
+    with_baseline = AdvantageConfig(preset="group_centred_batch_whitened")(REWARDS, GROUPS)
     left = torch.tensor([-1.0, 1.0, -2.0, 2.0], dtype=torch.float64)  # the group means are 2 and 4
     torch.testing.assert_close(with_baseline.double(), left / (2.5 + 1e-8) ** 0.5, rtol=1e-6, atol=0)
+
+
+def whitened_token_matrix(returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """REINFORCE++ as published: each token's return, less the mean, over the unbiased deviation of all tokens."""
+    drawn = returns_BT[mask_BT]
+    return (returns_BT - drawn.mean()) / (drawn.var(correction=1) + 1e-8).sqrt() * mask_BT
+
+
+@given(st.lists(st.tuples(st.floats(-3, 3, width=32), st.integers(0, 9)), min_size=6, max_size=6), st.booleans())
+def test_reinforce_plus_plus_counts_tokens_as_the_published_code_does(samples, has_baseline):
+    """Ragged lengths: against a padded matrix of the returns of all tokens."""
+    rewards = torch.tensor([reward for reward, _ in samples], dtype=torch.float64)
+    lengths = torch.tensor([length for _, length in samples])
+    groups = ["a", "a", "a", "b", "b", "b"]
+    values = rewards
+    if has_baseline:
+        values = rewards - rewards.view(2, 3).mean(dim=1).repeat_interleave(3)
+    mask = torch.arange(9) < lengths[:, None]
+    if len(set(values[lengths > 0].tolist())) < 2 or float(values[lengths > 0].std()) < 1e-2:
+        return
+    expected = whitened_token_matrix(values[:, None].expand(6, 9), mask)
+    preset = "reinforce_pp_baseline" if has_baseline else "reinforce_pp"
+    found = AdvantageConfig(preset=preset)(rewards, groups, num_tokens_B=lengths)
+    torch.testing.assert_close((found[:, None] * mask).double(), expected, rtol=1e-5, atol=1e-5)
+    assert abs(float((found.double() * lengths).sum())) < 1e-4
+
+
+def test_statistics_over_tokens_need_the_tokens_and_the_whitening():
+    with pytest.raises(ContractError, match="number of tokens of each of 4 samples"):
+        AdvantageConfig(preset="reinforce_pp")(REWARDS, GROUPS)
+    with pytest.raises(ConfigError, match="preset: reinforce_pp"):
+        AdvantageConfig(preset="flow_grpo", statistics="tokens")
+    with pytest.raises(ConfigError, match="preset: reinforce_pp"):
+        AdvantageConfig(preset="reinforce_pp", leave_one_out=True)
+    equal = AdvantageConfig(preset="reinforce_pp")(
+        torch.full((4,), 0.1), GROUPS, num_tokens_B=torch.tensor([1, 2, 3, 4])
+    )
+    assert torch.equal(equal, torch.zeros(4))
 
 
 def test_dapo_divides_by_the_sample_deviation_of_the_group():
@@ -74,7 +113,8 @@ def test_dapo_divides_by_the_sample_deviation_of_the_group():
 
 @pytest.mark.parametrize("preset", sorted(name for name in PRESETS if PRESETS[name]["center"] == "group"))
 def test_a_group_without_spread_gets_exactly_zero(preset):
-    got = AdvantageConfig(preset=preset)(torch.tensor([0.1, 0.1, 0.1, 0.1, 5.0, 1.0]), ["a"] * 4 + ["b"] * 2)
+    rewards, groups = torch.tensor([0.1, 0.1, 0.1, 0.1, 5.0, 1.0]), ["a"] * 4 + ["b"] * 2
+    got = AdvantageConfig(preset=preset)(rewards, groups, num_tokens_B=torch.full((6,), 3))
     assert torch.equal(got[:4], torch.zeros(4))
     assert torch.isfinite(got).all()
 

@@ -9,8 +9,19 @@ from hypothesis import strategies as st
 from runtime_fakes import InProcess, build_pairs, build_source, check_pairs, grown, names, numbered
 
 from unirl.distributed.runtime import Held, LocalRuntime
+from unirl.trainer.collector import trained_tokens
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.rollout import RolloutResp
+from unirl.types.rollout import RolloutResp, RolloutTrack
+from unirl.types.segments import TextSegment
+
+
+def test_trained_tokens_are_counted_sample_by_sample_over_the_workers():
+    tokens = [torch.zeros(length, dtype=torch.int64) for length in (3, 0, 2, 4)]
+    masks = [torch.tensor(mask, dtype=torch.bool) for mask in ([1, 0, 1], [], [0, 0], [1, 1, 1, 1])]
+    text = RolloutTrack(sample_ids=names("a", 4), segment=TextSegment.pack(tokens=tokens, loss_mask=masks))
+    held = InProcess(build_source, 2).hold(RolloutResp(tracks={"text": text, "image": text.fork("text", "image", 1)}))
+    assert trained_tokens(held, "text").tolist() == [2, 0, 0, 4]
+    assert trained_tokens(held, "image").tolist() == [1, 1, 1, 1]
 
 
 def joined(sources: list[tuple[Held, list[int]]]) -> RolloutResp:

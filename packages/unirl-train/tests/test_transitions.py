@@ -183,7 +183,7 @@ def test_the_last_euler_step_ends_at_the_prediction_of_the_clean_latent():
 
 
 def test_noise_credit_is_the_deviation_of_the_kernel_with_mean_one():
-    """The Flow kernel by hand: eta sqrt(sigma / (1 - sigma)) sqrt(sigma - sigma'), the second sigma below at sigma 1."""
+    """The Flow kernel by hand: eta sqrt(sigma / (1 - sigma)) sqrt(sigma - sigma'), below the line sigmas[1] for 1."""
     pipeline = FieldPipeline(AffineField())
     segment = segment_of(rollout(pipeline, sampling(sde_indices=[0, 2, 3])).tracks["image"])
     sigmas = segment.sigmas.tolist()

@@ -23,6 +23,7 @@ Scope = Literal["group", "batch", "none"]
 SCOPES = ("group", "batch", "none")
 Scale = Literal["group", "batch", "residual", "none"]
 SCALES = ("group", "batch", "residual", "none")
+Statistics = Literal["samples", "tokens"]
 MultiReward = Literal["weighted_sum", "normalize_then_sum", "gdpo"]
 
 
@@ -99,6 +100,8 @@ def normalized_advantages(
     eps_inside_sqrt: bool = False,
     leave_one_out: bool = False,
     clip: float | None = None,
+    statistics: Statistics = "samples",
+    num_tokens_B: Tensor | None = None,
 ) -> Tensor:
     """(reward - centre) / (std + eps), float32 [B], computed in float64.
 
@@ -108,12 +111,23 @@ def normalized_advantages(
     ddof: 0 is the population standard deviation, 1 the sample standard deviation.
     eps_inside_sqrt: divide by sqrt(var + eps) instead.
     clip: half-width of the range kept, in standard deviations.
+    statistics: what mean and deviation over the batch count. "tokens" repeats each sample's value at every one of its
+        `num_tokens_B` trained tokens, so that the advantages of all tokens sum to 0; a group's mean counts samples.
     A group (center = batch: a batch) whose rewards are all equal gets exactly 0, whatever eps is. Raises ContractError
     for non-finite rewards or wrong sizes, ConfigError for an eps of 0 where that rule does not save the division.
+    Over tokens that holds for a batch without any spread alone.
     """
     check_eps(eps, center, scale)
     rewards = finite_rewards(rewards_B, len(group_ids))
     index = group_index(group_ids)
+    if statistics == "tokens":
+        if num_tokens_B is None or num_tokens_B.shape != rewards.shape:
+            raise ContractError(f"statistics = tokens needs the number of tokens of each of {len(group_ids)} samples")
+        own = rewards
+        if center == "group":
+            own = torch.where(is_constant(rewards, index), 0.0, rewards - group_mean(rewards, index))
+        advantages = whitened_over_tokens(own, num_tokens_B, ddof=ddof, eps=eps)
+        return (advantages if clip is None else advantages.clamp(-clip, clip)).to(torch.float32)
     whole = torch.zeros_like(index)
     scopes = {"group": index, "batch": whole}
     advantages = rewards - group_mean(rewards, scopes[center]) if center != "none" else rewards
@@ -130,6 +144,20 @@ def normalized_advantages(
     return advantages.to(torch.float32)
 
 
+def whitened_over_tokens(values_B: Tensor, num_tokens_B: Tensor, *, ddof: int, eps: float) -> Tensor:
+    """(value - mean) / sqrt(var + eps), [B], mean and variance over the tokens that all hold their sample's value.
+
+    values_B: float64. num_tokens_B: tokens of each sample; one without any has no say. Equal values give 0.
+    """
+    count_B = num_tokens_B.to(values_B.dtype)
+    total = count_B.sum()
+    if not bool(total > ddof) or bool((values_B == values_B[0]).all()):
+        return torch.zeros_like(values_B)
+    centred_B = values_B - (count_B * values_B).sum() / total
+    variance = (count_B * centred_B.square()).sum() / (total - ddof)
+    return centred_B / (variance + eps).sqrt()
+
+
 PRESETS: dict[str, dict[str, object]] = {
     "flow_grpo": {"center": "group", "scale": "group", "ddof": 0, "eps": 1e-4},
     "flow_grpo_global_std": {"center": "group", "scale": "batch", "ddof": 0, "eps": 1e-4},
@@ -140,8 +168,24 @@ PRESETS: dict[str, dict[str, object]] = {
     "dr_grpo": {"center": "group", "scale": "none", "ddof": 0, "eps": 0.0},
     "dapo": {"center": "group", "scale": "group", "ddof": 1, "eps": 1e-6},
     "rloo": {"center": "group", "scale": "none", "ddof": 0, "eps": 0.0, "leave_one_out": True},
-    "reinforce_pp": {"center": "batch", "scale": "batch", "ddof": 0, "eps": 1e-8, "eps_inside_sqrt": True},
+    "reinforce_pp": {
+        "center": "batch",
+        "scale": "batch",
+        "ddof": 1,
+        "eps": 1e-8,
+        "eps_inside_sqrt": True,
+        "statistics": "tokens",
+    },
     "reinforce_pp_baseline": {
+        "center": "group",
+        "scale": "residual",
+        "ddof": 1,
+        "eps": 1e-8,
+        "eps_inside_sqrt": True,
+        "statistics": "tokens",
+    },
+    "batch_whitened": {"center": "batch", "scale": "batch", "ddof": 0, "eps": 1e-8, "eps_inside_sqrt": True},
+    "group_centred_batch_whitened": {
         "center": "group",
         "scale": "residual",
         "ddof": 0,
@@ -150,7 +194,16 @@ PRESETS: dict[str, dict[str, object]] = {
     },
 }
 """Conventions of reference implementations (facts checked against their closed forms in the tests): `dapo` is verl's,
-`rloo` arXiv 2402.14740, `reinforce_pp` and its baseline variant arXiv 2501.03262."""
+`rloo` arXiv 2402.14740, `reinforce_pp` and its baseline variant arXiv 2501.03262, whose statistics count tokens as
+verl's and the authors' code do; `batch_whitened` and `group_centred_batch_whitened` are the same over samples."""
+
+
+_OVER_TOKENS: dict[object, dict[str, object]] = {
+    "batch": {"scale": "batch", "eps_inside_sqrt": True, "leave_one_out": False},
+    "group": {"scale": "residual", "eps_inside_sqrt": True, "leave_one_out": False},
+    "none": {"center": "batch"},  # nothing that is not centred
+}
+"""What statistics = tokens goes with, by `center`."""
 
 
 class Advantages(Protocol):
@@ -161,6 +214,11 @@ class Advantages(Protocol):
     makes_weights: ClassVar[bool]
     """Whether they are weights of at least 0, for methods that fine-tune on their samples."""
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the number of trained tokens of each sample enters."""
+        ...
+
     def __call__(
         self,
         rewards_B: Tensor,
@@ -168,8 +226,12 @@ class Advantages(Protocol):
         component_rewards: Mapping[str, Tensor] | None = None,
         *,
         progress: float = 0.0,
+        num_tokens_B: Tensor | None = None,
     ) -> Tensor:
-        """Advantages float32 [B], at `progress` in [0, 1] of the run. Called once per rollout."""
+        """Advantages float32 [B], at `progress` in [0, 1] of the run. Called once per rollout.
+
+        num_tokens_B: trained tokens of each sample, int64; given where `counts_tokens`.
+        """
         ...
 
     def metrics(self, progress: float) -> dict[str, float]:
@@ -202,6 +264,7 @@ class AdvantageConfig:
     eps: NonNegative | None = None
     eps_inside_sqrt: bool | None = None
     leave_one_out: bool | None = None
+    statistics: Statistics | None = None
     clip: PositiveOrInf | None = None
     multi_reward: MultiReward = "weighted_sum"
     """weighted_sum normalises the total. normalize_then_sum normalises each component and adds up w_k z_k (MixGRPO's
@@ -215,12 +278,18 @@ class AdvantageConfig:
         if self.preset not in PRESETS:
             raise ConfigError(f"advantages.preset = {self.preset!r} must be one of {', '.join(PRESETS)}")
         choices = (("center", SCOPES), ("scale", SCALES), ("multi_reward", get_args(MultiReward)))
+        choices = (*choices, ("statistics", get_args(Statistics)))
         for name, allowed in choices:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ConfigError(f"advantages.{name} = {value!r} must be one of {', '.join(allowed)}")
-        options = self.options()
+        options = {"leave_one_out": False, **self.options()}
         check_eps(options["eps"], options["center"], options["scale"])  # ty: ignore[invalid-argument-type]
+        if self.counts_tokens and {**options, **_OVER_TOKENS[options["center"]]} != options:
+            raise ConfigError(
+                f"advantages.statistics = tokens is the whitening of REINFORCE++ and takes {_OVER_TOKENS}, by center; "
+                f"got {options}. Set statistics: samples, or preset: reinforce_pp or reinforce_pp_baseline."
+            )
         if self.component_weights is not None and self.multi_reward == "weighted_sum":
             raise ConfigError(
                 "advantages.component_weights does nothing with multi_reward = weighted_sum. "
@@ -235,9 +304,14 @@ class AdvantageConfig:
 
     def options(self) -> dict[str, object]:
         """The preset with this recipe's changes."""
-        names = ("center", "scale", "ddof", "eps", "eps_inside_sqrt", "leave_one_out")
+        names = ("center", "scale", "ddof", "eps", "eps_inside_sqrt", "leave_one_out", "statistics")
         changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {**PRESETS[self.preset], **changes}
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether mean and deviation over the batch count tokens."""
+        return self.options().get("statistics") == "tokens"
 
     def weights(self, progress: float) -> dict[str, float]:
         """`component_weights` at `progress` in [0, 1] of the run."""
@@ -256,9 +330,10 @@ class AdvantageConfig:
         component_rewards: Mapping[str, Tensor] | None = None,
         *,
         progress: float = 0.0,
+        num_tokens_B: Tensor | None = None,
     ) -> Tensor:
         """Advantages float32 [B] of one whole batch, at `progress` in [0, 1] of the run."""
-        options = self.options()
+        options = {**self.options(), "num_tokens_B": num_tokens_B}
         if self.multi_reward == "weighted_sum":
             return normalized_advantages(rewards_B, group_ids, clip=self.clip, **options)  # ty: ignore[invalid-argument-type]
         if not component_rewards:

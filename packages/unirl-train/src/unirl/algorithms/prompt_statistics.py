@@ -58,10 +58,11 @@ class PromptStatistics:
         component_rewards: Mapping[str, Tensor] | None = None,
         *,
         progress: float = 0.0,
+        num_tokens_B: Tensor | None = None,
     ) -> Tensor:
         """Advantages float32 [B] of one whole batch, computed in float64; remembers its rewards.
 
-        component_rewards and progress have no influence.
+        the other arguments have no influence.
         """
         rewards = finite_rewards(rewards_B, len(group_ids))
         prompts = [prompt_of(group) for group in group_ids]
@@ -80,6 +81,11 @@ class PromptStatistics:
             advantages[own] = centred / (std + self.eps) if known.max() > known.min() else torch.zeros_like(centred)
         self._known_fraction = num_known / len(prompts)
         return advantages.to(torch.float32)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """False: samples count alike."""
+        return False
 
     def metrics(self, progress: float) -> dict[str, float]:
         """Fraction of the last rollout's samples that were normalised by their own prompt's rewards."""

@@ -99,8 +99,9 @@ class SampleWeights:
         component_rewards: Mapping[str, Tensor] | None = None,
         *,
         progress: float = 0.0,
+        num_tokens_B: Tensor | None = None,
     ) -> Tensor:
-        """Weights float32 [B], at least 0, of one whole batch; component_rewards and progress have no influence."""
+        """Weights float32 [B], at least 0, of one whole batch; the other arguments have no influence."""
         if self.kind == "reward_weighted":
             weights = reward_weights(rewards_B, group_ids, temperature=self._number)
         elif self.kind == "best_of_n":
@@ -110,6 +111,11 @@ class SampleWeights:
         total = float(weights.sum())
         self._effective_fraction = total**2 / float(weights.square().sum()) / len(group_ids) if total > 0 else 0.0
         return weights
+
+    @property
+    def counts_tokens(self) -> bool:
+        """False: samples count alike."""
+        return False
 
     def metrics(self, progress: float) -> dict[str, float]:
         """Share of the last rollout's samples that count: (sum w)^2 / (B sum w^2)."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
+import torch
 from torch import Tensor
 
 from unirl.algorithms.advantages import Advantages, group_metrics
@@ -21,7 +22,8 @@ from unirl.trainer.modality import Modality, ParamsT
 from unirl.trainer.roles import EngineRole, RewardRole, StackRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import ConfigError, RewardError
-from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.segments import TextSegment
 
 logger = logging.getLogger(__name__)
 
@@ -190,9 +192,13 @@ class Collector(Generic[ParamsT]):
         meta, trained = resp.meta, self._stack.trained_tracks()
         advantages: dict[str, Tensor] = {}
         for name in dict.fromkeys((root, *trained)):
-            track = meta.track(name)
-            advantages[name] = self._advantages_of(name)(
-                track.scored_rewards, track.group_ids, track.component_rewards, progress=progress
+            track, normalize = meta.track(name), self._advantages_of(name)
+            advantages[name] = normalize(
+                track.scored_rewards,
+                track.group_ids,
+                track.component_rewards,
+                progress=progress,
+                num_tokens_B=trained_tokens(resp, name) if normalize.counts_tokens else None,
             )
             resp.attach(name, advantages=advantages[name])
         return {
@@ -279,6 +285,20 @@ class Collector(Generic[ParamsT]):
             for track, each in self._track_advantages.items():
                 each.load_state_dict(state["track_advantages"][track])
         self._num_dropped_groups = state["num_dropped_groups"]
+
+
+def trained_tokens(resp: Held, track: str) -> Tensor:
+    """Trained tokens of each sample of a track, int64 [B]; 1 for a sample that is not a text."""
+    return torch.tensor([count for part in resp.map(_count_trained, track) for count in part], dtype=torch.int64)
+
+
+def _count_trained(resp: RolloutResp, track: str) -> list[int]:
+    """Runs where the response lies."""
+    segment = resp.tracks[track].segment
+    if not isinstance(segment, TextSegment):
+        return [1] * resp.tracks[track].batch_size
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), segment.trained.cpu().cumsum(0)])
+    return ends[segment.cu_seqlens].diff().tolist()
 
 
 def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
