@@ -59,11 +59,12 @@ def test_the_gradient_of_crd_is_that_with_a_constant_centre_and_vanishes_at_the_
     implicit, reward = drawn(6, GROUP).requires_grad_(), drawn(6, GROUP, seed=1)
     centre = implicit.mean(dim=1, keepdim=True).detach()
     published = (2.0 * (implicit - centre) - (reward - reward.mean(dim=1, keepdim=True))).square().mean(dim=1)
-    ours = centred_reward_loss(implicit, reward, beta=2.0)
+    published = 5.0 / 2.0 * published  # the authors' code multiplies by adv_clip_max / beta
+    ours = centred_reward_loss(implicit, reward, beta=2.0, advantage_max=5.0)
     torch.testing.assert_close(ours, published)
     torch.testing.assert_close(gradient_of(ours, implicit), gradient_of(published, implicit))
     best = (reward / 2.0 + 7.0).requires_grad_()  # any constant of the prompt
-    loss = centred_reward_loss(best, reward, beta=2.0)
+    loss = centred_reward_loss(best, reward, beta=2.0, advantage_max=5.0)
     assert float(loss.detach().abs().max()) < 1e-24
     assert float(gradient_of(loss, best).abs().max()) < 1e-12
 
@@ -121,7 +122,7 @@ def test_the_loss_is_the_function_of_each_group_with_one_noise(kind: Any):
         else:
             reward = optimality(ADVANTAGES, advantage_max=5.0)[units]
             implicit = implicit_reward(v, v_other, row.target, adaptive_weight=True)
-            expected = centred_reward_loss(implicit.view(-1, GROUP), reward, beta=1.0)
+            expected = centred_reward_loss(implicit.view(-1, GROUP), reward, beta=1.0, advantage_max=5.0)
     [part] = made.algorithm.losses(micro)
     assert part.num_terms == 2 * NUM_PROMPTS == made.algorithm.num_terms(track)
     torch.testing.assert_close(part.loss.detach(), expected.sum())

@@ -22,10 +22,12 @@ from unirl.types.protocols import DiffusionPipeline, PolicyStore
 
 @bounded("algorithm")
 class CRD(FollowedByOldPolicy, GroupedForwardProcess):
-    """mean_g (beta (r - mean r) - (R - mean R))^2 for every unit and level, r the implicit reward over the old policy.
+    """(A_max / beta) mean_g (beta (r - mean r) - (R - mean R))^2 for every unit and level.
+
+    r is the implicit reward over the old policy, R the optimality in [0, 1], A_max `advantage_max`.
 
     samples_per_group: G, the samples of a prompt that train.
-    beta: scale of the implicit reward. advantage_max: advantages are clipped to +- this and mapped to R in [0, 1].
+    beta: scale of the implicit reward. advantage_max: advantages are clipped to +- this and mapped to R.
     adaptive_weight: whether matching errors are divided by their own size, see `implicit_reward`.
     Rollouts are the trained policy's, so that the old one may part from it.
     Everything else: see `FollowedByOldPolicy` and `GroupedForwardProcess`.
@@ -62,7 +64,7 @@ class CRD(FollowedByOldPolicy, GroupedForwardProcess):
             implicit_R = implicit_reward(v, v_old, rows.target, adaptive_weight=self.adaptive_weight)
             implicit_UG = implicit_R.unflatten(0, (-1, self.samples_per_unit))
             reward_UG = reward_B[rows.sample_R].view_as(implicit_UG)
-            loss_U = centred_reward_loss(implicit_UG, reward_UG, beta=self.beta)
+            loss_U = centred_reward_loss(implicit_UG, reward_UG, beta=self.beta, advantage_max=self.advantage_max)
             metrics = RowMetrics()
             metrics.mean("policy/loss", loss_U)
             report_clipped(metrics, micro.advantages[rows.sample_R], self.advantage_max)

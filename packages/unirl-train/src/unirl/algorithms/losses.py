@@ -246,13 +246,16 @@ def implicit_reward(v: Tensor, v_old: Tensor, target: Tensor, *, adaptive_weight
     return _weighted_error(v_old.detach(), target, adaptive_weight) - _weighted_error(v, target, adaptive_weight)
 
 
-def centred_reward_loss(implicit_UG: Tensor, reward_UG: Tensor, *, beta: float) -> Tensor:
-    """CRD, to be minimised: mean_g (beta (r - mean_g r) - (R - mean_g R))^2, [U] units of G samples of one prompt.
+def centred_reward_loss(implicit_UG: Tensor, reward_UG: Tensor, *, beta: float, advantage_max: float) -> Tensor:
+    """CRD, to be minimised: (A_max / beta) mean_g (beta (r - mean_g r) - (R - mean_g R))^2, [U] units of G samples.
 
-    implicit_UG: r, see `implicit_reward`. reward_UG: R. What the optimum of a KL-regularised reward leaves unknown, a
-    constant of the prompt, cancels in the centring. The gradient through mean_g r is 0, since the residuals of a unit
-    sum to 0. Source: Zhu et al. 2026 (arXiv 2603.14128), with uniform weights.
+    implicit_UG: r, see `implicit_reward`. reward_UG: R. A_max / beta, that is `advantage_max / beta`, is a factor of the
+    authors' code: it says what the loss weighs beside a penalty, and how soon its gradient is clipped. What the optimum
+    of a KL-regularised reward leaves unknown, a constant of the prompt, cancels in the centring. The gradient through
+    mean_g r is 0, since the residuals of a unit sum to 0.
+    Source: Zhu et al. 2026 (arXiv 2603.14128), with uniform weights.
     """
     same_shape(implicit_UG=implicit_UG, reward_UG=reward_UG)
     centred_UG = implicit_UG - implicit_UG.mean(dim=1, keepdim=True)
-    return (beta * centred_UG - (reward_UG - reward_UG.mean(dim=1, keepdim=True))).square().mean(dim=1)
+    residual_UG = beta * centred_UG - (reward_UG - reward_UG.mean(dim=1, keepdim=True))
+    return advantage_max / beta * residual_UG.square().mean(dim=1)
