@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+import transformers
+from diffusers.pipelines import ltx2
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.models.allocations import Allocations
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.released import RELEASED
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import initial_noise
@@ -37,7 +42,11 @@ from .kit import (
     scheduler_of,
     stock_of,
 )
+from .released_indexes import INDEXES, index_of
 
+LIBRARIES: dict[str, Any] = {"diffusers": diffusers, "transformers": transformers, "ltx2": ltx2}
+CONFIG_KINDS = {"scheduler": "scheduler", "guider": "guider", "ocr_guider": "guider"}
+PLAIN = (str, int, float, list, tuple, type(None))
 FIRST = first_of_each()
 
 
@@ -329,6 +338,76 @@ def _published() -> list[Any]:
         for family in families().values()
         for published in family.published
     ]
+
+
+def test_every_published_checkpoint_has_its_index() -> None:
+    assert set(INDEXES) == {published.hub_id for family in families().values() for published in family.published}
+
+
+class Empty(torch.nn.Module):
+    """A model of this configuration without weights."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+
+    def enable_slicing(self) -> None:
+        """Nothing to decode."""
+
+
+class NoTexts(TextEncoders):
+    """Reads no text, and nothing of its encoders."""
+
+    def _encode(self, texts, max_sequence_length):
+        raise NotImplementedError
+
+
+def _released_folder(published: Published, folder: Path) -> dict[str, str]:
+    """The released index and configurations beside empty files of weights. Returns the class of each component."""
+    index = index_of(published.hub_id)
+    (folder / "model_index.json").write_text(json.dumps(index))
+    entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None}
+    for name, (library, class_name) in entries.items():
+        (folder / name).mkdir()
+        released: Any = getattr(LIBRARIES[library], class_name)
+        config: dict[str, Any] = {}
+        if library != "transformers":  # whose classes take a configuration, not its values
+            defaults = inspect.signature(released.__init__).parameters.items()
+            config = {key: each.default for key, each in defaults if isinstance(each.default, PLAIN)}
+        prefix = f"{CONFIG_KINDS[name]}_" if name in CONFIG_KINDS else ""
+        (folder / name / f"{prefix}config.json").write_text(json.dumps(config | dict(published.configs.get(name, {}))))
+        (folder / name / "model.safetensors").touch()
+    return {name: class_name for name, (_, class_name) in entries.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "published"),
+    [
+        pytest.param(family, published, id=f"{family.name}-{published.hub_id}")
+        for family in families().values()
+        for published in family.published
+    ],
+)
+def test_the_released_folder_is_opened(family: Family, published: Published, tmp_path: Path) -> None:
+    """Every component by the class that the release names, up to its weights."""
+    released = _released_folder(published, tmp_path)
+    loaded = {}
+    base: Any = family.bundle  # Any: a class of many
+
+    class Opened(base):
+        def load(self, name, component, dtype, device, *, trains=False):
+            loaded[name] = self.folder.class_of(name)
+            return Empty(self.folder.config(name))
+
+        def load_processor(self, name):
+            loaded[name] = self.folder.class_of(name)
+
+        def make_text(self, encoders, processors):
+            return NoTexts({}, {})
+
+    Opened(str(tmp_path), **family.options)
+    # Guidance and the walk over the schedule are ours; nothing else of a release is left out.
+    assert loaded == {name: each for name, each in released.items() if name not in CONFIG_KINDS}
 
 
 @pytest.mark.parametrize(("family", "published"), _published())

@@ -119,8 +119,8 @@ def call(request: Request) -> dict[str, Any]:
 CLIP_TOKENS = 5
 
 
-def clip() -> dict[str, Any]:
-    """Features [5, 8] of an image of any size."""
+def clip(model_class: Any) -> dict[str, Any]:
+    """Features [5, 8] of an image of any size, by the class that a release names."""
     config = transformers.CLIPVisionConfig(
         hidden_size=8,
         intermediate_size=16,
@@ -131,7 +131,7 @@ def clip() -> dict[str, Any]:
         projection_dim=8,
     )
     return {
-        "image_encoder": transformers.CLIPVisionModel(config),
+        "image_encoder": model_class(config),
         "image_processor": transformers.CLIPImageProcessor(crop_size=32, size=32),
     }
 
@@ -145,7 +145,7 @@ def tiny_i2v(**changes: Any) -> Any:
 
 def tiny_i2v_clip(**changes: Any) -> Any:
     transformer = tiny_transformer(in_channels=12, image_dim=8, added_kv_proj_dim=24, **changes)
-    return tiny_i2v(transformer=transformer, **clip())
+    return tiny_i2v(transformer=transformer, **clip(transformers.CLIPVisionModelWithProjection))
 
 
 def tiny_i2v_two_experts() -> Any:
@@ -236,7 +236,7 @@ def tiny_animate() -> Any:
         inject_face_latents_blocks=1,
     )
     pipeline_class: Any = diffusers.WanAnimatePipeline
-    return pipeline_class(transformer=transformer, **shared_parts(), **clip())
+    return pipeline_class(transformer=transformer, **shared_parts(), **clip(transformers.CLIPVisionModel))
 
 
 def clips(num_samples: int, height: int, width: int, seed: int) -> Videos:

@@ -55,9 +55,9 @@ def text_encoder(model_class: type[Any], *aliases: str, is_optional: bool = Fals
     return Component(Role.TEXT, model_class, is_optional, aliases)
 
 
-def frozen(model_class: type[Any], *, is_optional: bool = False) -> Component:
+def frozen(model_class: type[Any], *aliases: str, is_optional: bool = False) -> Component:
     """A model that is used and never trains, such as an image encoder."""
-    return Component(Role.FROZEN, model_class, is_optional)
+    return Component(Role.FROZEN, model_class, is_optional, aliases)
 
 
 def processor(*, is_optional: bool = False) -> Component:

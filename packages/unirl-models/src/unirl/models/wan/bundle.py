@@ -110,7 +110,8 @@ class WanImageBundle(WanBundle):
     pipeline_classes = ("WanImageToVideoPipeline", "WanPipeline")
     components = {
         **WanBundle.components,
-        "image_encoder": frozen(CLIPVisionModel, is_optional=True),
+        # Wan 2.1's releases name the class with a projection, whose features before it are read.
+        "image_encoder": frozen(CLIPVisionModel, "CLIPVisionModelWithProjection", is_optional=True),
         "image_processor": processor(is_optional=True),
     }
     reads_media = True
