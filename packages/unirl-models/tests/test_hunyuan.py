@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import HunyuanImagePipeline, extract_glyph_text
-from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import DEFAULT_PROMPT_TEMPLATE
+from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import extract_glyph_text
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
-from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
-    HunyuanVideo15Pipeline,
-    extract_glyph_texts,
-)
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
 from unirl.models.diffusers_pipeline.references import as_pil, covered
 from unirl.models.hunyuan_image import text as image_text
 from unirl.models.hunyuan_image.bundle import HunyuanImageBundle
 from unirl.models.hunyuan_image.pipeline import HunyuanImagePipeline as OurImagePipeline
-from unirl.models.hunyuan_video import image_text as video_image_text
 from unirl.models.hunyuan_video.bundle import HunyuanVideoImageBundle
 from unirl.models.hunyuan_video15 import text as video15_text
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
@@ -54,18 +49,6 @@ def test_the_words_to_draw_are_the_stock_pipelines(prompt: str) -> None:
     for ours, theirs in ((video15_text.quoted, extract_glyph_texts), (image_text.quoted, extract_glyph_text)):
         words = ours(prompt)
         assert "".join(f'Text "{word}". ' for word in words) == (theirs(prompt) or "")
-
-
-def test_the_templates_are_the_stock_pipelines() -> None:
-    video: Any = HunyuanVideo15Pipeline
-    defaults = video._get_mllm_prompt_embeds.__defaults__
-    assert video15_text.SYSTEM_PROMPT in defaults and video15_text.TEMPLATE_TOKENS in defaults
-    image: Any = HunyuanImagePipeline
-    defaults = image._get_qwen_prompt_embeds.__defaults__
-    assert image_text.TEMPLATE in defaults and image_text.TEMPLATE_TOKENS in defaults
-    i2v = DEFAULT_PROMPT_TEMPLATE
-    assert video_image_text.TEMPLATE == i2v["template"] and video_image_text.TEMPLATE_TOKENS == i2v["crop_start"]
-    assert video_image_text.IMAGE_TOKENS == i2v["image_emb_len"]
 
 
 def test_texts_and_words_equal_the_stock_encoders(folders: dict[str, Path]) -> None:

@@ -19,22 +19,13 @@ from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ContractError, DataError
 
 with from_extra("diffusers"):
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import DEFAULT_PROMPT_TEMPLATE
     from transformers import CLIPImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-TEMPLATE = (
-    "<|start_header_id|>system<|end_header_id|>\n\n<image>\nDescribe the video by detailing the following aspects "
-    "according to the reference image: "
-    "1. The main content and theme of the video."
-    "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects."
-    "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects."
-    "4. background environment, light, style and atmosphere."
-    "5. camera angles, movements, and transitions used in the video:<|eot_id|>\n\n"
-    "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n"
-)
-TEMPLATE_TOKENS = 103
-"""Tokens of the template before the prompt, the image as one of them. A fixed number, as in the published pipeline."""
-IMAGE_TOKENS = 576
+TEMPLATE = str(DEFAULT_PROMPT_TEMPLATE["template"])
+TEMPLATE_TOKENS = int(DEFAULT_PROMPT_TEMPLATE["crop_start"])
+"""Tokens of the template before the prompt, the image as one of them. A fixed number."""
+IMAGE_TOKENS = int(DEFAULT_PROMPT_TEMPLATE["image_emb_len"])
 """Tokens that the image stands for."""
 END_OF_HEADER = "<|end_header_id|>"
 NUM_HEADERS = 3

@@ -11,19 +11,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unirl.models.diffusers_pipeline.text import TextEncoders, language_states
+from unirl.models.extras import from_extra
 from unirl.types.conditions import TextEmbedCondition
 
-TEMPLATE = (
-    "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
-    "1. The main content and theme of the video."
-    "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects."
-    "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects."
-    "4. background environment, light, style and atmosphere."
-    "5. camera angles, movements, and transitions used in the video:<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
-)
-TEMPLATE_TOKENS = 95
-"""Tokens of the template before the prompt, which are cut off. A fixed number, as in the published pipeline."""
+with from_extra("diffusers"):
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+
+TEMPLATE = str(DEFAULT_PROMPT_TEMPLATE["template"])
+TEMPLATE_TOKENS = int(DEFAULT_PROMPT_TEMPLATE["crop_start"])
+"""Tokens of the template before the prompt, which are cut off. A fixed number."""
 HIDDEN_STATE = -3
 """The transformer was trained on the states two layers below the last."""
 CLIP_TOKENS = 77
