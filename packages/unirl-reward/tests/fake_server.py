@@ -1,6 +1,7 @@
 """A reward server of one thread on a free port: real HTTP and real scoring, and faults on demand."""
 
 import asyncio
+import base64
 import threading
 
 from aiohttp import web
@@ -24,9 +25,11 @@ class FakeServer:
     A fault is a response, "cut" (the connection closes without an answer) or "hang" (until the server stops).
     """
 
-    def __init__(self, scorers, *, token=None, faults=(), port=0, ready=None):
+    def __init__(self, scorers, *, token=None, password=None, faults=(), port=0, ready=None):
         self.scorers = scorers
         self.token = token
+        self.password = password
+        """Of the user "me"."""
         self.faults = list(faults)
         self.ready = list(ready or [])
         self.asked: list[list[str]] = []
@@ -75,6 +78,8 @@ class FakeServer:
     async def _guard(self, request, handler):
         if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
             return web.json_response({"detail": "send the server's token"}, status=401)
+        if self.password is not None and request.headers.get("Authorization") != _basic("me", self.password):
+            return web.json_response({"detail": "who are you?"}, status=401)
         return await handler(request)
 
     async def _ready(self, request):
@@ -111,6 +116,10 @@ class FakeServer:
                 else:
                     answer.results[name] = found
         return web.Response(body=encode_answer(answers), content_type="application/json")
+
+
+def _basic(user, password):
+    return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
 
 
 def problem(status, detail, **headers):

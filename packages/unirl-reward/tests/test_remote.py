@@ -303,6 +303,31 @@ def test_the_token_is_sent_and_a_wrong_one_is_one_message_at_the_start(pictures,
             RewardService([late], on_failure="drop_group").score(pictures())
 
 
+def test_a_password_of_the_address_is_sent_and_shown_nowhere(pictures, caplog):
+    request = pictures()
+    with FakeServer(local(), password="pass/word") as server:
+        address = server.url.replace("://", "://me:pass%2Fword@")
+        with RewardClient(address, max_retries=1, retry_delay_s=0.0) as client:
+            assert client.score(request, ["jpeg"])["jpeg"].successes == [True] * 6
+            assert client.urls == [server.url] and list(client.rewards()) == list(client.health()) == [server.url]
+            server.faults += [problem(500, "a bug"), problem(500, "a bug")]
+            (why,) = {str(text) for text in client.score(request, ["jpeg"])["jpeg"].errors}
+        wrong = server.url.replace("://", "://me:pass%2Fwordy@")
+        said = [why, caplog.text]
+        for url, more in (
+            (wrong, {}),
+            (server.url.replace("://", "://me:pass/word@"), {}),
+            (address, {"token": "a"}),
+            ([address, wrong], {}),
+            ("ftp://me:pass/word@host", {}),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                RemoteRewardBackend(url, ["jpeg"], **QUICK, **more)
+            said.append(str(caught.value))
+    assert server.url in why and "refuses the token: 401" in said[2] and "%2F %23" in said[3]
+    assert caplog.records and not [text for text in said if "word" in text.replace("password", "")]
+
+
 def test_a_wrong_roster_names_what_there_is(pictures):
     with FakeServer(local()) as server:
         with pytest.raises(

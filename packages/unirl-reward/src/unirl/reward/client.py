@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 
-from unirl.reward.endpoints import Endpoints, RetryPolicy, Unanswered
+from unirl.reward.endpoints import Endpoint, Endpoints, RetryPolicy, Unanswered
 from unirl.reward.wire import (
     BINARY_TYPE,
     JSON_TYPE,
@@ -26,6 +26,7 @@ from unirl.reward.wire import (
 from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError, DataError, RewardError
 from unirl.types.reward import RewardRequest, RewardResponse
+from unirl.types.urls import without_credentials
 
 Transport = Literal["binary", "json"]
 ResultT = TypeVar("ResultT")
@@ -37,7 +38,8 @@ _CLOSE_TIMEOUT_S = 5.0
 class RewardClient:
     """Asks one or several reward servers that answer alike.
 
-    base_url: "http://host:8080", or a list of such; each request goes to the least busy server.
+    base_url: "http://host:8080", or a list of such; each request goes to the least busy server. A user and a password
+    ("http://user:password@host") are sent and never shown: `urls` has none.
     token, token_file: what the servers want as bearer; the first line of the file.
     transport: `binary` sends pixels as they are, `json` as base64 PNG, which needs pixels that are bytes.
     pixels: `lossless` sends float32 where bytes would round, `uint8` rounds as a PNG would.
@@ -70,17 +72,17 @@ class RewardClient:
             )
         if token is not None and token_file is not None:
             raise ConfigError("token and token_file are both given; the file keeps the token out of recipes and logs")
-        self.urls = _checked_urls(base_url)
         self.batch_size = batch_size
         self.max_concurrency = max_concurrency
         self._transport: Transport = transport
         self._pixels: Pixels = pixels
         self._endpoints = Endpoints(
-            self.urls,
+            _checked_urls(base_url),
             RetryPolicy(timeout_s, max_retries, retry_delay_s, deadline_s),
             token=_read_token(token_file) if token_file is not None else token,
             trust_env=trust_env,
         )
+        self.urls = [endpoint.url for endpoint in self._endpoints.endpoints]
         self._room = asyncio.Semaphore(max_concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="reward-client", daemon=True)
@@ -166,9 +168,10 @@ class RewardClient:
 
     async def _rewards(self) -> dict[str, list[str]]:
         found = {}
-        for url in self.urls:
+        for endpoint in self._endpoints.endpoints:
+            url = endpoint.url
             try:
-                status, content = await self._endpoints.get(url, "/rewards")
+                status, content = await self._endpoints.get(endpoint, "/rewards")
             except Unanswered as error:
                 raise RewardError(f"{url}/rewards: {error}") from error
             names = content.get("rewards")
@@ -179,36 +182,37 @@ class RewardClient:
 
     async def _health(self) -> dict[str, dict[str, Any]]:  # Any: JSON values
         found: dict[str, dict[str, Any]] = {}  # Any: JSON values
-        for url in self.urls:
+        for endpoint in self._endpoints.endpoints:
             try:
-                _, found[url] = await self._endpoints.get(url, "/health")
+                _, found[endpoint.url] = await self._endpoints.get(endpoint, "/health")
             except Unanswered as error:
-                found[url] = {"status": f"unreachable: {error}"}
+                found[endpoint.url] = {"status": f"unreachable: {error}"}
         return found
 
     async def _wait_until_ready(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        waiting = {url: "" for url in self.urls}
+        waiting = {endpoint.url: (endpoint, "") for endpoint in self._endpoints.endpoints}
         while True:
-            for url in list(waiting):
-                waiting[url] = await self._why_not_ready(url)
-                if not waiting[url]:
+            for url, (endpoint, _) in list(waiting.items()):
+                reason = await self._why_not_ready(endpoint)
+                waiting[url] = (endpoint, reason)
+                if not reason:
                     del waiting[url]
             if not waiting:
                 return
             if loop.time() >= deadline:
-                listed = "; ".join(f"{url}: {reason}" for url, reason in waiting.items())
+                listed = "; ".join(f"{url}: {reason}" for url, (_, reason) in waiting.items())
                 raise ConfigError(
                     f"{len(waiting)} of {len(self.urls)} reward servers are not ready after {timeout_s:g} s: {listed}. "
                     "Start them with `reward-server`, correct base_url, or raise start_timeout_s."
                 )
             await asyncio.sleep(min(0.5, max(0.0, deadline - loop.time())))
 
-    async def _why_not_ready(self, url: str) -> str:
+    async def _why_not_ready(self, endpoint: Endpoint) -> str:
         """Empty where the server is ready. One that has no /ready is, once it answers."""
         try:
-            status, content = await self._endpoints.get(url, "/ready")
+            status, content = await self._endpoints.get(endpoint, "/ready")
         except Unanswered as error:
             return str(error)
         return str(content.get("detail", content)) if status == 503 else ""
@@ -226,8 +230,9 @@ def _unanswered(sample_ids: list[str], reason: str) -> RewardResponse:
 def _checked_urls(base_url: str | Sequence[str]) -> list[str]:
     urls = [url.rstrip("/") for url in ([base_url] if isinstance(base_url, str) else base_url)]
     wrong = [url for url in urls if not url.startswith(("http://", "https://"))]
-    if not urls or wrong or len(set(urls)) != len(urls):
-        raise ConfigError(f"base_url = {base_url!r} must be one or several different URLs such as http://host:8080")
+    if not urls or wrong or len({without_credentials(url) for url in urls}) != len(urls):
+        shown = without_credentials(repr(base_url))
+        raise ConfigError(f"base_url = {shown} must be one or several different URLs such as http://host:8080")
     return urls
 
 

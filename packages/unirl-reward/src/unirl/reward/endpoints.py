@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import email.utils
 import io
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, bounded
 from unirl.types.errors import ConfigError, ContractError
+from unirl.types.urls import split_credentials
 
 try:
     import aiohttp
@@ -58,6 +60,9 @@ class Endpoint:
     """One server."""
 
     url: str
+    """Without user and password: messages name it."""
+    headers: dict[str, str]
+    """What it wants to know who asks by."""
     num_in_work: int = 0
     wakes_at: float = 0.0
     """Time of the loop before which others are preferred, because it failed or asked for a pause."""
@@ -78,25 +83,28 @@ class Endpoints:
     """Sends requests to the least busy server, and elsewhere or again what failed. Lives in one event loop.
 
     Connections are kept alive; redirects are not followed, since they would carry the token elsewhere.
+    urls: with user and password where a server wants them. Raises ConfigError for these beside a token.
     """
 
     def __init__(self, urls: Sequence[str], retry_policy: RetryPolicy, *, token: str | None, trust_env: bool) -> None:
-        self.endpoints = [Endpoint(url) for url in urls]
+        self.endpoints = [_endpoint(url, token) for url in urls]
         self._retry_policy = retry_policy
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._trust_env = trust_env
         self._session: aiohttp.ClientSession | None = None
         # Its own generator: pauses must not move the seeded one of a run.
         self._random = random.Random()
 
-    async def get(self, url: str, path: str) -> tuple[int, dict[str, Any]]:  # Any: JSON values
+    async def get(self, endpoint: Endpoint, path: str) -> tuple[int, dict[str, Any]]:  # Any: JSON values
         """Status and JSON object of a GET at one server, tried once.
 
         Raises ConfigError for a wrong token, ContractError for an answer that is no JSON object, Unanswered otherwise.
         """
         timeout_s = min(self._retry_policy.timeout_s, _CONNECT_TIMEOUT_S)
+        url = endpoint.url
         try:
-            async with self._opened().get(url + path, timeout=_timeout(timeout_s), allow_redirects=False) as response:
+            async with self._opened().get(
+                url + path, headers=endpoint.headers, timeout=_timeout(timeout_s), allow_redirects=False
+            ) as response:
                 text = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise Unanswered(_described(error, timeout_s)) from error
@@ -155,7 +163,7 @@ class Endpoints:
             async with self._opened().post(
                 endpoint.url + path,
                 data=io.BytesIO(body),
-                headers={"Content-Type": content_type},
+                headers={"Content-Type": content_type, **endpoint.headers},
                 timeout=_timeout(timeout_s),
                 allow_redirects=False,
             ) as response:
@@ -179,7 +187,6 @@ class Endpoints:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
-                headers=self._headers,
                 trust_env=self._trust_env,
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
@@ -197,6 +204,15 @@ class Endpoints:
             return failure.pause_s
         longest = min(MAX_DELAY_S, self._retry_policy.retry_delay_s * 2.0 ** min(num_failures, 16))
         return self._random.uniform(0.0, longest)
+
+
+def _endpoint(url: str, token: str | None) -> Endpoint:
+    shown, credentials = split_credentials(url)
+    if credentials is None:
+        return Endpoint(shown, {} if token is None else {"Authorization": f"Bearer {token}"})
+    if token is not None:
+        raise ConfigError(f"base_url of {shown} has a user and a password, and there is a token; a request carries one")
+    return Endpoint(shown, {"Authorization": f"Basic {base64.b64encode(':'.join(credentials).encode()).decode()}"})
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:

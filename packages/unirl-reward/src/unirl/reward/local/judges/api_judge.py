@@ -18,6 +18,7 @@ from unirl.reward.local.judges.answers import surface_forms, written_probability
 from unirl.reward.local.judges.judge import JudgeError, Question, Reply, Step
 from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
+from unirl.types.urls import without_credentials
 
 LogProbs = Literal["auto", "required", "never"]
 _Answer = TypeVar("_Answer")
@@ -58,7 +59,9 @@ class APIJudge:
         if logprobs not in get_args(LogProbs):
             raise ConfigError(f"judge {model}: logprobs = {logprobs!r} must be one of {get_args(LogProbs)}")
         if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"judge {model}: base_url = {base_url!r} must start with http:// or https://")
+            raise ConfigError(
+                f"judge {model}: base_url = {without_credentials(base_url)!r} must start with http:// or https://"
+            )
         try:
             import openai
         except ModuleNotFoundError as error:
@@ -72,7 +75,7 @@ class APIJudge:
             timeout=timeout_s,
             max_retries=max_retries,
         )
-        self.base_url = base_url
+        self.base_url = without_credentials(base_url)  # the one that messages name
         self.model = model
         self.top_logprobs = top_logprobs
         self.concurrency = concurrency
