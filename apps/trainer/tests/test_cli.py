@@ -78,7 +78,7 @@ def fake_run(monkeypatch):
     """Stands for training: records what it was given."""
     calls = []
 
-    def run_recipe(recipe, run_dir, trackers, stop):
+    def run_recipe(recipe, run_dir, trackers, stop, *, published):
         calls.append((recipe, run_dir, trackers, stop))
         return {**SUMMARY, "run_dir": str(run_dir)}
 
@@ -192,7 +192,7 @@ def test_run_by_its_module_name(here, fake_run):
 def test_a_failure_on_purpose_is_one_message_and_trackers_are_closed(here, monkeypatch, capsys):
     given = []
 
-    def fails(recipe, run_dir, trackers, stop):
+    def fails(recipe, run_dir, trackers, stop, *, published):
         given.extend(trackers)
         trackers[1].start(recipe, run_dir, 0)
         raise TrainingError("stopped after rollout 3")
@@ -208,7 +208,7 @@ def test_a_full_disk_is_said_before_the_librarys_error(here, monkeypatch, capsys
     if not Path("/dev/full").exists():
         pytest.skip("no device that is always full")
 
-    def logs(recipe, run_dir, trackers, stop):
+    def logs(recipe, run_dir, trackers, stop, *, published):
         trackers[-1].start(recipe, run_dir, 0)
         trackers[-1].log({"x": 1.0}, 1)
 
@@ -376,7 +376,7 @@ def test_eval_scores_the_recipe_or_a_run(here, monkeypatch, capsys, fake_run):
 def test_export_writes_a_runs_weights(here, monkeypatch, capsys, fake_run):
     calls = []
 
-    def export_recipe(recipe, run_dir, folder, *, merged, policy, checkpoint):
+    def export_recipe(recipe, run_dir, folder, *, merged, policy, checkpoint, published):
         calls.append((str(run_dir), str(folder), merged, policy, checkpoint))
         return folder
 

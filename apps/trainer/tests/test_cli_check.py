@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from omegaconf import OmegaConf
 
 import unirl.config
 from unirl.algorithms.transition_rules import rollout_log_probs_are_replayed_ones
@@ -20,7 +21,7 @@ from unirl.config.catalog import available, packaged_name
 from unirl.config.check import TOP_LEVEL, build_values, check_recipe, run_findings
 from unirl.config.instantiation import import_target
 from unirl.config.placement import groups_that_overlap_take_turns
-from unirl.config.recipes import compose, render, resolve
+from unirl.config.recipes import compose, published, render, resolve
 from unirl.config.runs import policy_sections, run_of
 from unirl.config.schema import SEVERAL, PolicySections, built, components, plain_sections
 from unirl.config.signatures import read_module, read_target
@@ -765,6 +766,33 @@ def test_environment_variables_enter_through_the_recipe_only(monkeypatch):
     monkeypatch.setenv("DATA_PATH", "prompts.txt")
     recipe = resolve(compose("diffusion/sd3_nft"))
     assert recipe["bundle"]["pretrained_model"] == "owner/model" and recipe["data"]["path"] == "prompts.txt"
+
+
+def test_a_published_recipe_shows_what_the_environment_gave_as_it_is_written(monkeypatch):
+    register_resolvers()
+    monkeypatch.setenv("SECRET", "hunter2")
+    monkeypatch.setenv("SEVERAL", "{key: hunter2, keys: [hunter2]}")
+    config = OmegaConf.create(
+        {
+            "seed": 3,
+            "key": "${oc.env:SECRET}",
+            "also": {"seed": "${..seed}", "url": "http://${key}:${seed}@host/${seed}", "of": ["${key}", 1]},
+            "reference": "${also}",
+            "whole": "${oc.decode:${oc.env:SEVERAL}}",
+            "file": "${shapes:checkpoint}",
+            "none": "${oc.env:NOT_SET,null}",
+        }
+    )
+    also = {"seed": 3, "url": "http://host/3", "of": ["${oc.env:SECRET}", 1]}
+    assert published(config) == {
+        "seed": 3,
+        "key": "${oc.env:SECRET}",
+        "also": also,
+        "reference": also,
+        "whole": {"key": (whole := "${oc.decode:${oc.env:SEVERAL}}"), "keys": [whole]},
+        "file": "${shapes:checkpoint}",
+        "none": "${oc.env:NOT_SET,null}",
+    }
 
 
 MODEL_VARIABLES = {"default": "PRETRAINED_MODEL", "painter": "PRETRAINED_MODEL"} | {

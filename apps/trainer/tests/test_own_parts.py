@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import unirl.worlds.shapes
 from unirl.app.main import USER_ERROR, main
 from unirl.config.signatures import read_module, read_target
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
@@ -94,6 +95,63 @@ def test_a_scorer_class_of_ones_own_scores_beside_the_packaged_one(folder, capsy
     assert main([recipe, *SMALL, "algorithm.num_timesteps=1", "run_dir=run"]) == 0, capsys.readouterr().err
     assert "reward: shapes + contrast" in capsys.readouterr().err
     assert all(f'"reward/{name}' in Path("run/metrics.jsonl").read_text() for name in ("shapes", "contrast"))
+
+
+WITH_A_KEY = """
+import json
+from my_package.scorers import Contrast
+
+class WithKey(Contrast):
+    def __init__(self, *, key, **options):
+        super().__init__(**options)
+        assert "hunter2" in key
+"""
+KEEPS_ITS_CONFIG = """
+import json
+from my_package.training import RewardFile
+
+class ConfigFile(RewardFile):
+    def start(self, config, run_dir, step):
+        super().start(config, run_dir, step)
+        (run_dir / "config.json").write_text(json.dumps(config))
+"""
+
+
+def test_a_secret_of_the_environment_is_in_no_file_of_a_run_or_of_its_export(folder, capsys, monkeypatch):
+    (folder / "my_package" / "keys.py").write_text(WITH_A_KEY)
+    (folder / "my_package" / "trackers.py").write_text(KEEPS_ITS_CONFIG)
+    (folder / "prompts.txt").write_text("a red circle\na blue square\na green square\n")
+    recipe = written(
+        folder,
+        ("unirl-reward", "Contrast"),
+        defaults=["/diffusion/sd3_shapes", "_self_"],
+        reward={
+            "scorers": {
+                "shapes": None,
+                "contrast": {"_target_": "my_package.keys.WithKey", "key": "${oc.env:SECRET_KEY}", "scale": 2.0},
+            }
+        },
+        trackers={"own": {"_target_": "my_package.trackers.ConfigFile", "file_name": "rewards.txt"}},
+        data={"path": str(folder / "prompts.txt")},
+        save={"best_metric": "reward"},
+    )
+    monkeypatch.setenv("SECRET_KEY", "hunter2-one")
+    run = [recipe, *SMALL, "algorithm.num_timesteps=1", "run_dir=run"]
+    assert main(run) == 0, capsys.readouterr().err
+    assert main(["export", "run", "--to", "exported", "--merged"]) == 0, capsys.readouterr().err
+    monkeypatch.setenv("SECRET_KEY", "hunter2-two")
+    assert main([*run, "resume=auto", "num_rollouts=2"]) == USER_ERROR
+    said = capsys.readouterr()
+    assert '"${oc.env:SECRET_KEY}" -> "${oc.env:SECRET_KEY}, with another value"' in said.err
+    files = [path for name in ("run", "exported") for path in Path(name).rglob("*") if path.is_file()]
+    assert {"driver_state.json", "config.json", "config.yaml", "README.md"} <= {path.name for path in files}
+    assert any(path.name.startswith("events") for path in files)
+    assert not [path for path in files if b"hunter2" in path.read_bytes()] and "hunter2" not in said.out + said.err
+    card = Path("exported/README.md").read_text()
+    assert "${oc.env:SECRET_KEY}" in card and "${shapes:checkpoint}" in card
+    assert (
+        str(folder) not in card and "prompts.txt" in card and str(Path(unirl.worlds.shapes.__file__).parent) not in card
+    )
 
 
 def test_a_run_on_latents_alone_decodes_nothing(folder, capsys, monkeypatch):

@@ -194,7 +194,7 @@ def test_a_second_command_leaves_the_first_ones_files_alone(resume, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     statuses = []
 
-    def run_recipe(recipe, run_dir, trackers, stop):
+    def run_recipe(recipe, run_dir, trackers, stop, *, published):
         (run_dir / "checkpoints" / "step-000001").mkdir(parents=True)
         before = (run_dir / CONFIG_FILE).read_text()
         statuses.append(main(["run_dir=run", "seed=2", *resume]))
@@ -214,7 +214,7 @@ def test_a_run_that_is_being_written_can_be_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wiring, "evaluate_recipe", lambda *_, **__: (_ for _ in ()).throw(ConfigError("was read")))
     monkeypatch.setattr(wiring, "export_recipe", lambda *_, **__: tmp_path)
 
-    def run_recipe(recipe, run_dir, trackers, stop):
+    def run_recipe(recipe, run_dir, trackers, stop, *, published):
         (run_dir / "checkpoints" / "step-000001").mkdir(parents=True)
         assert main(["export", "run", "--to", "out", "--merged"]) == 0
         main(["eval", "run"])

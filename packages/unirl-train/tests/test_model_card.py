@@ -34,7 +34,7 @@ STATE = {
 
 
 def card(folder, recipe=RECIPE, state=STATE, *, merged=False, copy="default"):
-    write_model_card(folder, recipe, state, folder, merged=merged, copy=copy)
+    write_model_card(folder, recipe, state, folder, published=recipe, merged=merged, copy=copy)
     return (folder / "README.md").read_text()
 
 

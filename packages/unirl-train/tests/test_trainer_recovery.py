@@ -2,7 +2,14 @@
 
 import pytest
 
-from unirl.trainer.resuming import MAX_SHOWN, changed_settings, check_same_algorithm, described, refuse_changes
+from unirl.trainer.resuming import (
+    MAX_SHOWN,
+    changed_settings,
+    check_same_algorithm,
+    described,
+    digests_of,
+    refuse_changes,
+)
 from unirl.types.errors import CheckpointError
 
 
@@ -56,3 +63,22 @@ def test_what_is_sampled_and_how_it_is_judged_may_not_change_silently(section, v
 def test_of_many_changes_the_first_are_shown():
     lines = described({f"sampling.x{i}": [i, None] for i in range(MAX_SHOWN + 3)})
     assert lines[0] == "sampling.x0: 0 -> null" and lines[-1] == "and 3 more" and len(lines) == MAX_SHOWN + 1
+
+
+def with_key(value):
+    """A recipe whose reward has a key, and as it is shown."""
+    shown = "${oc.env:KEY}"
+    return tuple({**SAVED, "reward": {"scorers": {"a": {"_target_": "x.A", "key": key}}}} for key in (value, shown))
+
+
+def test_a_value_that_is_not_shown_is_compared_by_its_digest():
+    saved, shown = with_key("secret")
+    digests = digests_of(saved, shown)
+    assert list(digests) == ["reward.scorers.a.key"] and "secret" not in str(digests)
+    same, other = digests_of(*with_key("secret")), digests_of(*with_key("another"))
+    assert changed_settings(shown, shown, digests, same) == {}
+    changes = changed_settings(shown, shown, digests, other)
+    assert described(changes) == ['reward.scorers.a.key: "${oc.env:KEY}" -> "${oc.env:KEY}, with another value"']
+    for written in ((saved, shown, None, digests), (shown, saved, digests, None)):  # in one of the recipes as it is
+        assert changed_settings(*written) == {}
+    assert list(changed_settings(with_key("another")[0], shown, None, digests)) == ["reward.scorers.a.key"]

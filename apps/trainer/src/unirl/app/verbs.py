@@ -22,7 +22,7 @@ from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
 from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings, unread_rules
 from unirl.config.instantiation import instantiate_at
-from unirl.config.recipes import render
+from unirl.config.recipes import published, render
 from unirl.config.runs import ComposedRun, named_copy, run_of
 from unirl.types.errors import ConfigError
 
@@ -91,6 +91,7 @@ def run(command: Command) -> None:
 def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> dict[str, Any]:
     """Run the recipe in its directory; returns its summary."""
     recipe = {**recipe, "resume": "auto" if is_resumed else None, "run_dir": str(run_dir)}
+    shown = {**published(config), "run_dir": None}  # a folder of this machine
     trackers = make_trackers(recipe)
     rendered = rendered_for_run(config)
     if is_resumed:
@@ -101,7 +102,7 @@ def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: b
 
     try:
         with stop_on_signals() as stop:
-            return run_recipe(recipe, run_dir, trackers, stop)
+            return run_recipe(recipe, run_dir, trackers, stop, published=shown)
     finally:
         for tracker in trackers:
             tracker.close()
@@ -139,7 +140,8 @@ def export(command: Command) -> None:
     """Write a run's newest checkpoint for use outside."""
     if "to" not in command.options:
         raise ConfigError("export needs --to FOLDER.")
-    recipe = checked(composed(command), asks_teachers=False)
+    config = composed(command)
+    recipe = checked(config, asks_teachers=False)
     run_dir = recipe.get("run_dir")
     if run_dir is None:
         raise ConfigError("export needs the run to take weights from: trainer export RUN_FOLDER --to FOLDER.")
@@ -160,6 +162,7 @@ def export(command: Command) -> None:
         merged=is_merged,
         policy=policy,
         checkpoint=_checkpoint(command),
+        published=published(config),
     )
     sys.stdout.write(f"wrote {folder}\n")
 

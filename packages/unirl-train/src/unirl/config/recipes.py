@@ -6,6 +6,7 @@ A recipe is a YAML file of the recipes package, composed from parts by a default
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, available, packaged_n
 from unirl.config.instantiation import TARGET
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
+from unirl.types.urls import without_credentials
 
 _HYDRA_VERSION = "1.3"
 
@@ -74,6 +76,48 @@ def resolve(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     if isinstance(reward, dict) and isinstance(reward.get("weights"), dict):  # numbers by the names of components
         reward["weights"] = {name: weight for name, weight in reward["weights"].items() if weight is not None}
     return recipe
+
+
+def published(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
+    """`resolve` as others may see it: what a resolver gave, such as `${oc.env:NAME}` or a packaged file's path, stands
+    there as the recipe has it, also where another value refers to it. Addresses lose their passwords.
+
+    A value that a resolver makes whole keeps its keys and import paths. Raises ConfigError as `resolve`.
+    """
+    raw = OmegaConf.to_container(config, resolve=False)
+    texts: list[str] = []
+    marked = OmegaConf.to_container(OmegaConf.create(_marked(raw, texts)), resolve=True)
+    return _published(resolve(config), marked, texts)
+
+
+_RESOLVER = re.compile(r"\$\{\s*[A-Za-z_][\w.]*\s*:")
+_MARK = re.compile("\ue000(\\d+)\ue001")
+"""Stands for the n-th value that has a resolver, while references to it are followed."""
+
+
+def _marked(node: Any, texts: list[str]) -> Any:  # Any: a recipe's values, not resolved
+    if isinstance(node, dict):
+        return {key: _marked(item, texts) for key, item in node.items()}
+    if isinstance(node, list):
+        return [_marked(item, texts) for item in node]
+    if not isinstance(node, str) or not _RESOLVER.search(node):
+        return node
+    texts.append(node)
+    return f"\ue000{len(texts) - 1}\ue001"
+
+
+def _published(value: Any, marked: Any, texts: Sequence[str]) -> Any:  # Any: a recipe's values
+    """value: resolved. marked: the same with marks, of which one may stand for a whole mapping or list."""
+    if isinstance(value, dict):
+        inner = marked if isinstance(marked, dict) else dict.fromkeys(value, marked)
+        return {key: item if key == TARGET else _published(item, inner[key], texts) for key, item in value.items()}
+    if isinstance(value, list):
+        each = marked if isinstance(marked, list) else [marked] * len(value)
+        return [_published(item, own, texts) for item, own in zip(value, each, strict=True)]
+    shown = value
+    if isinstance(marked, str) and _MARK.search(marked):
+        shown = _MARK.sub(lambda mark: texts[int(mark[1])], marked)
+    return without_credentials(shown) if isinstance(shown, str) else shown
 
 
 def _without_removed(node: Any, *, keeps_null: bool = False) -> Any:  # Any: a recipe's values

@@ -175,6 +175,7 @@ class Trainer:
 
     def _changes_since(self, state: Mapping[str, Any]) -> Changes:
         """Settings and rows of the data that differ from those of a checkpoint."""
-        changes = changed_settings(state["config"], self._record.config)
+        own = self._record
+        changes = changed_settings(state["config"], own.config, state.get("digests"), own.digests)
         before, now = state["data"].get("fingerprint"), self.collector.data_fingerprint
         return changes if before == now else {**changes, "data.fingerprint": [before, now]}

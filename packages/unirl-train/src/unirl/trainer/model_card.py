@@ -12,6 +12,7 @@ from unirl.config.runs import one_or_several, policy_sections
 from unirl.config.schema import DEFAULT_POLICY
 from unirl.train.backend.policies import CURRENT_POLICY
 from unirl.trainer.versions import versions
+from unirl.types.hub import is_hub_id
 
 CARD_FILE = "README.md"
 SUMMARY_FILE = "summary.json"
@@ -27,12 +28,14 @@ def write_model_card(
     state: Values,
     run_dir: Path,
     *,
+    published: Values,
     merged: bool,
     policy: str = DEFAULT_POLICY,
     copy: str = CURRENT_POLICY,
 ) -> None:
     """Write `README.md` into the folder of an export, in the form that model hubs read.
 
+    published: the recipe as others may see it, which the card ends with; of `recipe` it names the model and the files.
     policy: which of several was exported. copy: which copy of its weights.
     state: the driver's state of the exported checkpoint. run_dir: whose summary has the versions that trained; where
     the run has not ended there is none, and the card has those of this process and says so.
@@ -42,7 +45,7 @@ def write_model_card(
     prefix, sections = of_policies[policy]
     base = sections["bundle"].get("pretrained_model")
     front = [f"library_name: {library}"] if library else []
-    if base and not Path(str(base)).exists():  # a name of the hub, which a hub links to
+    if base and not Path(str(base)).exists() and is_hub_id(str(base)):  # which a hub links to
         front.append(f"base_model: {base}")
     front += ["tags:", "- unirl", "- reinforcement-learning", *([] if merged else ["- lora"])]
     sections = [
@@ -51,10 +54,10 @@ def write_model_card(
         f"{_kind(sections, merged=merged)} of `{_shown(base)}`, trained with reinforcement learning by UniRL. The base "
         "model's licence applies.",
         *([f"## Load\n\n```python\n{usage}\n```"] if usage else []),
-        f"## Training\n\n{_training(recipe, state, copy, one_or_several(sections, prefix, 'algorithm'))}",
+        f"## Training\n\n{_training(recipe, published, state, copy, one_or_several(sections, prefix, 'algorithm'))}",
         f"## Held-out figures\n\n{_figures(recipe, state)}",
         f"## Versions\n\n{_versions(run_dir)}",
-        f"## Recipe\n\n{_recipe(recipe)}",
+        f"## Recipe\n\n{_recipe(published)}",
     ]
     (folder / CARD_FILE).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
@@ -115,8 +118,10 @@ def _loading(folder: Path) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _training(recipe: Values, state: Values, copy: str, algorithms: Mapping[str, tuple[str, Values]]) -> str:
-    reward = recipe["reward"]
+def _training(
+    recipe: Values, published: Values, state: Values, copy: str, algorithms: Mapping[str, tuple[str, Values]]
+) -> str:
+    reward = published["reward"]
     weights = reward.get("weights") or {}
     scorers = [
         f"{name} ({node.get(TARGET)}), weight {json.dumps(weights.get(name, 1.0))}"
@@ -164,7 +169,7 @@ def _versions(run_dir: Path) -> str:
 
 
 def _recipe(recipe: Values) -> str:
-    kept = {name: value for name, value in recipe.items() if name not in _OF_ONE_MACHINE}
+    kept = {name: _without_folders(value) for name, value in recipe.items() if name not in _OF_ONE_MACHINE}
     text = json.dumps(kept, indent=2, default=str)
     how = "JSON is YAML: saved as `recipe.yaml`, it runs as `trainer recipe.yaml` where its paths exist."
     return f"{how}\n\n<details>\n<summary>{recipe['recipe']}</summary>\n\n```json\n{text}\n```\n\n</details>"
@@ -172,4 +177,14 @@ def _recipe(recipe: Values) -> str:
 
 def _shown(place: object) -> str:
     """A name of the hub as it is, a file or folder of this machine by its last part."""
-    return Path(str(place)).name if Path(str(place)).exists() else str(place)
+    path = Path(str(place)).expanduser()
+    return path.name if path.is_absolute() or path.exists() else str(place)
+
+
+def _without_folders(value: Any) -> Any:  # Any: a recipe's values
+    """The value with absolute paths by their last part: where they lie says nothing to others."""
+    if isinstance(value, Mapping):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    return _shown(value) if isinstance(value, str) and value.startswith(("/", "~/")) else value

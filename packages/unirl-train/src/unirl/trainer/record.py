@@ -14,7 +14,7 @@ from unirl.tracking.base import Tracker
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import BaseEvaluator
 from unirl.trainer.modality import Gallery, Modality
-from unirl.trainer.resuming import Changes
+from unirl.trainer.resuming import Changes, Digests
 from unirl.trainer.roles import CheckpointerRole
 from unirl.trainer.settings import TrainerSettings, is_due
 from unirl.trainer.versions import versions
@@ -24,7 +24,8 @@ from unirl.types.errors import ConfigError
 class RunRecord:
     """Evaluates, saves, logs. `done` is always the number of finished rollouts.
 
-    config: the resolved recipe, part of every checkpoint. scored_track: as the collector's.
+    config: the published recipe, which trackers get and every checkpoint has. digests: of its values that are not shown
+    (`unirl.trainer.resuming`). scored_track: as the collector's.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class RunRecord:
         trackers: Sequence[Tracker],
         run_dir: Path,
         config: Mapping[str, Any],
+        digests: Digests,
         clock: PhaseClock,
         scored_track: str | None = None,
     ) -> None:
@@ -48,6 +50,7 @@ class RunRecord:
         self._gallery = Gallery(run_dir, trackers, settings.best_metric)
         self._run_dir = run_dir
         self.config = dict(config)
+        self.digests = dict(digests)
         self._clock = clock
         self._scored_track = scored_track
         self._checkpointer = runtime.role("checkpointer", CheckpointerRole)
@@ -186,6 +189,7 @@ class RunRecord:
             "first_ratio_deviation": self._first_ratio_deviation,
             "resume_changes": self._resume_changes,
             "config": self.config,
+            "digests": self.digests,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, changes: Changes) -> None:

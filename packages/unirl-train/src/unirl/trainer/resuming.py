@@ -6,6 +6,7 @@ has changed, the run is refused, or with `resume_changes: allow` continues and r
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,10 +26,12 @@ MAX_SHOWN = 6
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 Changes = dict[str, list[Any]]  # Any: as above
 """Key of the recipe -> what it was and what it is now; None where it is absent."""
+Digests = Mapping[str, str]
+"""Key of the recipe -> digest of its value, where the value itself is not kept."""
 
 
 def check_same_algorithm(saved: Recipe, own: Recipe) -> None:
-    """Raise CheckpointError where a run would be continued by another algorithm; both are resolved recipes."""
+    """Raise CheckpointError where a run would be continued by another algorithm; both are resolved or published."""
     before, now = _algorithms(saved), _algorithms(own)
     for place in dict.fromkeys([*before, *now]):
         if before.get(place) != now.get(place):
@@ -52,11 +55,39 @@ def _algorithms(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def changed_settings(saved: Recipe, own: Recipe) -> Changes:
-    """The compared keys that differ between two resolved recipes."""
-    before, now = ({key: value for place in _compared(recipe) for key, value in place} for recipe in (saved, own))
-    keys = [key for key in dict.fromkeys([*before, *now]) if key not in _FREE and before.get(key) != now.get(key)]
-    return {key: [before.get(key), now.get(key)] for key in keys}
+def digests_of(recipe: Recipe, published: Recipe) -> dict[str, str]:
+    """Digests of the compared values that `published` (`unirl.config.recipes.published`) does not show."""
+    values, shown = _values(recipe), _values(published)
+    keys = [key for key in dict.fromkeys([*shown, *values]) if shown.get(key) != values.get(key)]
+    return {key: _digest(key, values.get(key)) for key in keys}
+
+
+def changed_settings(
+    saved: Recipe, own: Recipe, saved_digests: Digests | None = None, own_digests: Digests | None = None
+) -> Changes:
+    """The compared keys that differ between two published recipes, with their digests."""
+    before, now = _values(saved), _values(own)
+    changes: Changes = {}
+    for key in dict.fromkeys([*before, *now]):
+        pair = [before.get(key), now.get(key)]
+        digests = [(saved_digests or {}).get(key), (own_digests or {}).get(key)]
+        if any(digests):
+            first, second = (known or _digest(key, value) for known, value in zip(digests, pair, strict=True))
+            if first != second:
+                changes[key] = pair if pair[0] != pair[1] else [pair[0], f"{pair[1]}, with another value"]
+        elif pair[0] != pair[1]:
+            changes[key] = pair
+    return changes
+
+
+def _values(recipe: Recipe) -> dict[str, Any]:  # Any: as in Recipe
+    return {key: value for place in _compared(recipe) for key, value in place if key not in _FREE}
+
+
+def _digest(key: str, value: Any) -> str:  # Any: as in Recipe
+    """Slow on purpose: a password that is short cannot be found by trying many."""
+    text = json.dumps(value, sort_keys=True, default=str).encode()
+    return hashlib.scrypt(text, salt=key.encode(), n=2**14, r=8, p=1, dklen=16).hex()
 
 
 def _compared(recipe: Recipe) -> Iterator[Iterator[tuple[str, Any]]]:  # Any: as in Recipe
@@ -80,12 +111,14 @@ def refuse_changes(changes: Changes, own: Recipe) -> None:
         )
 
 
-def check_resume(recipe: Recipe, run_dir: Path) -> None:
+def check_resume(recipe: Recipe, run_dir: Path, published: Recipe | None = None) -> None:
     """Raise CheckpointError for a run that the newest checkpoint refuses to be continued by, before models load."""
     state = newest_driver_state(run_dir / "checkpoints")
     if state is not None:
-        check_same_algorithm(state["config"], recipe)
-        refuse_changes(changed_settings(state["config"], recipe), recipe)
+        shown = recipe if published is None else published
+        check_same_algorithm(state["config"], shown)
+        own_digests = digests_of(recipe, shown)
+        refuse_changes(changed_settings(state["config"], shown, state.get("digests"), own_digests), recipe)
 
 
 def described(changes: Changes) -> list[str]:

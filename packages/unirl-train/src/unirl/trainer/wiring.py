@@ -46,7 +46,7 @@ from unirl.trainer.policy import (
 )
 from unirl.trainer.record import RunRecord
 from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
-from unirl.trainer.resuming import check_resume
+from unirl.trainer.resuming import Digests, check_resume, digests_of
 from unirl.trainer.roles import CheckpointerRole, StackRole, SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import ConfigError
@@ -307,9 +307,11 @@ def make_trainer(
     trackers: Sequence[Tracker],
     stop: threading.Event,
     clock: PhaseClock | None = None,
+    published: Recipe | None = None,
 ) -> Trainer:
-    """The trainer of a recipe on a runtime."""
+    """The trainer of a recipe on a runtime. published: see `run_recipe`."""
     run = run_of(recipe)
+    shown = recipe if published is None else published
     file = run.file
     evaluator = make_evaluator(recipe)
     updates = [policy.stack.get("num_updates_per_batch", 1) for policy in run.policies.values()]
@@ -342,7 +344,8 @@ def make_trainer(
         guardrails=GuardrailConfig() if run.guardrails is None else instantiate(run.guardrails.node),
         trackers=trackers,
         run_dir=run_dir,
-        config=recipe,
+        config=shown,
+        digests=digests_of(recipe, shown),
         stop=stop,
         selection=SampleSelection() if run.selection is None else instantiate(run.selection.node),
         sync=runtime.role("sync", SyncRole) if _pushes(run) else None,
@@ -378,6 +381,7 @@ def assemble(
     run_dir: Path,
     config: Recipe,
     stop: threading.Event,
+    digests: Digests | None = None,
     selection: SampleSelection | None = None,
     sync: SyncRole | None = None,
     scored_track: str | None = None,
@@ -409,6 +413,7 @@ def assemble(
         trackers=trackers,
         run_dir=run_dir,
         config=config,
+        digests=digests or {},
         clock=clock,
         scored_track=scored_track,
     )
@@ -426,13 +431,22 @@ def _residency_plan(run: ComposedRun) -> dict[Resident, Stay]:
 
 
 def run_recipe(
-    recipe: Recipe, run_dir: Path, trackers: Sequence[Tracker], stop: threading.Event | None = None
+    recipe: Recipe,
+    run_dir: Path,
+    trackers: Sequence[Tracker],
+    stop: threading.Event | None = None,
+    *,
+    published: Recipe | None = None,
 ) -> dict[str, Any]:
-    """Run a resolved, checked recipe to the end; returns its summary."""
+    """Run a resolved, checked recipe to the end; returns its summary.
+
+    published: the recipe as trackers and checkpoints may show it (`unirl.config.recipes.published`); None shows it as
+    it is, which is for recipes that hold nothing of the environment.
+    """
     if recipe.get("resume") is not None:
-        check_resume(recipe, run_dir)
+        check_resume(recipe, run_dir, published)
     with make_runtime(recipe, run_dir) as runtime:
-        trainer = make_trainer(recipe, runtime, run_dir, trackers, stop or threading.Event())
+        trainer = make_trainer(recipe, runtime, run_dir, trackers, stop or threading.Event(), published=published)
         summary = trainer.run(recipe.get("resume"))
     return summary
 
@@ -465,11 +479,18 @@ def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) ->
 
 
 def export_recipe(
-    recipe: Recipe, run_dir: Path, folder: Path, *, merged: bool, policy: str = "default", checkpoint: str = "newest"
+    recipe: Recipe,
+    run_dir: Path,
+    folder: Path,
+    *,
+    merged: bool,
+    policy: str = "default",
+    checkpoint: str = "newest",
+    published: Recipe | None = None,
 ) -> Path:
     """Write a checkpoint of a run for use outside, with a model card: LoRA weights, or the model with them merged.
 
-    policy: see `unirl.config.runs.named_copy`.
+    policy: see `unirl.config.runs.named_copy`. published: the recipe as the card shows it, see `run_recipe`.
     """
     run = run_of(recipe)
     name, copy = named_copy(run, policy)
@@ -481,5 +502,6 @@ def export_recipe(
             exporter.export_merged(str(folder), copy)
         else:
             exporter.export_lora(str(folder), copy)
-    write_model_card(folder, recipe, state, run_dir, merged=merged, policy=name, copy=copy)
+    shown = recipe if published is None else published
+    write_model_card(folder, recipe, state, run_dir, published=shown, merged=merged, policy=name, copy=copy)
     return folder
