@@ -37,6 +37,20 @@ our export of trained weights. Every row's schedule equals the stock scheduler's
 adapter contract: replay equal to the rollout bit for bit at equal geometry and to 1e-6 at any other, mixed noise
 levels, no influence of neighbours, gradients in what trains and nowhere else.
 
+Two things differ from `pipe(prompt)` of a released folder:
+
+- Guidance. LTX-2 and HunyuanImage 2.1 are compared with classifier-free guidance alone, which is what we sample with.
+  By default `LTX2Pipeline` also has spatio-temporal guidance (`stg_scale` 1), guidance between the two modalities
+  (`modality_scale` 3), a rescale (0.7) and a scale of 7 for the sound, and `HunyuanImagePipeline` has adaptive
+  projected guidance after its first steps. Rewards of a base model are not those of its default call.
+- Solver. Rows are walked by Euler's method on the levels of the released scheduler. The released schedulers of Wan
+  (UniPC) and Sana (DPM-Solver++) are of second order: at equal steps they are nearer to the ODE's solution.
+  `sampling.post_solver` and `eval.post_solver` take `unipc` and `dpmpp_2m`; with them Wan 2.1 and Sana equal the stock
+  pipelines with their own schedulers to 2e-5. A stochastic step has no multistep solver, since its log-probability
+  follows from its own two ends: rollouts use one after the last stochastic step, or at every step with
+  `sampling.eta: 0` (DiffusionNFT, AWM, CRD and all others that sample by the ODE). CogVideoX 5B's DPM solver, which
+  adds noise, is not offered; its steps are DDIM's.
+
 """
 METHODS = {"flow_grpo": "Flow-GRPO", "mix_grpo": "MixGRPO", "nft": "DiffusionNFT", "drtune": "DRTune"}
 

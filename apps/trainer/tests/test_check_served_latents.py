@@ -40,6 +40,7 @@ def recipe(engine):
             "averages log-probs over the elements of a latent, but pipeline.strategy.reduction = sum",
         ),
         ({"sampling.trajectory_precision": "bf16"}, "sampling.trajectory_precision = bf16 is not served"),
+        ({"eval.post_solver": "unipc"}, "eval.post_solver = unipc is not served by {engine}. Set it to euler"),
         (
             {"bundle._target_": "unirl.models.sana.bundle.SanaBundle", "bundle.pretrained_model": "a/b"},
             "the recipe has SanaBundle. Set engine._target_: unirl.rollout.engine.replica.engine.ReplicaRolloutEngine",

@@ -241,6 +241,7 @@ MISTAKES = [
     ),
     ({"sampling.guidance_scale": 4.5}, "sampling.guidance_scale = 4.5 uses guidance, which needs sampling.negative"),
     ({"eval.guidance_scale": 4.5}, "eval.guidance_scale = 4.5 uses guidance"),
+    ({"eval.post_solver": "heun"}, "eval.post_solver = 'heun' must be one of"),
     ({"sampling.samples_per_prompt": 1}, "a group of one has no advantage"),
     ({"sampling.height": 30}, "sampling.height = 30 is not divisible by"),
     ({"algorithm.kl_coef": 0.1}, "algorithm.kl_coef = 0.1 needs a reference policy: set backend.keep_reference: true"),

@@ -103,7 +103,27 @@ MISTAKES = [
     (
         "flowgrpo",
         {"sampling.post_step_ratio": 0.4},
-        "sampling.post_step_ratio = 0.4 is for the steps behind the last stochastic one, but the last step is",
+        "sampling.post_step_ratio = 0.4 is for the steps after the last stochastic one, but the last step is",
+    ),
+    (
+        "flowgrpo",
+        {"sampling.post_solver": "unipc"},
+        "sampling.post_solver = unipc is for the steps after the last stochastic one, but the last step is stochastic",
+    ),
+    (
+        "mixgrpo_flash",
+        {"sampling.scheduler.max_step": None},
+        "but MixGRPOWindow makes the last step stochastic in some rollouts. End its choice earlier",
+    ),
+    (
+        "mixgrpo_flash",
+        {"sampling.scheduler": {"_target_": f"{WINDOWS}.RandomSubset", "num_steps": 6, "num_sde_steps": 2}},
+        "but RandomSubset makes the last step stochastic in some rollouts",
+    ),
+    (
+        "mixgrpo_flash",
+        {"sampling.scheduler": {"_target_": f"{WINDOWS}.FirstFraction", "num_steps": 6, "fraction": 1.0}},
+        "but FirstFraction makes the last step stochastic in some rollouts",
     ),
     (
         "mixgrpo_flash",

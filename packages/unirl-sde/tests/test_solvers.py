@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from unirl.sde.schedule import linear_sigmas
-from unirl.sde.solvers import DPMSolverPP2M, EulerSolver, Solver
+from unirl.sde.schedule import dpm_sigmas, linear_sigmas, unipc_sigmas
+from unirl.sde.solvers import DPMSolverPP2M, EulerSolver, Solver, UniPCSolver
 
 MEAN, STD = 0.7, 0.4
 
@@ -42,13 +42,16 @@ def order(solver: Solver, start: float, end: float) -> float:
     return math.log(error(solver, 40, start, end) / error(solver, 160, start, end), 4)
 
 
-def test_dpm_solver_converges_with_second_order():
-    assert 1.95 < order(DPMSolverPP2M(), 0.95, 0.3) < 2.05
+@pytest.mark.parametrize("solver", [DPMSolverPP2M(), UniPCSolver()])
+def test_multistep_solvers_converge_with_second_order(solver):
+    # UniPC's steps are of third order, but for the last, which nothing corrects.
+    assert 1.95 < order(solver, 0.95, 0.3) < 2.05
 
 
-def test_dpm_solver_keeps_most_of_its_order_over_the_whole_schedule():
+@pytest.mark.parametrize("solver", [DPMSolverPP2M(), UniPCSolver()])
+def test_multistep_solvers_keep_most_of_their_order_over_the_whole_schedule(solver):
     # The log-SNR is infinite at both ends, which costs a logarithm.
-    assert 1.5 < order(DPMSolverPP2M(), 1.0, 0.0) < 2.2
+    assert 1.5 < order(solver, 1.0, 0.0) < 2.2
 
 
 def test_euler_converges_with_first_order():
@@ -56,9 +59,10 @@ def test_euler_converges_with_first_order():
     assert 0.85 < order(EulerSolver(), 1.0, 0.0) < 1.15
 
 
-def test_dpm_solver_beats_euler_at_the_step_counts_of_evaluation():
+def test_multistep_solvers_beat_euler_at_the_step_counts_of_evaluation():
     for num_steps in (10, 20, 40):
-        assert error(DPMSolverPP2M(), num_steps, 1.0, 0.0) < error(EulerSolver(), num_steps, 1.0, 0.0) / 2
+        for solver in (DPMSolverPP2M(), UniPCSolver()):
+            assert error(solver, num_steps, 1.0, 0.0) < error(EulerSolver(), num_steps, 1.0, 0.0) / 2
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -89,6 +93,61 @@ def test_dpm_solver_equals_the_one_of_diffusers(num_steps, shift):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=2e-5)
 
 
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+# scheduler_config.json of Sana 1600M and of Wan 2.1 and 2.2, where it differs from the classes' defaults.
+SANA = {**FLOW, "flow_shift": 3.0, "algorithm_type": "dpmsolver++", "solver_order": 2, "final_sigmas_type": "zero"}
+WAN = {**FLOW, "flow_shift": 3.0, "solver_order": 2, "solver_type": "bh2", "final_sigmas_type": "zero"}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("num_steps", [2, 3, 8, 20, 50])
+@pytest.mark.parametrize(
+    ("scheduler", "released", "ours", "levels"),
+    [
+        ("DPMSolverMultistepScheduler", SANA, DPMSolverPP2M(), dpm_sigmas),
+        ("UniPCMultistepScheduler", WAN, UniPCSolver(), unipc_sigmas),
+        ("UniPCMultistepScheduler", {**WAN, "flow_shift": 5.0}, UniPCSolver(), unipc_sigmas),
+    ],
+    ids=["sana", "wan", "wan-720p"],
+)
+def test_released_schedulers_are_walked_step_by_step(scheduler, released, ours, levels, num_steps):
+    """On our own levels, which are theirs but for their first (1 - 1e-6); a random velocity field, float32.
+
+    Tolerance: theirs has coefficients of float32, with differences of logarithms up to 14.
+    """
+    diffusers = pytest.importorskip("diffusers")
+    theirs = getattr(diffusers, scheduler)(**released)
+    theirs.set_timesteps(num_steps)
+    sigmas = levels(num_steps, released["flow_shift"])
+    torch.testing.assert_close(sigmas, theirs.sigmas, rtol=0, atol=2e-6)
+    ours.reset(sigmas)
+    generator = torch.Generator().manual_seed(0)
+    x = y = torch.randn(2, 3, 4, 5, generator=generator)
+    for index, timestep in enumerate(theirs.timesteps):
+        theirs._step_index = index  # small steps share an integer timestep
+        v = torch.randn(x.shape, generator=generator)
+        x = ours.step(x, v, index)
+        y = theirs.step(v, timestep, y, return_dict=False)[0]
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=3e-5)
+
+
+def test_unipc_takes_over_after_an_observed_step():
+    """Without correcting the step that it did not take, and with the prediction made there."""
+    sigmas = linear_sigmas(5)
+    solver = UniPCSolver()
+    solver.reset(sigmas)
+    generator = torch.Generator().manual_seed(0)
+    x, v, after, v_after = torch.randn(4, 2, 3, generator=generator)
+    solver.observe(x, v, 1)
+    found = solver.step(after, v_after, 2)
+    # The predicted step of second order alone.
+    lambdas = ((1 - sigmas) / sigmas).log()
+    m, previous = after - sigmas[2] * v_after, x - sigmas[1] * v
+    r = (lambdas[1] - lambdas[2]) / (lambdas[3] - lambdas[2])
+    shrink = sigmas[3] / sigmas[2]
+    torch.testing.assert_close(found, shrink * after + (1 - shrink) * (m + (previous - m) / (2 * r)))
+
+
 def test_first_and_last_steps_are_euler():
     sigmas = linear_sigmas(5)
     dpm, euler = DPMSolverPP2M(), EulerSolver()
@@ -105,7 +164,7 @@ def test_first_and_last_steps_are_euler():
 
 def test_a_straight_path_is_solved_exactly_by_any_solver():
     x = torch.tensor([[2.0], [-1.0]])
-    for solver in (EulerSolver(), DPMSolverPP2M()):
+    for solver in (EulerSolver(), DPMSolverPP2M(), UniPCSolver()):
         state = x
         solver.reset(linear_sigmas(7))
         for index in range(7):
@@ -113,23 +172,23 @@ def test_a_straight_path_is_solved_exactly_by_any_solver():
         torch.testing.assert_close(state, torch.zeros_like(x), rtol=0, atol=1e-6)
 
 
-def test_reset_forgets_the_previous_trajectory():
+@pytest.mark.parametrize("solver", [DPMSolverPP2M(), UniPCSolver()])
+def test_reset_forgets_the_previous_trajectory(solver):
     x = torch.linspace(-1, 1, 5)[:, None]
-    solver = DPMSolverPP2M()
     first = solve(solver, x, linear_sigmas(6))
     solve(solver, -x, linear_sigmas(9))
     assert torch.equal(solve(solver, x, linear_sigmas(6)), first)
 
 
-def test_state_stays_in_its_precision():
+@pytest.mark.parametrize("solver", [DPMSolverPP2M(), UniPCSolver()])
+def test_state_stays_in_its_precision(solver):
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        solver = DPMSolverPP2M()
         solver.reset(linear_sigmas(3))
         x = torch.ones(2, 3, dtype=dtype)
         assert solver.step(x, x, 0).dtype == expected
 
 
-@pytest.mark.parametrize("solver_class", [EulerSolver, DPMSolverPP2M])
+@pytest.mark.parametrize("solver_class", [EulerSolver, DPMSolverPP2M, UniPCSolver])
 def test_mistakes_are_named(solver_class):
     solver, x = solver_class(), torch.zeros(2, 3)
     with pytest.raises(ValueError, match="before reset"):

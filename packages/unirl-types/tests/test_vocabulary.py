@@ -46,7 +46,7 @@ class Fixed:
         ({"guidance_scale_2": -1.0}, "guidance_scale_2 = -1.0 must be finite and at least 0"),
         ({"distilled_guidance_scale": -1.0}, "distilled_guidance_scale = -1.0 must be"),
         ({"max_sequence_length": 0}, "max_sequence_length = 0 must be at least 1"),
-        ({"post_solver": "heun"}, "post_solver = 'heun' must be one of euler, dpmpp_2m"),
+        ({"post_solver": "heun"}, "post_solver = 'heun' must be one of euler, dpmpp_2m, unipc"),
         ({"sde_indices": [3, 50]}, r"sde_indices \[50\] lie outside 0\.\.49 \(num_inference_steps = 50\)"),
         ({"sde_indices": [1, 1]}, r"sde_indices repeat a step: \[1, 1\]"),
         ({"sde_indices": [1.5]}, "a step of sde_indices = 1.5 must be an integer"),

@@ -25,6 +25,7 @@ from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import initial_noise
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.media import Primitive, Texts
+from unirl.types.sampling import PostSolver
 
 from ..contract import CHECKS, Case, guidance_one_is_no_guidance
 from .kit import (
@@ -93,6 +94,30 @@ def test_deterministic_sampling_equals_the_stock_pipeline(
     assert found.shape == expected.shape
     record_property("error", relative(found, expected))
     assert relative(found, expected) <= loaded.family.tolerance
+
+
+@pytest.mark.parametrize(("name", "post_solver"), [("wan21_t2v", "unipc"), ("sana", "dpmpp_2m")])
+def test_the_released_solver_samples_as_the_stock_pipeline_does(
+    loaded: Loaded, post_solver: PostSolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder's own scheduler, which cuts its timesteps to integers, is given those of its sigmas instead."""
+    scheduler = scheduler_of(loaded.folder)
+    cut = type(scheduler).set_timesteps
+
+    def uncut(self: Any, *args: Any, **options: Any) -> None:  # Any: classes of diffusers
+        cut(self, *args, **options)
+        self.timesteps = self.sigmas[:-1] * self.config["num_train_timesteps"]
+
+    monkeypatch.setattr(type(scheduler), "set_timesteps", uncut)
+    params = loaded.family.sampling(post_solver=post_solver)
+    request = loaded.request(params)
+    keeps = dataclasses.replace(loaded, family=dataclasses.replace(loaded.family, keeps_scheduler=True))
+    keeps.stock.scheduler = scheduler
+    found, euler = loaded.sample(request), loaded.sample(loaded.request(loaded.family.sampling()))
+    expected = keeps.reference_latents(request)
+    # Their coefficients are float32; a step of Euler is a hundred times further off.
+    assert relative(found, expected) <= 2e-5
+    assert relative(euler, expected) > 1e-3
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -20,7 +20,7 @@ from unirl.sde.kernels import SDEStrategy
 from unirl.sde.loop import Velocity
 from unirl.sde.noise import step_noise
 from unirl.sde.shared_steps import sample_shared
-from unirl.sde.solvers import DPMSolverPP2M, Solver
+from unirl.sde.solvers import DPMSolverPP2M, Solver, UniPCSolver
 from unirl.types.branching import Branching
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.precision import DTYPES
@@ -261,4 +261,11 @@ def _check_trees(branching: Branching, start_keys: Sequence[str] | None, num_sam
 
 
 def _solver(params: DiffusionSamplingParams) -> Solver | None:
-    return DPMSolverPP2M() if params.post_solver == "dpmpp_2m" else None
+    """Of the deterministic steps; None for Euler's, which the loop takes itself."""
+    match params.post_solver:
+        case "euler":
+            return None
+        case "dpmpp_2m":
+            return DPMSolverPP2M()
+        case "unipc":
+            return UniPCSolver()

@@ -3,7 +3,7 @@
 Everything here takes tensors, numbers and a callable `velocity(x, sigma, step)`; nothing takes a configuration object,
 reads the environment or knows what a model is. `kernels` holds one stochastic step, `loop` walks a schedule with it
 and replays stored transitions, `schedule` makes sigmas, `noise` makes seeded Gaussian noise, `windows` chooses which
-steps are stochastic, `solvers` are the deterministic steps of evaluation, `likelihood` the log-probability and the KL,
+steps are stochastic, `solvers` are the deterministic steps, `likelihood` the log-probability and the KL,
 `forward` the noising process. `variance_preserving` and `timesteps` bring models of DDPM and DDIM (SDXL, CogVideoX)
 into the same coordinates. `diffusers_scheduler` (extra `diffusers`) puts the same step into a stock pipeline.
 

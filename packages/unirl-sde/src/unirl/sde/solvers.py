@@ -1,4 +1,4 @@
-"""Deterministic steps along the probability-flow ODE dx/dsigma = v: Euler, and DPM-Solver++(2M) for evaluation.
+"""Deterministic steps along the probability-flow ODE dx/dsigma = v: Euler, DPM-Solver++(2M) and UniPC.
 
 A solver is reset with a schedule and then called once per step in order. It keeps state, so one instance serves one
 trajectory at a time. Shape letters: see `unirl.sde`.
@@ -116,6 +116,93 @@ class DPMSolverPP2M:
         """Keeps the predicted clean latent for the next step. MixGRPO-Flash starts after its window this way."""
         x0 = at_least_float32(x) - self._sigmas[index] * at_least_float32(velocity)
         self._previous = (index, x0)
+
+
+class UniPCSolver:
+    """UniPC of second order: a predicted step, corrected by the prediction that the model makes at its end.
+
+    With x0 = x - sigma v, lambda = ln(alpha / sigma), h = lambda_next - lambda, w = 1 - sigma_next / sigma,
+    r = (lambda_previous - lambda) / h and D = (x0_previous - x0) / r:
+        predicted x_next = (sigma_next / sigma) x + w (x0 + D / 2)
+        corrected x_next = (sigma_next / sigma) x + w (x0 + a D + b (x0_next - x0)),
+    a and b by `_corrector_weights`. The correction costs no forward: x0_next is what the model predicts at the
+    predicted x_next, for the step that follows. First order (the predicted step is Euler) on the first step after
+    `reset`, on the last step of the schedule, and on a step whose predecessor was neither taken nor observed; a step
+    that was observed is not corrected. Coefficients are float64; latents are float32 (float64 stays float64).
+    Equal to diffusers' UniPCMultistepScheduler with flow sigmas, solver_order 2, "bh2" and predict_x0, Wan's settings.
+    Source: UniPC (arXiv 2302.04867), B(h) = e^h - 1, with the flow-matching alpha and sigma.
+    """
+
+    def __init__(self) -> None:
+        self._sigmas: list[float] = []
+        self._predictions: list[tuple[int, Tensor]] = []
+        self._step: tuple[Tensor, int] | None = None
+
+    def reset(self, sigmas: Tensor) -> None:
+        """Takes the schedule, [T + 1], and forgets the previous steps."""
+        self._sigmas = sigmas.tolist()
+        self._predictions = []
+        self._step = None
+
+    def step(self, x: Tensor, velocity: Tensor, index: int) -> Tensor:
+        """One step from position `index`, [B, ...]. Raises ValueError outside the schedule or if shapes disagree."""
+        check_same_shape(x, velocity=velocity)
+        sigma, sigma_next = _step_sigmas(self._sigmas, index)
+        x, velocity = at_least_float32(x), at_least_float32(velocity)
+        x0 = x - sigma * velocity
+        if not self._predictions or self._predictions[-1][0] != index - 1:
+            self._predictions, self._step = [], None
+        if self._step is not None:
+            x = self._corrected(x0, index)
+        is_last = index == len(self._sigmas) - 2
+        order = 1 if is_last or not self._predictions else 2
+        direction = x0
+        if order == 2:
+            _, previous = self._predictions[-1]
+            direction = x0 + (previous - x0) / (2 * self._ratio(index - 1, index, index + 1))
+        self._predictions = [*self._predictions[-1:], (index, x0)]
+        self._step = (x, order)
+        return (sigma_next / sigma) * x + (1 - sigma_next / sigma) * direction
+
+    def observe(self, x: Tensor, velocity: Tensor, index: int) -> None:
+        """Keeps the predicted clean latent for the next step."""
+        x0 = at_least_float32(x) - self._sigmas[index] * at_least_float32(velocity)
+        self._predictions, self._step = [(index, x0)], None
+
+    def _corrected(self, x0: Tensor, index: int) -> Tensor:
+        """The latent at position `index` by the step that led there and the prediction that the model makes there."""
+        if self._step is None:
+            raise ValueError("no step was taken that could be corrected.")
+        start, order = self._step
+        _, before = self._predictions[-1]
+        direction = before + (x0 - before) / 2
+        if order == 2:
+            ratio = self._ratio(index - 2, index - 1, index)
+            a, b = _corrector_weights(self._log_snr(index) - self._log_snr(index - 1), ratio)
+            direction = before + (a / ratio) * (self._predictions[-2][1] - before) + b * (x0 - before)
+        shrink = self._sigmas[index] / self._sigmas[index - 1]
+        return shrink * start + (1 - shrink) * direction
+
+    def _ratio(self, before: int, at: int, after: int) -> float:
+        """r of the step from `at` to `after`; negative."""
+        start = self._log_snr(at)
+        return (self._log_snr(before) - start) / (self._log_snr(after) - start)
+
+    def _log_snr(self, index: int) -> float:
+        return _log_snr(min(self._sigmas[index], _NEARLY_ONE))
+
+
+# What diffusers puts in the place of sigma = 1, whose log-SNR is infinite, rounded to float32 as it does.
+_NEARLY_ONE = torch.tensor(1 - 1e-6, dtype=torch.float32, device="cpu").item()
+
+
+def _corrector_weights(h: float, ratio: float) -> tuple[float, float]:
+    """a and b of `UniPCSolver`: the two order conditions of the paper's UniC-2, at -h because x0 is predicted."""
+    growth = math.expm1(-h)
+    first = growth / -h - 1
+    second = 2 * (first / -h - 0.5)
+    a = (first - second) / growth / (1 - ratio)
+    return a, first / growth - a
 
 
 def _log_snr(sigma: float) -> float:

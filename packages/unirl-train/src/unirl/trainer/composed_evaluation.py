@@ -47,7 +47,7 @@ class ComposedEvaluationConfig(EvaluationConfig):
         text, image = self.texts(training.ar), self.params(training.diffusion)
         return {
             "eval": self._without(
-                "num_images", "num_inference_steps", "guidance_scale", "temperature", "max_new_tokens"
+                "num_images", "num_inference_steps", "guidance_scale", "post_solver", "temperature", "max_new_tokens"
             ),
             "sampling": {
                 "ar": dataclasses.asdict(text),

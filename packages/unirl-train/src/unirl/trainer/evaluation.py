@@ -21,7 +21,7 @@ from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveIn
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import ImageLists, Images, SizedImages, Texts, Videos, pixel_bytes, pixel_floats
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.sampling import DiffusionSamplingParams, PostSolver
 from unirl.types.segments import SizedLatents
 
 EVAL_ROLLOUT_ID = -1
@@ -35,6 +35,7 @@ EVALUATED_SAMPLING = (
     "num_inference_steps",
     "guidance_scale",
     "guidance_scale_2",
+    "post_solver",
     "distilled_guidance_scale",
     "negative_prompt",
     "height",
@@ -111,17 +112,18 @@ class HeldOut:
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(HeldOut):
     """Held-out evaluation of images, see `HeldOut`. num_inference_steps, guidance_scale: None takes those of training.
-    num_images: kept for the grid."""
+    post_solver: of every step, as `DiffusionSamplingParams.post_solver`. num_images: kept for the grid."""
 
     num_inference_steps: PositiveInt | None = None
     guidance_scale: NonNegative | None = None
+    post_solver: PostSolver = "euler"
     num_images: NonNegativeInt = 16
 
     def settings(self, training: DiffusionSamplingParams) -> dict[str, dict[str, Any]]:  # Any: plain values
         """See `Evaluates.settings`."""
         params = self.params(training)
         return {
-            "eval": self._without("num_images", "num_inference_steps", "guidance_scale"),
+            "eval": self._without("num_images", "num_inference_steps", "guidance_scale", "post_solver"),
             "sampling": {name: getattr(params, name) for name in EVALUATED_SAMPLING},
         }
 
@@ -140,7 +142,7 @@ class EvaluationConfig(HeldOut):
             init_same_noise=False,
             branch_steps=None,
             branch_factors=None,
-            post_solver="euler",
+            post_solver=self.post_solver,
             post_step_ratio=1.0,
             keep_latents="last",
             seed=self.seed,

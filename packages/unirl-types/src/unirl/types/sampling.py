@@ -12,8 +12,8 @@ from unirl.types.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS = ("fp32", "bf16", "fp16")
-PostSolver = Literal["euler", "dpmpp_2m"]
-POST_SOLVERS = ("euler", "dpmpp_2m")
+PostSolver = Literal["euler", "dpmpp_2m", "unipc"]
+POST_SOLVERS = ("euler", "dpmpp_2m", "unipc")
 KeptLatents = Literal["transitions", "all", "last"]
 KEPT_LATENTS = ("transitions", "all", "last")
 
@@ -108,7 +108,8 @@ class DiffusionSamplingParams(BaseSamplingParams):
     branch_factors: list[int] | None = None
     """Children of a node at each of `branch_steps`; their product is samples_per_prompt."""
     post_solver: PostSolver = "euler"
-    """Solver of the deterministic steps; dpmpp_2m only where no stochastic step follows."""
+    """Solver of the deterministic steps: Euler; dpmpp_2m (DPM-Solver++ of second order, SDXL's and Sana's) and unipc
+    (UniPC of second order, Wan's) where no stochastic step follows."""
     post_step_ratio: float = 1.0
     """Share of the noise levels after the last stochastic step that is kept, two at least (one step); 1 keeps all."""
     keep_latents: KeptLatents = "transitions"

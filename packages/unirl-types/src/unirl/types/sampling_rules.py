@@ -57,8 +57,15 @@ def post_steps_exist(own: Part, run: Run) -> Messages:
         return
     if last_step_is_stochastic(own):
         yield (
-            f"sampling.{changed[0]} = {own.get(changed[0])} is for the steps behind the last stochastic one, but the "
-            "last step is stochastic. Give sampling.scheduler a window that ends earlier, or remove it."
+            f"sampling.{changed[0]} = {own.get(changed[0])} is for the steps after the last stochastic one, but the "
+            "last step is stochastic, and its log-probability is that of one step alone. Give sampling.scheduler a "
+            "window that ends earlier, or set sampling.post_solver: euler and sampling.post_step_ratio: 1."
+        )
+    elif last_step_may_be_stochastic(own):
+        yield (
+            f"sampling.{changed[0]} = {own.get(changed[0])} is for the steps after the last stochastic one, but "
+            f"{own.inner['scheduler'].name} makes the last step stochastic in some rollouts. End its choice earlier "
+            "(sampling.scheduler.max_step or .fraction)."
         )
 
 
@@ -122,6 +129,23 @@ def last_step_is_stochastic(sampling: Part) -> bool:
     if scheduler is None:
         return sampling.get("scheduler") is None
     return bool(scheduler.ability("takes_every_step")) and not scheduler.get("exclude_last", False)
+
+
+def last_step_may_be_stochastic(sampling: Part) -> bool:
+    """Whether a window reaches the last step in some rollout, as far as a check can tell."""
+    scheduler, steps = sampling.inner.get("scheduler"), sampling.get("num_inference_steps", 1)
+    if scheduler is None or sampling.get("sde_indices") is not None:
+        return False
+    if "indices" in scheduler.node:
+        return steps - 1 in scheduler.node["indices"]
+    if "max_step" in scheduler.keywords:
+        end = scheduler.get("max_step") or steps
+        is_fixed = scheduler.get("stride") == 0
+        return end == steps and (not is_fixed or scheduler.get("init", 0) + scheduler.get("window_size", 0) == steps)
+    if "fraction" in scheduler.keywords:
+        share = scheduler.get("fraction")
+        return (share[1] if isinstance(share, Sequence) else share) == 1
+    return False
 
 
 def num_stochastic_steps(sampling: Part) -> int | None:

@@ -53,3 +53,6 @@ def sampling_is_served(own: Part, run: Run) -> Messages:
         value = run.sampling.get(name, neutral)
         if value != neutral:
             yield f"{run.sampling.at}.{name} = {value} is not served by {own.name}. Set it to {neutral}."
+    solver = "euler" if run.evaluation is None else run.evaluation.get("post_solver", "euler")
+    if solver != "euler":
+        yield f"eval.post_solver = {solver} is not served by {own.name}. Set it to euler."
