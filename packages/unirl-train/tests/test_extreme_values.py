@@ -79,7 +79,9 @@ LOSSES: dict[str, Loss] = {
     "preference": lambda p, a, adv: preference_loss(p - a, beta=5000.0),
     "sapo": lambda p, a, adv: soft_gate_loss(p - a, adv, temperature_positive=1.0, temperature_negative=1.05)[0],
     "group preference": lambda p, a, adv: group_preference_loss((p - a)[:, None], adv[:, None], beta=5000.0),
-    "centred reward": lambda p, a, adv: centred_reward_loss(torch.stack([p, a], 1), torch.stack([adv, a], 1), beta=1.0),
+    "centred reward": lambda p, a, adv: centred_reward_loss(
+        torch.stack([p, a], 1), torch.stack([adv, a], 1), beta=1.0, advantage_max=5.0
+    ),
 }
 
 

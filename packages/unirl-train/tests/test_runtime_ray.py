@@ -35,6 +35,12 @@ def runtime(ray_of_two_cores):
         yield runtime
 
 
+# First of all: the runtime below takes both cores.
+def test_a_worker_has_as_many_threads_as_cores_are_reserved_for_it(ray_of_two_cores) -> None:
+    with RayRuntime(build_source, num_devices=1, cpus_per_device=2, timeout_s=120, start_timeout_s=600) as runtime:
+        assert runtime.role("source").environment("OMP_NUM_THREADS") == [("2", 2)]
+
+
 def test_every_rank_is_a_process_of_its_own(runtime) -> None:
     found = runtime.role("source").where(label="x")
     assert [(rank, size, label) for rank, size, _, label in found] == [(0, 2, "x"), (1, 2, "x")]

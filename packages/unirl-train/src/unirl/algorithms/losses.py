@@ -249,7 +249,7 @@ def implicit_reward(v: Tensor, v_old: Tensor, target: Tensor, *, adaptive_weight
 def centred_reward_loss(implicit_UG: Tensor, reward_UG: Tensor, *, beta: float, advantage_max: float) -> Tensor:
     """CRD, to be minimised: (A_max / beta) mean_g (beta (r - mean_g r) - (R - mean_g R))^2, [U] units of G samples.
 
-    implicit_UG: r, see `implicit_reward`. reward_UG: R. A_max / beta, that is `advantage_max / beta`, is a factor of the
+    implicit_UG: r, see `implicit_reward`. reward_UG: R. A_max / beta (`advantage_max / beta`) is a factor of the
     authors' code: it says what the loss weighs beside a penalty, and how soon its gradient is clipped. What the optimum
     of a KL-regularised reward leaves unknown, a constant of the prompt, cancels in the centring. The gradient through
     mean_g r is 0, since the residuals of a unit sum to 0.

@@ -146,7 +146,7 @@ class Cluster:
     devices_per_node: PositiveInt | None = None
     """None: num_devices / num_nodes, or without num_nodes 8."""
     cpus_per_device: Positive = 1.0
-    """CPU cores that are reserved with each device."""
+    """CPU cores that are reserved with each device, and threads of the worker there."""
     timeout_s: Positive = 3600.0
     """Longest time of one call, of building the models, and of one collective inside."""
     start_timeout_s: Positive = 300.0

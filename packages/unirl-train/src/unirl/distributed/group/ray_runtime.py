@@ -45,10 +45,10 @@ class RayRuntime(Runtime):
     builder: runs in every worker; must pickle, and its module must be importable there.
     device: "cpu" (a core each, collectives over gloo) or "cuda" (a GPU each, collectives over NCCL).
     env: environment variables of the worker processes.
-    threads_per_worker: CPU threads of PyTorch in each worker.
     timeout_s: longest time of one call, of building the components, and of one collective inside them.
     start_timeout_s: longest wait for devices and processes.
-    address, num_nodes, cpus_per_device, log_to_driver: see `DevicePool`.
+    address, num_nodes, cpus_per_device, log_to_driver: see `DevicePool`. A worker has as many CPU threads as cores are
+        reserved for it, at least one.
     block: devices of a pool that several runtimes share; without one the runtime has a pool of its own.
     plane: how samples move between workers, shared by the runtimes of a run; None: as Ray objects.
 
@@ -64,7 +64,6 @@ class RayRuntime(Runtime):
         num_devices: int,
         device: Device = "cpu",
         env: Mapping[str, str] | None = None,
-        threads_per_worker: int = 1,
         timeout_s: float = 3600.0,
         start_timeout_s: float = 300.0,
         address: str = "auto",
@@ -107,7 +106,7 @@ class RayRuntime(Runtime):
         with contextlib.ExitStack() as unfinished:
             unfinished.callback(self.close)
             self._start_processes(dict(env or {}), start_timeout_s)
-            self._form_group(threads_per_worker, start_timeout_s)
+            self._form_group(start_timeout_s)
             built = self._on_all("build", (builder,), "building the components", timeout_s)
             self._components = built[0][0]
             self._mesh = [place for _, place in built]
@@ -117,7 +116,6 @@ class RayRuntime(Runtime):
         logger.info("started %s in %.1f s", ", ".join(self._names()), time.monotonic() - begin)
 
     def _start_processes(self, env: dict[str, str], timeout_s: float) -> None:
-        threads = {"OMP_NUM_THREADS": "1"}
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self._block.pool.num_nodes == 1 else {}
         is_cuda = self._block.pool.device == "cuda"
         self._plane.prepare()
@@ -131,15 +129,24 @@ class RayRuntime(Runtime):
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=strategy(place.group, placement_group_bundle_index=place.bundle),
-                runtime_env={"env_vars": threads | loopback | env},
+                runtime_env={"env_vars": self._thread_limits(place.fraction) | loopback | env},
             )
             self._actors.append(options.remote(rank, self._world_size, "cuda:0" if is_cuda else "cpu", sys.path))
         self._processes = self._on_all("process_info", (), "starting the processes", timeout_s)
 
-    def _form_group(self, num_threads: int, start_timeout_s: float) -> None:
+    def _num_threads(self, fraction: float) -> int:
+        """Threads of a worker that has this share of a device."""
+        return max(1, int(self._block.pool.cpus_per_device * fraction))
+
+    def _thread_limits(self, fraction: float) -> dict[str, str]:
+        # Set before the process imports anything: libraries beside PyTorch read them once.
+        return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self._num_threads(fraction)))
+
+    def _form_group(self, start_timeout_s: float) -> None:
         host = "127.0.0.1" if self._block.pool.num_nodes == 1 else self._processes[0].node
         store = self._actors[0].open_store.remote(host, start_timeout_s)
         (port,) = self._await({store: 0}, "opening the meeting point", start_timeout_s)
+        num_threads = self._num_threads(self._block.places[0].fraction)
         self._on_all("join", (host, port, num_threads, self._timeout_s), "forming the process group", start_timeout_s)
 
     def remote_role(self, name: str) -> RemoteRole:
