@@ -93,6 +93,22 @@ def test_what_a_setting_saves():
     assert half["train"]["model"] == 2 * whole["train"]["model"]
 
 
+def test_text_encoders_that_rest_count_while_prompts_are_encoded_alone():
+    name = "diffusion/hunyuan_video_t2v_trainside"
+    resting = by_name(name)
+    staying = by_name(name, "~bundle.rest_text_encoders")
+    assert resting["encode"]["text encoders"] == staying["train"]["text encoders"] == pytest.approx(16.3e9, rel=0.01)
+    assert "encode" not in staying
+    assert not any(resting[phase]["text encoders"] for phase in ("start", "rollout", "decode", "train"))
+
+
+def test_no_recipe_computes_text_encoders_on_the_cpu():
+    """A prompt of 512 tokens takes a UMT5-XXL about 5.8 TFLOP."""
+    register_resolvers()
+    for name in REAL:
+        assert run_of(resolve(compose(name))).policy.bundle.get("text_encoder_device") is None, name
+
+
 def test_all_weights_take_sixteen_bytes_and_four_per_copy_sharded():
     of = by_name("diffusion/sd3_refl")["train"]
     assert of["trained weights"] + of["gradients and Adam"] + of["copies"] == pytest.approx(2.47e9 * 20 / 8)

@@ -73,6 +73,12 @@ class LinearPipeline:
         """A token per letter, of which five are read."""
         return [max(0, len(text) - 5) for text in texts]
 
+    encoders_rest = False
+
+    @contextmanager
+    def visiting_encoders(self):
+        yield
+
     def drop_text_encoders(self):
         self.has_encoders = False
 

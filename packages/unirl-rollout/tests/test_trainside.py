@@ -1,5 +1,6 @@
 """The trainside engine over a two-parameter velocity field: requests in, verified responses out."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,23 @@ def test_a_response_echoes_the_request_and_carries_versions_and_parameters():
     assert segment.params == PARAMS
     assert track.policy_versions.tolist() == [7] * 4
     assert track.decoded.pixels.shape == (4, *SHAPE)
+
+
+def test_prompts_are_encoded_before_the_first_chunk_where_encoders_leave_the_device():
+    events = []
+
+    class Resting(LinearPipeline):
+        encoders_rest = True
+
+        @contextmanager
+        def visiting_encoders(self):
+            yield
+            events.append((len(self.encoded), len(self.batch_sizes)))
+
+    pipeline = Resting()
+    engine(pipeline=pipeline, forward_batch_size=2).generate(request(num=4))
+    assert events == [(2, 0)]  # both chunks encoded, nothing sampled
+    assert pipeline.batch_sizes == [2, 2]
 
 
 def test_media_may_be_kept_as_bytes():

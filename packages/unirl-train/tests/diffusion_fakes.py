@@ -6,7 +6,7 @@ Legend: B samples, R rows, S stochastic steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,6 +264,12 @@ class FieldPipeline:
     def encode_texts(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> Conditions:
         """There are no text encoders."""
         return {}
+
+    encoders_rest = False
+
+    def visiting_encoders(self) -> AbstractContextManager[None]:
+        """There are none to visit."""
+        return nullcontext()
 
     def drop_text_encoders(self) -> None:
         """There are none."""

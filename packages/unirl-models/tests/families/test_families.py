@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.models.allocations import Allocations
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.released import RELEASED
 from unirl.sde.kernels import FlowSDEStrategy
@@ -159,22 +160,47 @@ def test_samples_of_a_prompt_are_encoded_once(loaded: Loaded) -> None:
     assert 0 < together == first and again == later == 0, flops
 
 
+class Moves(Resting):
+    """Says when weights go to the device and leave it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.seen: list[str] = []
+
+    def bring(self, modules: Any) -> None:
+        """Once per visit."""
+        if not self._host:
+            self.seen.append("bring")
+        super().bring(modules)
+
+    def _send_back(self) -> None:
+        if self._host:
+            self.seen.append("send back")
+        super()._send_back()
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_texts_are_encoded_where_their_encoders_are(loaded: Loaded, tmp_path: Path) -> None:
     """With the rest of the model elsewhere, where nothing can be computed: the same bits arrive there."""
     family, params = loaded.family, loaded.family.sampling()
     away = family.bundle(str(loaded.folder), device="meta", text_encoder_device="cpu")
-    bundles: dict[str, Any] = {"here": loaded.ours.bundle, "away": away}
+    resting = family.bundle(str(loaded.folder), rest_text_encoders=True)
+    resting.text.resting = Moves(torch.device("cpu"))
+    bundles: dict[str, Any] = {"here": loaded.ours.bundle, "away": away, "resting": resting}
     for place, bundle in bundles.items():
         pipeline = family.pipeline(bundle, FlowSDEStrategy(), embedding_cache=tmp_path / place)
         with pipeline.evaluating():
             conditions: Any = pipeline.encode_texts(_asked(family, 2), params)
         assert all(condition.embeds.is_meta == (place == "away") for condition in conditions.values())
-    here, there = (
-        {file.name: file.read_bytes() for file in (tmp_path / place).rglob("*.safetensors")}
-        for place in ("here", "away")
+    here, *there = (
+        {file.name: file.read_bytes() for file in (tmp_path / place).rglob("*.safetensors")} for place in bundles
     )
-    assert here and here == there
+    assert here and there == [here, here]
+    assert resting.text.resting.seen == ["bring", "send back"]
+    pipeline = family.pipeline(resting, FlowSDEStrategy(), embedding_cache=tmp_path / "resting")
+    with pipeline.evaluating(), pipeline.visiting_encoders():
+        pipeline.encode_texts(_asked(family, 2), params)
+    assert resting.text.resting.seen == ["bring", "send back"]  # what is cached brings no weights to the device
 
 
 @pytest.mark.parametrize(

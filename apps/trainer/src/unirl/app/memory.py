@@ -105,8 +105,11 @@ class _Estimate:
         step = {**kept, "gathered blocks": self.gathered()}
         sampling = {**step, **made, "engine's model": self.engine_weights()}
         asleep = 0.0 if self.run.file.residency.sleep_engine else self.engine_weights()
+        visit = {"text encoders": self._text_bytes()} if self.bundle.get("rest_text_encoders") else {}
+        encode = [Phase("encode", {**kept, **visit, "engine's model": self.engine_weights()})] if visit else []
         return [
             Phase("start", {**self.frozen(), "whole model": self.whole_model()}),
+            *encode,
             Phase("rollout", {**sampling, "activations": self.rollout_activations()}),
             Phase("decode", {**sampling, "decoder": self.decoder()}),
             Phase("train", {**step, **made, "engine's model": asleep, **self.training()}),
@@ -148,9 +151,12 @@ class _Estimate:
         return sum(is_kept) + (self.algorithm.name == "DiffusionNFT")
 
     def text_encoders(self) -> float:
-        """Whole on each device, where they are not on the CPU or dropped."""
-        if self.bundle.get("text_encoder_device") == "cpu" or self.run.engine.get("drop_text_encoders"):
-            return 0.0
+        """Whole on each device all the time; 0 where they compute on the CPU, rest there, or are dropped."""
+        is_elsewhere = self.bundle.get("text_encoder_device") == "cpu" or self.bundle.get("rest_text_encoders")
+        return 0.0 if is_elsewhere or self.run.engine.get("drop_text_encoders") else self._text_bytes()
+
+    def _text_bytes(self) -> float:
+        """Of the text encoders, wherever they are."""
         dtype = self.bundle.get("text_encoder_dtype") or self.bundle.get("dtype", "fp32")
         return self.sizes.text * _BYTES[dtype] * GB
 

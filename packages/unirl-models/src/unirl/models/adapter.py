@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, TypeVar
 
 import torch
@@ -108,6 +109,15 @@ class DiffusionAdapter(ABC):
         where an adapter says nothing else."""
         del params
         return [0] * len(texts)
+
+    @property
+    def encoders_rest(self) -> bool:
+        """Whether text encoders rest in host memory and are on the device only while prompts are encoded."""
+        return False
+
+    def visiting_encoders(self) -> AbstractContextManager[None]:
+        """Text encoders that rest leave the device at its end, not after each call of `encode_texts`."""
+        return nullcontext()
 
     def drop_text_encoders(self) -> None:
         """Free the text encoders. Raises ConfigError where the model has none of its own to free."""

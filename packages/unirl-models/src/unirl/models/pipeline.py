@@ -137,6 +137,15 @@ class DiffusionPipeline:
         """Tokens of each text that no encoder reads, see `DiffusionAdapter`."""
         return self.adapter.cut_tokens(texts, params)
 
+    @property
+    def encoders_rest(self) -> bool:
+        """Whether text encoders rest in host memory between rollouts."""
+        return self.adapter.encoders_rest
+
+    def visiting_encoders(self) -> AbstractContextManager[None]:
+        """Text encoders that rest leave the device at its end. See `DiffusionAdapter`."""
+        return self.adapter.visiting_encoders()
+
     def drop_text_encoders(self) -> None:
         """Free the text encoders; prompts that were encoded before still encode. See `DiffusionAdapter`."""
         self.adapter.drop_text_encoders()

@@ -123,6 +123,15 @@ class DiffusionPipeline(Protocol):
         """Tokens of each text that the model does not read, because the text is too long for every encoder."""
         ...
 
+    @property
+    def encoders_rest(self) -> bool:
+        """Whether text encoders rest in host memory and are on the device only while prompts are encoded."""
+        ...
+
+    def visiting_encoders(self) -> AbstractContextManager[None]:
+        """Text encoders that rest leave the device at its end, not after each call of `encode_texts`."""
+        ...
+
     def drop_text_encoders(self) -> None:
         """Free the text encoders; prompts that were encoded before still encode."""
         ...

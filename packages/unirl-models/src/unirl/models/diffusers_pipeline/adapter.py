@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
@@ -181,13 +182,23 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
                 f"{self.bundle.family} is conditioned on text: primitives need 'text': Texts of B prompts, got {got}"
             )
         length = self.sequence_length(params)
-        prompts = self.texts_to_encode(texts.texts, is_negative=False)
-        conditions: dict[str, Condition] = {**self._encode_texts(prompts, length, primitives, is_negative=False)}
-        if params.uses_guidance:
-            prompts = self.texts_to_encode([require_negative_prompt(params)] * len(texts.texts), is_negative=True)
-            negative = self._encode_texts(prompts, length, primitives, is_negative=True)
-            conditions |= {NEGATIVE + slot: condition for slot, condition in negative.items()}
+        with self.visiting_encoders():
+            prompts = self.texts_to_encode(texts.texts, is_negative=False)
+            conditions: dict[str, Condition] = {**self._encode_texts(prompts, length, primitives, is_negative=False)}
+            if params.uses_guidance:
+                prompts = self.texts_to_encode([require_negative_prompt(params)] * len(texts.texts), is_negative=True)
+                negative = self._encode_texts(prompts, length, primitives, is_negative=True)
+                conditions |= {NEGATIVE + slot: condition for slot, condition in negative.items()}
         return conditions
+
+    @property
+    def encoders_rest(self) -> bool:
+        """Whether text encoders rest in host memory between rollouts."""
+        return self.bundle.text.resting is not None
+
+    def visiting_encoders(self) -> AbstractContextManager[None]:
+        """See `DiffusionAdapter.visiting_encoders`."""
+        return self.bundle.text.visiting()
 
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
         """One forward a step over [unconditional rows, conditional rows]; no state.
@@ -316,7 +327,13 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         self, keys: list[str], encode: Callable[[list[int]], Mapping[str, TextEmbedCondition]]
     ) -> dict[str, TextEmbedCondition]:
         """Streams by slot, one row per key, each distinct key encoded once; encode(places in `keys`) -> streams."""
-        rows = self.embedding_cache.lookup(keys, lambda part: _rows(encode(part)), batch_size=self.encode_batch_size)
+
+        def missing(part: list[int]) -> list[Embedding]:
+            self.bundle.text.bring()
+            return _rows(encode(part))
+
+        with self.visiting_encoders():
+            rows = self.embedding_cache.lookup(keys, missing, batch_size=self.encode_batch_size)
         return {slot: _joined(rows, slot).to(self.bundle.device) for slot in _slots(rows[0])}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unirl.models.bundle import Bundle
 from unirl.models.diffusers_pipeline.components import Component, Role
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
+from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.diffusers_pipeline.rules import span_problem
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.diffusers_pipeline.tiling import work_in_tiles
@@ -34,7 +35,8 @@ class DiffusersBundle(Bundle):
     pretrained_model: a diffusers pipeline folder or a hub id. dtype: of what trains, "fp32", "bf16" or "fp16";
     text_encoder_dtype: of the text encoders, None takes `dtype`; vae_dtype: of the VAE, float32 by default because
     half-precision decoding shows. device: where all of it lives; text_encoder_device: where the text encoders do
-    instead, "cpu" to keep them out of a GPU's memory. trains: the components that train; None for all that can.
+    instead, "cpu" to let them compute there; rest_text_encoders: keep them in host memory and on `device` only while
+    the prompts of a rollout are encoded. trains: the components that train; None for all that can.
     vae_tile_pixels: media of more pixels on a side are encoded and decoded in tiles of that side, which bounds the
     VAE's memory and changes the seams; None does them at once. vae_tile_frames: how many frames at a time a VAE decodes
     that else decodes all at once (`decodes_at_once`); seams likewise.
@@ -74,6 +76,7 @@ class DiffusersBundle(Bundle):
         *,
         text_encoder_dtype: str | None = None,
         text_encoder_device: str | None = None,
+        rest_text_encoders: bool = False,
         trains: Sequence[str] | None = None,
         vae_tile_pixels: PositiveInt | None = None,
         vae_tile_frames: PositiveInt | None = None,
@@ -94,7 +97,14 @@ class DiffusersBundle(Bundle):
         self.vae_tile_frames = vae_tile_frames
         self.folder = open_pipeline_folder(pretrained_model, self.pipeline_classes)
         self.device = torch.device(device)
+        if rest_text_encoders and text_encoder_device is not None:
+            raise ConfigError(
+                f"rest_text_encoders encodes on {self.device}, text_encoder_device = {text_encoder_device} on another "
+                "device. Remove one of them."
+            )
         text_device = self.device if text_encoder_device is None else torch.device(text_encoder_device)
+        if rest_text_encoders:
+            text_device = torch.device("cpu")
         self.scheduler_config = self.folder.config("scheduler", "scheduler_config.json")
         self._trained: dict[str, nn.Module] = {}
         # Kept, because wrapping for training changes the class of a module.
@@ -123,6 +133,8 @@ class DiffusersBundle(Bundle):
             work_in_tiles(self.vae, vae_tile_pixels)
         self.text = self.make_text(encoders, {name: self.processors.get(name) for name in self._of(Role.PROCESSOR)})
         """Text encoders and tokenizers."""
+        if rest_text_encoders:
+            self.text.resting = Resting(self.device)
 
     @property
     def transformer(self) -> Any:  # Any: as in `load`

@@ -23,6 +23,22 @@ def image_divides(own: Part, run: Run) -> Messages:
             yield f"sampling.{name} = {value} is not divisible by {divisor}. The nearest that is: {nearest}."
 
 
+def encoders_have_one_place(own: Part, run: Run) -> Messages:
+    """Text encoders rest in host memory, or compute elsewhere, or are dropped before the first rollout."""
+    if not own.node.get("rest_text_encoders"):
+        return
+    if own.node.get("text_encoder_device") is not None:
+        yield (
+            f"{own.at}.rest_text_encoders encodes on the model's device, {own.at}.text_encoder_device = "
+            f"{own.node['text_encoder_device']} on another. Remove one of them."
+        )
+    if run.engine.get("drop_text_encoders"):
+        yield (
+            f"{own.at}.rest_text_encoders does nothing with {run.engine.at}.drop_text_encoders, which frees them "
+            "before the first rollout. Remove one of them."
+        )
+
+
 def frames_divide(own: Part, run: Run) -> Messages:
     """Frames are the family's factor times k, plus 1; a family of images makes one."""
     factor, value = own.ability("frame_divisor"), run.sampling.node.get("num_frames", 1)
@@ -134,4 +150,4 @@ def _patch(file: Path) -> int:
     raise KeyError("no patch")
 
 
-RULES = (image_divides, frames_divide, tiles_fit, spans_fit)
+RULES = (encoders_have_one_place, image_divides, frames_divide, tiles_fit, spans_fit)

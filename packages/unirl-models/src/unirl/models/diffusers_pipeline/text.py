@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.extras import from_extra
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
@@ -37,6 +39,8 @@ class TextEncoders(ABC):
         self.encoders = {name: encoder for name, encoder in encoders.items() if encoder is not None}
         """Empty once dropped."""
         self.tokenizers = {name: tokenizer for name, tokenizer in tokenizers.items() if tokenizer is not None}
+        self.resting: Resting | None = None
+        """Set where the encoders rest in host memory between the prompts of one rollout and the next."""
         self.fingerprint = _fingerprint(encoders.values(), self.tokenizers.values())
         """Names everything but the text that an embedding depends on: weights, dtypes, tokenizers."""
 
@@ -48,6 +52,20 @@ class TextEncoders(ABC):
     def is_dropped(self) -> bool:
         """Whether the encoders have been freed."""
         return not self.encoders
+
+    @contextmanager
+    def visiting(self) -> Generator[None]:
+        """Encoders that rest in host memory stay on the device within it, once a text has brought them there."""
+        if self.resting is None:
+            yield
+            return
+        with self.resting.visit():
+            yield
+
+    def bring(self) -> None:
+        """Move encoders that rest in host memory to the device. Called within `visiting`, before they encode."""
+        if self.resting is not None:
+            self.resting.bring(self.encoders.values())
 
     def drop(self) -> None:
         """Let go of the encoders; tokenizers and fingerprint stay."""

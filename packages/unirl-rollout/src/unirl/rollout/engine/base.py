@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from unirl.rollout.checks import diffusion_params
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive
 from unirl.types.protocols import ChunkListener, DiffusionPipeline
@@ -150,6 +151,17 @@ class PipelineEngine(BaseDiffusionEngine):
     def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
         """Encode the texts of some prompts, with the images that their encoders see."""
         self._pipeline.encode_texts(primitives, params)
+
+    def _encode_first(self, batches: Sequence[RolloutReq]) -> None:
+        """Encode the prompts of a rollout before anything is sampled, where the encoders leave the device then.
+
+        The embedding cache keeps what was made of them.
+        """
+        if not self._pipeline.encoders_rest:
+            return
+        with self._pipeline.visiting_encoders():
+            for batch in batches:
+                self._pipeline.encode_texts(batch.primitives, diffusion_params(batch))
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def drop_text_encoders(self) -> None:

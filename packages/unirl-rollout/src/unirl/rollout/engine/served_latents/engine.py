@@ -101,6 +101,7 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
         self.ready()
         size = self._forward_batch_size
         batches = [req.slice(row, row + size) for row in range(0, req.batch_size, size)]
+        self._encode_first(batches)
         calls: dict[int, _Call] = {}
 
         def prepare(number: int) -> SampleLatents:

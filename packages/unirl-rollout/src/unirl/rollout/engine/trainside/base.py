@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import ClassVar
@@ -46,6 +47,9 @@ class DirectSampling(BaseRolloutEngine):
     def _evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode of the model without gradients."""
 
+    def _before_chunks(self, batches: Sequence[RolloutReq]) -> None:  # noqa: B027 (most pipelines need nothing)
+        """What a rollout needs once, before the first of its chunks."""
+
     @abstractmethod
     def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
         """The samples of some rows of a checked request, verified."""
@@ -62,11 +66,11 @@ class DirectSampling(BaseRolloutEngine):
         the request is incomplete or the result is not what it asks for.
         """
         self._check(req)
+        size = self._forward_batch_size
+        batches = [req.slice(start, start + size) for start in range(0, req.batch_size, size)]
         with self._evaluating(), self._policy(policy):
-            chunks = [
-                self._announced(req.slice(start, start + self._forward_batch_size))
-                for start in range(0, req.batch_size, self._forward_batch_size)
-            ]
+            self._before_chunks(batches)
+            chunks = [self._announced(batch) for batch in batches]
         resp = RolloutResp.concat(chunks)
         if self._dump_dir is not None:
             self._dump_dir.mkdir(parents=True, exist_ok=True)

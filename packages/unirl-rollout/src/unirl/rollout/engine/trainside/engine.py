@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, Literal, get_args
 
@@ -77,6 +78,9 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
 
     def _evaluating(self) -> AbstractContextManager[None]:
         return self._pipeline.evaluating()
+
+    def _before_chunks(self, batches: Sequence[RolloutReq]) -> None:
+        self._encode_first(batches)
 
     def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
         params = diffusion_params(req)
