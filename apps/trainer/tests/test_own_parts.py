@@ -9,9 +9,14 @@ import pytest
 import yaml
 
 import unirl.worlds.shapes
+from unirl.app.environment import register_resolvers
 from unirl.app.main import USER_ERROR, main
+from unirl.config.recipes import compose, resolve
 from unirl.config.signatures import read_module, read_target
+from unirl.distributed.worker import WorkerContext
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
+from unirl.reward.service import RewardService
+from unirl.trainer.wiring import build_components
 
 PACKAGES = Path(__file__).parents[3] / "packages"
 SMALL = (
@@ -152,6 +157,48 @@ def test_a_secret_of_the_environment_is_in_no_file_of_a_run_or_of_its_export(fol
     assert (
         str(folder) not in card and "prompts.txt" in card and str(Path(unirl.worlds.shapes.__file__).parent) not in card
     )
+
+
+DRAWS = """
+import random
+
+import numpy
+import torch
+
+from unirl.reward.base import LocalScorer
+
+class Draws(LocalScorer):
+    def __init__(self, **options):
+        super().__init__(name="draws", **options)
+        self.built_with = drawn()
+
+    def score_batch(self, request):
+        raise NotImplementedError
+
+def drawn():
+    return random.random(), numpy.random.rand(), float(torch.rand(1))
+"""
+
+
+@pytest.mark.parametrize("holds", [("reward",), ("rollout", "reward")], ids=str)
+def test_a_worker_seeds_every_global_generator(folder, holds):
+    (folder / "my_package" / "draws.py").write_text(DRAWS)
+    sys.path.append(str(folder))
+    own = ["~reward.scorers.shapes", "reward.scorers.own={_target_:my_package.draws.Draws}", "save.best_metric=reward"]
+    register_resolvers()
+    recipe = resolve(compose("diffusion/sd3_shapes_replica", own))
+
+    def built(seed):
+        roles = build_components(
+            {**recipe, "seed": seed}, "run", WorkerContext(rank=0, world_size=1, device="cpu"), holds
+        )
+        reward = roles["reward"]
+        assert isinstance(reward, RewardService)
+        return [*vars(reward.scorers["own"])["built_with"], *sys.modules["my_package.draws"].drawn()]
+
+    first, again, other = built(7), built(7), built(8)
+    assert first == again
+    assert not [draw for draw in zip(first, other, strict=True) if draw[0] == draw[1]]
 
 
 def test_a_run_on_latents_alone_decodes_nothing(folder, capsys, monkeypatch):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from unirl.algorithms.advantages import Advantages
@@ -72,11 +73,12 @@ def build_components(
     asks_teachers: whether the run trains; without, teachers are neither built nor handed over.
     """
     run = run_of(recipe)
+    seed_everything(run.seed)
     if "train" not in holds:
         return _build_beside_training(run, context, holds)
     # First, since a reward server that is not there or has other rewards shall be known before models load.
     reward = _build_reward(run, context, holds)
-    seed_everything(run.seed)
+    seed_everything(run.seed)  # again, so that models are the same with any reward
     policies = {name: build_policy(plan, context.device) for name, plan in run.policies.items()}
     models = {**policies, **{name: build_model(plan, context.device) for name, plan in run.frozen.items()}}
     wanted = run.teachers if asks_teachers else {}
@@ -164,7 +166,7 @@ def _build_beside_training(run: ComposedRun, context: WorkerContext, holds: Sequ
     if reward is not None:
         made["reward"] = reward
     if "rollout" in holds:
-        seed_everything(run.seed)
+        seed_everything(run.seed)  # again, as where it trains
         made["engine"] = _build_engine(run, {}, {}, {}, context)
         _announce(run, made["engine"], reward)
     return made
@@ -231,8 +233,9 @@ def _place(context: WorkerContext) -> dict[str, object]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's and torch's global generators, the same on every worker (adapters start equal)."""
+    """Seed Python's, NumPy's and torch's global generators, the same on every worker (adapters start equal)."""
     random.seed(seed)
+    numpy.random.mtrand.seed(list(divmod(seed, 2**32)))  # it takes words of 32 bits
     torch.manual_seed(seed)
 
 
