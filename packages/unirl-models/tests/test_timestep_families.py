@@ -18,7 +18,7 @@ from unirl.sde.variance_preserving import from_flow
 from unirl.types.errors import ConfigError
 from unirl.types.media import Texts, Videos
 
-from .families.kit import KEYS, TEXTS, families
+from .families.kit import KEYS, TEXTS, Loaded, families, relative, stock_of
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +158,33 @@ def test_cogvideox_15_samples_one_latent_frame_more_than_it_decodes(folder):
         assert isinstance(videos, Videos) and videos.batch_size == 3 and len(videos.frames) == 3 * 9
         encoded = ours.encode_media(videos)
     assert encoded.shape == (3, *shape) and torch.equal(encoded[:, :, 0], encoded[:, :, 1])
+
+
+def test_sdxl_guides_against_zeros_as_the_stock_pipeline_without_a_negative_prompt(folder):
+    family, path = families()["sdxl"], folder("sdxl")
+    loaded = Loaded(family, path, pipeline("sdxl", path), stock_of(path))
+    assert loaded.stock.config.force_zeros_for_empty_prompt
+    zeros = family.sampling(negative_prompt="", sampler_kwargs={"zeros_for_empty_prompt": True})
+    request = loaded.request(zeros)
+    call = {name: value for name, value in family.call(request).items() if name != "negative_prompt"}
+    with torch.no_grad():
+        expected = loaded.stock(
+            **call, num_inference_steps=zeros.num_inference_steps, output_type="latent", return_dict=False
+        )[0]
+    assert relative(loaded.sample(request), expected) <= family.tolerance
+    # An encoded empty prompt is another model.
+    encoded = loaded.sample(loaded.request(family.sampling(negative_prompt="")))
+    assert relative(encoded, expected) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"negative_prompt": "blurred"}, "replaces an empty negative prompt, and sampling.negative_prompt"),
+        ({"sampler_kwargs": {"zeros_for_empty_prompt": 1}}, "zeros_for_empty_prompt = 1 must be true or false"),
+    ],
+)
+def test_zeros_that_cannot_be_taken_are_refused(folder, changes, message):
+    fields = {"negative_prompt": "", "sampler_kwargs": {"zeros_for_empty_prompt": True}, **changes}
+    with pytest.raises(ConfigError, match=message):
+        pipeline("sdxl", folder("sdxl")).latent_shape(families()["sdxl"].sampling(**fields))

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
+from unirl.models.diffusers_pipeline.adapter import NEGATIVE
 from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.diffusers_pipeline.variance_preserving import VariancePreservingAdapter
 from unirl.models.sdxl.bundle import SDXLBundle
-from unirl.types.conditions import TextEmbedCondition
+from unirl.types.conditions import Condition, TextEmbedCondition
+from unirl.types.errors import ConfigError
+from unirl.types.media import Primitive
 from unirl.types.protocols import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
+
+ZERO_NEGATIVE_KEY = "zeros_for_empty_prompt"
+"""In `sampler_kwargs`: true guides against zeros instead of an encoded empty negative prompt."""
 
 
 class SDXLAdapter(VariancePreservingAdapter[SDXLBundle]):
     """Conditions: "text" with pooled vectors, and "negative_text" where guidance is on.
 
-    An empty negative prompt is encoded like any other; the stock pipeline does so where it is given one, and takes
-    zeros where it is given none. The size that the U-Net is told is that of the image, uncropped.
+    An empty negative prompt is encoded like any other; with `ZERO_NEGATIVE_KEY` it is zeros, which the stock pipeline
+    takes where it is given none (`force_zeros_for_empty_prompt`). The size that the U-Net is told is that of the image,
+    uncropped.
     """
 
     used_params = frozenset({"guidance_scale"})
+    used_sampler_kwargs = VariancePreservingAdapter.used_sampler_kwargs | {ZERO_NEGATIVE_KEY}
     default_sequence_length = 77
     longest_sequence = 77
 
@@ -30,6 +40,29 @@ class SDXLAdapter(VariancePreservingAdapter[SDXLBundle]):
         """(4, H / 8, W / 8) latents for the released checkpoints."""
         levels = len(self.bundle.vae.config["block_out_channels"])
         return Geometry(self.bundle.unet.config["in_channels"], 2 ** (levels - 1))
+
+    def check_params(self, params: DiffusionSamplingParams) -> None:
+        """Raises ConfigError, too, for zeros beside a negative prompt."""
+        super().check_params(params)
+        takes_zeros = params.sampler_kwargs.get(ZERO_NEGATIVE_KEY, False)
+        if not isinstance(takes_zeros, bool):
+            raise ConfigError(f"sampling.sampler_kwargs.{ZERO_NEGATIVE_KEY} = {takes_zeros!r} must be true or false.")
+        if takes_zeros and params.negative_prompt:
+            raise ConfigError(
+                f"sampling.sampler_kwargs.{ZERO_NEGATIVE_KEY}: true replaces an empty negative prompt, and "
+                f'sampling.negative_prompt = {params.negative_prompt!r}. Set it to "", or remove {ZERO_NEGATIVE_KEY}.'
+            )
+
+    def encode_texts(
+        self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
+    ) -> dict[str, Condition]:
+        """As the base's, with the zeros of `ZERO_NEGATIVE_KEY`."""
+        conditions = super().encode_texts(primitives, params)
+        if params.uses_guidance and params.sampler_kwargs.get(ZERO_NEGATIVE_KEY, False):
+            text = require_condition(conditions, "text", TextEmbedCondition)
+            pooled = None if text.pooled is None else torch.zeros_like(text.pooled)
+            conditions[f"{NEGATIVE}text"] = text.replace(embeds=torch.zeros_like(text.embeds), pooled=pooled)
+        return conditions
 
     def model_output(
         self, z_R: Tensor, timestep_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams
