@@ -7,6 +7,7 @@ import pytest
 
 from unirl.app.main import USER_ERROR, main
 from unirl.config.signatures import read_module, read_target
+from unirl.types.errors import ConfigError
 
 TOUCH = "from pathlib import Path\nPath({mark!r}).touch()\n"
 
@@ -24,6 +25,8 @@ def mark(tmp_path, monkeypatch):
     )
     for module in ("evil.py", "evil_rules.py"):
         (tmp_path / module).write_text(body)
+    (tmp_path / "unirl").mkdir()
+    (tmp_path / "unirl" / "evil.py").write_text(body)
     for package in ("evil_package", "hydra_plugins/evil_plugin"):
         (tmp_path / package).mkdir(parents=True)
         (tmp_path / package / "__init__.py").write_text(body)
@@ -78,6 +81,73 @@ def test_rules_of_a_class_beside_the_recipe_are_read_with_values_alone(mark, cap
     assert mark.exists() and "left out" not in capsys.readouterr().out
     for name in ("evil", "evil_rules"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def run_of_somebody(mark):
+    """Makes the folder of a run by its recipe."""
+
+    def make(recipe):
+        folder = Path("somebodys_run")
+        (folder / "checkpoints" / "step-000001").mkdir(parents=True)
+        (folder / "config.yaml").write_text(recipe)
+        return str(folder)
+
+    return make
+
+
+FOREIGN = {
+    "eval._target_ = evil.Scorer": "eval: {_target_: evil.Scorer}",
+    "trackers.mine._target_ = unirl.evil.Scorer": "trackers: {mine: {_target_: unirl.evil.Scorer}}",
+    "reward.scorers.mine.function = evil.reward": "reward: {scorers: {mine: {_target_: "
+    "unirl.reward.function.FunctionRewardScorer, function: evil.reward}}}",
+    "engine.python = somebodys_run/python": "engine: {python: somebodys_run/python}",
+}
+
+
+@pytest.mark.parametrize("named", FOREIGN)
+def test_code_in_the_recipe_of_a_run_is_run_with_trust_alone(run_of_somebody, mark, capsys, monkeypatch, named):
+    kind = "_sglang" if "python" in named else ""
+    run = run_of_somebody(f"defaults: [/diffusion/sd3_shapes{kind}, _self_]\n{FOREIGN[named]}")
+    for words in (["eval", run], ["export", run, "--to", "out", "--merged"]):
+        assert main(words) == USER_ERROR
+        said = capsys.readouterr().err
+        assert f"that does not come with UniRL: {named}. Nothing of it was run." in said and "add --trust" in said
+    assert main(["check", run]) in (0, USER_ERROR)
+    assert not mark.exists() and not [name for name in sys.modules if "evil" in name]
+    monkeypatch.setattr(
+        "unirl.app.recipe.check_recipe", lambda *_, **__: (_ for _ in ()).throw(ConfigError("was read"))
+    )
+    main(["eval", run, "--trust"])
+    assert "was read" in capsys.readouterr().err
+
+
+def test_the_check_lists_code_that_does_not_come_with_unirl(mark, capsys):
+    Path("own.yaml").write_text(SHAPES + "trackers: {mine: {_target_: evil.Scorer}}")
+    assert main(["check", "own.yaml"]) == 0
+    assert (
+        "  runs code that does not come with UniRL: trackers.mine._target_ = evil.Scorer\n" in capsys.readouterr().out
+    )
+    assert main(["check", "sd3_shapes_sglang"]) == 0
+    assert "does not come with" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "data._target_=subprocess.check_output",
+            "data._target_ = subprocess.check_output is of Python's own",
+        ),
+        ("data._target_=builtins.exec", "data._target_ = builtins.exec is of Python's own"),
+        ("backend.optimizer._target_=os.system", "backend.optimizer._target_ = os.system is of Python's own"),
+        ("data._target_=evil.reward", "data._target_ = evil.reward is a function that does not say which class"),
+        ("+trackers.x._target_=evil.reward", "trackers.x._target_ = evil.reward is a function that does not say"),
+    ],
+)
+def test_a_target_that_can_be_no_part_of_a_run_is_refused(mark, capsys, change, message):
+    assert main(["check", change]) == USER_ERROR
+    assert message in capsys.readouterr().err and not mark.exists()
 
 
 @pytest.mark.parametrize("change", ["reward.scorers.mine={_target_:evil.Scorer}", "data._target_=evil.Scorer"])

@@ -143,7 +143,7 @@ def test_a_secret_of_the_environment_is_in_no_file_of_a_run_or_of_its_export(fol
     monkeypatch.setenv("SECRET_KEY", "hunter2-one")
     run = [recipe, *SMALL, "algorithm.num_timesteps=1", "run_dir=run"]
     assert main(run) == 0, capsys.readouterr().err
-    assert main(["export", "run", "--to", "exported", "--merged"]) == 0, capsys.readouterr().err
+    assert main(["export", "run", "--to", "exported", "--merged", "--trust"]) == 0, capsys.readouterr().err
     monkeypatch.setenv("SECRET_KEY", "hunter2-two")
     assert main([*run, "resume=auto", "num_rollouts=2"]) == USER_ERROR
     said = capsys.readouterr()

@@ -33,6 +33,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "merged": ("export",),
     "policy": ("export",),
     "checkpoint": ("eval", "export"),
+    "trust": ("eval", "export"),
     "output": ("eval", "bench", "compare", "conformance"),
     "engines": ("conformance",),
     "against": ("conformance",),
@@ -187,6 +188,11 @@ def _parser() -> argparse.ArgumentParser:
         help="export: a copy of the weights, such as ema; of several policies one, or POLICY/ema",
     )
     parser.add_argument("--checkpoint", metavar="WHICH", help="eval, export: newest (the default), best or a step")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="eval, export: run the code that a run's config.yaml names and that does not come with UniRL",
+    )
     parser.add_argument(
         "--output",
         metavar="WHERE",

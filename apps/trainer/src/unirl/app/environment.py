@@ -66,6 +66,11 @@ def this_machine() -> Machine:
     return Machine(len(os.sched_getaffinity(0)), _num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), Path("/dev")))
 
 
+def named_interpreters() -> list[str]:
+    """Interpreters of engines that the user names in the environment."""
+    return [value for name in ("VLLM_PYTHON", "SGLANG_PYTHON", "VLLM_OMNI_PYTHON") if (value := os.environ.get(name))]
+
+
 def cluster_address() -> str | None:
     """host:port of the Ray cluster that RAY_ADDRESS names, or None."""
     return os.environ.get("RAY_ADDRESS") or None

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unirl.app.command_line import Command
-from unirl.app.environment import cluster_address, register_resolvers, settle_on_cpu, this_machine
+from unirl.app.environment import (
+    cluster_address,
+    named_interpreters,
+    register_resolvers,
+    settle_on_cpu,
+    this_machine,
+)
 from unirl.app.run_directory import CONFIG_FILE
 from unirl.config.check import build_values, check_recipe
 from unirl.config.recipes import compose, resolve
+from unirl.config.trust import foreign_code
 from unirl.models.causal_lm.progress import delay_loading_bars
+from unirl.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -33,6 +41,16 @@ def composed(command: Command, recipe: str | None = None) -> DictConfig:
     return compose(name, overrides)
 
 
+def trusts(command: Command) -> bool:
+    """Whether the recipe's author is who gives the command: not of a run's folder, which may come from anybody."""
+    return "trust" in command.options or not (Path(command.recipe).expanduser() / CONFIG_FILE).is_file()
+
+
+def code_of_others(recipe: Mapping[str, Any]) -> list[str]:  # Any: a recipe's values
+    """See `unirl.config.trust.foreign_code`: all that does not come with UniRL or from this environment."""
+    return foreign_code(recipe, Path.cwd(), named_interpreters())
+
+
 def settled(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     """The resolved recipe, with `device: auto` decided for this machine and `cluster.address: auto` by RAY_ADDRESS.
 
@@ -47,12 +65,20 @@ def settled(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     return recipe
 
 
-def checked(config: DictConfig, *, asks_teachers: bool = True) -> dict[str, Any]:  # Any: a recipe's values
+def checked(
+    config: DictConfig, *, asks_teachers: bool = True, trusts: bool = True
+) -> dict[str, Any]:  # Any: a recipe's values
     """The resolved recipe, checked for itself and for this machine, its values built once. Imports torch.
 
-    asks_teachers: see `check_recipe`.
+    asks_teachers: see `check_recipe`. trusts: whether code that does not come with UniRL may be imported and run;
+    without, a recipe that names some is refused with ConfigError.
     """
     recipe = settled(config)
+    if not trusts and (named := code_of_others(recipe)):
+        raise ConfigError(
+            f"this run's config.yaml names code that does not come with UniRL: {'; '.join(named)}. Nothing of it was "
+            "run. If it is yours, or you have read it, add --trust."
+        )
     check_recipe(recipe, this_machine(), asks_teachers=asks_teachers)
     settle_on_cpu(recipe["device"])
     delay_loading_bars(QUICK_LOAD_S)

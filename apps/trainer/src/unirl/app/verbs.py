@@ -16,7 +16,7 @@ from unirl.app.command_line import Command
 from unirl.app.environment import this_machine
 from unirl.app.kept_recipes import KeptRecipes
 from unirl.app.memory import phases, table
-from unirl.app.recipe import checked, composed, settled
+from unirl.app.recipe import checked, code_of_others, composed, settled, trusts
 from unirl.app.run_directory import CONFIG_FILE, claimed_run_dir, has_checkpoint, make_folder
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
@@ -65,6 +65,8 @@ def check(command: Command) -> None:
             lines.append(
                 f"  the rules of {module} were left out, because check executes no file of yours: see --values\n"
             )
+        if named := code_of_others(recipe):
+            lines.append(f"  runs code that does not come with UniRL: {'; '.join(named)}\n")
         sys.stdout.write(f"{recipe['recipe']}: ok\n" + "".join(lines))
 
 
@@ -110,7 +112,7 @@ def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: b
 
 def evaluate(command: Command) -> None:
     """Held-out evaluation; of the newest checkpoint where a run is given."""
-    recipe = checked(composed(command), asks_teachers=False)
+    recipe = checked(composed(command), asks_teachers=False, trusts=trusts(command))
     _make_output_folder(command)
     from unirl.app.report import evaluation_table
     from unirl.trainer.wiring import evaluate_recipe
@@ -141,7 +143,7 @@ def export(command: Command) -> None:
     if "to" not in command.options:
         raise ConfigError("export needs --to FOLDER.")
     config = composed(command)
-    recipe = checked(config, asks_teachers=False)
+    recipe = checked(config, asks_teachers=False, trusts=trusts(command))
     run_dir = recipe.get("run_dir")
     if run_dir is None:
         raise ConfigError("export needs the run to take weights from: trainer export RUN_FOLDER --to FOLDER.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ from unirl.config.runs import (
     run_of,
 )
 from unirl.config.schema import Component, PolicySections, StageSections, components, plain_sections
-from unirl.config.signatures import Target, lies_in, read_target
+from unirl.config.signatures import KEYWORDS_OF, NUM_INPUTS, Target, lies_in, read_target
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import RULES_OF, Machine, Part
@@ -38,9 +39,6 @@ OF_POLICIES = schema.keys(PolicySections)
 """Every key that a policy may have, and without `policies` a recipe."""
 TOP_LEVEL = (*schema.keys(schema.Recipe), *OF_POLICIES)
 """Every key that a recipe may have."""
-KEYWORDS_OF, NUM_INPUTS = "keywords_of", "num_inputs"
-"""Constants of a class with `**kwargs` for a function that the recipe names: which argument names it, and how many
-arguments the function gets from the class."""
 MACHINE_RULES = "MACHINE_RULES"
 """Name in a module of rules that may be absent."""
 ENABLED = "enabled"
@@ -236,7 +234,7 @@ def _signatures(recipe: Resolved) -> Iterator[str]:
             continue
         if not isinstance(node.get(ENABLED, True), bool):
             yield f"{place}.{ENABLED} = {node[ENABLED]!r} must be true or false."
-        yield from _bound({key: value for key, value in node.items() if key != ENABLED}, place)
+        yield from _bound({key: value for key, value in node.items() if key != ENABLED}, place, Component())
 
 
 def _component_nodes(recipe: Resolved) -> Iterator[tuple[str, Resolved, Component]]:
@@ -256,20 +254,30 @@ def _component_nodes(recipe: Resolved) -> Iterator[tuple[str, Resolved, Componen
                 yield f"{prefix}{key}", sections[key], component
 
 
-def _bound(node: Mapping[str, Value], place: str, component: Component = Component()) -> Iterator[str]:  # noqa: B008
+def _bound(node: Mapping[str, Value], place: str, component: Component | None = None) -> Iterator[str]:
+    """component: what stands at this place of every recipe; None: a value inside one."""
     try:
         target = read_target(str(node[TARGET]))
     except ConfigError as error:
         yield f"{place}.{TARGET} = {error}"
+        return
+    if target.path.partition(".")[0] in sys.stdlib_module_names:
+        yield f"{place}.{TARGET} = {target.path} is of Python's own library, which has no part of a run."
+        return
+    if target.is_function and component is not None:
+        yield (
+            f"{place}.{TARGET} = {target.path} is a function that does not say which class it returns. Name a class, "
+            "or annotate what the function returns."
+        )
         return
     try:
         target = _with_function(target, node)
     except ConfigError as error:
         yield f"{place}.{target.constants[KEYWORDS_OF]} = {error}"
         return
-    injected = injected_into(target, component)
+    injected = frozenset() if component is None else injected_into(target, component)
     for key, value in node.items():
-        if key in RESERVED or key in component.own_keys:
+        if key in RESERVED or (component is not None and key in component.own_keys):
             continue
         inside = f"{place}.{key}"
         if key in injected:

@@ -22,6 +22,9 @@ from unirl.types.errors import ConfigError
 from unirl.types.recipe import RULES_OF
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+KEYWORDS_OF, NUM_INPUTS = "keywords_of", "num_inputs"
+"""Constants of a class with `**kwargs` for a function that the recipe names: which argument names it, and how many
+arguments the function gets from the class."""
 MAX_DEPTH = 16
 """Re-exports and bases followed before giving up: a cycle in somebody's imports must not hang the check."""
 
@@ -63,6 +66,8 @@ class Target:
     """Import paths of the class and of its bases, nearest first, as far as source tells."""
     rules: tuple[str, ...] = ()
     """Modules that the class and its bases name by RULES_OF, those of bases first."""
+    is_function: bool = False
+    """Whether it is a function that does not say which class it returns."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +150,9 @@ def _target(found: _Found, path: str, num_inputs: int) -> Target:
             return Target(path, accepts_any=True)  # the decorator may pass arguments of its own
         parameters, accepts_any = _function_parameters(found.node, found.module, skip=num_inputs)
         made = _returned_class(found.node, found.module)
-        return (
-            _declared(Target(path, parameters, accepts_any), *made) if made else Target(path, parameters, accepts_any)
-        )
+        if made is None:
+            return Target(path, parameters, accepts_any, is_function=True)
+        return _declared(Target(path, parameters, accepts_any), *made)
     parameters, accepts_any = _constructor(found.node, found.module, 0)
     return _declared(Target(path, parameters, accepts_any), found.node, found.module)
 
