@@ -196,6 +196,68 @@ def test_requests_that_hold_too_much_memory_together_get_429():
     serving(test, max_pending_bytes=2000)
 
 
+def test_bodies_that_are_announced_and_not_sent_hold_no_memory_and_refuse_nobody():
+    async def test(client, app, make):
+        head = "POST /score HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 900000\r\n\r\n{"
+        slow = [await asyncio.open_connection("127.0.0.1", client.port) for _ in range(4)]
+        for _, writer in slow:
+            writer.write(head.encode())
+        await until(lambda: app._num_requests == 4 and app._pending_bytes == 4)
+        assert (await post(client, body(1)))[0] == 200
+        for _, writer in slow:
+            writer.close()
+        await until(lambda: app._num_requests == 0 and app._pending_bytes == 0)
+
+    serving(test, max_pending_bytes=1_000_000, max_body_bytes=1_000_000)
+
+
+def test_a_large_body_of_unknown_size_arrives_whole():
+    async def test(client, app, make):
+        whole = b"".join(encode_binary([sample("a", size=1000, value=9)], ["r"]))
+
+        async def pieces():
+            for start in range(0, len(whole), 300_000):
+                yield whole[start : start + 300_000]
+
+        for data in (whole, pieces()):
+            async with client.post("/score", data=data, headers=BINARY) as answer:
+                assert (await answer.json())["results"] == [{"r": {"reward": 9.0, "frames": 3.0}}]
+        assert app._pending_bytes == 0
+
+    serving(test)
+
+
+def animation(num_frames, size=(8, 8)):
+    buffer = BytesIO()
+    first, *rest = [Image.new("RGB", size, (60 * value, 0, 0)) for value in range(num_frames)]
+    first.save(buffer, "WEBP", save_all=True, append_images=rest)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_media_that_a_scorer_does_not_take_is_not_sent_to_it():
+    images = FakeReplica()
+    images.card["media"] = ["image"]
+
+    async def test(client, app, make):
+        turns = [{"text": "p", "video_b64": animation(3)}, {"text": "p", "image_b64": png(5)}]
+        call = {"requests": [{"history": [turn], "required_rewards": ["r", "q"]} for turn in turns]}
+        status, answer, _ = await post(client, call)
+        assert status == 200 and set(answer["results"][0]) == {"q"} and set(answer["results"][1]) == {"r", "q"}
+        assert answer["errors"] == [{"r": "reward r scores image, this sample is of kind video"}, {}]
+        assert images.batches == [["1"]]
+
+    serving(test, make=Maker(images), rewards=[reward(), reward("q")])
+
+
+def test_an_animation_that_decodes_to_too_much_is_refused():
+    async def test(client, app, make):
+        turn = {"text": "p", "video_b64": animation(4)}
+        status, answer, _ = await post(client, {"requests": [{"history": [turn], "required_rewards": ["r"]}]})
+        assert status == 400 and "video_b64 takes more than max_video_bytes = 600 when decoded" in answer["detail"]
+
+    serving(test, max_video_bytes=600)
+
+
 def test_a_full_queue_gets_429_with_retry_after_and_nothing_of_the_request_is_queued():
     async def test(client, app, make):
         for replica in make.made:

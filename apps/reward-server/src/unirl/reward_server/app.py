@@ -29,6 +29,7 @@ from unirl.reward.wire import (
 from unirl.reward_server.access import is_allowed, video_reader, without_paths
 from unirl.reward_server.connections import Connections, connection_limit
 from unirl.reward_server.gpus import placed
+from unirl.reward_server.memory import give_back_memory
 from unirl.reward_server.metrics import Metrics
 from unirl.reward_server.openapi import document
 from unirl.reward_server.page import PAGE, PAGE_POLICY
@@ -54,6 +55,8 @@ CONNECTION_OPTIONS: dict[str, Any] = {  # Any: keywords of aiohttp's runner
 
 _DECODE_THREADS = 2
 _POLL_S = 0.05
+_FIRST_BYTES = 2**20
+"""Of a body's buffer, before anything has arrived."""
 
 
 class RewardServer:
@@ -84,6 +87,7 @@ class RewardServer:
             max_pixels=server.max_image_pixels,
             max_frames=server.max_video_frames,
             max_media_bytes=server.max_media_bytes,
+            max_video_bytes=server.max_video_bytes,
             max_text_chars=server.max_text_chars,
         )
         self._read_video = video_reader(server.video_roots, server.max_body_bytes)
@@ -220,16 +224,23 @@ class RewardServer:
         started = time.monotonic()
         self._num_requests += 1
         try:
-            with contextlib.ExitStack() as held:
-                held.enter_context(self._room(self._body_size(request)))
-                body = await self._body(request)
-                call = await self._call(request.content_type, body)
-                held.enter_context(self._room(_media_bytes(call) if request.content_type == JSON_TYPE else 0))
-                answers = await self._answers(call)
-                return web.Response(body=encode_answer(answers), content_type=JSON_TYPE)
+            response, num_bytes = await self._scored(request)
+            give_back_memory(num_bytes)  # here, where nothing holds the body and its media any more
+            return response
         finally:
             self._num_requests -= 1
             self.metrics.request_seconds.observe(time.monotonic() - started)
+
+    async def _scored(self, request: web.Request) -> tuple[web.Response, int]:
+        """The answer, and the bytes that it took to hold body and media."""
+        size = self._body_size(request)
+        with self._room() as take:
+            body = await self._body(request, size, take)
+            call = await self._call(request.content_type, body)
+            num_bytes = _media_bytes(call) if request.content_type == JSON_TYPE else 0
+            take(num_bytes)
+            answers = await self._answers(call)
+            return web.Response(body=encode_answer(answers), content_type=JSON_TYPE), len(body) + num_bytes
 
     def _body_size(self, request: web.Request) -> int:
         if request.content_type not in (JSON_TYPE, BINARY_TYPE) or "Content-Encoding" in request.headers:
@@ -246,22 +257,30 @@ class RewardServer:
         return size
 
     @contextlib.contextmanager
-    def _room(self, num_bytes: int) -> Generator[None]:
-        limit = self._settings.max_pending_bytes
-        if self._pending_bytes + num_bytes > limit:
-            raise _refused(
-                web.HTTPTooManyRequests, f"the requests in work hold max_pending_bytes = {limit}; try again later", 1
-            )
-        self._pending_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._pending_bytes -= num_bytes
+    def _room(self) -> Generator[Callable[[int], None]]:
+        """A function that counts bytes of a request, or refuses it, until the request is done."""
+        limit, held = self._settings.max_pending_bytes, 0
 
-    async def _body(self, request: web.Request) -> bytearray:
-        """The body, read into one buffer."""
+        def take(num_bytes: int) -> None:
+            nonlocal held
+            if self._pending_bytes + num_bytes > limit:
+                raise _refused(
+                    web.HTTPTooManyRequests,
+                    f"the requests in work hold max_pending_bytes = {limit}; try again later",
+                    1,
+                )
+            self._pending_bytes += num_bytes
+            held += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._pending_bytes -= held
+
+    async def _body(self, request: web.Request, size: int, take: Callable[[int], None]) -> bytearray:
+        """The body, read into one buffer, which grows with what has arrived: size is only what the client announces."""
         limit = self._settings.max_body_bytes
-        body, filled = bytearray(request.content_length or 0), 0
+        body, filled = bytearray(min(size, _FIRST_BYTES)), 0
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 async for chunk, _ in request.content.iter_chunks():
@@ -270,10 +289,14 @@ class RewardServer:
                         raise web.HTTPRequestEntityTooLarge(
                             limit, filled, text=f"the body has more than max_body_bytes = {limit} bytes"
                         )
+                    take(len(chunk))
+                    if filled > len(body):
+                        body.extend(bytes(max(filled - len(body), min(len(body), size - len(body)))))
                     body[filled - len(chunk) : filled] = chunk
         except TimeoutError as error:
             text = f"the body was not sent within body_timeout_s = {self._settings.body_timeout_s:g} s"
             raise web.HTTPRequestTimeout(text=text, headers={"Connection": "close"}) from error
+        del body[filled:]
         self.metrics.body_bytes.labels("json" if request.content_type == JSON_TYPE else "binary").inc(len(body))
         return body
 

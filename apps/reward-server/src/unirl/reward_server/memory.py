@@ -9,6 +9,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 2**30
 
 
+_LARGE_BYTES = 2**26
+"""Requests of which it is worth the milliseconds to ask for what is free."""
+
+
+def give_back_memory(num_bytes: int) -> None:
+    """After a request of so many bytes, let the system have what is free in the middle of the heap, too."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None and num_bytes > _LARGE_BYTES:
+        trim(_KEPT_BYTES)
+
+
 def keep_freed_memory() -> None:
     """Let this process keep up to 1 GiB for the next request, where the C library is glibc.
 

@@ -131,6 +131,13 @@ class RewardPool:
                 min(max(wait_s, 1), 60),
             )
 
+    def _refusal(self, sample: WireSample) -> str | None:
+        """Why the scorer cannot take a sample at all, by what it said when it was built."""
+        kinds = self.card.get("media") or [sample.kind]
+        if sample.kind in kinds:
+            return None
+        return f"reward {self.settings.name} scores {' and '.join(kinds)}, this sample is of kind {sample.kind}"
+
     def submit(self, samples: Sequence[WireSample]) -> list[asyncio.Future[Found]]:
         """A future for every sample, of its numbers or of the reason why it has none. Call `check_room` before."""
         loop = asyncio.get_running_loop()
@@ -138,6 +145,10 @@ class RewardPool:
         futures = []
         for sample in samples:
             job = Job(sample, loop.create_future(), now)
+            if (reason := self._refusal(sample)) is not None:
+                futures.append(job.future)
+                self._finish(job, reason)
+                continue
             self._num_waiting += 1
             self._queues.setdefault(batch_key(sample), deque()).append(job)
             futures.append(job.future)

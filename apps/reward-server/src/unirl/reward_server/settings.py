@@ -49,13 +49,15 @@ class ServerSettings:
     """The same of one IPv4 address or of one IPv6 network of 64 bits."""
     max_body_bytes: int = 256 * 1024**2
     max_pending_bytes: int = 4 * 1024**3
-    """Bodies and decoded media of all requests in work; more get 429."""
+    """Bodies, as far as they have arrived, and decoded media of all requests in work; more get 429."""
     max_samples: int = 1024
     max_image_pixels: int = 4096 * 4096
     """Of one image or frame."""
     max_video_frames: int = 1024
     max_media_bytes: int = 1024**3
     """Media when decoded."""
+    max_video_bytes: int = 256 * 1024**2
+    """One video when decoded: some hundred bytes of a file can become that much."""
     max_text_chars: int = 1_000_000
     video_roots: list[str] = field(default_factory=list)
     """Folders below which `video_path` may point, links resolved. None: the field is refused."""

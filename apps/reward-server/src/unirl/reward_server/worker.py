@@ -30,7 +30,7 @@ from unirl.reward.service import RewardService
 from unirl.reward.wire import Limits, WireSample, decode_binary, request_of, sub_metrics
 from unirl.reward_server.frames import Frame, receive_frame, send_frame
 from unirl.reward_server.logs import start_logging
-from unirl.reward_server.memory import keep_freed_memory
+from unirl.reward_server.memory import give_back_memory, keep_freed_memory
 from unirl.types.errors import ConfigError, ContractError, UniRLError
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.protocols import Scorer
@@ -43,6 +43,7 @@ UNLIMITED = Limits(
     max_pixels=2**40,
     max_frames=2**31,
     max_media_bytes=2**50,
+    max_video_bytes=2**50,
     max_text_chars=2**40,
     max_json_nodes=2**40,
 )
@@ -191,12 +192,13 @@ def _answer_all(link: socket.socket, judge: Judge, max_concurrency: int) -> None
     cancelled: dict[int, threading.Event] = {}
     sending = threading.Lock()
 
-    def answer(task: int, payload: memoryview) -> None:
+    def answer(task: int, payload: memoryview) -> int:
         samples = decode_binary(payload, UNLIMITED).samples
         found = [item for chunk in judge.found(samples, cancelled[task]) for item in chunk]
         del cancelled[task]
         with sending:
             send_frame(link, Frame.ANSWER, task, json.dumps(found).encode())
+        return len(payload)
 
     def read() -> None:
         try:
@@ -214,7 +216,7 @@ def _answer_all(link: socket.socket, judge: Judge, max_concurrency: int) -> None
     threading.Thread(target=read, name="reader", daemon=True).start()
     if max_concurrency == 1:
         while True:
-            answer(*tasks.get())
+            give_back_memory(answer(*tasks.get()))
     with ThreadPoolExecutor(max_concurrency) as pool:
         while True:
             pool.submit(answer, *tasks.get()).add_done_callback(_die_of_bugs)

@@ -147,6 +147,8 @@ def _frames(picture: Image.Image, where: str) -> Iterator[Image.Image]:
 def _count_frame(index: int, width: int, height: int, where: str, budget: Budget) -> None:
     if index >= budget.limits.max_frames:
         raise DataError(f"{where} has more than max_frames = {budget.limits.max_frames} frames")
+    if (index + 1) * width * height * 3 > budget.limits.max_video_bytes:
+        raise DataError(f"{where} takes more than max_video_bytes = {budget.limits.max_video_bytes} when decoded")
     if index:
         budget.take(width * height * 3, where)
 

@@ -42,6 +42,8 @@ class Limits:
     """Frames of one video."""
     max_media_bytes: int = 1024**3
     """Decoded media of one body, all samples together."""
+    max_video_bytes: int = 1024**3
+    """One video of a JSON body, decoded."""
     max_text_chars: int = 1_000_000
     """Characters of one text."""
     max_json_nodes: int = 1_000_000
