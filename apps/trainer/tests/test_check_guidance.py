@@ -38,7 +38,7 @@ def findings(name, *overrides):
             "FLUX.1-schnell is distilled to sample without guidance; got guidance_scale",
         ),
         (FLUX1, ["+sampling.negative_prompt=blurred"], "negative_prompt = 'blurred' is read by guidance alone"),
-        (FLUX1, [SCHNELL, NO_INPUT, "+eval.guidance_scale=4"], "eval: black-forest-labs/FLUX.1-schnell is distilled"),
+        (FLUX1, [SCHNELL, NO_INPUT, "eval.guidance_scale=4"], "eval: black-forest-labs/FLUX.1-schnell is distilled"),
         (FILL, GUIDED, "FLUX.1-Fill-dev is distilled to sample without guidance"),
         (
             HUNYUAN,

@@ -191,6 +191,8 @@ def test_parameters_are_deterministic_and_otherwise_those_of_training():
     assert isinstance(params, DiffusionSamplingParams) and params.resolve_sde_indices(0) == []
     changed = EvaluationConfig(prompts="", num_inference_steps=8, guidance_scale=0.0).params(training)
     assert (changed.num_inference_steps, changed.guidance_scale) == (8, 0.0)
+    scales = EvaluationConfig(prompts="", guidance_scale_2=3.0, distilled_guidance_scale=6.0).params(training)
+    assert (scales.guidance_scale, scales.guidance_scale_2, scales.distilled_guidance_scale) == (3.0, 3.0, 6.0)
     assert params.post_solver == "euler"
     second_order = EvaluationConfig(prompts="", post_solver="unipc")
     assert second_order.params(training).post_solver == "unipc"

@@ -46,9 +46,7 @@ class ComposedEvaluationConfig(EvaluationConfig):
         """See `Evaluates.settings`."""
         text, image = self.texts(training.ar), self.params(training.diffusion)
         return {
-            "eval": self._without(
-                "num_images", "num_inference_steps", "guidance_scale", "post_solver", "temperature", "max_new_tokens"
-            ),
+            "eval": self._without("num_images", "temperature", "max_new_tokens", *EVALUATED_SAMPLING),
             "sampling": {
                 "ar": dataclasses.asdict(text),
                 **{name: getattr(image, name) for name in EVALUATED_SAMPLING},

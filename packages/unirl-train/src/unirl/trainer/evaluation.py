@@ -31,6 +31,8 @@ NUM_VIDEOS = 4
 """Videos that a run shows whole at a time."""
 SCHEDULING = ("before", "interval", "interval_cpu_s", "policy")
 """Options of every evaluation that say when it happens and of which weights, not what it measures."""
+SCALES = ("guidance_scale", "guidance_scale_2", "distilled_guidance_scale")
+"""Strengths of guidance that an evaluation may set itself."""
 EVALUATED_SAMPLING = (
     "num_inference_steps",
     "guidance_scale",
@@ -111,11 +113,13 @@ class HeldOut:
 @bounded("eval")
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(HeldOut):
-    """Held-out evaluation of images, see `HeldOut`. num_inference_steps, guidance_scale: None takes those of training.
+    """Held-out evaluation of images, see `HeldOut`. num_inference_steps and the three scales: None takes training's.
     post_solver: of every step, as `DiffusionSamplingParams.post_solver`. num_images: kept for the grid."""
 
     num_inference_steps: PositiveInt | None = None
     guidance_scale: NonNegative | None = None
+    guidance_scale_2: NonNegative | None = None
+    distilled_guidance_scale: NonNegative | None = None
     post_solver: PostSolver = "euler"
     num_images: NonNegativeInt = 16
 
@@ -123,7 +127,7 @@ class EvaluationConfig(HeldOut):
         """See `Evaluates.settings`."""
         params = self.params(training)
         return {
-            "eval": self._without("num_images", "num_inference_steps", "guidance_scale", "post_solver"),
+            "eval": self._without("num_images", *EVALUATED_SAMPLING),
             "sampling": {name: getattr(params, name) for name in EVALUATED_SAMPLING},
         }
 
@@ -147,7 +151,7 @@ class EvaluationConfig(HeldOut):
             keep_latents="last",
             seed=self.seed,
             num_inference_steps=self.num_inference_steps or training.num_inference_steps,
-            guidance_scale=training.guidance_scale if self.guidance_scale is None else self.guidance_scale,
+            **{name: scale for name in SCALES if (scale := getattr(self, name)) is not None},
         )
 
 

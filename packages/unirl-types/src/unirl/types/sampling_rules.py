@@ -71,6 +71,8 @@ def post_steps_exist(own: Part, run: Run) -> Messages:
 
 def guidance_has_negative_prompt(own: Part, run: Run) -> Messages:
     """Guidance needs its unconditional side said."""
+    if own.ability("samples_tokens") is not False:
+        return
     evaluated = None if run.evaluation is None else run.evaluation.node.get("guidance_scale")
     for name, value in (("sampling.guidance_scale", own.get("guidance_scale")), ("eval.guidance_scale", evaluated)):
         if value is not None and value > 1 and own.get("negative_prompt") is None:
@@ -82,6 +84,8 @@ def guidance_has_negative_prompt(own: Part, run: Run) -> Messages:
 
 def negative_prompt_is_read(own: Part, run: Run) -> Messages:
     """A negative prompt has guidance that reads it."""
+    if own.ability("samples_tokens") is not False:
+        return
     negative, scales = own.get("negative_prompt"), [own.get("guidance_scale", 1.0)]
     if run.evaluation is not None:
         scales.append(run.evaluation.node.get("guidance_scale"))
