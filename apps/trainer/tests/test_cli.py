@@ -107,6 +107,9 @@ def test_words_become_a_verb_a_recipe_and_changes():
         (["chek", "sd3_shapes"], "unknown verb 'chek'. Did you mean check? The verbs: run, list, show, check"),
         (["exprt"], "unknown verb 'exprt'. Did you mean export?"),
         (["check", "num_rollout=3"], "unknown key 'num_rollout'"),
+        (["--batch_size=4"], "no option --batch_size. Values of a recipe are key=value without dashes: batch_size=4."),
+        (["check", "--sampling.eta", "0"], "without dashes: sampling.eta=VALUE."),
+        (["check", "--strct"], "Or did you mean --strict?"),
     ],
 )
 def test_a_user_error_is_one_message_without_traceback(argv, message, capsys):

@@ -145,6 +145,7 @@ def test_mixgrpo_has_the_published_window(recipes):
 GRPO, NFT = "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes"
 WINDOWS = "unirl.sde.windows"
 LORA = {"_target_": "unirl.train.configs.LoraConfig", "rank": 2, "alpha": 2}
+OF_ONE = {"_target_": "unirl.reward.function.FunctionRewardScorer", "name": "one"}
 MISTAKES = [
     ({"num_rollout": 3}, "unknown key 'num_rollout' in the recipe. Did you mean num_rollouts?"),
     ({"seed": ...}, "seed is missing from the recipe"),
@@ -195,6 +196,12 @@ MISTAKES = [
     ({"trackers.console": True}, "trackers.console: must be a mapping with _target_"),
     ({"trackers.jsonl.enabled": "no"}, "trackers.jsonl.enabled = 'no' must be true or false"),
     ({"batch_size": 0}, "batch_size = 0 must be at least 1"),
+    ({"reward.scorers.shapes.strict_weight": math.nan}, "reward.scorers.shapes.strict_weight = nan must be a number"),
+    ({"resume": "maybe"}, "resume = 'maybe' must be auto or the folder of a run; there is no such folder."),
+    (
+        {"reward.scorers.shapes": {**OF_ONE, "function": "textwrap.dedent"}},
+        "reward.scorers.shapes.function = textwrap.dedent takes 1 arguments by place; it is called with 3.",
+    ),
     ({"max_cpu_s": "long"}, "max_cpu_s = 'long' must be a number"),
     ({"max_cpu_s": 0}, "max_cpu_s = 0 must be above 0 or null"),
     (

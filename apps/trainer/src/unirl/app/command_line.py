@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,7 +85,9 @@ class Command:
 
 def parse(argv: list[str]) -> Command:
     """The command that `argv` spells. Raises ConfigError for what makes no sense; argparse exits for --help."""
-    given = vars(_parser().parse_intermixed_args(argv))
+    parser = _parser()
+    _refuse_dashes(argv, parser.format_help())
+    given = vars(parser.parse_intermixed_args(argv))
     words: list[str] = given.pop("words")
     is_debug, config_name, cfg = given.pop("debug"), given.pop("config_name"), given.pop("cfg")
     _refuse_misspelt_verb(words)
@@ -149,6 +152,19 @@ def _refuse_misspelt_verb(words: list[str]) -> None:
     near = difflib.get_close_matches(words[0], VERBS, n=1)
     if near and words[0] not in (name.rsplit("/", 1)[-1] for name in available()):
         raise ConfigError(f"unknown verb {words[0]!r}. Did you mean {near[0]}? The verbs: {', '.join(VERBS)}.")
+
+
+def _refuse_dashes(argv: list[str], options: str) -> None:
+    """Raises ConfigError for a value of the recipe that is written as an option."""
+    for word in argv:
+        name, _, value = word.partition("=")
+        if re.fullmatch(r"--[a-z_]\w*(\.\w+)*", name) and f"{name} " not in options and f"{name}\n" not in options:
+            near = difflib.get_close_matches(name.removeprefix("--"), OPTIONS, n=1)
+            hint = f" Or did you mean --{near[0]}?" if near else ""
+            raise ConfigError(
+                f"there is no option {name}. Values of a recipe are key=value without dashes: "
+                f"{name.removeprefix('--')}={value or 'VALUE'}.{hint}"
+            )
 
 
 def _is_override(word: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -177,6 +178,9 @@ def _keys(recipe: Resolved) -> Iterator[str]:
             f"recipe = {name} must be a name such as diffusion/mine: runs are written into runs/<recipe>. Use letters, "
             "digits, _ - and . (not first), with / between the parts."
         )
+    resume = recipe.get("resume")
+    if isinstance(resume, str) and resume != "auto" and not Path(resume).expanduser().is_dir():
+        yield f"resume = {resume!r} must be auto or the folder of a run; there is no such folder."
     if recipe.get("resume_changes") == "allow" and recipe.get("resume") is None:
         yield "resume_changes = 'allow' does nothing without resume. Set resume=auto, or leave it out."
 
@@ -325,6 +329,8 @@ def _value(value: Value, place: str, target: Target, key: str) -> Iterator[str]:
     if parameter is None:
         return
     wanted = mismatch(value, parameter.annotation, parameter.module)
+    if wanted is None and isinstance(value, float) and math.isnan(value):
+        wanted = "a number"
     if wanted is not None:
         shown = "null" if value is None else repr(value)
         yield f"{place} = {shown} must be {wanted}."

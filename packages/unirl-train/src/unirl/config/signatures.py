@@ -148,6 +148,11 @@ def _target(found: _Found, path: str, num_inputs: int) -> Target:
     if not isinstance(found.node, ast.ClassDef):
         if found.node.decorator_list and num_inputs:
             return Target(path, accepts_any=True)  # the decorator may pass arguments of its own
+        taken = len(found.node.args.posonlyargs) + len(found.node.args.args)
+        if taken < num_inputs and found.node.args.vararg is None:
+            raise ConfigError(
+                f"{path} takes {taken} arguments by place; it is called with {num_inputs}. Add the others."
+            )
         parameters, accepts_any = _function_parameters(found.node, found.module, skip=num_inputs)
         made = _returned_class(found.node, found.module)
         if made is None:
