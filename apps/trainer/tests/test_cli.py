@@ -31,6 +31,7 @@ from unirl.train.backend.manifest import write_manifest
 from unirl.trainer import wiring
 from unirl.trainer.evaluation import EvaluationResult
 from unirl.types.errors import ConfigError, ContractError, TrainingError
+from unirl.types.weights import LostUpdate
 
 SHAPES = "diffusion/sd3_shapes"
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
@@ -379,9 +380,9 @@ def test_eval_scores_the_recipe_or_a_run(here, monkeypatch, capsys, fake_run):
 def test_export_writes_a_runs_weights(here, monkeypatch, capsys, fake_run):
     calls = []
 
-    def export_recipe(recipe, run_dir, folder, *, merged, policy, checkpoint, published):
-        calls.append((str(run_dir), str(folder), merged, policy, checkpoint))
-        return folder
+    def export_recipe(recipe, run_dir, folder, *, merged, policy, checkpoint, published, in_float32):
+        calls.append((str(run_dir), str(folder), merged, policy, checkpoint, in_float32))
+        return LostUpdate("bfloat16", 0.125, 0.5)
 
     monkeypatch.setattr(wiring, "export_recipe", export_recipe)
     assert main(["export", "sd3_shapes", "--to", "out"]) == USER_ERROR
@@ -390,8 +391,16 @@ def test_export_writes_a_runs_weights(here, monkeypatch, capsys, fake_run):
     with_checkpoint(Path("run"))
     assert main(["export", "run", "--to", "out"]) == USER_ERROR
     assert "there is no LoRA to write. Add --merged" in capsys.readouterr().err
+    assert main(["export", "run", "--to", "out", "--float32"]) == USER_ERROR
+    capsys.readouterr()
     assert main(["export", "run", "--to", "out", "--merged", "--policy", "old", "--checkpoint", "3"]) == 0
-    assert calls == [("run", "out", True, "old", "3")]
+    assert calls == [("run", "out", True, "old", "3", False)]
+    out = capsys.readouterr().out
+    assert out.startswith("wrote out\nRounding to bfloat16 took 12.50% of the update's norm; 50.00% of the weights")
+    assert out.endswith(" --float32 keeps the update.\n")
+    assert main(["export", "run", "--to", "out", "--merged", "--float32"]) == 0
+    assert calls[1] == ("run", "out", True, "default", "newest", True)
+    capsys.readouterr()
     Path("file").write_text("")
     assert main(["export", "run", "--to", "file/out", "--merged"]) == USER_ERROR
     assert "--to file/out cannot be made: Not a directory" in capsys.readouterr().err

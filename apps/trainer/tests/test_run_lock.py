@@ -212,7 +212,7 @@ def test_a_second_command_leaves_the_first_ones_files_alone(resume, tmp_path, mo
 def test_a_run_that_is_being_written_can_be_read(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(wiring, "evaluate_recipe", lambda *_, **__: (_ for _ in ()).throw(ConfigError("was read")))
-    monkeypatch.setattr(wiring, "export_recipe", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(wiring, "export_recipe", lambda *_, **__: None)
 
     def run_recipe(recipe, run_dir, trackers, stop, *, published):
         (run_dir / "checkpoints" / "step-000001").mkdir(parents=True)

@@ -418,6 +418,32 @@ def test_the_exported_model_computes_what_the_policy_computes(mode: str, policy:
     torch.testing.assert_close(outputs(plain), expected, rtol=1e-5, atol=1e-6 if mode == "lora" else 0.0)
 
 
+def test_an_update_that_bfloat16_rounds_away_is_told_of_and_kept_in_float32(tmp_path: Path):
+    """Weights of 1, whose neighbours in bfloat16 are 2^-7 above and 2^-8 below."""
+    bundle = TinyBundle()
+    for parameter in bundle.model.bfloat16().parameters():
+        parameter.data.fill_(1.0)
+    fsdp = FSDPConfig(param_dtype="bf16", master_dtype="fp32")
+    backend = make_backend(bundle, lora=lora_config(), fsdp=fsdp)
+    for name, parameter in backend.parameters.items():
+        # The first block grows by less than half of the way to the next value, the second by all of it.
+        grows = 2.0**-10 if "blocks.0" in name else 2.0**-7
+        parameter.data.fill_(grows / lora_config().alpha if ".lora_B." in name else 1.0)
+    exporter = Exporter(backend, bundle)
+    lost = exporter.export_merged(str(tmp_path / "rounded"))
+    assert lost is not None and lost.dtype == "bfloat16"
+    assert lost.unchanged_fraction == 0.5
+    assert lost.norm_fraction == pytest.approx((2.0**-20 / (2.0**-20 + 2.0**-14)) ** 0.5)
+    kept = exporter.export_merged(str(tmp_path / "kept"), in_float32=True)
+    assert kept is not None and (kept.dtype, kept.norm_fraction, kept.unchanged_fraction) == ("float32", 0.0, 0.0)
+    rounded = load_file(tmp_path / "rounded" / "transformer.safetensors")
+    whole = load_file(tmp_path / "kept" / "transformer.safetensors")
+    assert bool((rounded["blocks.0.to_q.weight"] == 1).all())
+    assert bool((whole["blocks.0.to_q.weight"] == 1 + 2.0**-10).all())
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
+    assert Exporter(*trained("full")).export_merged(str(tmp_path / "full")) is None
+
+
 def test_a_state_of_other_options_is_refused_by_name():
     backend, _ = trained("full")
     state = {name: tensor.clone() for name, tensor in backend.state_dict().items()}

@@ -3,6 +3,7 @@
 import json
 
 from unirl.trainer.model_card import write_model_card
+from unirl.types.weights import LostUpdate
 
 RECIPE = {
     "recipe": "diffusion/mine",
@@ -54,6 +55,15 @@ def test_the_card_of_a_lora_names_base_recipe_data_figures_and_versions(tmp_path
     assert "Of the training: torch 1.2.3." in text
     recipe = json.loads(text.split("```json\n")[1].split("\n```")[0])
     assert recipe == {name: value for name, value in RECIPE.items() if name not in ("run_dir", "trackers")}
+
+
+def test_the_card_says_what_rounding_took(tmp_path):
+    write_model_card(
+        tmp_path, RECIPE, STATE, tmp_path, published=RECIPE, merged=True, lost=LostUpdate("bfloat16", 0.25, 0.5)
+    )
+    text = (tmp_path / "README.md").read_text()
+    assert "## Rounding\n\nRounding to bfloat16 took 25.00% of the update's norm; 50.00% of the weights" in text
+    assert "## Rounding" not in card(tmp_path, merged=True)
 
 
 def test_the_card_of_a_merged_export_loads_the_folder_and_names_a_local_base_by_its_last_part(tmp_path):

@@ -32,6 +32,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "memory": ("check",),
     "to": ("export",),
     "merged": ("export",),
+    "float32": ("export",),
     "policy": ("export",),
     "checkpoint": ("eval", "export"),
     "trust": ("eval", "export"),
@@ -198,6 +199,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--to", metavar="FOLDER", help="export: where to write")
     parser.add_argument("--merged", action="store_true", help="export: the whole model; else the LoRA alone")
+    parser.add_argument(
+        "--float32",
+        action="store_true",
+        help="export --merged: weights in float32, which keep small updates; else in the dtype of the loaded model",
+    )
     parser.add_argument(
         "--policy",
         metavar="NAME",

@@ -154,19 +154,26 @@ def export(command: Command) -> None:
     name, _ = named_copy(run, policy)
     if not is_merged and run.policies[name].backend.get("lora") is None:
         raise ConfigError("this run trained all weights, there is no LoRA to write. Add --merged.")
-    make_folder("--to", Path(str(command.options["to"])))
+    in_float32 = "float32" in command.options
+    if in_float32 and not is_merged:
+        raise ConfigError("--float32 is for whole models: a LoRA has the dtype that it was trained in. Add --merged.")
+    folder = Path(str(command.options["to"]))
+    make_folder("--to", folder)
     from unirl.trainer.wiring import export_recipe
 
-    folder = export_recipe(
+    lost = export_recipe(
         recipe,
         Path(run_dir),
-        Path(str(command.options["to"])),
+        folder,
         merged=is_merged,
         policy=policy,
         checkpoint=_checkpoint(command),
         published=published(config),
+        in_float32=in_float32,
     )
     sys.stdout.write(f"wrote {folder}\n")
+    if lost is not None:
+        sys.stdout.write(f"{lost}{'' if in_float32 else ' --float32 keeps the update.'}\n")
 
 
 def bench(command: Command) -> None:

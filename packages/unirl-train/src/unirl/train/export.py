@@ -11,6 +11,7 @@ from unirl.train.backend.policies import CURRENT_POLICY
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.protocols import ModelBundle, TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.weights import LostUpdate, UpdateTally
 
 
 class Exporter:
@@ -37,10 +38,18 @@ class Exporter:
         )
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def export_merged(self, folder: str, policy: str = CURRENT_POLICY) -> None:
-        """Write the components with a policy's weights, LoRA merged, by save_pretrained. As `export_lora`."""
-        state = self._backend.weight_source.merged_state(policy)
+    def export_merged(
+        self, folder: str, policy: str = CURRENT_POLICY, *, in_float32: bool = False
+    ) -> LostUpdate | None:
+        """Write the components with a policy's weights, LoRA merged, by save_pretrained. As `export_lora`.
+
+        in_float32: instead of the dtype of the loaded model. Returns what rounding took of the adapters' updates; None
+        where all weights were trained, whose base is not at hand.
+        """
+        tally = UpdateTally()
+        state = self._backend.weight_source.merged_state(policy, in_float32=in_float32, tally=tally)
         self._on_rank_zero(lambda: self._bundle.export_merged(folder, state))
+        return tally.result()
 
     def _on_rank_zero(self, write: Callable[[], None]) -> None:
         """Rank 0 writes, the others wait for it and fail with it."""

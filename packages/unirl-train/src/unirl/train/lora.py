@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unirl.train.configs import LoraConfig
 from unirl.types.errors import ConfigError, ContractError
+from unirl.types.weights import UpdateTally
 
 ADAPTER = "default"
 _A = f".lora_A.{ADAPTER}.weight"
@@ -130,7 +131,22 @@ def is_adapted(name: str) -> bool:
 
 
 @torch.no_grad()
-def merged_weight(base: Tensor, a: Tensor, b: Tensor, *, rank: int, alpha: float) -> Tensor:
-    """W + (alpha / rank) B A, computed in float32 and returned in W's dtype. W [O, I], A [r, I], B [O, r]."""
+def merged_weight(
+    base: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    rank: int,
+    alpha: float,
+    dtype: torch.dtype | None = None,
+    tally: UpdateTally | None = None,
+) -> Tensor:
+    """W + (alpha / rank) B A, computed in float32 and returned in W's dtype or another. W [O, I], A [r, I], B [O, r].
+
+    tally: is told what the rounding takes.
+    """
     delta = (b.float() @ a.float()) * (alpha / rank)
-    return (base.float() + delta).to(base.dtype)
+    merged = (base.float() + delta).to(base.dtype if dtype is None else dtype)
+    if tally is not None:
+        tally.add(base, delta, merged)
+    return merged

@@ -13,6 +13,7 @@ from unirl.config.schema import DEFAULT_POLICY
 from unirl.train.backend.policies import CURRENT_POLICY
 from unirl.trainer.versions import versions
 from unirl.types.hub import is_hub_id
+from unirl.types.weights import LostUpdate
 
 CARD_FILE = "README.md"
 SUMMARY_FILE = "summary.json"
@@ -32,11 +33,12 @@ def write_model_card(
     merged: bool,
     policy: str = DEFAULT_POLICY,
     copy: str = CURRENT_POLICY,
+    lost: LostUpdate | None = None,
 ) -> None:
     """Write `README.md` into the folder of an export, in the form that model hubs read.
 
     published: the recipe as others may see it, which the card ends with; of `recipe` it names the model and the files.
-    policy: which of several was exported. copy: which copy of its weights.
+    policy: which of several was exported. copy: which copy of its weights. lost: what rounding took of a merged LoRA.
     state: the driver's state of the exported checkpoint. run_dir: whose summary has the versions that trained; where
     the run has not ended there is none, and the card has those of this process and says so.
     """
@@ -54,6 +56,7 @@ def write_model_card(
         f"{_kind(sections, merged=merged)} of `{_shown(base)}`, trained with reinforcement learning by UniRL. The base "
         "model's licence applies.",
         *([f"## Load\n\n```python\n{usage}\n```"] if usage else []),
+        *([f"## Rounding\n\n{lost}"] if lost is not None else []),
         f"## Training\n\n{_training(recipe, published, state, copy, one_or_several(sections, prefix, 'algorithm'))}",
         f"## Held-out figures\n\n{_figures(recipe, state)}",
         f"## Versions\n\n{_versions(run_dir)}",

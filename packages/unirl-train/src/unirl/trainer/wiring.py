@@ -52,6 +52,7 @@ from unirl.trainer.roles import CheckpointerRole, StackRole, SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Part, Policy
+from unirl.types.weights import LostUpdate
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 
@@ -490,11 +491,15 @@ def export_recipe(
     policy: str = "default",
     checkpoint: str = "newest",
     published: Recipe | None = None,
-) -> Path:
+    in_float32: bool = False,
+) -> LostUpdate | None:
     """Write a checkpoint of a run for use outside, with a model card: LoRA weights, or the model with them merged.
 
     policy: see `unirl.config.runs.named_copy`. published: the recipe as the card shows it, see `run_recipe`.
+    in_float32: of a merged export, instead of the dtype of the loaded model. Returns what rounding took of what a LoRA
+    changes.
     """
+    lost = None
     run = run_of(recipe)
     name, copy = named_copy(run, policy)
     with make_runtime(recipe, run_dir, asks_teachers=False) as runtime:
@@ -502,9 +507,9 @@ def export_recipe(
         state = load_checkpoint(runtime, checkpoint)
         exporter = runtime.role(role_name(name, "exporter", run.all_policies))
         if merged:
-            exporter.export_merged(str(folder), copy)
+            lost = exporter.export_merged(str(folder), copy, in_float32=in_float32)
         else:
             exporter.export_lora(str(folder), copy)
     shown = recipe if published is None else published
-    write_model_card(folder, recipe, state, run_dir, published=shown, merged=merged, policy=name, copy=copy)
-    return folder
+    write_model_card(folder, recipe, state, run_dir, published=shown, merged=merged, policy=name, copy=copy, lost=lost)
+    return lost

@@ -21,7 +21,7 @@ from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
-from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
+from unirl.types.weights import AdapterConfig, UpdateTally, WeightBucket, WeightReceipt, WeightSpec
 
 Conditions = Mapping[str, Condition]
 
@@ -604,8 +604,13 @@ class WeightSource(Protocol):
         """Component -> LoRA factors of a policy ("default": the trained one) as peft names them."""
         ...
 
-    def merged_state(self, policy: str) -> Mapping[str, Mapping[str, Tensor]]:
-        """Component -> all its weights under a policy, adapters merged."""
+    def merged_state(
+        self, policy: str, *, in_float32: bool = False, tally: UpdateTally | None = None
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Component -> all its weights under a policy, adapters merged; in their own dtype, or all in float32.
+
+        tally: is told of every weight that an adapter was merged into.
+        """
         ...
 
 

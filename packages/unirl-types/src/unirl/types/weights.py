@@ -52,6 +52,50 @@ class WeightReceipt:
 
 
 @dataclass(frozen=True)
+class LostUpdate:
+    """What rounding took of the updates that adapters make, over all weights that they were merged into."""
+
+    dtype: str
+    """Of the merged weights, such as `bfloat16`."""
+    norm_fraction: float
+    """Norm of what was lost over the norm of the update."""
+    unchanged_fraction: float
+    """Of the weights that the update changes, those that are the base's again."""
+
+    def __str__(self) -> str:
+        return (
+            f"Rounding to {self.dtype} took {self.norm_fraction:.2%} of the update's norm; "
+            f"{self.unchanged_fraction:.2%} of the weights that it changes are the base's again."
+        )
+
+
+class UpdateTally:
+    """Sums up what rounding takes of updates, tensor by tensor."""
+
+    def __init__(self) -> None:
+        self._dtype = ""
+        self._lost = self._whole = 0.0
+        self._unchanged = self._changed = 0
+
+    @torch.no_grad()
+    def add(self, base: Tensor, update: Tensor, merged: Tensor) -> None:
+        """One weight: `merged` is base + update as it is written. `update` is float32."""
+        kept = merged.float() - base.float()
+        self._dtype = str(merged.dtype).removeprefix("torch.")
+        self._lost += float((update - kept).double().square().sum())
+        self._whole += float(update.double().square().sum())
+        changes = update != 0
+        self._changed += int(changes.sum())
+        self._unchanged += int((changes & (kept == 0)).sum())
+
+    def result(self) -> LostUpdate | None:
+        """The shares; None where no update was added, or none changes anything."""
+        if not self._changed:
+            return None
+        return LostUpdate(self._dtype, (self._lost / self._whole) ** 0.5, self._unchanged / self._changed)
+
+
+@dataclass(frozen=True)
 class AdapterConfig:
     """What the tensors of a LoRA adapter do not say."""
 

@@ -12,7 +12,7 @@ from unirl.train.backend.policies import CURRENT_POLICY, NamedPolicies
 from unirl.train.backend.state import Progress
 from unirl.train.lora import is_adapted, lora_factor_names, merged_weight, plain_base_name, plain_lora_name
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.weights import AdapterConfig, qualified, qualified_name
+from unirl.types.weights import AdapterConfig, UpdateTally, qualified, qualified_name
 
 
 class PolicyWeights:
@@ -97,16 +97,34 @@ class PolicyWeights:
             state[component][plain_lora_name(rest)] = _whole(tensor)
         return state
 
-    def merged_state(self, policy: str) -> dict[str, dict[str, Tensor]]:
-        """Component -> all its weights under a policy, adapters merged. Raises ContractError for an unknown policy."""
+    def merged_state(
+        self, policy: str, *, in_float32: bool = False, tally: UpdateTally | None = None
+    ) -> dict[str, dict[str, Tensor]]:
+        """Component -> all its weights under a policy, adapters merged; in their own dtype, or all in float32.
+
+        tally: is told of every weight that an adapter was merged into. Raises ContractError for an unknown policy.
+        """
         values = self._policies.values(policy)
         self._before_reading()
-        return {name: dict(self._merged(name, module.state_dict(), values)) for name, module in self._modules.items()}
+        dtype = torch.float32 if in_float32 else None
+        return {
+            name: dict(self._merged(name, module.state_dict(), values, dtype=dtype, tally=tally))
+            for name, module in self._modules.items()
+        }
 
     def _merged(
-        self, component: str, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]
+        self,
+        component: str,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        tally: UpdateTally | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under the names that the model has without adapters, one after the other."""
+        """Whole tensors under the names that the model has without adapters, one after the other.
+
+        dtype: of what is no integer; None keeps each tensor's own.
+        """
         tensors = {name: values.get(f"{component}.{name}", tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             plain = plain_base_name(name)
@@ -115,8 +133,9 @@ class PolicyWeights:
             whole = _whole(tensor)
             if self._adapter is not None and is_adapted(name):
                 a, b = (_whole(tensors[factor]) for factor in lora_factor_names(name))
-                whole = merged_weight(whole, a, b, rank=self._adapter.rank, alpha=self._adapter.alpha)
-            yield plain, whole
+                adapter = self._adapter
+                whole = merged_weight(whole, a, b, rank=adapter.rank, alpha=adapter.alpha, dtype=dtype, tally=tally)
+            yield plain, whole if dtype is None or not whole.is_floating_point() else whole.to(dtype)
 
 
 @torch.no_grad()
