@@ -150,6 +150,28 @@ def test_a_target_that_can_be_no_part_of_a_run_is_refused(mark, capsys, change, 
     assert message in capsys.readouterr().err and not mark.exists()
 
 
+NINE = ",".join(["{}"] * 9)
+ALIASES = "".join(f"x{i}: &x{i} [{NINE.format(*[f'*x{i - 1}'] * 9)}]\n" for i in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            f"x0: &x0 [{NINE.format(*'x' * 9)}]\n{ALIASES}",
+            "holds more than 100000 values when its aliases are written out",
+        ),
+        ("x: " + "[" * 5000 + "]" * 5000, "nests deeper than 100 levels"),
+        ("# " + "x" * 2**24, "a recipe has at most 16777216"),
+    ],
+    ids=["aliases", "nesting", "size"],
+)
+def test_a_small_file_that_becomes_large_is_refused_at_once(mark, capsys, text, message):
+    Path("bomb.yaml").write_text(f"{SHAPES}{text}\n")
+    assert main(["check", "bomb.yaml"]) == USER_ERROR
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", ["reward.scorers.mine={_target_:evil.Scorer}", "data._target_=evil.Scorer"])
 def test_changes_of_the_command_line_execute_nothing_either(mark, change):
     assert main(["show", change]) == 0

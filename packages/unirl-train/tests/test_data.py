@@ -1,14 +1,16 @@
 """Prompt files of every format, the order of rows, and every message about a bad file."""
 
 import json
+import os
 import re
 
 import pytest
 from PIL import Image
 
 from unirl.data.data_source import MultimodalRLDataSource, epoch_order
-from unirl.data.datasets import PromptRow, read_rows
+from unirl.data.datasets import MAX_TEXT_BYTES, PromptRow, read_rows
 from unirl.data.media import MediaRef
+from unirl.data.rules import unreadable
 from unirl.types.errors import DataError
 
 
@@ -168,6 +170,10 @@ def test_pictures_choices_and_scores_of_csv_cells_are_paths_or_json(tmp_path):
             "row 1 has no media while 1 other rows do. Split the file",
         ),
         ("p.json", "[1,\n}", "p.json:2: not JSON"),
+        ("p.json", "[" * 100_000 + "]" * 100_000, "p.json: not JSON of rows: it nests too deeply"),
+        ("p.jsonl", "[" * 100_000 + "]" * 100_000, "p.jsonl:1: not JSON of a row: it nests too deeply"),
+        ("p.jsonl", '{"prompt": "a \\ud800"}\n', "p.jsonl:1: prompt = 'a \\ud800' holds half of a surrogate pair"),
+        ("p.jsonl", '{"prompt": "a", "images": ["a\\u0000.png"]}\n', "p.jsonl:1: the path 'a\\x00.png' holds a NUL"),
         ("p.json", '{"x": 1}', "needs its prompts as one list under one of prompts"),
         ("p.json", "3", "p.json:1: holds a int; write a list"),
         ("p.json", "", "p.json: holds no prompt"),
@@ -178,6 +184,17 @@ def test_a_bad_file_is_named_with_its_line_and_the_fix(tmp_path, name, text, mes
     Image.new("RGB", (6, 4)).save(tmp_path / "p.png")
     with pytest.raises(DataError, match=re.escape(message)):
         read_rows(written(tmp_path, name, text))
+
+
+def test_what_never_ends_is_no_file_of_prompts(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with (tmp_path / "large.txt").open("wb") as file:
+        file.truncate(MAX_TEXT_BYTES + 1)  # takes no room
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    for name, message in (("pipe", "no regular file"), ("zero", "no regular file"), ("large", "at most 536870912")):
+        with pytest.raises(DataError, match=message):
+            read_rows(tmp_path / f"{name}.txt")
+        assert message in str(unreadable("data.path", str(tmp_path / f"{name}.txt")))
 
 
 def test_missing_file_wrong_folder_and_needless_split_are_errors(tmp_path):

@@ -25,6 +25,7 @@ from yaml import YAMLError
 from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, available, packaged_name, parts
 from unirl.config.instantiation import TARGET
 from unirl.config.suggestions import did_you_mean
+from unirl.config.yaml_bounds import check_yaml
 from unirl.types.errors import ConfigError
 from unirl.types.urls import without_credentials
 
@@ -52,6 +53,7 @@ def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES
         raise ConfigError(f"{recipe}: no such recipe file.")
     if path.suffix in SUFFIXES:
         _require_utf8(path)
+        check_yaml(path)
         folder, name = str(path.resolve().parent), path.stem
         with initialize_config_dir(folder, version_base=_HYDRA_VERSION, job_name="trainer"):
             return _composed(name, parsed, [f"hydra.searchpath=[pkg://{module}]"], recipe)

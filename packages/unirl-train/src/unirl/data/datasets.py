@@ -35,6 +35,8 @@ LIST_KEYS = ("prompts", *TEXT_KEYS)
 AUDIO = "audio"
 MEDIA_FIELDS = ("modality", "role", "uri")
 CHOICES, ANSWER = "choices", "answer"
+MAX_TEXT_BYTES = 2**29
+"""Of a file of prompts that is read whole."""
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
 _EMBEDDING_KEY = re.compile(r"embed(s|ding|dings)?(_path)?$")
@@ -100,6 +102,10 @@ def parse_row(value: Row, index: int, path: Path, where: str) -> PromptRow:
     prompt = value[present[0]]
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{where}: {present[0]} = {prompt!r} must be a non-empty string.")
+    if any("\ud800" <= char <= "\udfff" for char in prompt):
+        raise DataError(
+            f"{where}: {present[0]} = {prompt!r} holds half of a surrogate pair. Write the character whole."
+        )
     embeddings = sorted(key for key in value if _EMBEDDING_KEY.search(key))
     if embeddings:
         raise DataError(
@@ -181,6 +187,8 @@ def _sound_ref(item: Row, folder: str, where: str) -> MediaRef:
 
 def _check_readable(ref: MediaRef, where: str) -> None:
     """Raise DataError for a picture or a sound that cannot be read, by the head of its file."""
+    if "\0" in ref.uri:
+        raise DataError(f"{where}: the path {ref.uri!r} holds a NUL character. Mend its path or remove the row.")
     kind, problem = ("sound", sound_problem(ref)) if ref.modality == AUDIO else ("picture", picture_problem(ref))
     if problem is not None:
         raise DataError(f"{where}: the {kind} {ref.uri} {problem}. Mend its path or remove the row.")
@@ -221,6 +229,9 @@ def file_values(path: Path) -> Iterator[tuple[str, Row]]:
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
         return
+    problem = not_readable_as_text(path)
+    if problem is not None:
+        raise DataError(f"{path}: {problem}")
     text = _text(path)
     if path.suffix == ".json":
         yield from _json_rows(path, text)
@@ -233,6 +244,15 @@ def file_values(path: Path) -> Iterator[tuple[str, Row]]:
         if stripped:
             where = f"{path}:{number}"
             yield where, stripped if path.suffix == ".txt" else _decoded(stripped, where)
+
+
+def not_readable_as_text(path: Path) -> str | None:
+    """Why a file of prompts would never be read to its end; None where it would."""
+    if not path.is_file():
+        return "is no regular file. Write the prompts into one."
+    if path.suffix != ".parquet" and path.stat().st_size > MAX_TEXT_BYTES:
+        return f"has {path.stat().st_size} bytes; a text has at most {MAX_TEXT_BYTES}. Write a .parquet table."
+    return None
 
 
 def _text(path: Path) -> str:
@@ -259,6 +279,8 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Row]]:
         raise DataError(
             f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno}). Fix the file."
         ) from error
+    except RecursionError:  # whose traceback has a thousand lines
+        raise DataError(f"{path}: not JSON of rows: it nests too deeply. Fix the file.") from None
     if isinstance(value, Mapping):
         present = [key for key in LIST_KEYS if isinstance(value.get(key), list)]
         if len(present) != 1:
@@ -279,6 +301,8 @@ def _decoded(line: str, where: str) -> Row:
         return json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error.msg} (column {error.colno}). Fix or remove the line.") from error
+    except RecursionError:  # whose traceback has a thousand lines
+        raise DataError(f"{where}: not JSON of a row: it nests too deeply. Fix or remove the line.") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from unirl.data.datasets import PromptRow, read_rows
+from unirl.data.datasets import PromptRow, not_readable_as_text, read_rows
 from unirl.data.pairs import read_pairs
 from unirl.data.sets.catalog import command_for
 from unirl.types.errors import DataError
@@ -45,6 +45,8 @@ def unreadable(name: str, path: str) -> str | None:
         command = command_for(path)
         made = f"Make it with: {command}, or set {name}." if command is not None else f"Set {name}."
         return f"{name} = {path}: no such prompt file or dataset folder. {made}"
+    if not place.is_dir() and (problem := not_readable_as_text(place)) is not None:
+        return f"{name} = {path} {problem}"
     if place.is_file() and place.stat().st_size == 0:
         return f"{name} = {path} is empty. Write at least one prompt."
     return None
