@@ -21,7 +21,7 @@ from unirl.app import environment, recipe
 from unirl.app.command_line import Command, parse
 from unirl.app.kept_recipes import KeptRecipes
 from unirl.app.main import USER_ERROR, main
-from unirl.app.report import final_screen, next_steps
+from unirl.app.report import After, final_screen, next_steps
 from unirl.app.run_directory import choose_run_dir, make_run_dir
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
@@ -419,7 +419,7 @@ def test_first_signal_asks_to_stop_and_handlers_come_back(capsys):
 
 def rendered(summary):
     out = io.StringIO()
-    Console(file=out, width=100).print(final_screen(summary), crop=False)
+    Console(file=out, width=100).print(final_screen(summary, After()), crop=False)
     return out.getvalue()
 
 
@@ -438,7 +438,7 @@ def test_commands_of_the_final_screen_can_be_copied_from_80_columns():
     folder = f"runs/{SHAPES}_flowgrpo_fast/20260101-120000"
     summary = {**SUMMARY, "run_dir": folder, "is_complete": False}
     out = io.StringIO()
-    Console(file=out, width=80).print(final_screen(summary, trains_lora=True), crop=False)
+    Console(file=out, width=80).print(final_screen(summary, After({"default": True})), crop=False)
     lines = out.getvalue().splitlines()
     assert max(len(line) for line in lines) <= 80
     text = "\n".join(line.rstrip() for line in lines)
@@ -449,9 +449,25 @@ def test_commands_of_the_final_screen_can_be_copied_from_80_columns():
 
 
 def test_a_run_of_lora_suggests_to_export_the_lora_first():
-    text = next_steps(SUMMARY, trains_lora=True)
+    text = next_steps(SUMMARY, After({"default": True}))
     assert "export     uv run trainer export runs/x --to exported-lora\nmerged     uv run trainer export runs/x" in text
-    assert next_steps(SUMMARY).count("trainer export") == 1 and "--merged" in next_steps(SUMMARY)
+    whole = next_steps(SUMMARY, After())
+    assert whole.count("trainer export") == 1 and "--merged" in whole
+
+
+def test_every_policy_of_a_run_is_exported_by_its_name():
+    text = next_steps(SUMMARY, After({"writer": True, "painter": False}), width=200)
+    commands = [line[11:] for line in text.splitlines() if "trainer export" in line]
+    assert commands == [
+        "uv run trainer export runs/x --to exported-writer-lora --policy writer",
+        "uv run trainer export runs/x --to exported-writer --merged --policy writer",
+        "uv run trainer export runs/x --to exported-painter --merged --policy painter",
+    ]
+
+
+def test_a_run_without_an_evaluation_suggests_none():
+    assert "trainer eval" in next_steps(SUMMARY, After())
+    assert "trainer eval" not in next_steps(SUMMARY, After(evaluates=False))
 
 
 def test_gpus_are_counted_without_torch(tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import importlib.resources
 import inspect
 import json
 import math
@@ -17,7 +18,7 @@ import unirl.config
 from unirl.algorithms.transition_rules import rollout_log_probs_are_replayed_ones
 from unirl.app.environment import register_resolvers
 from unirl.config.annotations import mismatch
-from unirl.config.catalog import available, packaged_name
+from unirl.config.catalog import RECIPES_MODULE, available, packaged_name
 from unirl.config.check import TOP_LEVEL, build_values, check_recipe, run_findings
 from unirl.config.instantiation import import_target
 from unirl.config.placement import groups_that_overlap_take_turns
@@ -500,6 +501,24 @@ def test_a_part_that_cannot_be_chosen_is_named_with_what_can(name, change, messa
 
 
 JPEG = "{_target_:unirl.reward.local.images.compressibility.JPEGCompressibilityScorer}"
+
+
+WITHOUT_EVALUATION = ("pe/shapes", "pe/shapes_writer", "bagel_shapes", "qwen3_arithmetic", "sd3_shapes")
+
+
+@pytest.mark.parametrize("name", WITHOUT_EVALUATION)
+def test_a_recipe_runs_without_its_held_out_evaluation(name):
+    register_resolvers()
+    recipe = resolve(compose(name, ["eval=null"]))
+    check_recipe(recipe, PLENTY)
+    assert run_of(recipe).evaluation is None and recipe["save"]["interval"] == 0
+
+
+def test_no_recipe_reads_what_null_takes_out():
+    """`eval=null` and its like must leave nothing that cannot be resolved."""
+    folder = Path(str(importlib.resources.files(RECIPES_MODULE)))
+    read = re.compile(r"\$\{(eval|guardrails|selection|trackers)\.")
+    assert [str(path.relative_to(folder)) for path in folder.rglob("*.yaml") if read.search(path.read_text())] == []
 
 
 def test_null_takes_a_component_out_and_stays_null_elsewhere():

@@ -98,6 +98,7 @@ def test_several_recipes_are_words_of_compare_alone():
         ([NFT, "seeds=a"], "seeds=a must be different whole numbers"),
         ([NFT, "seeds="], "seeds= must be different whole numbers"),
         ([NFT, "seed=1"], "seed=1: compare sets seed in every run. Remove it; use cpu_s= and seeds=."),
+        ([NFT, "eval=null"], "eval=null: recipes are compared by their held-out evaluations. Remove it."),
         ([NFT, "++eval.interval=1"], "compare sets eval.interval in every run"),
         ([NFT, "--jobs", "0"], "--jobs 0 must be at least 1"),
         ([NFT, "sd3_shapes_flowgrp"], "unknown recipe 'sd3_shapes_flowgrp'. Did you mean sd3_shapes_flowgrpo"),

@@ -172,6 +172,8 @@ def read_plan(command: Command) -> Plan:
         key, _, value = word.partition("=")
         if key in own:
             own[key] = value
+        elif key.lstrip("+~") == "eval":
+            raise ConfigError(f"{word}: recipes are compared by their held-out evaluations. Remove it.")
         elif key.lstrip("+~") in OWNED:
             raise ConfigError(
                 f"{word}: compare sets {key.lstrip('+~')} in every run. Remove it; use cpu_s= and seeds=."

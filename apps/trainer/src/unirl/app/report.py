@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,21 +20,31 @@ MAX_METRICS = 2
 OVERALL = "all"
 
 
-def final_screen(summary: Summary, *, trains_lora: bool = False) -> Group:
-    """The end screen of a run, from its summary. trains_lora: suggest to export the adapter."""
+@dataclass(frozen=True)
+class After:
+    """What can be done with a finished run, as its recipe says."""
+
+    trains_lora: Mapping[str, bool] = dataclasses.field(default_factory=lambda: {"default": False})
+    """Whether LoRA is what trains, by the policies that train."""
+    evaluates: bool = True
+    """Whether the recipe has a held-out evaluation."""
+
+
+def final_screen(summary: Summary, after: After) -> Group:
+    """The end screen of a run, from its summary."""
     head = "finished" if summary["is_complete"] else "stopped early"
     line = (
         f"{summary['recipe']} {head}: {summary['num_rollouts']} rollouts, {summary['num_samples']} samples, "
         f"{summary['wall_s']:.0f} s"
     )
     parts: list[Any] = [Text(line, style="bold")]  # Any: rich renderables have no common base
-    before, after = summary.get("eval_before"), summary.get("eval_after")
-    if before or after:
-        parts.append(evaluation_table(before, after, _preferred(summary)))
+    first, last = summary.get("eval_before"), summary.get("eval_after")
+    if first or last:
+        parts.append(evaluation_table(first, last, _preferred(summary)))
     if changes := resume_changes(summary):
         # Below the table and not its caption, which would be wrapped to the table's width.
         parts.append(Text("\n".join(changes), style="yellow"))
-    parts.append(NextSteps(summary, trains_lora))
+    parts.append(NextSteps(summary, after))
     return Group(*parts)
 
 
@@ -72,15 +83,15 @@ class NextSteps:
     """Where the run lies and commands to go on with, as wide as the terminal."""
 
     summary: Summary
-    trains_lora: bool
+    after: After
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """See rich's console protocol."""
-        text = next_steps(self.summary, options.max_width, trains_lora=self.trains_lora)
+        text = next_steps(self.summary, self.after, options.max_width)
         yield Text(text, no_wrap=True, overflow="ignore")
 
 
-def next_steps(summary: Summary, width: int = 80, *, trains_lora: bool = False) -> str:
+def next_steps(summary: Summary, after: After, width: int = 80) -> str:
     """Where the run lies and commands to go on with, each to be copied as it stands.
 
     A command that does not fit beside its label begins its own line, and goes on after a backslash where it must.
@@ -90,9 +101,8 @@ def next_steps(summary: Summary, width: int = 80, *, trains_lora: bool = False) 
     trainer, run = ["uv", "run", "trainer"], shlex.quote(run_dir)
     commands = [
         ("curves", ["uv", "run", "tensorboard", "--logdir", shlex.quote(f"{run_dir}/tensorboard")]),
-        ("evaluate", [*trainer, "eval", run]),
-        *([("export", [*trainer, "export", run, "--to", "exported-lora"])] if trains_lora else []),
-        ("merged" if trains_lora else "export", [*trainer, "export", run, "--to", "exported", "--merged"]),
+        *([("evaluate", [*trainer, "eval", run])] if after.evaluates else []),
+        *_exports([*trainer, "export", run], after.trains_lora),
         *([] if summary["is_complete"] else [("continue", [*trainer, run, "resume=auto"])]),
         ("more", [*trainer, "list"]),
     ]
@@ -101,6 +111,15 @@ def next_steps(summary: Summary, width: int = 80, *, trains_lora: bool = False) 
         line = _labelled(label, " ".join(words))
         lines.append(line if len(line) <= width else f"{label}\n{_broken(words, width)}")
     return "\n".join(lines)
+
+
+def _exports(command: list[str], trains_lora: Mapping[str, bool]) -> Iterator[tuple[str, list[str]]]:
+    """Commands that export each policy that trained, with their labels."""
+    for policy, is_lora in trains_lora.items():
+        suffix, option = ("", []) if len(trains_lora) == 1 else (f"-{policy}", ["--policy", policy])
+        if is_lora:
+            yield "export", [*command, "--to", f"exported{suffix}-lora", *option]
+        yield "merged" if is_lora else "export", [*command, "--to", f"exported{suffix}", "--merged", *option]
 
 
 def _labelled(label: str, text: str) -> str:

@@ -84,10 +84,12 @@ def run(command: Command) -> None:
     recipe = checked(config)
     with claimed_run_dir(recipe, datetime.datetime.now()) as (run_dir, is_resumed):
         summary = _trained(config, recipe, run_dir, is_resumed=is_resumed)
-    from unirl.app.report import final_screen
+    from unirl.app.report import After, final_screen
 
-    trains_lora = any(policy.backend.get("lora") is not None for policy in run_of(recipe).policies.values())
-    Console().print(final_screen(summary, trains_lora=trains_lora), crop=False)
+    run = run_of(recipe)
+    trains_lora = {name: policy.backend.get("lora") is not None for name, policy in run.policies.items()}
+    after = After(trains_lora, evaluates=run.evaluation is not None)
+    Console().print(final_screen(summary, after), crop=False)
 
 
 def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> dict[str, Any]:
