@@ -25,6 +25,14 @@ def declared(folder):
             yield requirement.name, tuple(sorted(requirement.extras)), requirement.specifier, extra
 
 
+def test_every_extra_that_a_page_or_an_example_names_exists():
+    root = ENVIRONMENTS.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "examples").iterdir()]
+    named = {(path.name, extra) for path in pages for extra in re.findall(r"--extra ([\w-]+)", path.read_text())}
+    assert named and [pair for pair in sorted(named) if pair[1] not in extras] == []
+
+
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in ENVIRONMENTS.glob("*/uv.lock")))
 def test_the_lock_of_an_environment_knows_what_its_packages_require_now(name):
     lock = tomllib.loads((ENVIRONMENTS / name / "uv.lock").read_text())

@@ -292,7 +292,9 @@ def engine_of(tmp_path, monkeypatch, source=None):
 def test_an_engine_of_another_version_is_refused_and_stopped(tmp_path, monkeypatch, version, protocol):
     ready = CODEC.encode(dataclasses.replace(READY, version=version, protocol=protocol))
     engine = engine_of(tmp_path, monkeypatch, f"pipe.recv_bytes()\npipe.send_bytes({ready!r})\npipe.recv_bytes()\n")
-    with pytest.raises(ConfigError, match=rf"has vLLM {version} and speaks protocol {protocol}; .* needs vLLM 0\.30, "):
+    with pytest.raises(
+        ConfigError, match=rf"has vLLM {version} and speaks protocol {protocol}; .* needs vLLM 0\.32\.0 and"
+    ):
         engine.wait_until_ready()
     assert not Path(f"/proc/{engine.pids[0]}").exists() and not list(tmp_path.glob("unirl-engine-*"))
 

@@ -111,7 +111,7 @@ class EngineInstance:
             engine = launch.codec.engine
             if not isinstance(answer, EngineReady):
                 raise ContractError(f"{engine}'s process began with {type(answer).__name__}")
-            is_known = any(f"{answer.version}.".startswith(f"{version}.") for version in launch.versions)
+            is_known = answer.version.partition("+")[0] in launch.versions  # 0.32.0+cpu is a build of 0.32.0
             if answer.protocol != PROTOCOL or not is_known:
                 raise ConfigError(
                     f"the engine's environment has {engine} {answer.version} and speaks protocol "

@@ -15,6 +15,7 @@ from unirl.rollout.engine.served_latents.call import LATENTS
 from unirl.rollout.engine.served_latents.engine import ServedLatentsEngine
 from unirl.rollout.engine.sglang_diffusion.families import family_of
 from unirl.rollout.engine.sglang_diffusion.messages import CODEC, Ready
+from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError, ContractError
@@ -58,7 +59,7 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
     codec: ClassVar[MessageCodec] = CODEC
     module: ClassVar[str] = "unirl.rollout.engine.sglang_diffusion.server"
     environment: ClassVar[str] = "environments/sglang-cpu"
-    versions: ClassVar[tuple[str, ...]] = ("0.5.23",)
+    versions: ClassVar[tuple[str, ...]] = (SGLANG_DIFFUSION.version,)
     owned_options: ClassVar[frozenset[str]] = frozenset(
         # A replica of its own that SGLang answers with would not be pushed to: num_instances are ours.
         {"model_path", "model_id", "backend", "num_gpus", "push_transport", "dp_size"}

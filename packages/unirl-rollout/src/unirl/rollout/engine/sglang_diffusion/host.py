@@ -30,6 +30,7 @@ from unirl.rollout.engine.served_latents.call import (
 from unirl.rollout.engine.served_latents.host import TRANSFORMER, LatentsHost
 from unirl.rollout.engine.sglang_diffusion.messages import Ready
 from unirl.rollout.engine.sglang_diffusion.worker_ext import DESCRIBE, GIVEN
+from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 
 _NO_DENSITY = {"sde": False, "cps": True, "ode": True}
@@ -215,30 +216,21 @@ class EngineHost(LatentsHost):
 
 
 class _SGLang:
-    """What is used of SGLang, imported once. Raises ConfigError where it is missing."""
+    """What is used of SGLang, imported once. Raises ConfigError where it is missing, or lacks some."""
 
     def __init__(self) -> None:
         root = "sglang.multimodal_gen"
-        try:
-            runtime = f"{root}.runtime"
-            self.version: str = importlib.import_module("sglang").__version__
-            self.generator: Any = importlib.import_module(
-                root
-            ).DiffGenerator  # Any, here and below: an optional package
-            self.client: Any = importlib.import_module(f"{runtime}.scheduler_client").sync_scheduler_client
-            self.prepare_request: Any = importlib.import_module(f"{runtime}.entrypoints.utils").prepare_request
-            self.sampling_params: Any = importlib.import_module(f"{root}.configs.sample.sampling_params").SamplingParams
-            self.structs: Any = importlib.import_module(f"{runtime}.entrypoints.post_training.io_struct")
-            self.serialize: Any = importlib.import_module("sglang.srt.utils").MultiprocessingSerializer.serialize
-            self.scheduler: Any = importlib.import_module(
-                f"{runtime}.models.schedulers.scheduling_flow_match_euler_discrete"
-            ).FlowMatchEulerDiscreteScheduler
-        except ImportError as error:
-            raise ConfigError(
-                f"SGLang Diffusion cannot be imported in its process ({error}). On a GPU host install "
-                "'unirl-rollout[sglang]'; without a GPU, `uv sync --project environments/sglang-cpu`, and set "
-                "engine.python to that environment's interpreter."
-            ) from error
+        runtime = f"{root}.runtime"
+        self.version: str = SGLANG_DIFFUSION.require().__version__
+        self.generator: Any = importlib.import_module(root).DiffGenerator  # Any, here and below: an optional package
+        self.client: Any = importlib.import_module(f"{runtime}.scheduler_client").sync_scheduler_client
+        self.prepare_request: Any = importlib.import_module(f"{runtime}.entrypoints.utils").prepare_request
+        self.sampling_params: Any = importlib.import_module(f"{root}.configs.sample.sampling_params").SamplingParams
+        self.structs: Any = importlib.import_module(f"{runtime}.entrypoints.post_training.io_struct")
+        self.serialize: Any = importlib.import_module("sglang.srt.utils").MultiprocessingSerializer.serialize
+        self.scheduler: Any = importlib.import_module(
+            f"{runtime}.models.schedulers.scheduling_flow_match_euler_discrete"
+        ).FlowMatchEulerDiscreteScheduler
 
 
 def _end_with(processes: list[Any]) -> None:  # Any: multiprocessing's own

@@ -26,6 +26,7 @@ from unirl.rollout.engine.sglang_llm.rules import (
     unshared,
 )
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
+from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
 from unirl.types.bounds import Bounds, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols import PolicyStore, TextCodec
@@ -97,7 +98,7 @@ class SGLangRolloutEngine(ServedTextEngine):
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.sglang_llm.rules"
     environment: ClassVar[str] = "environments/sglang-cpu"
-    versions: ClassVar[tuple[str, ...]] = ("0.5.23",)
+    versions: ClassVar[tuple[str, ...]] = (SGLANG_DIFFUSION.version,)
     codec: ClassVar[MessageCodec] = MessageCodec("SGLang", Generate, Generations)
     sleep_option: ClassVar[str | None] = "uses_memory_saver"
 

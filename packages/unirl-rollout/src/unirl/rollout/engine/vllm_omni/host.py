@@ -23,7 +23,8 @@ from unirl.rollout.engine.served_latents.ranks import failures
 from unirl.rollout.engine.vllm_omni.families import family_of
 from unirl.rollout.engine.vllm_omni.messages import Ready
 from unirl.rollout.engine.vllm_omni.transformers import NATIVE
-from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+from unirl.rollout.engine.written_for import VLLM_OMNI
+from unirl.types.errors import ContractError, WeightSyncError
 
 _PACKAGE = __name__.rpartition(".")[0]
 _WARM_UP_TOKENS = 32
@@ -165,18 +166,11 @@ def _one_stage(topology: str, num_devices: int, has_experts: bool) -> dict[str, 
 
 
 class _VLLMOmni:
-    """What is used of vLLM-Omni, imported once. Raises ConfigError where it is missing."""
+    """What is used of vLLM-Omni, imported once. Raises ConfigError where it is missing, or lacks some."""
 
     def __init__(self) -> None:
-        try:
-            self.version: str = importlib.import_module("vllm_omni").__version__
-            self.engine: Any = importlib.import_module("vllm_omni.entrypoints.omni").Omni  # Any: an optional package
-            self.sampling_params: Any = importlib.import_module("vllm_omni.inputs.data").OmniDiffusionSamplingParams
-            self.given: str = importlib.import_module(f"{_PACKAGE}.sampling").GIVEN
-            self.adapter_request: Any = importlib.import_module(f"{_PACKAGE}.worker_ext").adapter_request
-        except ImportError as error:
-            raise ConfigError(
-                f"vLLM-Omni cannot be imported in its process ({error}). On a GPU host install 'unirl-rollout[vllm]'; "
-                "without a GPU, `uv sync --project environments/vllm-omni-cpu`, and set engine.python to that "
-                "environment's interpreter."
-            ) from error
+        self.version: str = VLLM_OMNI.require().__version__
+        self.engine: Any = importlib.import_module("vllm_omni.entrypoints.omni").Omni  # Any: an optional package
+        self.sampling_params: Any = importlib.import_module("vllm_omni.inputs.data").OmniDiffusionSamplingParams
+        self.given: str = importlib.import_module(f"{_PACKAGE}.sampling").GIVEN
+        self.adapter_request: Any = importlib.import_module(f"{_PACKAGE}.worker_ext").adapter_request
