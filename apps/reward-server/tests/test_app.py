@@ -249,6 +249,20 @@ def test_media_that_a_scorer_does_not_take_is_not_sent_to_it():
     serving(test, make=Maker(images), rewards=[reward(), reward("q")])
 
 
+def test_media_that_no_reward_takes_are_not_decoded():
+    images = FakeReplica()
+    images.card["media"] = ["image"]
+
+    async def test(client, app, make):
+        turns = [{"text": "p", "video_b64": "bm8gdmlkZW8="}, {"text": "p", "image_b64": png(5)}]
+        call = {"requests": [{"history": [turn], "required_rewards": ["r"]} for turn in turns]}
+        status, answer, _ = await post(client, call)
+        assert status == 200 and answer["results"] == [{}, {"r": {"reward": 5.0, "frames": 3.0}}]
+        assert answer["errors"] == [{"r": "reward r scores image, this sample is of kind video"}, {}]
+
+    serving(test, make=Maker(images))
+
+
 def test_an_animation_that_decodes_to_too_much_is_refused():
     async def test(client, app, make):
         turn = {"text": "p", "video_b64": animation(4)}

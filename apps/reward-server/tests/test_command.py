@@ -14,12 +14,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from unirl.reward.client import RewardClient
 from unirl.reward.local.images.compressibility import JPEGCompressibilityScorer
-from unirl.reward.wire import BINARY_TYPE, JSON_TYPE, decode_answer, encode_binary, encode_json, samples_of
+from unirl.reward.wire import BINARY_TYPE, JSON_TYPE, WireSample, decode_answer, encode_binary, encode_json, samples_of
 from unirl.reward.worlds.shapes_scorer import ShapesRewardScorer
 from unirl.reward_server.frames import Frame, receive_frame, send_frame
 from unirl.reward_server.replica import worker_command, worker_environment
@@ -205,6 +206,42 @@ def test_a_worker_answers_several_tasks_at_a_time_and_ends_with_its_server():
             answers[task] = json.loads(bytes(content))
         assert answers[5] == [{"reward": 0.0, "strict": 0.0, "soft": 0.0}]
         assert "is not a sentence of the shapes world" in answers[6][0]
+    assert worker.wait(timeout=600) == 0
+
+
+def resident_bytes(pid):
+    """Memory of a process now, and the most that it had."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return [int(lines[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")]
+
+
+def test_a_replica_holds_the_floats_of_a_large_video_once_and_gives_them_back(tmp_path):
+    (tmp_path / "counts.py").write_text("def frames(videos, prompts, metadata):\n    return list(map(len, videos))\n")
+    ours, theirs = socket.socketpair()
+    settings = reward("counts", max_concurrency=2)
+    with theirs:
+        worker = subprocess.Popen(
+            [*worker_command(settings), "--fd", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=worker_environment(settings, []) | {"PYTHONPATH": str(tmp_path)},
+        )
+    with ours:
+        start = {"name": "counts", "target": "unirl.reward.function.FunctionRewardScorer", "device": "cpu"}
+        options = {"params": {"function": "counts.frames"}, "num_cpus": 1, "max_concurrency": 2, "warm_up": True}
+        send_frame(ours, Frame.START, 0, json.dumps(start | options).encode())
+        assert receive_frame(ours)[0] == Frame.READY
+        before, _ = resident_bytes(worker.pid)
+        media = np.full((24, 1024, 1024, 3), 9, np.uint8)
+        large = WireSample(id="a", kind="video", media=media, prompt="p")
+        for task in range(3):
+            send_frame(ours, Frame.SCORE, task, b"".join(encode_binary([large], ["counts"])))
+            assert json.loads(bytes(receive_frame(ours)[2])) == [{"reward": 24.0}]
+        end = time.monotonic() + 60
+        while resident_bytes(worker.pid)[0] - before > media.nbytes / 2:
+            assert time.monotonic() < end, resident_bytes(worker.pid)
+            time.sleep(0.05)
+        # The body, two copies of its bytes and their floats; a second copy of the floats would make it eleven.
+        assert resident_bytes(worker.pid)[1] - before < 9 * media.nbytes
     assert worker.wait(timeout=600) == 0
 
 

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import struct
+import tracemalloc
 from io import BytesIO
 from typing import Any
 
@@ -229,6 +230,57 @@ def test_the_published_json_of_an_edit_and_of_several_sizes_is_read():
         request_of(call.samples)
 
 
+def animation(num_frames, size, kind):
+    buffer = BytesIO()
+    first, *rest = [Image.new("RGB", size, (90 * (i % 2), 0, i)) for i in range(num_frames)]
+    first.save(buffer, kind, save_all=True, append_images=rest)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "PNG", "GIF"])
+def test_a_small_animation_is_held_once_and_one_that_is_too_long_is_not_decoded(kind):
+    data = animation(48, (256, 192), kind)
+    decoded_bytes = 48 * 256 * 192 * 3
+    assert len(data) < decoded_bytes / 100
+    body = video_body(video_b64=base64.b64encode(data).decode())
+    tracemalloc.start()
+    try:
+        [sample] = decode_json(body, Limits()).samples
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        with pytest.raises(DataError, match="more than max_frames = 40"):
+            decode_json(body, Limits(max_frames=40))
+        _, refused_peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert isinstance(sample.media, np.ndarray) and sample.media.shape == (48, 192, 256, 3)
+    assert sample.media[3, 0, 0, 0] > 60 > sample.media[2, 0, 0, 0]
+    assert peak < 1.3 * decoded_bytes
+    if kind != "GIF":  # its header does not say how many frames there are
+        assert refused_peak - before < 0.1 * decoded_bytes
+
+
+def test_an_animation_is_no_image():
+    text = base64.b64encode(animation(2, (8, 8), "WEBP")).decode()
+    with pytest.raises(DataError, match=r"history\[0\].image_b64 is an animation; send it as video_b64"):
+        decode_json(json.dumps(image_body(text)).encode(), LIMITS)
+
+
+def test_frames_that_came_as_bytes_stay_bytes_until_they_are_scored():
+    frames = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
+    request = request_of([WireSample(id=name, kind="video", media=frames) for name in "ab"])
+    videos = request.generated["video"]
+    assert isinstance(videos, Videos) and videos.frames.dtype == torch.uint8 and videos.frames.is_contiguous()
+    expected = torch.from_numpy(np.moveaxis(frames.astype(np.float32) / np.float32(255), -1, 1))
+    assert torch.equal(videos.in_floats().frames, torch.cat([expected, expected]))
+    mixed = [
+        WireSample(id=str(i), kind="video", media=media) for i, media in enumerate((frames, frames / np.float32(300)))
+    ]
+    found = request_of(mixed).generated["video"]
+    assert isinstance(found, Videos) and found.frames.dtype == torch.float32 and torch.equal(found.frames[:2], expected)
+
+
 def mp4(num_frames, size=(32, 16), rate=8):
     av: Any = pytest.importorskip("av")
     buffer = BytesIO()
@@ -254,7 +306,7 @@ def test_mp4_is_read_with_its_frame_rate_and_within_limits():
     assert isinstance(sample.media, np.ndarray) and sample.media.shape == (4, 16, 32, 3) and sample.fps == 8.0
     assert np.abs(sample.media.mean((1, 2, 3)) - [0, 40, 80, 120]).max() < 4
     [same] = decode_json(video_body(video_path="clips/a.mp4"), limits, lambda path: {"clips/a.mp4": data}[path]).samples
-    assert np.array_equal(same.media, sample.media)
+    assert isinstance(same.media, np.ndarray) and np.array_equal(same.media, sample.media)
     for changed, message in (
         (Limits(max_pixels=511), "32 x 16; it must have 1 to 511"),
         (Limits(max_frames=3), "more than max_frames = 3"),

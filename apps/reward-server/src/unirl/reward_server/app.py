@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from unirl.reward.wire import (
     BINARY_TYPE,
     JSON_TYPE,
+    Kind,
     Limits,
     SampleAnswer,
     SchemaError,
@@ -307,11 +308,17 @@ class RewardServer:
                 return decode_binary(content, self._limits)
             # Images are decompressed here, which would hold up every other request.
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._decoders, decode_json, content, self._limits, self._read_video)
+            return await loop.run_in_executor(
+                self._decoders, decode_json, content, self._limits, self._read_video, self._is_scored
+            )
         except SchemaError as error:
             raise web.HTTPUnprocessableEntity(text=str(error)) from error
         except DataError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
+
+    def _is_scored(self, kind: Kind, names: tuple[str, ...]) -> bool:
+        """Whether media are worth decoding. An unknown name is refused later, with a better message."""
+        return any(name in self.pools and self.pools[name].refusal(kind) is None for name in names)
 
     async def _answers(self, call: ScoreCall) -> list[SampleAnswer]:
         """Ask every reward side by side and wait at most `score_timeout_s`; then what is missing is cancelled."""

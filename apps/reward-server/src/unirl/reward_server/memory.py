@@ -7,17 +7,15 @@ import ctypes
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt(3)."""
 _KEPT_BYTES = 2**30
-
-
 _LARGE_BYTES = 2**26
 """Requests of which it is worth the milliseconds to ask for what is free."""
 
 
 def give_back_memory(num_bytes: int) -> None:
-    """After a request of so many bytes, let the system have what is free in the middle of the heap, too."""
+    """After a large request, let the system have all that is free. Small ones keep it, see `keep_freed_memory`."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and num_bytes > _LARGE_BYTES:
-        trim(_KEPT_BYTES)
+        trim(0)
 
 
 def keep_freed_memory() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from unirl.reward.wire import WireSample, batch_key
+from unirl.reward.wire import Kind, WireSample, batch_key
 from unirl.reward_server.metrics import RewardMetrics
 from unirl.reward_server.replica import Found, Replica, ReplicaDied, ReplicaFailed
 from unirl.reward_server.settings import RewardSettings
@@ -131,12 +131,12 @@ class RewardPool:
                 min(max(wait_s, 1), 60),
             )
 
-    def _refusal(self, sample: WireSample) -> str | None:
-        """Why the scorer cannot take a sample at all, by what it said when it was built."""
-        kinds = self.card.get("media") or [sample.kind]
-        if sample.kind in kinds:
+    def refusal(self, kind: Kind) -> str | None:
+        """Why the scorer cannot take a sample of a kind at all, by what it said when it was built."""
+        kinds = self.card.get("media") or [kind]
+        if kind in kinds:
             return None
-        return f"reward {self.settings.name} scores {' and '.join(kinds)}, this sample is of kind {sample.kind}"
+        return f"reward {self.settings.name} scores {' and '.join(kinds)}, this sample is of kind {kind}"
 
     def submit(self, samples: Sequence[WireSample]) -> list[asyncio.Future[Found]]:
         """A future for every sample, of its numbers or of the reason why it has none. Call `check_room` before."""
@@ -145,7 +145,7 @@ class RewardPool:
         futures = []
         for sample in samples:
             job = Job(sample, loop.create_future(), now)
-            if (reason := self._refusal(sample)) is not None:
+            if (reason := self.refusal(sample.kind)) is not None:
                 futures.append(job.future)
                 self._finish(job, reason)
                 continue
@@ -272,6 +272,7 @@ class RewardPool:
             finally:
                 slot.in_work -= len(jobs)
             self.metrics.scored_batch(len(jobs), time.monotonic() - started)
+            del jobs  # else their media stay until the next batch comes
 
     async def _score(self, replica: Replica, jobs: list[Job]) -> None:
         """Ask the replica, unless everybody who waits leaves first."""

@@ -184,7 +184,7 @@ class Judge:
             return self._scorer.score_isolated(request, "sample", is_private=True)
         if self._service is None:
             raise ContractError(f"reward {self.name} has neither a scorer of its own kind nor a service")
-        return self._service.score(request.replace(group_ids=[]))
+        return self._service.score(request.in_floats().replace(group_ids=[]))
 
 
 def _answer_all(link: socket.socket, judge: Judge, max_concurrency: int) -> None:
@@ -200,6 +200,9 @@ def _answer_all(link: socket.socket, judge: Judge, max_concurrency: int) -> None
             send_frame(link, Frame.ANSWER, task, json.dumps(found).encode())
         return len(payload)
 
+    def answer_and_give_back(task: int, payload: memoryview) -> None:
+        give_back_memory(answer(task, payload))
+
     def read() -> None:
         try:
             while True:
@@ -209,6 +212,7 @@ def _answer_all(link: socket.socket, judge: Judge, max_concurrency: int) -> None
                 elif kind == Frame.SCORE:
                     cancelled[task] = threading.Event()
                     tasks.put((task, payload))
+                del payload  # else it stays until the next frame comes
         except (EOFError, OSError):
             # The server is gone, so nobody waits for what this process computes, however long it would take.
             os._exit(0)
@@ -219,7 +223,7 @@ def _answer_all(link: socket.socket, judge: Judge, max_concurrency: int) -> None
             give_back_memory(answer(*tasks.get()))
     with ThreadPoolExecutor(max_concurrency) as pool:
         while True:
-            pool.submit(answer, *tasks.get()).add_done_callback(_die_of_bugs)
+            pool.submit(answer_and_give_back, *tasks.get()).add_done_callback(_die_of_bugs)
 
 
 def _one_line(text: str, error: Exception | None = None) -> str:

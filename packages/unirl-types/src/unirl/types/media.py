@@ -40,7 +40,8 @@ def pixel_bytes(pixels: Tensor) -> Tensor:
 
 def pixel_floats(pixels: Tensor) -> Tensor:
     """Pixels in [0, 1]; of uint8 the value / 255 in float32, floats as they are."""
-    return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+    # In place: the quotient beside the floats would take as much again.
+    return pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels
 
 
 @dataclass(kw_only=True, eq=False)

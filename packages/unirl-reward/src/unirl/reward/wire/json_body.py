@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from unirl.reward.wire.media import Budget, animated_png, decoded_base64, decoded_image, decoded_video, png
-from unirl.reward.wire.samples import Limits, SchemaError, ScoreCall, WireSample
+from unirl.reward.wire.samples import Kind, Limits, SchemaError, ScoreCall, WireSample
 from unirl.types.errors import ContractError, DataError
 
 JSON_TYPE = "application/json"
@@ -34,11 +34,15 @@ def encode_json(samples: Sequence[WireSample], rewards: Sequence[str]) -> bytes:
 
 
 def decode_json(
-    body: bytes | memoryview, limits: Limits, read_video: Callable[[str], bytes] | None = None
+    body: bytes | memoryview,
+    limits: Limits,
+    read_video: Callable[[str], bytes] | None = None,
+    is_scored: Callable[[Kind, tuple[str, ...]], bool] | None = None,
 ) -> ScoreCall:
     """The samples of a body.
 
     read_video: content of a `video_path`, raising DataError where it may not be read; None refuses the field.
+    is_scored: whether any of some rewards takes media of a kind; what none takes is not decoded. None decodes all.
     Raises SchemaError for a missing field or a wrong type, DataError for other wrong values; both name the place.
     """
     requests = _field(parsed_json(body, limits, "the body"), "requests", list, "the body")
@@ -49,8 +53,11 @@ def decode_json(
     for i, entry in enumerate(requests):
         where = f"requests[{i}]"
         _require(entry, dict, where)
-        samples.append(_sample(entry, i, budget, read_video))
-        rewards.append(checked_rewards(_field(entry, "required_rewards", list, where), f"{where}.required_rewards"))
+        names = checked_rewards(_field(entry, "required_rewards", list, where), f"{where}.required_rewards")
+        rewards.append(names)
+        samples.append(
+            _sample(entry, i, budget, read_video, lambda kind, names=names: is_scored is None or is_scored(kind, names))
+        )
     return ScoreCall(samples, rewards)
 
 
@@ -112,6 +119,8 @@ def checked_fps(value: Any, where: str) -> float | None:  # Any: JSON values
 
 def _entry(sample: WireSample, rewards: Sequence[str]) -> dict[str, Any]:  # Any: JSON values
     last: dict[str, Any] = {} if sample.prompt is None else {"text": sample.prompt}
+    if sample.media is None:
+        raise ContractError(f"sample {sample.id} was not decoded and cannot be sent")
     if isinstance(sample.media, str):
         last["completion"] = sample.media
     elif sample.kind == "image":
@@ -137,7 +146,13 @@ def _bytes_only(pixels: np.ndarray, name: str) -> np.ndarray:
     return pixels
 
 
-def _sample(entry: dict[str, Any], index: int, budget: Budget, read_video: Callable[[str], bytes] | None) -> WireSample:
+def _sample(
+    entry: dict[str, Any],  # Any: JSON values
+    index: int,
+    budget: Budget,
+    read_video: Callable[[str], bytes] | None,
+    is_scored: Callable[[Kind], bool],
+) -> WireSample:
     where = f"requests[{index}]"
     limits = budget.limits
     history = _field(entry, "history", list, where)
@@ -147,12 +162,14 @@ def _sample(entry: dict[str, Any], index: int, budget: Budget, read_video: Calla
             "an edit"
         )
     turns = [_Turn(turn, f"{where}.history[{i}]", budget, read_video) for i, turn in enumerate(history)]
+    kind = turns[-1].kind()
+    is_decoded = is_scored(kind)
     source = None
-    if len(turns) == 2:
+    if len(turns) == 2 and is_decoded:
         source = turns[0].image()
         if source is None:
             raise DataError(f"{where}.history[0] must have image_b64: before the last turn stands an input image")
-    kind, media, fps = turns[-1].generated()
+    media, fps = turns[-1].generated() if is_decoded else (None, None)
     # An edit's instruction may stand at either turn.
     texts = [turn.text for turn in reversed(turns) if turn.text] or [turns[-1].text]
     metadata = entry.get("metadata")
@@ -202,17 +219,24 @@ class _Turn:
         data = self._data("image_b64")
         return None if data is None else decoded_image(data, f"{self._where}.image_b64", self._budget)
 
-    def generated(self) -> tuple[Any, Any, float | None]:  # Any: Kind and its media
+    def _given(self) -> str:
         given = [key for key in _MEDIA if self._turn.get(key) is not None]
         if len(given) != 1:
             raise DataError(f"{self._where} must have exactly one of {', '.join(_MEDIA)}; it has {given}")
-        if given == ["image_b64"]:
-            return "image", self.image(), None
-        if given == ["completion"]:
-            return "text", self._text("completion"), None
-        data = self._data("video_b64") if given == ["video_b64"] else self._from_path()
-        frames, fps = decoded_video(data or b"", f"{self._where}.{given[0]}", self._budget)
-        return "video", frames, checked_fps(self._turn.get("fps"), f"{self._where}.fps") or fps
+        return given[0]
+
+    def kind(self) -> Kind:
+        return _MEDIA[self._given()]
+
+    def generated(self) -> tuple[np.ndarray | str | None, float | None]:
+        given = self._given()
+        if given == "image_b64":
+            return self.image(), None
+        if given == "completion":
+            return self._text("completion"), None
+        data = self._data("video_b64") if given == "video_b64" else self._from_path()
+        frames, fps = decoded_video(data or b"", f"{self._where}.{given}", self._budget)
+        return frames, checked_fps(self._turn.get("fps"), f"{self._where}.fps") or fps
 
     def _from_path(self) -> bytes:
         path = self._text("video_path")
@@ -221,7 +245,7 @@ class _Turn:
         return self._read_video(path)
 
 
-_MEDIA = ("image_b64", "video_b64", "video_path", "completion")
+_MEDIA: dict[str, Kind] = {"image_b64": "image", "video_b64": "video", "video_path": "video", "completion": "text"}
 
 
 def _require(value: Any, kind: type, where: str) -> None:  # Any: JSON values

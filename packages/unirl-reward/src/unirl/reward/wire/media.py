@@ -70,6 +70,8 @@ def decoded_base64(text: str, where: str) -> bytes:
 def decoded_image(data: bytes, where: str, budget: Budget) -> np.ndarray:
     """uint8 [H, W, 3] of a PNG, JPEG or WebP file; alpha is dropped. Raises DataError."""
     with _opened(data, where, IMAGE_FORMATS, budget) as picture:
+        if getattr(picture, "is_animated", False):  # of Pillow's formats, not all have the attribute
+            raise DataError(f"{where} is an animation; send it as video_b64")
         return _rgb(picture, where)
 
 
@@ -124,12 +126,47 @@ def _rgb(picture: Image.Image, where: str) -> np.ndarray:
 
 def _animation(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, float | None]:
     with _opened(data, where, ANIMATED_FORMATS, budget) as picture:
-        frames = []
+        # Of an animated PNG or WebP the header says how many frames there are.
+        num_frames: int = getattr(picture, "n_frames", 1) if picture.format != "GIF" else 1
+        _check_length(num_frames, picture.width, picture.height, where, budget)
+        frames = _Frames(picture.width, picture.height)
         for frame in _frames(picture, where):
             _count_frame(len(frames), picture.width, picture.height, where, budget)
             frames.append(_rgb(frame, where))
         duration_ms = picture.info.get("duration")
-        return np.stack(frames), 1000 / duration_ms if duration_ms else None
+        return frames.whole(), 1000 / duration_ms if duration_ms else None
+
+
+class _Frames:
+    """uint8 [T, H, W, 3], T growing: a list that is stacked in the end holds the video twice."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self._pixels = np.empty((1, height, width, 3), np.uint8)
+        self._num_frames = 0
+
+    def __len__(self) -> int:
+        return self._num_frames
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height."""
+        return self._pixels.shape[2], self._pixels.shape[1]
+
+    def append(self, frame: np.ndarray) -> None:
+        """frame: uint8 [H, W, 3]."""
+        if len(self) == len(self._pixels):
+            self._resize(len(self) + max(1, len(self) // 8))
+        self._pixels[len(self)] = frame
+        self._num_frames += 1
+
+    def whole(self) -> np.ndarray:
+        """The frames; more cannot be appended afterwards."""
+        self._resize(len(self))
+        return self._pixels
+
+    def _resize(self, num_frames: int) -> None:
+        # Pages move, bytes are not copied. Nobody else has a view of the array before it is whole.
+        self._pixels.resize((num_frames, *self._pixels.shape[1:]), refcheck=False)
 
 
 def _frames(picture: Image.Image, where: str) -> Iterator[Image.Image]:
@@ -145,12 +182,16 @@ def _frames(picture: Image.Image, where: str) -> Iterator[Image.Image]:
 
 
 def _count_frame(index: int, width: int, height: int, where: str, budget: Budget) -> None:
-    if index >= budget.limits.max_frames:
-        raise DataError(f"{where} has more than max_frames = {budget.limits.max_frames} frames")
-    if (index + 1) * width * height * 3 > budget.limits.max_video_bytes:
-        raise DataError(f"{where} takes more than max_video_bytes = {budget.limits.max_video_bytes} when decoded")
+    _check_length(index + 1, width, height, where, budget)
     if index:
         budget.take(width * height * 3, where)
+
+
+def _check_length(num_frames: int, width: int, height: int, where: str, budget: Budget) -> None:
+    if num_frames > budget.limits.max_frames:
+        raise DataError(f"{where} has more than max_frames = {budget.limits.max_frames} frames")
+    if num_frames * width * height * 3 > budget.limits.max_video_bytes:
+        raise DataError(f"{where} takes more than max_video_bytes = {budget.limits.max_video_bytes} when decoded")
 
 
 def _container(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, float | None]:
@@ -169,10 +210,11 @@ def _container(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, flo
             if stream.codec_context is None:
                 raise DataError(f"{where} is not a video that can be decoded: its codec is unknown")
             check_size(stream.codec_context.width, stream.codec_context.height, where, budget.limits)
-            frames: list[np.ndarray] = []
+            frames = _Frames(stream.codec_context.width, stream.codec_context.height)
             for frame in container.decode(stream):
-                check_size(frame.width, frame.height, where, budget.limits)
-                if not frames:
+                if (frame.width, frame.height) != frames.size:
+                    raise DataError(f"{where} has frames of several sizes")
+                if not len(frames):
                     budget.take(frame.width * frame.height * 3, where)
                 _count_frame(len(frames), frame.width, frame.height, where, budget)
                 frames.append(frame.to_ndarray(format="rgb24"))
@@ -181,6 +223,6 @@ def _container(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, flo
         if isinstance(error, DataError):
             raise
         raise DataError(f"{where} is not a video that can be decoded") from error
-    if not frames or len({frame.shape for frame in frames}) > 1:
-        raise DataError(f"{where} has no frames, or frames of several sizes")
-    return np.stack(frames), fps
+    if not len(frames):
+        raise DataError(f"{where} has no frames")
+    return frames.whole(), fps

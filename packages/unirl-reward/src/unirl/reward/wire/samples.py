@@ -56,8 +56,9 @@ class WireSample:
 
     id: str
     kind: Kind
-    media: np.ndarray | str
-    """Image [H, W, 3] or video [T, H, W, 3], uint8, or float32 in [0, 1]; a text is a str."""
+    media: np.ndarray | str | None
+    """Image [H, W, 3] or video [T, H, W, 3], uint8, or float32 in [0, 1]; a text is a str. None: not decoded, because
+    no reward that is asked for takes its kind."""
     prompt: str | None = None
     source: np.ndarray | None = None
     """The input image [H, W, 3] of an edit or of a question about an image."""
@@ -115,7 +116,8 @@ def batch_key(sample: WireSample) -> tuple[object, ...]:
 
 
 def request_of(samples: Sequence[WireSample]) -> RewardRequest:
-    """Samples of one `batch_key` as the request that scorers take; pixels are float32, a byte k is k / 255.
+    """Samples of one `batch_key` as the request that scorers take; pixels are float32, a byte k is k / 255. Frames of
+    generated videos that came as bytes stay bytes, a quarter of the memory: `in_floats` makes floats of what is scored.
 
     Raises ContractError where the samples do not fit together.
     """
@@ -183,7 +185,17 @@ def _generated(samples: Sequence[WireSample]) -> Primitive:
         return Texts(texts=[str(sample.media) for sample in samples])
     if kind == "image":
         return Images(pixels=_channels_first([sample.media for sample in samples]))
-    return Videos.pack(frames=[_channels_first([sample.media])[0] for sample in samples], fps=samples[0].fps)
+    frames = [_video_channels_first(sample.media) for sample in samples]
+    if {each.dtype for each in frames} != {torch.uint8}:
+        frames = [pixel_floats(each) for each in frames]
+    return Videos.pack(frames=frames, fps=samples[0].fps)
+
+
+def _video_channels_first(array: np.ndarray | str | None) -> Tensor:
+    """[T, H, W, 3] -> [T, 3, H, W] of the same dtype."""
+    if not isinstance(array, np.ndarray):
+        raise ContractError("a video sample has no pixels")
+    return torch.from_numpy(np.array(np.moveaxis(array, -1, -3), order="C"))
 
 
 def _channels_first(arrays: Sequence[np.ndarray | str | None]) -> Tensor:
