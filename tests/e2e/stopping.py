@@ -28,6 +28,9 @@ class StopAfter:
     def table(self, name, rows, step):
         pass
 
+    def alert(self, name, text, step):
+        pass
+
     def finish(self, summary):
         pass
 

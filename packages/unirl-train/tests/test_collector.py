@@ -24,7 +24,7 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import Collector
 from unirl.trainer.diffusion import DiffusionModality
 from unirl.trainer.evaluation import EvaluationConfig
-from unirl.trainer.guardrails import GuardrailConfig
+from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.learner import Learner
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.media import Texts
@@ -107,7 +107,7 @@ class Made:
             clock=clock,
             scored_track="image" if branches else None,
         )
-        self.learner = Learner(self.runtime, guardrails=GuardrailConfig(), clock=clock)
+        self.learner = Learner(self.runtime, guardrails=Guardrails(GuardrailConfig()), clock=clock)
         self.learner.prepare()
 
 

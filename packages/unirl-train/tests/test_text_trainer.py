@@ -1,5 +1,6 @@
 """The trainer of texts on a language model of a few numbers: learning, evaluation, tables, refills, resuming."""
 
+import functools
 import json
 import math
 import threading
@@ -27,7 +28,7 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
-from unirl.trainer.guardrails import GuardrailConfig
+from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.trainer.text import TextModality, count_tokens, verdict
@@ -60,6 +61,9 @@ class Notes:
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         self.tables[name, step] = list(rows)
+
+    def alert(self, name: str, text: str, step: int) -> None:
+        raise AssertionError("the guardrails are off")
 
     def finish(self, summary: Mapping[str, Any]) -> None: ...
 
@@ -99,6 +103,10 @@ class Shards:
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def rollout_policy(self) -> str | None:
         return None
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def exact_ratios(self) -> list[str]:
+        return []
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def trained_tracks(self) -> list[str]:
@@ -183,7 +191,7 @@ class Run:
             sampling=params,
             advantages=AdvantageConfig(preset="dr_grpo"),
             evaluator=None if evaluation is None else config.evaluator(data.rows, params),
-            guardrails=GuardrailConfig(action="off"),
+            guardrails=functools.partial(Guardrails, GuardrailConfig(action="off")),
             trackers=[self.notes],
             run_dir=folder,
             config={"recipe": "fake"},

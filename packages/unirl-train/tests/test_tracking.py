@@ -14,7 +14,7 @@ from rich.console import Console
 
 from unirl.tracking import video
 from unirl.tracking.console import ConsoleTracker, reward_formula, sparkline
-from unirl.tracking.jsonl import JsonlTracker, read_metrics
+from unirl.tracking.jsonl import ALERTS, JsonlTracker, read_metrics
 from unirl.tracking.media import GREEN, RED, answered, before_after, grid, marks
 from unirl.tracking.swanlab import SwanLabTracker
 from unirl.tracking.video import strip
@@ -67,6 +67,34 @@ def test_jsonl_of_a_run_stopped_before_its_first_rollout_keeps_the_evaluation_be
     anew.start(CONFIG, tmp_path, 0)  # an attempt that came to no checkpoint counts for nothing
     anew.finish({})
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_alerts_of_a_resumed_run_are_those_before_its_checkpoint_and_its_own(tmp_path):
+    tracker = JsonlTracker()
+    tracker.start(CONFIG, tmp_path, 0)
+    assert not (tmp_path / ALERTS).exists()
+    for step in (1, 3):
+        tracker.alert("zero_gradient", "no weight moves", step)
+    again = JsonlTracker()
+    again.start(RESUMED, tmp_path, 2)
+    again.alert("penalty_share", "it is most of the loss", 3)
+    assert [(line["step"], line["alarm"]) for line in read_metrics(tmp_path / ALERTS)] == [
+        (1, "zero_gradient"),
+        (3, "penalty_share"),
+    ]
+    JsonlTracker().start(CONFIG, tmp_path, 0)
+    assert read_metrics(tmp_path / ALERTS) == []
+
+
+def test_the_last_alarm_stays_in_sight_on_a_terminal(tmp_path):
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    tracker = ConsoleTracker(console=console)
+    tracker.start(CONFIG, tmp_path, 0)
+    tracker.alert("zero_gradient", "no weight moves", 2)
+    with console.capture() as capture:
+        console.print(tracker._table())
+    assert "zero_gradient at 2: no weight moves" in capture.get()
+    tracker.close()
 
 
 def test_a_run_that_fails_gives_the_terminal_back():
@@ -177,6 +205,7 @@ def test_tensorboard_has_the_recipe_as_hyper_parameters_and_captions_in_a_run_of
     tracker = TensorBoardTracker()
     tracker.start(recipe, tmp_path, 0)
     tracker.image("rollout", Image.new("RGB", (4, 4)), 2, ["a cat: pass", "two\ndogs: fail"])
+    tracker.alert("zero_gradient", "no weight moves", 2)
     tracker.finish({"num_rollouts": 3})
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / FOLDER)).Reload()
     assert list(runs.Runs()) == ["test"]
@@ -199,6 +228,8 @@ def test_tensorboard_has_the_recipe_as_hyper_parameters_and_captions_in_a_run_of
 
     (captions,) = runs.Tensors("test", "rollout/captions/text_summary")
     assert captions.step == 2
+    (alert,) = runs.Tensors("test", "alerts/zero_gradient/text_summary")
+    assert (alert.step, alert.tensor_proto.string_val) == (2, [b"no weight moves"])
     assert captions.tensor_proto.string_val == [b"1. a cat: pass\n2. two dogs: fail"]
 
 
@@ -229,6 +260,9 @@ def test_optional_trackers_name_their_extra_and_log_through_their_library(
         def log(self, values, step):
             calls.append((sorted(values), step))
 
+        def alert(self, title, text, level):
+            calls.append((title, text, level))
+
         def finish(self):
             calls.append("finished")
 
@@ -240,13 +274,18 @@ def test_optional_trackers_name_their_extra_and_log_through_their_library(
         calls.append((options["project"], options["resume"]))
         return FakeRun()
 
-    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(init=init, Image=picture_of))
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(init=init, Image=picture_of, Text=str))
     tracker = tracker_class(project="p")
     tracker.start(CONFIG, tmp_path, 1)
     tracker.log({"x": 1.0}, 2)
     tracker.image("eval", Image.new("RGB", (4, 4)), 2, ["a cat"])
+    tracker.alert("zero_gradient", "no weight moves", 2)
     tracker.finish({"wall_s": 1.0})
-    assert calls == [("p", "allow"), (["x"], 2), "1. a cat", (["samples/eval"], 2), "finished"]
+    alert = {
+        "wandb": ("zero_gradient after rollout 2", "no weight moves", "WARN"),
+        "swanlab": (["alerts/zero_gradient"], 2),
+    }[module]
+    assert calls == [("p", "allow"), (["x"], 2), "1. a cat", (["samples/eval"], 2), alert, "finished"]
 
 
 def test_strips_are_enlarged_until_they_are_as_wide_as_a_cell_may_be():

@@ -1,5 +1,6 @@
 """The loop over roles, in one process on a field of a few numbers: order, refills, guardrails, stops, checkpoints."""
 
+import functools
 import itertools
 import json
 import logging
@@ -16,19 +17,23 @@ import pytest
 import torch
 from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPipeline, no_failure, sampling
 from PIL import Image
+from sync_fakes import OneWeightPipeline, RememberingEngine
 from torch import Tensor
 
 from unirl.algorithms.advantages import AdvantageConfig, Advantages
+from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.prompt_statistics import PromptStatistics
 from unirl.algorithms.selection import SampleSelection
+from unirl.algorithms.transitions import TransitionRows
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime
+from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.worker import WorkerContext
 from unirl.tracking.base import TableRow, Tracker
-from unirl.tracking.jsonl import JsonlTracker, read_metrics
+from unirl.tracking.jsonl import ALERTS, JsonlTracker, read_metrics
 from unirl.tracking.media import before_after
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
@@ -37,12 +42,15 @@ from unirl.train.stack import TrainStack, TrainStepResult
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.diffusion import DiffusionModality
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
-from unirl.trainer.guardrails import GuardrailConfig
+from unirl.trainer.guardrails import ALARMS, GuardrailConfig, Guardrails
+from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.trainer.wiring import assemble
 from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from unirl.types.media import Videos
 from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import ARSamplingParams, Precision
+from unirl.types.segments import LatentSegment
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 NO_ALARMS = GuardrailConfig(action="off")
@@ -74,7 +82,11 @@ class WatchingEngine(FieldEngine):
             name: value.detach().clone() for name, value in self.pipeline.model.named_parameters()
         }
         vars(self).get("then", lambda rollout_id: None)(req.rollout_id)
-        return super().generate(req, policy)
+        resp = super().generate(req, policy)
+        segment = resp.tracks["image"].segment
+        if isinstance(segment, LatentSegment) and segment.sde_logp is not None:
+            segment.sde_logp += vars(self).get("logp_shift", lambda rollout_id: 0.0)(req.rollout_id)
+        return resp
 
 
 class Notes:
@@ -87,6 +99,7 @@ class Notes:
         self.captions: list[list[str]] = []
         self.videos: list[tuple[str, int, list[str], list[str]]] = []
         self.started_at: int | None = None
+        self.alerts: list[tuple[str, int]] = []
         self.summary: Mapping[str, Any] | None = None
 
     def start(self, config: Mapping[str, Any], run_dir: Path, step: int) -> None:
@@ -111,6 +124,10 @@ class Notes:
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Images come as pictures."""
         raise AssertionError("a trainer of images shows no table")
+
+    def alert(self, name: str, text: str, step: int) -> None:
+        """Names of the alarms, and when they began."""
+        self.alerts.append((name, step))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The summary."""
@@ -139,6 +156,8 @@ class Run:
         sections: dict[str, Any] | None = None,
         trackers: Sequence[Tracker] = (),
         has_pictures: bool = False,
+        learning_rate: float = 1e-2,
+        pushes_in: Precision | None = None,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,11 +177,22 @@ class Run:
         def build(context: WorkerContext) -> dict[str, Any]:
             torch.manual_seed(0)
             bundle = FieldBundle()
-            backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=1e-2), keep_reference=True)
+            backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=learning_rate), keep_reference=True)
             pipeline = FieldPipeline(bundle.model)
             stack = SpikyStack(backend, kind(pipeline, backend, **(algorithm or {})), micro_batch_size=4)
             stack.spikes = spikes
+            pipe: Any = OneWeightPipeline(lambda: 0.0)
+            target: Any = RememberingEngine()
+            sync = pushes_in and FullWeightSync(
+                backend,
+                target,
+                pipe,
+                sampling=ARSamplingParams(temperature=1.0),
+                dtype=pushes_in,
+                canary_tolerance=1e-6,
+            )
             return {
+                **({"sync": sync} if sync else {}),
                 "backend": backend,
                 "engine": WatchingEngine(pipeline, backend, self.events),
                 "stack": stack,
@@ -185,13 +215,14 @@ class Run:
             sampling=sampling(eta=0.0 if kind is DiffusionNFT else 0.7),
             advantages=advantages if advantages is not None else AdvantageConfig(),
             evaluator=None if evaluation is None else Evaluator(config, data.rows, sampling()),
-            guardrails=guardrails,
+            guardrails=functools.partial(Guardrails, guardrails, scorers=["bright"]),
             trackers=[self.notes, *trackers],
             run_dir=folder,
             config={"recipe": "fake", **(sections or {})},
             stop=self.stop,
             selection=selection,
             clock=self.clock,
+            sync=self.runtime.role("sync", SyncRole) if pushes_in else None,
         )
 
     def _phase(self, name: str) -> Any:
@@ -540,6 +571,136 @@ def test_a_rollback_without_a_checkpoint_says_what_to_set(tmp_path: Path):
     with pytest.raises(TrainingError, match="there is no checkpoint to roll back to. Set save.interval") as caught:
         run.trainer.run()
     assert isinstance(caught.value.__cause__, CheckpointError)
+
+
+# Runs that look healthy and learn nothing ---------------------------------------------------------------------------
+
+
+class WithoutLoss(DiffusionGRPO):
+    """Its loss has no gradient."""
+
+    factor = 0.0
+
+    def surrogate(self, rows: TransitionRows) -> tuple[Tensor, RowMetrics]:
+        loss_R, metrics = super().surrogate(rows)
+        return loss_R * self.factor, metrics
+
+
+class WithNaN(WithoutLoss):
+    """Its loss is not a number."""
+
+    factor = float("nan")
+
+
+class WithWrongAnchor(DiffusionGRPO):
+    """Compares with log-probs of another policy."""
+
+    def _old_logp(self, replayed_R: Tensor | None, rollout_R: Tensor | None) -> Tensor:
+        return super()._old_logp(replayed_R, rollout_R) - 1e-3
+
+
+class AllEqual:
+    """A scorer's fault: every group has one reward."""
+
+    def __contains__(self, group: object) -> bool:
+        return True
+
+
+class Hackable(BrightnessReward):
+    """The mean pixel is a scorer that should rise; what is rewarded is that it falls."""
+
+    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+        super().score_track(resp, track, is_shaped=is_shaped)
+        own = resp.tracks[track]
+        resp.tracks[track] = own.replace(rewards=-own.component_rewards["bright"])
+        return {}
+
+
+SHORT = GuardrailConfig(window=6, warmup=2, grad_norm_factor=1e3, reward_drop=1e9)
+
+
+def score_alike(run: Run) -> None:
+    vars(run.runtime.component("reward"))["same"] = AllEqual()
+
+
+def drift(run: Run) -> None:
+    run.engine.logp_shift = lambda rollout_id: 1e-3 if rollout_id == 4 else 1e-5
+
+
+def hack(run: Run) -> None:
+    run.runtime.component("reward").__class__ = Hackable
+
+
+def as_it_is(run: Run) -> None:
+    """Break nothing after the run is built."""
+
+
+@pytest.mark.parametrize(
+    ("alarm", "broken", "breaks", "since"),
+    [
+        ("constant_reward", {}, score_alike, 1),
+        ("zero_gradient", {"kind": WithoutLoss}, as_it_is, 1),
+        ("non_finite_gradient", {"kind": WithNaN, "num_rollouts": 2}, as_it_is, 1),
+        ("unchanged_push", {"learning_rate": 1e-9, "pushes_in": "bf16"}, as_it_is, 2),
+        ("penalty_share", {"algorithm": {"kl_coef": 1e6}}, as_it_is, 2),
+        ("first_ratio", {"kind": WithWrongAnchor}, as_it_is, 1),
+        ("logp_gap", {}, drift, 5),
+        ("reward_hacking", {"learning_rate": 0.05}, hack, 6),
+    ],
+)
+def test_a_run_that_learns_nothing_says_so_in_metrics_log_and_trackers(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    alarm: str,
+    broken: dict[str, Any],
+    breaks: Callable[[Run], None],
+    since: int,
+):
+    options: dict[str, Any] = {"num_rollouts": 6, **broken}
+    run = Run(tmp_path, guardrails=SHORT, trackers=[JsonlTracker()], **options)
+    breaks(run)
+    with caplog.at_level(logging.WARNING, logger="unirl"):
+        run.trainer.run()
+    assert (alarm, since) in run.notes.alerts
+    assert [step for step, metrics in run.notes.logged.items() if metrics[f"alarm/{alarm}"]][0] == since
+    (line,) = (line for line in read_metrics(tmp_path / ALERTS) if (line["alarm"], line["step"]) == (alarm, since))
+    assert f"rollout {since}: {line['text']}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [{"pushes_in": "fp32"}, {"algorithm": {"kl_coef": 1.0}}, {"kind": DiffusionNFT}, {"learning_rate": 0.05}],
+    ids=lambda each: str(each),
+)
+def test_a_healthy_run_has_no_alarm(tmp_path: Path, healthy: dict[str, Any]):
+    run = Run(tmp_path, num_rollouts=6, guardrails=SHORT, trackers=[JsonlTracker()], **healthy)
+    run.engine.logp_shift = lambda rollout_id: 1e-5
+    run.trainer.run()
+    assert run.notes.alerts == [] and not (tmp_path / ALERTS).exists()
+    assert {metrics[f"alarm/{name}"] for metrics in run.notes.logged.values() for name in ALARMS} == {0.0}
+
+
+def test_a_run_that_learns_nothing_is_stopped_where_the_recipe_asks_for_it(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=6, guardrails=GuardrailConfig(action="stop"))
+    score_alike(run)
+    with pytest.raises(TrainingError, match="stopped after rollout 2: .*every sample of the rollout has the reward"):
+        run.trainer.run()
+    assert run.checkpoints == ["step-000002"]
+
+
+def test_a_rollback_does_not_follow_what_earlier_weights_would_not_end(tmp_path: Path):
+    run = Run(tmp_path, num_rollouts=4, save_interval=1, guardrails=GuardrailConfig(action="rollback", patience=1))
+    score_alike(run)
+    assert run.trainer.run()["is_complete"]
+    assert run.notes.alerts == [("zero_gradient", 1), ("constant_reward", 1)]
+
+
+def test_a_push_after_a_rollback_may_bring_what_the_engine_had(tmp_path: Path):
+    config = GuardrailConfig(action="rollback", patience=1, warmup=2, window=4, grad_norm_factor=1e3, reward_drop=1e9)
+    run = Run(tmp_path, num_rollouts=5, save_interval=1, guardrails=config, spikes=(4,), pushes_in="fp32")
+    run.trainer.run()
+    assert run.notes.logged[5]["sync/changed_tensors"] == 0
+    assert run.notes.alerts == [("grad_norm_range", 4)]
 
 
 # Stop and resume ----------------------------------------------------------------------------------------------------

@@ -52,6 +52,9 @@ class KeptRecipes:
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Tables are for others."""
 
+    def alert(self, name: str, text: str, step: int) -> None:
+        """Alarms are for others."""
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Nothing is open."""
 

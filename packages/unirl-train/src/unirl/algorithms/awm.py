@@ -102,7 +102,7 @@ class AWM(ForwardProcessAlgorithm):
             metrics.mean("policy/clipfrac_high", measured["clipped_high"])
             metrics.mean("policy/clipfrac_low", measured["clipped_low"])
             metrics.mean("awm/logp_mean", logp_R)
-            loss_R = loss_R + self.reference_penalty(v, v_reference, metrics)
+            loss_R = loss_R + self.reference_penalty(v, v_reference, metrics, loss=loss_R)
             if v_average is not None:
                 distance_R = velocity_distance(v, v_average)
                 metrics.mean("awm/ema_kl", distance_R)

@@ -156,6 +156,11 @@ class StageAlgorithm(ABC):
         """Where the log-probs before the first update come from, for people; None where none are needed."""
         return None
 
+    @property
+    def starts_at_ratio_one(self) -> bool:
+        """Whether every ratio of a rollout's first update is exactly 1, where the algorithm has ratios."""
+        return True
+
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Fields of the policy before the first update, for a later update, at exactly the rows it will use."""
         raise ContractError(f"{type(self).__name__} takes no anchor")

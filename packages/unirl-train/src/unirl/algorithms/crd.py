@@ -71,5 +71,5 @@ class CRD(FollowedByOldPolicy, GroupedForwardProcess):
             metrics.mean("crd/implicit_reward", implicit_R)
             metrics.mean("crd/implicit_reward_std", implicit_UG.std(dim=1, correction=0))
             metrics.mean("crd/policy_distance", velocity_distance(v.detach(), v_old))
-            penalty_R = self.reference_penalty(v, v_reference, metrics)
+            penalty_R = self.reference_penalty(v, v_reference, metrics, loss=loss_U)
             yield LossPart(loss_U.sum() + penalty_R.sum() / self.samples_per_unit, loss_U.numel(), metrics)

@@ -65,5 +65,5 @@ class DGPO(GroupedForwardProcess):
             report_clipped(metrics, micro.advantages[rows.sample_R], self.advantage_clip)
             metrics.mean("dgpo/margin", -(advantage_UG * distance_UG).mean(dim=1))
             metrics.mean("dgpo/policy_distance", velocity_distance(v.detach(), v_reference))
-            penalty_R = self.reference_penalty(v, v_reference if self.reference.is_on else None, metrics)
+            penalty_R = self.reference_penalty(v, v_reference if self.reference.is_on else None, metrics, loss=loss_U)
             yield LossPart(loss_U.sum() + penalty_R.sum() / self.samples_per_unit, loss_U.numel(), metrics)

@@ -109,7 +109,7 @@ class DiffusionDistillation(PenalisedAlgorithm):
             for step in sorted(set(steps.tolist())):
                 metrics.mean(f"distillation/velocity_distance/ts_{step}", loss_R[(steps == step).to(loss_R.device)])
             if v_reference is not None:
-                loss_R = loss_R + self.reference.penalty(velocity_distance(v, v_reference), metrics)
+                loss_R = loss_R + self.reference.penalty(velocity_distance(v, v_reference), metrics, loss=loss_R)
             yield LossPart(loss_R.sum(), loss_R.numel(), metrics)
 
     def rows(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:

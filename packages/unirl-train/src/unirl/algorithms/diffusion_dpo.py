@@ -63,7 +63,7 @@ class DiffusionDPO(GroupedForwardProcess):
             metrics.mean("dpo/margin", -margin_P[is_pair_P])
             metrics.mean("dpo/winner_distance", torch.where(sign_P > 0, distance_R[0::2], distance_R[1::2])[is_pair_P])
             metrics.mean("dpo/policy_distance", velocity_distance(v.detach(), v_reference))
-            penalty_R = self.reference_penalty(v, v_reference if self.reference.is_on else None, metrics)
+            penalty_R = self.reference_penalty(v, v_reference if self.reference.is_on else None, metrics, loss=loss_P)
             yield LossPart(loss_P.sum() + 0.5 * penalty_R.sum(), loss_P.numel(), metrics)
 
 

@@ -96,5 +96,5 @@ class DiffusionNFT(FollowedByOldPolicy):
             metrics.mean("nft/optimality_mean", r_R)
             metrics.mean("nft/policy_distance", velocity_distance(v_new, v_old))
             metrics.mean("policy/loss", branches.loss_R)
-            loss_R = branches.loss_R + self.reference_penalty(v_new, v_reference, metrics)
+            loss_R = branches.loss_R + self.reference_penalty(v_new, v_reference, metrics, loss=branches.loss_R)
             yield LossPart(loss_R.sum(), loss_R.numel(), metrics)

@@ -163,11 +163,11 @@ class ForwardProcessAlgorithm(PenalisedAlgorithm):
 
             yield rows, ForwardRows(sample_R[rows], x0, x_t, velocity_target(x0, eps), sigma_R[rows], velocity)
 
-    def reference_penalty(self, v: Tensor, v_reference: Tensor | None, metrics: RowMetrics) -> Tensor:
-        """kl_coef * mean (v - v_ref)^2 a row [R], reported; 0 where the reference is off."""
+    def reference_penalty(self, v: Tensor, v_reference: Tensor | None, metrics: RowMetrics, *, loss: Tensor) -> Tensor:
+        """kl_coef * mean (v - v_ref)^2 a row [R], reported; 0 where the reference is off. loss: what it is added to."""
         if v_reference is None:
             return torch.zeros(v.shape[0], device=v.device)
-        return self.reference.penalty(velocity_distance(v, v_reference), metrics)
+        return self.reference.penalty(velocity_distance(v, v_reference), metrics, loss=loss)
 
 
 class GroupedForwardProcess(ForwardProcessAlgorithm):

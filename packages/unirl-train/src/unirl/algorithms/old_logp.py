@@ -58,6 +58,11 @@ class RatioAlgorithm(PenalisedAlgorithm):
             self.uses_anchor = self.replays_old = False
 
     @property
+    def starts_at_ratio_one(self) -> bool:
+        """Whether the first update takes the old log-probs from its own forward."""
+        return self.old_logp_source != "rollout"
+
+    @property
     def old_logp(self) -> str:
         """Where the old log-probs come from, in a few words for the head of a run."""
         if self.old_logp_source == "rollout":

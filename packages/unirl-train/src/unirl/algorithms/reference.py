@@ -21,6 +21,9 @@ from unirl.types.protocols import PolicyStore, TransitionStats
 
 KLEstimator = Literal["exact", "flow_grpo", "k1", "k2", "k3"]
 METRIC = "policy/reference_kl"
+SHARE = "policy/penalty_share"
+_PENALTY_SIZE, _LOSS_SIZE = "policy/penalty_size", "policy/loss_size"
+"""Mean sizes that the share is made of, summed over devices before."""
 
 ResultT = TypeVar("ResultT")
 
@@ -110,17 +113,33 @@ class ReferenceKL:
         return sampled_kl(logp_R, reference_R, self.estimator)
 
     def penalty(
-        self, kl_R: Tensor, metrics: RowMetrics, step_R: Tensor | None = None, steps: Sequence[int] = ()
+        self,
+        kl_R: Tensor,
+        metrics: RowMetrics,
+        step_R: Tensor | None = None,
+        steps: Sequence[int] = (),
+        *,
+        loss: Tensor | None,
     ) -> Tensor:
-        """coef * kl_R, reported as `policy/reference_kl`, and for each of `steps` on its own where step_R is given."""
+        """coef * kl_R, reported as `policy/reference_kl`, and for each of `steps` on its own where step_R is given.
+
+        loss: the terms that it is added to, of any shape; `policy/penalty_share` compares the sizes of both. None where
+            the size of a term says nothing of its gradient.
+        """
         metrics.mean(METRIC, kl_R)
+        if loss is not None:
+            metrics.mean(_PENALTY_SIZE, (self.coef * kl_R.detach()).abs())
+            metrics.mean(_LOSS_SIZE, loss.detach().abs())
         if step_R is not None:
             for step in steps:
                 metrics.mean(f"{METRIC}/ts_{step}", kl_R[(step_R == step).to(kl_R.device)])
         return self.coef * kl_R
 
     def after_update(self, metrics: dict[str, float], num_samples: int) -> None:
-        """Adapt the coefficient to the measured KL."""
+        """Report the penalty's share of the loss, and adapt the coefficient to the measured KL."""
+        if _PENALTY_SIZE in metrics:
+            penalty, loss = metrics.pop(_PENALTY_SIZE), metrics.pop(_LOSS_SIZE)
+            metrics[SHARE] = penalty / (penalty + loss) if penalty > 0 else 0.0
         if self.adaptive is not None and METRIC in metrics:
             self.coef = adapted_coefficient(
                 self.coef,

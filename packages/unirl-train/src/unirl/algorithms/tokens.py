@@ -212,7 +212,7 @@ class TokenAlgorithm(RatioAlgorithm):
             loss_M = loss_M - self.entropy_coef * entropy_M
         if reference is not None and not self.penalises_reward:
             kl_M = self.reference.of_actions(logp_M, trained.of(reference.logp_N), metrics)
-            loss_M = loss_M + self.reference.penalty(kl_M, metrics)
+            loss_M = loss_M + self.reference.penalty(kl_M, metrics, loss=loss_M)
         added_M = self.added_loss(micro, stats, trained, metrics)
         if added_M is not None:
             loss_M = loss_M + added_M

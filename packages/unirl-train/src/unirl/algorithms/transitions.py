@@ -198,7 +198,7 @@ class TransitionAlgorithm(RatioAlgorithm):
                 report_gap(metrics, (replayed_R - given_logp_R).abs(), steps, segment.sde_indices)
             if reference is not None:
                 kl_R = self.reference.of_transitions(policy, reference, metrics)
-                loss_R = loss_R + self.reference.penalty(kl_R, metrics, steps, segment.sde_indices)
+                loss_R = loss_R + self.reference.penalty(kl_R, metrics, steps, segment.sde_indices, loss=loss_R)
             yield LossPart(loss_R.sum(), loss_R.numel(), metrics)
 
     # What subclasses may refine ---------------------------------------------------------------------------------

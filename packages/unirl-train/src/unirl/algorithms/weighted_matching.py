@@ -34,5 +34,5 @@ class WeightedMatching(ForwardProcessAlgorithm):
             metrics = RowMetrics()
             metrics.mean("policy/loss", loss_R)
             metrics.mean("matching/error", error_R)
-            loss_R = loss_R + self.reference_penalty(v, v_reference, metrics)
+            loss_R = loss_R + self.reference_penalty(v, v_reference, metrics, loss=loss_R)
             yield LossPart(loss_R.sum(), loss_R.numel(), metrics)

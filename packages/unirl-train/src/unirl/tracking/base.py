@@ -39,6 +39,10 @@ class Tracker(Protocol):
         """Samples of text with their prompts and scores; they also lie in the run directory."""
         ...
 
+    def alert(self, name: str, text: str, step: int) -> None:
+        """An alarm that begins; it is in the log of the run already. name: of docs/metrics.md, without `alarm/`."""
+        ...
+
     def finish(self, summary: Summary) -> None:
         """Called once at the end with what `summary.json` holds."""
         ...

@@ -41,8 +41,8 @@ def sparkline(values: list[float], width: int = SPARKLINE_WIDTH, *, blocks: str 
     return "".join(blocks[round((value - low) / (high - low) * (len(blocks) - 1))] for value in bins)
 
 
-def reward_formula(reward: Config) -> str:
-    """What a recipe's `reward` section trains on: "shapes + 0.1 * smooth; only reported: strict".
+def scorer_weights(reward: Config) -> dict[str, float]:
+    """Scorers of a recipe's `reward` section and their weights; 0 where one only reports.
 
     Scorers of a list are called by their `name`, or by their class where the recipe gives none.
     """
@@ -51,7 +51,12 @@ def reward_formula(reward: Config) -> str:
         names = [str(name) for name in scorers]
     else:
         names = [str(node.get("name", node["_target_"].rsplit(".", 1)[-1])) for node in scorers]
-    weight_of = {name: weights.get(name, 1) for name in names}
+    return {name: weights.get(name, 1) for name in names}
+
+
+def reward_formula(reward: Config) -> str:
+    """What a recipe's `reward` section trains on: "shapes + 0.1 * smooth; only reported: strict"."""
+    weight_of = scorer_weights(reward)
     terms = [name if weight == 1 else f"{weight:g} * {name}" for name, weight in weight_of.items() if weight]
     formula = " + ".join(terms)
     if reward.get("aggregation") == "weighted_mean":
@@ -86,6 +91,7 @@ class ConsoleTracker:
         self._rewards: list[float] = []
         self._evaluations: dict[int, dict[str, float]] = {}
         self._seconds: dict[str, float] = {}
+        self._alarm = ""
 
     def start(self, config: Config, run_dir: Path, step: int) -> None:
         """Say what runs and where; begin the live display on a terminal."""
@@ -142,6 +148,10 @@ class ConsoleTracker:
             table.add_row(*(Text(shown(row.get(name, ""), MAX_CELL)) for name in names))
         self._console.print(table)
 
+    def alert(self, name: str, text: str, step: int) -> None:
+        """Kept in sight by the live display; plain output has the line of the log."""
+        self._alarm = f"{name} at {step}: {text}"
+
     def finish(self, summary: Summary) -> None:
         """End the live display."""
         self.close()
@@ -182,6 +192,10 @@ class ConsoleTracker:
         for name in SHOWN[1:]:
             if name in metrics:
                 table.add_row(name, f"{metrics[name]:.4g}")
+        if self._alarm:
+            from rich.text import Text
+
+            table.add_row("last alarm", Text(self._alarm, style="bold red"))
         if self._evaluations:
             at, latest = max(self._evaluations.items())
             scores = "  ".join(f"{name} {value:.3f}" for name, value in self._scores(latest))

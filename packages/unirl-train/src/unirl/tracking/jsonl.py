@@ -12,16 +12,24 @@ from PIL import Image
 from unirl.tracking.base import Config, Summary, TableRow
 from unirl.types.errors import ContractError
 
+ALERTS = "alerts.jsonl"
+
 
 class JsonlTracker:
-    """Writes `<run_dir>/<file_name>`, flushed after every line. A resumed run drops the lines past its checkpoint."""
+    """Writes `<run_dir>/<file_name>`, flushed after every line, and alerts to `alerts.jsonl` beside it. A resumed run
+    drops the lines past its checkpoint."""
 
     def __init__(self, file_name: str = "metrics.jsonl") -> None:
         self._file_name = file_name
         self._file: TextIOWrapper | None = None
+        self._alerts: Path | None = None
 
     def start(self, config: Config, run_dir: Path, step: int) -> None:
         """Open the file; keep its lines up to `step` when resuming, none for a new run."""
+        self._alerts = run_dir / ALERTS
+        if self._alerts.exists():
+            known = _lines_up_to(self._alerts, step) if config.get("resume") is not None else []
+            self._alerts.write_text("".join(f"{line}\n" for line in known), encoding="utf-8")
         path = run_dir / self._file_name
         kept = _lines_up_to(path, step) if config.get("resume") is not None and path.exists() else []
         self._file = path.open("w", encoding="utf-8")
@@ -35,6 +43,13 @@ class JsonlTracker:
         finite = {name: _jsonable(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
+
+    def alert(self, name: str, text: str, step: int) -> None:
+        """Append one line to the alerts: step, alarm and text."""
+        if self._alerts is None:
+            raise ContractError("JsonlTracker.alert was called before start")
+        with self._alerts.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "alarm": name, "text": text}) + "\n")
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
         """Images lie beside the metrics; nothing to write here."""

@@ -67,6 +67,10 @@ class SwanLabTracker:
         """One text, a Markdown table."""
         self._run.log({f"samples/{name}": self._swanlab.Text(markdown(rows))}, step=step)
 
+    def alert(self, name: str, text: str, step: int) -> None:
+        """One text."""
+        self._run.log({f"alerts/{name}": self._swanlab.Text(text)}, step=step)
+
     def finish(self, summary: Summary) -> None:
         """Close the run."""
         self.close()

@@ -73,6 +73,10 @@ class TensorBoardTracker:
         """One text, a Markdown table."""
         self._open().add_text(name, markdown(rows), step)
 
+    def alert(self, name: str, text: str, step: int) -> None:
+        """One text."""
+        self._open().add_text(f"alerts/{name}", text, step)
+
     def finish(self, summary: Summary) -> None:
         """Mark the run as ended, flush and close."""
         self._add_summary(self._session_end, int(summary["num_rollouts"]))

@@ -69,6 +69,10 @@ class WandbTracker:
         data = [[row.get(name) for name in names] for row in rows]
         self._run.log({f"samples/{name}": self._wandb.Table(columns=names, data=data)}, step=step)
 
+    def alert(self, name: str, text: str, step: int) -> None:
+        """An alert, which W&B sends by mail or Slack to those who asked for it."""
+        self._run.alert(title=f"{name} after rollout {step}", text=text, level="WARN")
+
     def finish(self, summary: Summary) -> None:
         """Write the run's summary and close it."""
         if self._run is not None:

@@ -54,6 +54,11 @@ class PolicyStacks:
         return "; ".join(f"{name}: {words}" for name, words in said.items() if words) or None
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def exact_ratios(self) -> list[str]:
+        """See `TrainStack.exact_ratios`; of all policies."""
+        return [f"{policy}/{name}" for policy, stack in self._stacks.items() for name in stack.exact_ratios()]
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def samples_per_unit(self) -> int:
         """See `TrainStack.samples_per_unit`; a number that serves all."""
         return math.lcm(*(stack.samples_per_unit() for stack in self._stacks.values()))

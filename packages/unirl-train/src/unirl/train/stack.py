@@ -31,6 +31,8 @@ from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.segments import SizedLatents
 
+FIRST_RATIO = "policy/first_ratio_max_abs_dev"
+
 
 @dataclass(frozen=True)
 class TrainStepResult:
@@ -128,6 +130,11 @@ class TrainStack:
         return "; ".join(f"{name}: {words}" for name, words in said.items() if words) or None
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def exact_ratios(self) -> list[str]:
+        """Names of the metrics that are 0 where every ratio of a first update is exactly 1."""
+        return [f"{part.prefix}{FIRST_RATIO}" for part in self._parts if part.algorithm.starts_at_ratio_one]
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def samples_per_unit(self) -> int:
         """Consecutive samples that must stay together on their way here."""
         return math.lcm(*(part.algorithm.samples_per_unit for part in self._parts))
@@ -174,7 +181,7 @@ class TrainStack:
             metrics.update({part.prefix + name: value for name, value in part.algorithm.after_rollout().items()})
             name = f"{part.prefix}policy/ratio_max_abs_dev"
             if name in updates[own[0]]:
-                metrics[f"{part.prefix}policy/first_ratio_max_abs_dev"] = updates[own[0]][name]
+                metrics[f"{part.prefix}{FIRST_RATIO}"] = updates[own[0]][name]
         metrics["train/skipped_steps"] = sum(u["train/skipped_steps"] for u in updates)
         metrics["timing_s/anchor"] = anchor_s
         return TrainStepResult(metrics, updates)

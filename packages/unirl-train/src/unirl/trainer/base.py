@@ -124,25 +124,28 @@ class Trainer:
 
         What a rollback returns to must be sound: no regular checkpoint while the run is off its range.
         """
-        verdict, reason = self._learner.watch(metrics, self._done)
-        if verdict == "stop":
+        watch = self._learner.watch(metrics, self._done)
+        metrics.update(watch.metrics)
+        for alarm in watch.begun:
+            self._record.alert(alarm.name, alarm.reason, self._done)
+        if watch.verdict == "stop":
             self._record.log(metrics, self._done)
             self._save()
             raise TrainingError(
-                f"stopped after rollout {self._done}: {reason}. A checkpoint was saved; resume with a lower learning "
-                "rate, or set guardrails.action: warn."
+                f"stopped after rollout {self._done}: {watch.reason}. A checkpoint was saved; mend the "
+                "cause and resume, or set guardrails.action: warn."
             )
-        if verdict == "rollback":
+        if watch.verdict == "rollback":
             try:
                 state = self._record.load_newest()
             except CheckpointError as error:
                 raise TrainingError(
-                    f"rollout {self._done}: {reason}, and there is no checkpoint to roll back to. "
+                    f"rollout {self._done}: {watch.reason}, and there is no checkpoint to roll back to. "
                     "Set save.interval, or guardrails.action: warn."
                 ) from error
             self._learner.roll_back(state)
             logger.warning("rolled the weights back to rollout %d and go on", state["next_rollout"])
-        return not (reason and self._learner.rolls_back)
+        return not (watch.verdict != "sound" and self._learner.rolls_back)
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 

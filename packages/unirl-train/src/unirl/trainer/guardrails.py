@@ -1,4 +1,4 @@
-"""Notices a run that leaves its own running range before it has collapsed.
+"""Notices a run that leaves its own running range before it has collapsed, or looks healthy and learns nothing.
 
 A prototype's gradient norm rose to 3, then 10, then 40 times its usual value before its accuracy fell to zero.
 """
@@ -7,14 +7,48 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from unirl.types.bounds import Bounds, Positive, PositiveInt, bounded
+from unirl.types.bounds import Bounds, NonNegative, Positive, PositiveFraction, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
 Action = Literal["off", "warn", "stop", "rollback"]
 ACTIONS = ("off", "warn", "stop", "rollback")
+AlarmName = Literal[
+    "grad_norm_range",
+    "reward_range",
+    "constant_reward",
+    "zero_gradient",
+    "non_finite_gradient",
+    "unchanged_push",
+    "penalty_share",
+    "first_ratio",
+    "logp_gap",
+    "reward_hacking",
+]
+ALARMS: tuple[AlarmName, ...] = (
+    "grad_norm_range",
+    "reward_range",
+    "constant_reward",
+    "zero_gradient",
+    "non_finite_gradient",
+    "unchanged_push",
+    "penalty_share",
+    "first_ratio",
+    "logp_gap",
+    "reward_hacking",
+)
+ENDED_BY_ROLLBACK: tuple[AlarmName, ...] = ("grad_norm_range", "reward_range", "non_finite_gradient")
+"""What weights from before do not have; the other alarms would come again at once."""
+
+GRAD_NORM = "train/grad_norm"
+CHANGED_TENSORS = "sync/changed_tensors"
+PENALTY_SHARE = "policy/penalty_share"
+LOGP_GAP = "mismatch/logp_absdiff/mean"
+ROUNDING_GAP = 1e-6
+"""Log-prob gaps up to this are float32 rounding, whose size says nothing."""
 
 
 @bounded("guardrails")
@@ -22,7 +56,8 @@ ACTIONS = ("off", "warn", "stop", "rollback")
 class GuardrailConfig:
     """When to speak up and what to do then.
 
-    action: off, warn, stop (save and end) or rollback (weights of the last good checkpoint, then go on).
+    action: off, warn, stop (save and end) or rollback (weights of the last good checkpoint, then go on). A rollback
+    follows the alarms that earlier weights end (`ENDED_BY_ROLLBACK`); the others warn then.
     """
 
     action: Action = "warn"
@@ -30,12 +65,25 @@ class GuardrailConfig:
     """Alarm above this many times the running median of the gradient norm."""
     reward_drop: Positive = 4.0
     """Alarm when the reward falls this many running standard deviations below its running mean."""
-    window: PositiveInt = 20
+    min_grad_norm: NonNegative = 1e-10
+    """Alarm where the gradient norm is at most this. Adam adds 1e-8 to every element's size: such a gradient moves
+    nothing."""
+    penalty_share: PositiveFraction = 0.8
+    """Alarm where the penalty towards the reference is more than this share of the loss (`policy/penalty_share`); 1 is
+    never passed."""
+    first_ratio: NonNegative = 1e-6
+    """Alarm where a ratio before the first update, which is exactly 1, is further from 1 than this."""
+    logp_gap_factor: Annotated[float, Bounds(gt=1)] = 5.0
+    """Alarm where the mean log-prob gap between engine and trainer is above this many times its running median."""
+    scorer_drop: Positive = 4.0
+    """Alarm when, from the first half of the window to the second, the reward rose and a scorer fell by this many
+    standard errors each."""
+    window: Annotated[int, Bounds(ge=2)] = 20
     """Rollouts in the running statistics."""
     warmup: Annotated[int, Bounds(ge=2)] = 8
-    """Rollouts before the first alarm."""
+    """Rollouts before the first alarm that compares with running statistics."""
     patience: PositiveInt = 2
-    """Alarms in a row before stop or rollback acts."""
+    """Rollouts with alarms in a row before stop or rollback acts."""
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -44,32 +92,72 @@ class GuardrailConfig:
             raise ConfigError(f"guardrails.warmup = {self.warmup} must be at most window = {self.window}")
 
 
-class Guardrails:
-    """Running ranges of gradient norm and reward over a window of rollouts."""
+@dataclass(frozen=True)
+class Alarm:
+    """One thing that is wrong with a rollout."""
 
-    def __init__(self, config: GuardrailConfig) -> None:
+    name: AlarmName
+    reason: str
+    """One sentence with the values."""
+
+
+class Guardrails:
+    """Judges the metrics of every rollout, most against running statistics over a window of rollouts.
+
+    scorers: those of the reward that should not fall while the reward rises.
+    exact_ratios: metrics that are 0 where every ratio of a first update is exactly 1.
+    learns_from_reward: whether rewards are what the algorithms learn from (a teacher's student may do without).
+    """
+
+    def __init__(
+        self,
+        config: GuardrailConfig,
+        *,
+        scorers: Sequence[str] = (),
+        exact_ratios: Sequence[str] = (),
+        learns_from_reward: bool = True,
+    ) -> None:
         self.config = config
+        self._scorers = tuple(scorers)
+        self._exact_ratios = tuple(exact_ratios)
+        self._learns_from_reward = learns_from_reward
         self._norms: list[float] = []
         self._rewards: list[float] = []
+        self._gaps: dict[str, list[float]] = {}
+        self._scores: dict[str, list[float]] = {}
+        """Mean reward and mean of each scorer, of every rollout of the window."""
         self._alarms_in_a_row = 0
 
-    def observe(self, grad_norm: float, reward: float) -> str | None:
-        """What is wrong with this rollout in one sentence, or None. Values that alarm do not enter the statistics."""
+    def observe(self, metrics: Mapping[str, float]) -> list[Alarm]:
+        """What is wrong with a rollout. Values that alarm do not enter the running ranges."""
         if self.config.action == "off":
-            return None
-        reason = self._grad_norm_alarm(grad_norm) or self._reward_alarm(reward)
-        if reason is None:
-            self._norms = [*self._norms, grad_norm][-self.config.window :]
-            self._rewards = [*self._rewards, reward][-self.config.window :]
-            self._alarms_in_a_row = 0
-        else:
-            self._alarms_in_a_row += 1
-        return reason
+            return []
+        alarms = [
+            *self._gradient_alarms(metrics),
+            *self._reward_alarms(metrics),
+            *self._push_alarms(metrics),
+            *self._penalty_alarms(metrics),
+            *self._ratio_alarms(metrics),
+            *self._gap_alarms(metrics),
+            *self._hacking_alarms(metrics),
+        ]
+        names = {alarm.name for alarm in alarms}
+        if not names & {"grad_norm_range", "zero_gradient", "non_finite_gradient", "reward_range"}:
+            self._norms = self._newest([*self._norms, metrics[GRAD_NORM]])
+            self._rewards = self._newest([*self._rewards, metrics["reward/mean"]])
+        counted = names & set(ENDED_BY_ROLLBACK) if self.rolls_back else names
+        self._alarms_in_a_row = self._alarms_in_a_row + 1 if counted else 0
+        return alarms
 
     @property
     def acts(self) -> bool:
         """Whether the alarms in a row have used up the patience."""
         return self.config.action in ("stop", "rollback") and self._alarms_in_a_row >= self.config.patience
+
+    @property
+    def is_alarmed(self) -> bool:
+        """Whether the last rollout had an alarm that the action is for."""
+        return self._alarms_in_a_row > 0
 
     @property
     def rolls_back(self) -> bool:
@@ -80,35 +168,142 @@ class Guardrails:
         """Forget the alarms in a row (after a rollback)."""
         self._alarms_in_a_row = 0
 
-    def _grad_norm_alarm(self, grad_norm: float) -> str | None:
-        if not math.isfinite(grad_norm):
-            return f"gradient norm {grad_norm} is not finite"
-        if len(self._norms) < self.config.warmup:
-            return None
-        usual = statistics.median(self._norms)
-        if grad_norm > self.config.grad_norm_factor * usual:
-            return (
-                f"gradient norm {grad_norm:.3g} is {grad_norm / usual:.1f} times its running median {usual:.3g} "
-                f"(limit {self.config.grad_norm_factor:g}); lower the learning rate if this goes on"
-            )
-        return None
+    # What is wrong ----------------------------------------------------------------------------------------------
 
-    def _reward_alarm(self, reward: float) -> str | None:
+    def _gradient_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
+        for name, norm in _named(metrics, GRAD_NORM):
+            if not math.isfinite(norm):
+                yield Alarm("non_finite_gradient", f"gradient norm {norm} is not finite ({name})")
+            elif norm <= self.config.min_grad_norm:
+                yield Alarm(
+                    "zero_gradient",
+                    f"gradient norm {norm:.3g} moves no weight ({name}, limit {self.config.min_grad_norm:g}); look at "
+                    "advantage/abs_mean, and at what is masked or frozen",
+                )
+        norm = metrics[GRAD_NORM]
+        if len(self._norms) < self.config.warmup or not math.isfinite(norm):
+            return
+        usual = statistics.median(self._norms)
+        if norm > self.config.grad_norm_factor * usual:
+            yield Alarm(
+                "grad_norm_range",
+                f"gradient norm {norm:.3g} is {norm / usual:.1f} times its running median {usual:.3g} "
+                f"(limit {self.config.grad_norm_factor:g}); lower the learning rate if this goes on",
+            )
+
+    def _reward_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
+        reward = metrics["reward/mean"]
+        is_comparable = self._learns_from_reward and metrics["group/trained_samples"] > 1
+        if is_comparable and metrics["reward/min"] == metrics["reward/max"]:
+            yield Alarm(
+                "constant_reward",
+                f"every sample of the rollout has the reward {reward:.3g}, so none is better than another; score "
+                "samples that you can judge yourself, or give part marks",
+            )
         if len(self._rewards) < self.config.warmup:
-            return None
+            return
         mean, spread = statistics.fmean(self._rewards), statistics.pstdev(self._rewards)
         if spread > 0 and reward < mean - self.config.reward_drop * spread:
-            return (
+            yield Alarm(
+                "reward_range",
                 f"reward {reward:.3g} fell {(mean - reward) / spread:.1f} running standard deviations below "
-                f"{mean:.3g} (limit {self.config.reward_drop:g})"
+                f"{mean:.3g} (limit {self.config.reward_drop:g})",
             )
-        return None
 
-    def state_dict(self) -> dict[str, list[float] | int]:
+    def _push_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
+        for name, count in _named(metrics, CHANGED_TENSORS):
+            if count == 0:
+                yield Alarm(
+                    "unchanged_push",
+                    f"a push after an update brought the engine the weights that it had ({name} = 0), so it samples "
+                    "from the same policy again; raise the learning rate, or push in sync.dtype: fp32 where updates "
+                    "are smaller than the rounding",
+                )
+
+    def _penalty_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
+        for name, share in _named(metrics, PENALTY_SHARE):
+            if share > self.config.penalty_share:
+                yield Alarm(
+                    "penalty_share",
+                    f"the penalty towards the reference is {share:.0%} of the loss ({name}, limit "
+                    f"{self.config.penalty_share:.0%}), so the run learns to stay where it is; lower algorithm.kl_coef",
+                )
+
+    def _ratio_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
+        for name in self._exact_ratios:
+            distance = metrics.get(name, 0.0)
+            if not distance <= self.config.first_ratio:
+                yield Alarm(
+                    "first_ratio",
+                    f"a ratio before the first update is {distance:.3g} away from 1 ({name}, limit "
+                    f"{self.config.first_ratio:g}): the old log-probs are not of the policy that is updated",
+                )
+
+    def _gap_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
+        for name, gap in _named(metrics, LOGP_GAP):
+            known = self._gaps.get(name, [])
+            usual = max(statistics.median(known), ROUNDING_GAP) if known else ROUNDING_GAP
+            if len(known) >= self.config.warmup and not gap <= self.config.logp_gap_factor * usual:
+                yield Alarm(
+                    "logp_gap",
+                    f"the engine's log-probs are {gap:.3g} from the trainer's ({name}), {gap / usual:.1f} times the "
+                    f"running median {usual:.3g} (limit {self.config.logp_gap_factor:g}): it samples from other "
+                    "weights, or in lower precision than they need by now",
+                )
+            else:
+                self._gaps[name] = self._newest([*known, gap])
+
+    def _hacking_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
+        for name in ("reward/mean", *(f"reward/{scorer}/mean" for scorer in self._scorers)):
+            if name in metrics:
+                self._scores[name] = self._newest([*self._scores.get(name, []), metrics[name]])
+        risen = self._drift("reward/mean")
+        if risen <= self.config.scorer_drop:
+            return
+        for scorer in self._scorers:
+            fallen = -self._drift(f"reward/{scorer}/mean")
+            if fallen > self.config.scorer_drop:
+                yield Alarm(
+                    "reward_hacking",
+                    f"scorer {scorer} fell by {fallen:.1f} standard errors within {self.config.window} rollouts while "
+                    f"the reward rose by {risen:.1f} (limit {self.config.scorer_drop:g} each): the policy may exploit "
+                    "the reward; look at samples/, weigh this scorer more, or raise algorithm.kl_coef",
+                )
+
+    def _drift(self, name: str) -> float:
+        """Change of the mean from the first half of the window to the second, in its standard errors; 0 until the
+        window is full."""
+        values = self._scores.get(name, [])
+        if len(values) < self.config.window:
+            return 0.0
+        halves = values[: len(values) // 2], values[len(values) // 2 :]
+        change = statistics.fmean(halves[1]) - statistics.fmean(halves[0])
+        error = math.sqrt(sum(statistics.pvariance(half) / len(half) for half in halves))
+        return change / error if error > 0 else math.copysign(math.inf, change) if change else 0.0
+
+    def _newest(self, values: list[float]) -> list[float]:
+        return values[-self.config.window :]
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON values
         """What a checkpoint must hold."""
-        return {"norms": self._norms, "rewards": self._rewards, "alarms": self._alarms_in_a_row}
+        return {
+            "norms": self._norms,
+            "rewards": self._rewards,
+            "gaps": {name: list(values) for name, values in self._gaps.items()},
+            "scores": {name: list(values) for name, values in self._scores.items()},
+            "alarms": self._alarms_in_a_row,
+        }
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as in state_dict
         """Restore `state_dict`."""
         self._norms, self._rewards = list(state["norms"]), list(state["rewards"])
+        self._gaps = {name: list(values) for name, values in state["gaps"].items()}
+        self._scores = {name: list(values) for name, values in state["scores"].items()}
         self._alarms_in_a_row = int(state["alarms"])
+
+
+def _named(metrics: Mapping[str, float], name: str) -> Iterator[tuple[str, float]]:
+    """A metric and the same of policies or tracks, `<policy>/...`."""
+    return ((key, value) for key, value in metrics.items() if key == name or key.endswith(f"/{name}"))

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from unirl.distributed.runtime import Runtime
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import ScoredRollout
-from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.guardrails import ALARMS, CHANGED_TENSORS, Alarm, Guardrails
 from unirl.trainer.roles import StackRole, SyncRole
 
 logger = logging.getLogger(__name__)
 
 Verdict = Literal["sound", "alarm", "stop", "rollback"]
 """What the guardrails say of a rollout: within its range, outside, or outside for so long that something is done."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What the guardrails found in a rollout."""
+
+    verdict: Verdict
+    alarms: tuple[Alarm, ...]
+    begun: tuple[Alarm, ...]
+    """Those that the rollout before did not have."""
+    metrics: dict[str, float]
+    """`alarm/<name>`, 1 or 0; none where the guardrails are off."""
+
+    @property
+    def reason(self) -> str:
+        """Everything that is wrong."""
+        return "; ".join(alarm.reason for alarm in self.alarms)
 
 
 class Learner:
@@ -25,13 +43,18 @@ class Learner:
     """
 
     def __init__(
-        self, runtime: Runtime, *, guardrails: GuardrailConfig, clock: PhaseClock, sync: SyncRole | None = None
+        self, runtime: Runtime, *, guardrails: Guardrails, clock: PhaseClock, sync: SyncRole | None = None
     ) -> None:
         self._stack = runtime.role("stack", StackRole)
         self._sync = sync
         self._clock = clock
-        self._guardrails = Guardrails(guardrails)
+        self._guardrails = guardrails
+        self._alarmed: frozenset[str] = frozenset()
         self._pushed: tuple[int, str | None] | None = None
+        self._known_pushes: set[str | None] = set()
+        """Policies pushed since the weights last came from anywhere but training."""
+        self._changed: dict[str, float] = {}
+        """Changed tensors of the pushes since the last rollout that was watched."""
         self._is_training = False
 
     @property
@@ -60,6 +83,10 @@ class Learner:
         with self._clock.phase("sync"):
             pushed = self._sync.push(policy)
         self._pushed = (done, policy)
+        if policy in self._known_pushes:
+            for name in (name for name in pushed if name.endswith(CHANGED_TENSORS)):
+                self._changed[name] = min(pushed[name], self._changed.get(name, pushed[name]))
+        self._known_pushes.add(policy)
         return pushed
 
     def train(self, rollout: ScoredRollout) -> dict[str, float]:
@@ -74,14 +101,22 @@ class Learner:
 
     # Guardrails -------------------------------------------------------------------------------------------------
 
-    def watch(self, metrics: Mapping[str, float], done: int) -> tuple[Verdict, str | None]:
+    def watch(self, metrics: Mapping[str, float], done: int) -> Watch:
         """Whether the run is within its own range after `done` rollouts, and what is wrong where it is not."""
-        reason = self._guardrails.observe(metrics["train/grad_norm"], metrics["reward/mean"])
-        if reason is not None:
-            logger.warning("rollout %d: %s", done, reason)
+        # A push for an evaluation serves the rollout after it too, and its metrics are logged with the evaluation.
+        pushed = {name: value for name, value in metrics.items() if not name.endswith(CHANGED_TENSORS)} | self._changed
+        self._changed = {}
+        alarms = self._guardrails.observe(pushed)
+        for alarm in alarms:
+            logger.warning("rollout %d: %s", done, alarm.reason)
+        names = {alarm.name for alarm in alarms}
+        begun = tuple(alarm for alarm in alarms if alarm.name not in self._alarmed)
+        self._alarmed = frozenset(names)
+        verdict: Verdict = "alarm" if self._guardrails.is_alarmed else "sound"
         if self._guardrails.acts:
-            return ("stop" if self._guardrails.config.action == "stop" else "rollback"), reason
-        return ("sound" if reason is None else "alarm"), reason
+            verdict = "rollback" if self._guardrails.rolls_back else "stop"
+        watched = () if self._guardrails.config.action == "off" else ALARMS
+        return Watch(verdict, tuple(alarms), begun, {f"alarm/{name}": float(name in names) for name in watched})
 
     @property
     def rolls_back(self) -> bool:
@@ -92,6 +127,7 @@ class Learner:
         """Continue with the weights of a checkpoint, which the backend has loaded, and its driver state."""
         self._stack.load_state_dict(state["stack"])
         self._pushed = None
+        self._known_pushes.clear()
         self._guardrails.reset()
 
     # State ------------------------------------------------------------------------------------------------------

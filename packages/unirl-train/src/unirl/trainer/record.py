@@ -89,6 +89,11 @@ class RunRecord:
         for tracker in self._trackers:
             tracker.log(metrics, done)
 
+    def alert(self, name: str, text: str, done: int) -> None:
+        """Something that somebody should look at."""
+        for tracker in self._trackers:
+            tracker.alert(name, text, done)
+
     def note(self, metrics: Mapping[str, float], num_samples: int) -> None:
         """Keep what the summary says of a rollout's training; of several tracks, of all together."""
         self._num_samples += num_samples

@@ -106,6 +106,10 @@ class StackRole(Protocol):
         """Where the log-probs before the first update come from, for people."""
         ...
 
+    def exact_ratios(self) -> list[str]:
+        """Metrics that are 0 where every ratio of a first update is exactly 1."""
+        ...
+
     def samples_per_unit(self) -> int:
         """Samples in a row that stay together."""
         ...

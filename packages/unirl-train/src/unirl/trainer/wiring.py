@@ -24,6 +24,7 @@ from unirl.distributed.runtime import LocalRuntime, Runtime
 from unirl.distributed.weight_sync.several import PolicySyncs
 from unirl.distributed.worker import WorkerContext
 from unirl.tracking.base import Tracker
+from unirl.tracking.console import scorer_weights
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.policy_stacks import PolicyStacks
 from unirl.train.saved_policies import SavedPolicies
@@ -31,7 +32,7 @@ from unirl.trainer.base import Trainer
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import Collector
 from unirl.trainer.evaluation import BaseEvaluator, Evaluates, EvaluationResult
-from unirl.trainer.guardrails import GuardrailConfig
+from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.learner import Learner
 from unirl.trainer.modality import Modality
 from unirl.trainer.model_card import write_model_card
@@ -345,7 +346,12 @@ def make_trainer(
         sampling=instantiate(run.sampling.node),
         advantages=instantiate(run.advantages.node),
         evaluator=evaluator,
-        guardrails=GuardrailConfig() if run.guardrails is None else instantiate(run.guardrails.node),
+        guardrails=functools.partial(
+            Guardrails,
+            GuardrailConfig() if run.guardrails is None else instantiate(run.guardrails.node),
+            scorers=[name for name, weight in scorer_weights(recipe["reward"]).items() if weight >= 0],
+            learns_from_reward=not all(algorithm.ability("teacher_option") for algorithm in _algorithms(run)),
+        ),
         trackers=trackers,
         run_dir=run_dir,
         config=shown,
@@ -380,7 +386,7 @@ def assemble(
     sampling: Any,  # Any: parameters of the modality
     advantages: Advantages,
     evaluator: BaseEvaluator | None,
-    guardrails: GuardrailConfig,
+    guardrails: Callable[..., Guardrails],
     trackers: Sequence[Tracker],
     run_dir: Path,
     config: Recipe,
@@ -393,8 +399,12 @@ def assemble(
     clock: PhaseClock | None = None,
     loop: Callable[..., Trainer] = Trainer,
 ) -> Trainer:
-    """Collector, learner and run record on a runtime, and the loop that joins them."""
+    """Collector, learner and run record on a runtime, and the loop that joins them.
+
+    guardrails: makes them of `exact_ratios`, which the stack knows.
+    """
     clock = clock if clock is not None else PhaseClock()
+    stack = runtime.role("stack", StackRole)
     collector = Collector(
         runtime,
         settings,
@@ -405,10 +415,11 @@ def assemble(
         track_advantages=track_advantages,
         clock=clock,
         selection=selection,
-        rollout_policy=runtime.role("stack", StackRole).rollout_policy(),
+        rollout_policy=stack.rollout_policy(),
         scored_track=scored_track,
     )
-    learner = Learner(runtime, guardrails=guardrails, clock=clock, sync=sync)
+    watching = guardrails(exact_ratios=stack.exact_ratios())
+    learner = Learner(runtime, guardrails=watching, clock=clock, sync=sync)
     record = RunRecord(
         runtime,
         settings,
@@ -425,13 +436,16 @@ def assemble(
 
 
 def _residency_plan(run: ComposedRun) -> dict[Resident, Stay]:
-    algorithms = [algorithm for policy in run.policies.values() for algorithm in policy.algorithms.values()]
     return residency_plan(
         run.file.residency,
         has_own_weights=all(stage.engine.ability("has_own_weights") for stage in run.stages()),
         is_scored_meanwhile=bool(run.reward.get("is_async")),
-        trains_through_reward=any(algorithm.ability("requires_reward_gradient") for algorithm in algorithms),
+        trains_through_reward=any(algorithm.ability("requires_reward_gradient") for algorithm in _algorithms(run)),
     )
+
+
+def _algorithms(run: ComposedRun) -> list[Part]:
+    return [algorithm for policy in run.policies.values() for algorithm in policy.algorithms.values()]
 
 
 def run_recipe(

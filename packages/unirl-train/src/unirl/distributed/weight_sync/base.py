@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, cast
 
@@ -29,7 +29,7 @@ from unirl.types.sampling import (
     DiffusionSamplingParams,
     Precision,
 )
-from unirl.types.weights import WeightReceipt
+from unirl.types.weights import WeightReceipt, WeightSpec
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,9 @@ class WeightSync(ABC):
         self._engine = engine
         self._dtype = dtype_named(dtype, "sync.dtype")
         self._rank = rank
+        self._sent: dict[str, str] = {}
+        self._checksums: dict[str | None, dict[str, str]] = {}
+        """Checksum of every tensor of the last push, by named policy: whether an update changed anything."""
         self._canary = _canary(
             backend, pipeline, sampling, canary_primitives(canary_prompts, canary_image_size), canary_tolerance
         )
@@ -109,7 +112,8 @@ class WeightSync(ABC):
     def push(self, policy: str | None = None) -> Metrics:
         """Make the engine sample from the present policy, or from a named copy of it; every rank calls it.
 
-        Returns sync/seconds, sync/megabytes, sync/tensors, sync/bound and the canary's sync/logprob_gap_{max,mean}.
+        Returns sync/seconds, sync/megabytes, sync/tensors, sync/changed_tensors, sync/bound and the canary's
+        sync/logprob_gap_{max,mean}.
         """
         begin = time.perf_counter()
         version = self._source.policy_version
@@ -119,7 +123,10 @@ class WeightSync(ABC):
             with self._under(policy):
                 self._canary.replay_only()
             return {}
+        before, self._sent = self._checksums.pop(policy, {}), {}
         receipt = self._send(engine, version, policy)
+        self._checksums[policy] = self._sent
+        changed = [name for name, checksum in self._sent.items() if before.get(name) != checksum]
         if receipt.policy_version != version:
             raise WeightSyncError(f"version {version} was pushed, the engine says it has {receipt.policy_version}")
         seconds = time.perf_counter() - begin
@@ -140,6 +147,7 @@ class WeightSync(ABC):
             "sync/seconds": seconds,
             "sync/megabytes": receipt.num_bytes / 1e6,
             "sync/tensors": float(receipt.num_tensors),
+            "sync/changed_tensors": float(len(changed)),
             "sync/logprob_gap_max": largest,
             "sync/logprob_gap_mean": mean,
         }
@@ -165,6 +173,10 @@ class WeightSync(ABC):
     def _under(self, policy: str | None) -> AbstractContextManager[None]:
         """Inside, the trainer's model has the values of the policy."""
         return nullcontext() if policy is None else self._policies.using_policy(policy)
+
+    def _note_sent(self, specs: Iterable[WeightSpec]) -> None:
+        """Called by `_send` with every tensor, whether it travels or the engine has it."""
+        self._sent.update({spec.name: spec.checksum for spec in specs})
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor

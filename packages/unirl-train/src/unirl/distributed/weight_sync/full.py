@@ -69,6 +69,7 @@ class FullWeightSync(WeightSync):
         sent: dict[str, WeightSpec] = {}
         for bucket in weight_buckets(rounded, policy_version=version, max_bytes=self._bucket_bytes, known=known):
             engine.receive_weights(bucket)
+            self._note_sent((*bucket.specs, *bucket.kept))
             sent.update({spec.name: spec for spec in (*bucket.specs, *bucket.kept)})
         receipt = engine.finish_weights(version, policy)
         if receipt.num_tensors != len(shapes):

@@ -22,6 +22,7 @@ class LoraWeightSync(WeightSync):
         tensors = {name: self._rounded(tensor) for name, tensor in self._source.adapter_weights(policy).items()}
         config = self._source.adapter_config()
         specs = tuple(weight_spec(name, tensor) for name, tensor in tensors.items())
+        self._note_sent(specs)
         receipt = engine.load_adapter(WeightBucket(version, tensors, specs), config, policy)
         # Each adapted layer has an A and a B.
         num_acting = len(tensors) // 2 if receipt.num_bound is None else receipt.num_bound
