@@ -5,6 +5,7 @@ import functools
 
 import pytest
 
+from unirl.reward_server import pool as pool_module
 from unirl.reward_server.pool import QueueFull
 from unirl.reward_server.replica import ReplicaDied, ReplicaFailed
 
@@ -58,6 +59,22 @@ async def test_samples_of_different_sizes_are_not_mixed_and_none_starves():
     replica.may_score.set()
     await asyncio.gather(*futures, *blocker)
     assert replica.batches[1:] == [["a1", "a2"], ["b1", "b2"]]
+    await pool.close()
+
+
+@in_loop
+async def test_large_samples_make_smaller_batches(monkeypatch):
+    monkeypatch.setattr(pool_module, "_MAX_BATCH_BYTES", 30)
+    make = Maker()
+    pool = pool_of(make)
+    pool.start()
+    replica = await held(make)
+    blocker = pool.submit([sample("blocker")])
+    await replica.asked.wait()
+    futures = pool.submit([sample(name) for name in "abc"] + [sample("large", size=9)])
+    replica.may_score.set()
+    await asyncio.gather(*futures, *blocker)
+    assert replica.batches[1:] == [["a", "b"], ["c"], ["large"]]
     await pool.close()
 
 

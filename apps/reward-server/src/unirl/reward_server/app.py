@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Seque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -238,7 +237,7 @@ class RewardServer:
         with self._room() as take:
             body = await self._body(request, size, take)
             call = await self._call(request.content_type, body)
-            num_bytes = _media_bytes(call) if request.content_type == JSON_TYPE else 0
+            num_bytes = sum(sample.num_bytes for sample in call.samples) if request.content_type == JSON_TYPE else 0
             take(num_bytes)
             answers = await self._answers(call)
             return web.Response(body=encode_answer(answers), content_type=JSON_TYPE), len(body) + num_bytes
@@ -419,11 +418,6 @@ class RewardServer:
 
 def _refused(kind: type[web.HTTPException], text: str, retry_after_s: int) -> web.HTTPException:
     return kind(text=text, headers={"Retry-After": str(retry_after_s)})
-
-
-def _media_bytes(call: ScoreCall) -> int:
-    arrays = [array for sample in call.samples for array in (sample.media, sample.source)]
-    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
 def _shown(pool: RewardPool) -> dict[str, Any]:  # Any: JSON values

@@ -27,6 +27,8 @@ End = Literal["useful", "useless", "rested"]
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0
 _STOP_TIMEOUT_S = 10.0
+_MAX_BATCH_BYTES = 2**28
+"""Media of one batch, one sample at least: a scorer makes floats of them, four times as much, and more."""
 
 
 class QueueFull(Exception):
@@ -346,7 +348,11 @@ class RewardPool:
 
     def _taken(self, jobs: deque[Job], size: int) -> list[Job]:
         batch: list[Job] = []
+        num_bytes = 0
         while jobs and len(batch) < size:
+            num_bytes += jobs[0].sample.num_bytes
+            if batch and num_bytes > _MAX_BATCH_BYTES:
+                break
             job = jobs.popleft()
             self._num_waiting -= 1
             if not job.future.done():

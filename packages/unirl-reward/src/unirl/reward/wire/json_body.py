@@ -53,11 +53,11 @@ def decode_json(
     for i, entry in enumerate(requests):
         where = f"requests[{i}]"
         _require(entry, dict, where)
+        turns = _turns(entry, where, budget, read_video)
+        kind = turns[-1].kind()
         names = checked_rewards(_field(entry, "required_rewards", list, where), f"{where}.required_rewards")
         rewards.append(names)
-        samples.append(
-            _sample(entry, i, budget, read_video, lambda kind, names=names: is_scored is None or is_scored(kind, names))
-        )
+        samples.append(_sample(entry, i, turns, limits, is_decoded=is_scored is None or is_scored(kind, names)))
     return ScoreCall(samples, rewards)
 
 
@@ -146,24 +146,30 @@ def _bytes_only(pixels: np.ndarray, name: str) -> np.ndarray:
     return pixels
 
 
-def _sample(
+def _turns(
     entry: dict[str, Any],  # Any: JSON values
-    index: int,
+    where: str,
     budget: Budget,
     read_video: Callable[[str], bytes] | None,
-    is_scored: Callable[[Kind], bool],
-) -> WireSample:
-    where = f"requests[{index}]"
-    limits = budget.limits
+) -> list[_Turn]:
     history = _field(entry, "history", list, where)
     if not 1 <= len(history) <= 2:
         raise DataError(
             f"{where}.history has {len(history)} turns; it takes the generated one, and before it the input image of "
             "an edit"
         )
-    turns = [_Turn(turn, f"{where}.history[{i}]", budget, read_video) for i, turn in enumerate(history)]
-    kind = turns[-1].kind()
-    is_decoded = is_scored(kind)
+    return [_Turn(turn, f"{where}.history[{i}]", budget, read_video) for i, turn in enumerate(history)]
+
+
+def _sample(
+    entry: dict[str, Any],  # Any: JSON values
+    index: int,
+    turns: list[_Turn],
+    limits: Limits,
+    *,
+    is_decoded: bool,
+) -> WireSample:
+    where = f"requests[{index}]"
     source = None
     if len(turns) == 2 and is_decoded:
         source = turns[0].image()
@@ -178,7 +184,7 @@ def _sample(
     name = checked_text(entry.get("id"), f"{where}.id", limits)
     return WireSample(
         id=str(index) if name is None else name,
-        kind=kind,
+        kind=turns[-1].kind(),
         media=media,
         prompt=texts[0],
         source=source,

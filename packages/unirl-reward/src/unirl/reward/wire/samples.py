@@ -67,6 +67,11 @@ class WireSample:
     """Of a video."""
     metadata: dict[str, Any] | None = None  # Any: rows of a user's data file
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its pixels."""
+        return sum(array.nbytes for array in (self.media, self.source) if isinstance(array, np.ndarray))
+
 
 @dataclass(frozen=True, eq=False)
 class ScoreCall:
