@@ -774,6 +774,27 @@ def test_rows_without_the_answer_that_a_scorer_compares_with_are_named_before_a_
     on_machine(recipe, {"data.path": str(rows)})
 
 
+def test_prompts_that_a_scorer_cannot_judge_are_named_with_file_and_line_before_a_model_loads(runnable, tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text('prompt\na red circle\n"a blue square, left of a green triangle"\n')
+    for key in ("data.path", "eval.prompts"):
+        with pytest.raises(ConfigError) as caught:
+            on_machine(runnable, {key: str(rows)})
+        (message,) = (line for line in str(caught.value).splitlines() if line.startswith(key))
+        assert f"scorer shapes cannot judge 1 of 2 prompts ({rows}:3)" in message
+        assert "not a sentence of the shapes world" in message and "reward.scorers" in message
+    rows.write_text("prompt\na red circle\na blue square left of a green triangle\n")
+    on_machine(runnable, {"data.path": str(rows), "eval.prompts": str(rows)})
+    rows.write_text("prompt,means\na round one,a red circle\na square one,\n")
+    reads_meaning = {"reward.scorers.shapes.meaning": "means", "data.path": str(rows), "eval.prompts": str(rows)}
+    with pytest.raises(
+        ConfigError, match=r"cannot judge 1 of 2 .*rows\.csv:3\): metadata\.means, which it reads, is None"
+    ):
+        on_machine(runnable, reads_meaning)
+    rows.write_text("prompt,means\na round one,a red circle\n")
+    on_machine(runnable, reads_meaning)
+
+
 def test_run_directory_that_cannot_be_written_is_an_error(runnable, tmp_path):
     with pytest.raises(ConfigError, match="is a file. Set run_dir to a folder"):
         on_machine(runnable, {"run_dir": str(tmp_path / "p.txt")})

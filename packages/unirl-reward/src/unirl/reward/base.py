@@ -62,6 +62,9 @@ class LocalScorer(ABC):
     reads_media: ClassVar[bool] = True
     """Whether it needs what was generated; False for a scorer of `RewardRequest.latents`, or of inputs alone, which
     also scores where nothing is decoded (`engine.decode: false`)."""
+    prompt_grammar: ClassVar[str | None] = None
+    """Import path of the function that raises ValueError for a prompt that it cannot judge, so that `trainer check` can
+    ask it of a data file; its module imports no heavy library. None judges any prompt."""
     card: ClassVar[ScorerCard | None] = None
     """Input, range, scale and source; `unirl.reward.catalog` has those of the scorers that come with the package."""
 

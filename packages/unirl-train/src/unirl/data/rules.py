@@ -5,11 +5,12 @@ See `unirl.types.recipe`.
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from unirl.data.datasets import PromptRow, not_readable_as_text, read_rows
+from unirl.data.datasets import PromptRow, not_readable_as_text, read_numbered_rows
 from unirl.data.pairs import read_pairs
 from unirl.data.sets.catalog import command_for
 from unirl.types.errors import DataError
@@ -17,6 +18,9 @@ from unirl.types.recipe import Machine, Messages, Part, Run
 
 ANSWER_KEY = "answer_key"
 """Keyword of scorers that compare with an answer in the data: the key of a row that holds it; "answer" by default."""
+
+MEANING = "meaning"
+"""Keyword of scorers whose grammar reads a field of the metadata in place of the prompt: its name; None: the prompt."""
 
 
 def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
@@ -30,10 +34,15 @@ def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
         yield problem
     elif place.is_file() and own.ability("reads_prompt_rows"):
         try:
-            rows = _read_pairs(own, run, place) if own.ability("brings_images") else read_rows(place)
+            if own.ability("brings_images"):
+                numbered = [(row.prompt_id, row) for row in _read_pairs(own, run, place)]
+            else:
+                numbered = read_numbered_rows(place)
         except DataError as error:
             yield f"{own.at}.path: {error}"
         else:
+            rows = [row for _, row in numbered]
+            yield from prompts_outside_a_grammar(f"{own.at}.path", str(path), numbered, run)
             yield from rows_without_answers(f"{own.at}.path", str(path), rows, run)
             yield from media_reaches_the_model(f"{own.at}.path", str(path), rows, run)
 
@@ -63,6 +72,34 @@ def rows_without_answers(name: str, path: str, rows: Sequence[PromptRow], run: R
             yield (
                 f"{name} = {path}: {len(without)} rows ({', '.join(without[:4])}) have no {key!r}, which scorer "
                 f"{scorer} compares with. Add it, or name the right key as reward.scorers.{scorer}.{ANSWER_KEY}."
+            )
+
+
+def prompts_outside_a_grammar(name: str, path: str, rows: Sequence[tuple[str, PromptRow]], run: Run) -> Messages:
+    """Every prompt is one that the scorers can judge. rows: each with its place in the file."""
+    for scorer, part in run.reward.inside("scorers").items():
+        grammar = part.ability("prompt_grammar")
+        # Own code is not imported by a check, so a grammar of a scorer of one's own is not asked.
+        if grammar is None or not str(grammar).startswith("unirl."):
+            continue
+        module, _, function = str(grammar).rpartition(".")
+        parse = getattr(importlib.import_module(module), function)
+        meaning = part.get(MEANING)
+        wrong: list[tuple[str, str]] = []
+        for place, row in rows:
+            asked = row.prompt if meaning is None else row.metadata.get(meaning)
+            if not isinstance(asked, str):
+                wrong.append((place, f"metadata.{meaning}, which it reads, is {asked!r}"))
+                continue
+            try:
+                parse(asked)
+            except ValueError as error:
+                wrong.append((place, str(error)))
+        if wrong:
+            places = ", ".join(place for place, _ in wrong[:4])
+            yield (
+                f"{name} = {path}: scorer {scorer} cannot judge {len(wrong)} of {len(rows)} prompts ({places}): "
+                f"{wrong[0][1]}. Write them as it reads them, or train on another scorer (reward.scorers)."
             )
 
 

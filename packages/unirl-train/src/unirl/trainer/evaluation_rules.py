@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unirl.data.datasets import read_rows
-from unirl.data.rules import media_reaches_the_model, rows_without_answers, unreadable
+from unirl.data.datasets import read_numbered_rows
+from unirl.data.rules import media_reaches_the_model, prompts_outside_a_grammar, rows_without_answers, unreadable
 from unirl.types.errors import DataError
 from unirl.types.preference import IMAGES
 from unirl.types.recipe import Machine, Messages, Part, Run
@@ -55,10 +55,12 @@ def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
         yield problem
     elif place.is_file():
         try:
-            rows = read_rows(place)
+            numbered = read_numbered_rows(place)
         except DataError as error:
             yield f"eval.prompts: {error}"
             return
+        rows = [row for _, row in numbered]
+        yield from prompts_outside_a_grammar("eval.prompts", str(path), numbered, run)
         if run.engine.ability("needs_images") and any(IMAGES in row.metadata for row in rows):
             yield f"eval.prompts = {path} brings images, which would be judged in the policy's place. Take them out."
         yield from rows_without_answers("eval.prompts", str(path), rows, run)

@@ -19,6 +19,7 @@ class EditsRewardScorer(VerifierScorer):
     Needs one image a data row, of the size that is made.
     """
 
+    prompt_grammar = "unirl.reward.worlds.edits_grammar.parse_edit"
     card = CATALOG["edits"]
 
     # Any: the keywords of VerifierScorer.

@@ -55,6 +55,7 @@ class ShapesGradientScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
+    prompt_grammar = "unirl.reward.worlds.shapes_grammar.parse_prompt"
     card = CATALOG["shapes_gradient"]
 
     def __init__(

@@ -19,6 +19,7 @@ class ShapesRewardScorer(VerifierScorer):
         itself is one.
     """
 
+    prompt_grammar = "unirl.reward.worlds.shapes_grammar.parse_prompt"
     card = CATALOG["shapes"]
 
     # Any: the keywords of VerifierScorer.
