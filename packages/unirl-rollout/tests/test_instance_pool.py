@@ -170,7 +170,7 @@ class LinearEngine(ServedLatentsEngine):
 
     codec = CODEC
     module = "linear_server"
-    versions = ("1",)
+    versions = ("1.0",)
     kernels = {"flow": "flow"}
 
     def __init__(self, num_instances, **options):

@@ -106,7 +106,7 @@ class NumberEngine(ServedTextEngine):
 
     codec = CODEC
     module = "number_server"
-    versions = ("1",)
+    versions = ("1.0",)
 
     def __init__(self, num_instances, control, seconds_per_step=0.0):
         pipeline: Any = NumberCodec()
