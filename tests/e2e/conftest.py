@@ -10,7 +10,8 @@ import torch
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT), str(ROOT / "packages" / "unirl-train" / "tests")]
 torch.set_num_threads(1)
 
 

@@ -3,11 +3,13 @@
 SMALL = [
     "batch_size=4",
     "sampling.samples_per_prompt=4",
+    "sampling.num_inference_steps=4",
     "stack.micro_batch_size=4",
     "engine.forward_batch_size=4",
     "num_rollouts=2",
     "eval.num_samples=8",
     "eval.batch_size=8",
+    "eval.num_inference_steps=4",
     "eval.num_images=4",
     "guardrails.action=off",
     "save.interval=1",

@@ -1,43 +1,38 @@
 """The command, interrupted as a cluster would: it saves, ends, and goes on as if nothing had happened."""
 
+import importlib
 import json
 import os
-import subprocess
+import signal
 import sys
+from typing import Any
 
 import pytest
+import torch
+import torch.multiprocessing
 from small import SMALL
 
 from unirl.app.main import main
-
-pytestmark = pytest.mark.slow
-ARGUMENTS = ["diffusion/sd3_shapes_flowgrpo", *SMALL, "num_rollouts=4", "trackers.tensorboard.enabled=false"]
-
-
-INTERRUPTED = """
-import os, signal, sys
-from unirl.app.main import main
 from unirl.tracking.jsonl import JsonlTracker
-log = JsonlTracker.log
-def log_and_terminate(tracker, metrics, step):
-    log(tracker, metrics, step)
-    if step == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-JsonlTracker.log = log_and_terminate
-sys.exit(main(sys.argv[1:]))
-"""
-"""The command, which gets SIGTERM after its first rollout, however busy the machine is."""
+
+ranks_of_train: Any = importlib.import_module("ranks")
+pytestmark = pytest.mark.slow
+ARGUMENTS = ["diffusion/sd3_shapes_flowgrpo", *SMALL, "num_rollouts=3", "trackers.tensorboard.enabled=false"]
 
 
-def interrupted(*extra):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, *ARGUMENTS, *extra],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def interrupted(folder, words):
+    """The command, which gets SIGTERM after its first rollout, however busy the machine is; its status in a file."""
+    log = JsonlTracker.log
+
+    def log_and_terminate(tracker, metrics, step):
+        log(tracker, metrics, step)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    setattr(JsonlTracker, "log", log_and_terminate)  # noqa: B010 (a process of its own)
+    torch.set_num_threads(1)
+    with (folder / "output").open("w") as sys.stderr:
+        (folder / "status").write_text(str(main(words)))
 
 
 def records(run_dir):
@@ -50,25 +45,24 @@ def records(run_dir):
     return found
 
 
-def finished(process, timeout_s=600):
-    output, _ = process.communicate(timeout=timeout_s)
-    assert process.returncode == 0, output
-    return output
-
-
 def in_this_process(*extra):
     assert main([*ARGUMENTS, *extra]) == 0
 
 
 def test_terminated_and_resumed_equals_uninterrupted(tmp_path, own_process):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    process = interrupted(f"run_dir={parts}")
+    # A process of its own, since signals belong to a process, forked from one that has imported everything.
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(ranks_of_train.PRELOADED)
+    process = context.Process(target=interrupted, args=(tmp_path, [*ARGUMENTS, f"run_dir={parts}"]))
+    process.start()
     in_this_process(f"run_dir={whole}")
-    finished(process)
+    process.join(600)
+    assert process.exitcode == 0 and (tmp_path / "status").read_text() == "0", (tmp_path / "output").read_text()
     stopped = json.loads((parts / "summary.json").read_text())
-    assert not stopped["is_complete"] and 0 < stopped["num_rollouts"] < 4
+    assert not stopped["is_complete"] and 0 < stopped["num_rollouts"] < 3
     in_this_process(f"run_dir={parts}", "resume=auto")
     resumed = json.loads((parts / "summary.json").read_text())
-    assert resumed["is_complete"] and resumed["num_rollouts"] == 4
+    assert resumed["is_complete"] and resumed["num_rollouts"] == 3
     assert records(parts) == records(whole)
     assert resumed["eval_after"] == json.loads((whole / "summary.json").read_text())["eval_after"]

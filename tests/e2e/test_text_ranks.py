@@ -1,12 +1,22 @@
 """Text on a sharded model: ranks that sample different lengths stay in step, and two ranks compute what one does."""
 
+import importlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from text_ranks import PARAMS, PROMPTS, pictures, run_two_ranks, sample_and_differentiate, save_model, stop_tokens
+from text_ranks import (
+    PARAMS,
+    PROMPTS,
+    pictures,
+    results_of_a_rank,
+    sample_and_differentiate,
+    save_model,
+    stop_tokens,
+)
 
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
@@ -17,6 +27,7 @@ from unirl.types.media import ImageLists, Texts
 from unirl.types.segments import TextSegment
 from unirl.worlds.shapes.questions import pretrain
 
+ranks_of_train: Any = importlib.import_module("ranks")
 pytestmark = pytest.mark.slow
 CASES = {
     "tied-full": ("tied", False),
@@ -42,10 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    results = run_two_ranks(folder)
-    for rank, result in enumerate(results):
-        assert "error" not in result, f"rank {rank}:\n{result['error']}"
-    return results
+    return ranks_of_train.results_of_ranks(partial(results_of_a_rank, folder), folder)
 
 
 @pytest.mark.parametrize("case", CASES)

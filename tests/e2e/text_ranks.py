@@ -1,8 +1,6 @@
 """A tiny Qwen3 or Qwen2.5-VL behind the backend, sampled and replayed: what one process and each of two ranks run."""
 
-import traceback
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from unirl.types.segments import TextSegment
 
 PARAMS = ARSamplingParams(temperature=0.9, max_new_tokens=20, seed=2)
 PROMPTS = ["1+1=", "a longer prompt", "ab", "1+1="]
-JOIN_TIMEOUT_S = 240
 
 
 def save_model(folder: Path, *, is_tied: bool) -> None:
@@ -122,40 +119,13 @@ def sample_and_differentiate(
     }
 
 
-def run_rank(rank: int, folder: str) -> None:
-    """Both halves of the batch, one per rank; results or the error in a file."""
-    torch.set_num_threads(1)
-    path = Path(folder)
-    store = dist.FileStore(str(path / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
-    try:
-        rows = slice(2 * rank, 2 * rank + 2)
-        results: dict[str, Any] = {
-            f"{model}-{'lora' if lora else 'full'}": sample_and_differentiate(
-                path / model, rows, replace(PARAMS, stop_token_ids=stop_tokens(path)), lora=lora
-            )
-            for model, lora in (
-                ("tied", False),
-                ("untied", False),
-                ("untied", True),
-                ("vision", False),
-                ("vision", True),
-            )
-        }
-    except Exception:  # noqa: BLE001 - the parent raises it
-        results = {"error": traceback.format_exc()}
-    torch.save(results, path / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def run_two_ranks(folder: Path) -> list[dict[str, Any]]:
-    """Results by rank, from processes of their own."""
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_rank, args=(rank, str(folder))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(JOIN_TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
+def results_of_a_rank(folder: Path) -> dict[str, Any]:
+    """This rank's half of the batch, by every model."""
+    rank = dist.get_rank()
+    params = replace(PARAMS, stop_token_ids=stop_tokens(folder))
+    return {
+        f"{model}-{'lora' if lora else 'full'}": sample_and_differentiate(
+            folder / model, slice(2 * rank, 2 * rank + 2), params, lora=lora
+        )
+        for model, lora in (("tied", False), ("untied", False), ("untied", True), ("vision", False), ("vision", True))
+    }

@@ -35,19 +35,6 @@ RECIPES = list(available())
 PLENTY = Machine(num_cpus=1024, num_gpus=1024)
 
 
-@pytest.fixture(scope="module")
-def composed_recipes():
-    """Every packaged recipe as it is composed."""
-    register_resolvers()
-    return {name: compose(name) for name in RECIPES}
-
-
-@pytest.fixture(scope="module")
-def recipes(composed_recipes):
-    """Every packaged recipe, resolved once."""
-    return {name: resolve(config) for name, config in composed_recipes.items()}
-
-
 def test_the_recipes_that_the_readme_promises_are_there():
     promised = ["", "_flowgrpo", "_dancegrpo", "_mixgrpo"]
     assert set(RECIPES) >= {f"diffusion/sd3_shapes{suffix}" for suffix in promised}

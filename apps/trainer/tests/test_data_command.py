@@ -57,9 +57,8 @@ def trainer(here, capsys):
 
 
 @pytest.mark.parametrize("name", available())
-def test_every_recipe_names_data_that_it_brings_or_that_this_command_makes(name, here):
-    register_resolvers()
-    paths = data_paths(resolve(compose(name)))
+def test_every_recipe_names_data_that_it_brings_or_that_this_command_makes(name, recipes, here):
+    paths = data_paths(recipes[name])
     assert paths
     to_make = [path for path in paths if not Path(path).exists()]
     for path in to_make:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from unirl.app.environment import register_resolvers
 from unirl.config.catalog import available
-from unirl.config.recipes import compose, resolve
 
 # Steps and guidance of the model card, or of the pipeline's defaults where the card has none.
 RELEASED = {
@@ -53,14 +51,13 @@ WITHOUT_GUIDANCE = ("nft", "awm", "crd", "dgpo", "flowdppo", "cppo", "flowgrpo_c
 
 def drawn() -> list[str]:
     """Recipes of real size that make images or videos."""
-    register_resolvers()
     names = [name for name in available() if name.startswith(("diffusion/", "pe/", "unified_model/"))]
     return [name for name in names if not any(word in name for word in ("shapes", "moves"))]
 
 
 @pytest.mark.parametrize("name", drawn())
-def test_a_recipe_evaluates_as_its_model_is_used(name):
-    recipe = resolve(compose(name, []))
+def test_a_recipe_evaluates_as_its_model_is_used(recipes, name):
+    recipe = recipes[name]
     part = recipe["policies"]["painter"] if "policies" in recipe else recipe
     hub_id = part["bundle"]["pretrained_model"]
     sampling = recipe["sampling"].get("diffusion", recipe["sampling"])
@@ -76,11 +73,11 @@ def test_a_recipe_evaluates_as_its_model_is_used(name):
     assert given == DISTILLED.get(hub_id)
 
 
-def test_both_experts_of_wan_have_their_guidance():
-    assert resolve(compose("diffusion/wan22_t2v_14b", []))["eval"]["guidance_scale_2"] == 3.0
+def test_both_experts_of_wan_have_their_guidance(recipes):
+    assert recipes["diffusion/wan22_t2v_14b"]["eval"]["guidance_scale_2"] == 3.0
 
 
-def test_the_shift_is_the_one_of_the_resolution():
+def test_the_shift_is_the_one_of_the_resolution(recipes):
     for name in ("wan22_t2v_14b", "wan22_t2v_14b_dancegrpo", "wan22_t2v_14b_mixgrpo", "wan22_i2v", "wan21_t2v"):
-        recipe = resolve(compose(f"diffusion/{name}", []))
+        recipe = recipes[f"diffusion/{name}"]
         assert recipe["pipeline"]["schedule"]["shift"] == (5.0 if recipe["sampling"]["height"] >= 704 else 3.0)

@@ -27,11 +27,10 @@ def by_name(name, *overrides):
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_recipe_fits_the_gpus_that_its_header_names(name):
+def test_a_recipe_fits_the_gpus_that_its_header_names(recipes, name):
     named = re.search(r"(\S+) GPUs of (\d+) GB", available()[name])
     assert named is not None, f"{name} does not say its GPUs"
-    register_resolvers()
-    run = run_of(resolve(compose(name)))
+    run = run_of(recipes[name])
     assert run.num_devices == NUMBERS[named[1].lower()]
     most = peak(phases(run))
     assert most.num_bytes <= ROOM * float(named[2]) * GB, f"{most.name}: {most.num_bytes / GB:.0f} GB, {most.parts}"
@@ -102,11 +101,10 @@ def test_text_encoders_that_rest_count_while_prompts_are_encoded_alone():
     assert not any(resting[phase]["text encoders"] for phase in ("start", "rollout", "decode", "train"))
 
 
-def test_no_recipe_computes_text_encoders_on_the_cpu():
+def test_no_recipe_computes_text_encoders_on_the_cpu(recipes):
     """A prompt of 512 tokens takes a UMT5-XXL about 5.8 TFLOP."""
-    register_resolvers()
     for name in REAL:
-        assert run_of(resolve(compose(name))).policy.bundle.get("text_encoder_device") is None, name
+        assert run_of(recipes[name]).policy.bundle.get("text_encoder_device") is None, name
 
 
 def test_all_weights_take_sixteen_bytes_and_four_per_copy_sharded():

@@ -14,8 +14,9 @@ import torch.multiprocessing
 
 JOIN_TIMEOUT_S = 900.0
 
-PRELOADED = ["unirl.train.stack", "unirl.trainer.text"]
-"""Imported once, by the process that all ranks of a test session are forked from: imports take longer than the jobs."""
+PRELOADED = ["unirl.train.stack", "unirl.trainer.text", "unirl.models.qwen_vl.pipeline", "unirl.models.sd3.pipeline"]
+"""Imported once, by the process that all ranks of a test session are forked from: imports take longer than the jobs.
+What is not installed beside this package is left out."""
 
 Job = Callable[[], Any]  # Any: what torch.save can write
 
