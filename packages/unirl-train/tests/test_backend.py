@@ -394,8 +394,11 @@ def test_exported_adapters_have_pefts_names_and_the_policys_values(tmp_path: Pat
     backend, bundle = trained("lora")
     for policy in ("default", "old"):
         Exporter(backend, bundle).export_lora(str(tmp_path / policy), policy)
-        weights = load_file(tmp_path / policy / "transformer.safetensors")
+        file = tmp_path / policy / "transformer.safetensors"
+        weights = load_file(file)
         assert len(weights) == 8
+        (tmp_path / "new").touch()
+        assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
         key = "blocks.0.to_q.lora_B.weight"
         expected = backend.policy_values(policy)["transformer.blocks.0.to_q.lora_B.default.weight"]
         assert torch.equal(weights[key], expected)

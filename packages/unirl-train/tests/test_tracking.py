@@ -33,7 +33,7 @@ def test_jsonl_writes_one_whole_line_a_step(tmp_path):
     tracker.finish({})
 
 
-def test_jsonl_of_a_resumed_run_drops_what_the_checkpoint_does_not_know(tmp_path):
+def test_jsonl_of_a_resumed_run_drops_what_the_checkpoint_does_not_know(tmp_path, caplog):
     tracker = JsonlTracker()
     tracker.start(CONFIG, tmp_path, 0)
     for step in range(4):
@@ -43,6 +43,7 @@ def test_jsonl_of_a_resumed_run_drops_what_the_checkpoint_does_not_know(tmp_path
         file.write('{"step": 4, "x"')  # cut short by a crash
     again = JsonlTracker()
     again.start(RESUMED, tmp_path, 2)
+    assert 'metrics.jsonl: its last line was cut short by a crash and is left out: {"step": 4, "x"' in caplog.text
     again.log({"x": 30}, 3)
     again.finish({})
     assert [(line["step"], line["x"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [

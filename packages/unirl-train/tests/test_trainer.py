@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from unirl.tracking.base import TableRow, Tracker
 from unirl.tracking.jsonl import ALERTS, JsonlTracker, read_metrics
 from unirl.tracking.media import before_after
 from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.backend.manifest import MANIFEST, read_manifest, write_manifest
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
@@ -704,6 +706,51 @@ def test_a_push_after_a_rollback_may_bring_what_the_engine_had(tmp_path: Path):
 
 
 # Stop and resume ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"next_rollout": 2', "driver_state.json is no JSON"),
+        ("[1, 2]", "driver_state.json holds list instead of a JSON object"),
+        ("{}", "driver_state.json of the newest checkpoint .* it has no 'config'"),
+        ({"next_rollout": "many"}, "driver_state.json of the newest checkpoint .* invalid literal for int"),
+        ({"data": [3]}, "driver_state.json of the newest checkpoint .* AttributeError"),
+        ({"guardrails": None}, "driver_state.json of the newest checkpoint .* TypeError"),
+        ({"clock": 3}, "driver_state.json of the newest checkpoint .* TypeError"),
+    ],
+)
+def test_wrong_content_of_a_checkpoints_state_is_one_message_with_its_file(tmp_path: Path, content: Any, said: str):
+    Run(tmp_path).trainer.run()
+    (folder,) = (tmp_path / "checkpoints").glob("step-*")
+    state = folder / "driver_state.json"
+    text = content if isinstance(content, str) else json.dumps({**json.loads(state.read_text()), **content})
+    state.write_text(text)
+    facts, _ = read_manifest(folder)
+    del facts["files"]
+    (folder / MANIFEST).unlink()
+    write_manifest(folder, facts)
+    with pytest.raises(CheckpointError, match=said):
+        Run(tmp_path).trainer.run("auto")
+
+
+def test_a_run_that_begins_removes_what_a_killed_one_left_half_written(tmp_path: Path):
+    left = tmp_path / "checkpoints" / "step-000001.tmp-0a1b2c3d"
+    left.mkdir(parents=True)
+    run = Run(tmp_path)
+    run.trainer.prepare()
+    assert not left.exists()
+
+
+def test_files_of_a_checkpoint_have_the_mode_that_the_umask_says(tmp_path: Path):
+    before = os.umask(0o022)
+    try:
+        run = Run(tmp_path)
+        run.trainer.run()
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o644"}
 
 
 def test_a_stop_event_saves_and_returns_an_incomplete_summary(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
@@ -11,6 +12,8 @@ from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
 from unirl.types.errors import ContractError
+
+logger = logging.getLogger(__name__)
 
 ALERTS = "alerts.jsonl"
 
@@ -82,7 +85,10 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 
 def _whole_lines(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
-    return [line for line in text[: text.rfind("\n") + 1].split("\n") if line]
+    whole, cut = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
+    if cut:
+        logger.warning("%s: its last line was cut short by a crash and is left out: %s", path, cut[:60])
+    return [line for line in whole.split("\n") if line]
 
 
 def _jsonable(value: float) -> float | str:

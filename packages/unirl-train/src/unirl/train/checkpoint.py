@@ -31,6 +31,7 @@ from unirl.train.backend.state_reader import StateReader
 from unirl.train.saved_policies import SavedState
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.storage import open_to_umask
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ ARCHITECTURE = "architecture.json"
 BEST = "best.json"
 WRITE_TIMEOUT_S = 3600.0
 _MAKE_ROOM = "Make room (save.keep_last keeps fewer checkpoints), then continue with resume=auto."
+_NOT_OURS = "Remove this checkpoint folder to resume from the one before it."
 _FULL_BYTES = 1 << 20
 """A disk with less free is full."""
 
@@ -98,7 +100,15 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._is_written = True
-        self._is_clean = False
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def remove_unfinished(self) -> None:
+        """Remove what a run that was killed while it saved has left. Called by a run that begins or continues, which
+        nobody else writes beside; never by what only reads its checkpoints."""
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            if _UNFINISHED.fullmatch(path.name):
+                logger.warning("removing %s, which an interrupted run left unfinished", path)
+                shutil.rmtree(path, ignore_errors=True)
 
     # Saving -----------------------------------------------------------------------------------------------------
 
@@ -190,12 +200,6 @@ class Checkpointer:
 
     def _begin(self, temp: Path) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not self._is_clean:
-            for path in self._folder.iterdir():
-                if _UNFINISHED.fullmatch(path.name):
-                    logger.warning("removing %s, which an interrupted run left unfinished", path)
-                    shutil.rmtree(path, ignore_errors=True)
-            self._is_clean = True
         temp.mkdir()
 
     def _write_state(self, folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -216,6 +220,7 @@ class Checkpointer:
         written = set(StateReader(temp / STATE_FOLDER).read_metadata().state_dict_metadata)
         if lost := sorted(set(snapshot.state) - written):
             raise OSError(f"{len(lost)} tensors were not written: {lost[:3]}")
+        open_to_umask(temp)
         write_manifest(temp, snapshot.facts)
         if problem := damage(temp):
             raise OSError(f"what was written does not read back: {problem}")
@@ -301,7 +306,7 @@ class Checkpointer:
         self._backend.load_state_dict(state)
         self._restore_rng(folder, facts["num_ranks"])
         logger.info("resumed from %s", folder)
-        return json.loads((folder / DRIVER_STATE).read_text())
+        return _read_object(folder / DRIVER_STATE)
 
     def _chosen(self, step: int | None) -> list[str | None]:
         """[name of the checkpoint to load, None] or [None, what is wrong]. On rank 0."""
@@ -429,8 +434,19 @@ def newest_driver_state(folder: Path) -> dict[str, Any] | None:
         facts, problem = read_manifest(path)
         file = path / DRIVER_STATE
         if problem is None and file.is_file() and file_digest(file) == facts["files"][DRIVER_STATE]["blake2b"]:
-            return json.loads(file.read_text())
+            return _read_object(file)
     return None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint. Raises CheckpointError for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no JSON: {error}. {_NOT_OURS}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds {type(found).__name__} instead of a JSON object. {_NOT_OURS}")
+    return found
 
 
 def _finished_in(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from unirl.train.backend.policies import CURRENT_POLICY
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.protocols import ModelBundle, TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.storage import open_to_umask
 from unirl.types.weights import LostUpdate, UpdateTally
 
 
@@ -32,9 +34,10 @@ class Exporter:
         source = self._backend.weight_source
         state, adapter = source.adapter_state(policy), source.adapter_config()
         self._on_rank_zero(
+            folder,
             lambda: self._bundle.export_lora(
                 folder, state, rank=adapter.rank, alpha=adapter.alpha, target_modules=adapter.target_modules
-            )
+            ),
         )
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
@@ -48,15 +51,16 @@ class Exporter:
         """
         tally = UpdateTally()
         state = self._backend.weight_source.merged_state(policy, in_float32=in_float32, tally=tally)
-        self._on_rank_zero(lambda: self._bundle.export_merged(folder, state))
+        self._on_rank_zero(folder, lambda: self._bundle.export_merged(folder, state))
         return tally.result()
 
-    def _on_rank_zero(self, write: Callable[[], None]) -> None:
+    def _on_rank_zero(self, folder: str, write: Callable[[], None]) -> None:
         """Rank 0 writes, the others wait for it and fail with it."""
         num_written = torch.zeros(1, device=self._backend.device)
         try:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 write()
+                open_to_umask(Path(folder))
                 num_written.fill_(1)
         finally:
             num_written = self._backend.all_reduce_sum(num_written)

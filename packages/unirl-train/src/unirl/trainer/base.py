@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from unirl.train.checkpoint import DRIVER_STATE
 from unirl.trainer.clock import TRAINING, PhaseClock
 from unirl.trainer.collector import Collector
 from unirl.trainer.learner import Learner
@@ -70,6 +71,7 @@ class Trainer:
 
     def prepare(self) -> None:
         """Make ready what the whole run needs. Called once, before training or resuming."""
+        self._record.prepare()
         self._learner.prepare()
         self.collector.prepare(self._record.evaluator)
 
@@ -167,11 +169,21 @@ class Trainer:
 
     def _resume(self) -> None:
         state = self._record.load_newest()
+        try:
+            self._take_over(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{DRIVER_STATE} of the newest checkpoint is not what this version writes: {what}. Remove the newest "
+                "folder of checkpoints/ to resume from the one before it, or resume with the version that wrote it."
+            ) from error
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
         check_same_algorithm(state["config"], self._record.config)
         changes = self._changes_since(state)
         refuse_changes(changes, self._record.config)
         changed = {key.partition(".")[0] for key in changes}
-        self._done = state["next_rollout"]
+        self._done = int(state["next_rollout"])
         self.collector.load_state_dict(state, changed=changed)
         self._learner.load_state_dict(state, changed=changed)
         self._record.load_state_dict(state, changes=changes)

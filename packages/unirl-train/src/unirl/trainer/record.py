@@ -65,6 +65,10 @@ class RunRecord:
         self._saved_at: int | None = None
         self._resume_changes: list[dict[str, Any]] = []
 
+    def prepare(self) -> None:
+        """Make ready what the run is kept in. Called once, before training or resuming."""
+        self._checkpointer.remove_unfinished()
+
     # Begin and end ----------------------------------------------------------------------------------------------
 
     def start(self, done: int, head: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from unirl.config.instantiation import TARGET
 from unirl.config.runs import does_train, policy_sections
-from unirl.train.checkpoint import newest_driver_state
+from unirl.train.checkpoint import DRIVER_STATE, newest_driver_state
 from unirl.types.errors import CheckpointError
 
 COMPARED = ("seed", "reward", "data", "sampling", "advantages", "selection")
@@ -116,6 +116,11 @@ def check_resume(recipe: Recipe, run_dir: Path, published: Recipe | None = None)
     state = newest_driver_state(run_dir / "checkpoints")
     if state is not None:
         shown = recipe if published is None else published
+        if not isinstance(state.get("config"), Mapping):
+            raise CheckpointError(
+                f"{DRIVER_STATE} of the newest checkpoint in {run_dir} has no recipe (`config`). Remove that folder "
+                "of checkpoints/ to resume from the one before it."
+            )
         check_same_algorithm(state["config"], shown)
         own_digests = digests_of(recipe, shown)
         refuse_changes(changed_settings(state["config"], shown, state.get("digests"), own_digests), recipe)

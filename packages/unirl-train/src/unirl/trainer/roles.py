@@ -142,6 +142,10 @@ class BackendRole(Protocol):
 class CheckpointerRole(Protocol):
     """See unirl.train.checkpoint.Checkpointer."""
 
+    def remove_unfinished(self) -> None:
+        """Remove what a killed run has left half written."""
+        ...
+
     def save(self, step: int, driver_state: dict[str, Any], score: float | None = None) -> None:  # Any: JSON values
         """Write a checkpoint."""
         ...

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 import uuid
 from enum import Enum
 from pathlib import Path
@@ -171,6 +172,20 @@ def save_rollout(path: str | os.PathLike[str], resp: RolloutResp, req: RolloutRe
         aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def open_to_umask(folder: Path) -> None:
+    """Give the safetensors files below a folder the mode that new files have there.
+
+    safetensors writes by a temporary file of mode 0600, which others of a group or a server cannot read.
+    """
+    # The umask itself can only be read by changing it, for all threads.
+    probe = folder / f".mode-{uuid.uuid4().hex}"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(mode)
 
 
 def flatten_response(resp: RolloutResp) -> tuple[str, dict[str, Tensor]]:
