@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from unirl.rollout.engine.child.messages import PROTOCOL, EngineReady, Message, MessageCodec, Start
 from unirl.rollout.engine.child.process import EngineProcess
+from unirl.rollout.engine.start_progress import start_progress
 from unirl.types.errors import ConfigError, ContractError
 
 
@@ -107,7 +108,9 @@ class EngineInstance:
         """What the process said when it had loaded the model; waits for it once. Raises ConfigError for another
         version, WorkerError where the process died."""
         if self._ready is None:
-            launch, answer = self._launch, self._process.answer(self._start, "start", self._launch.start_timeout_s)
+            launch = self._launch
+            with start_progress(self._process.name, self._process.log):
+                answer = self._process.answer(self._start, "start", launch.start_timeout_s)
             engine = launch.codec.engine
             if not isinstance(answer, EngineReady):
                 raise ContractError(f"{engine}'s process began with {type(answer).__name__}")

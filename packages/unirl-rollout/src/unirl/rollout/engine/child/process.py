@@ -84,6 +84,11 @@ class EngineProcess:
         return f"{self._codec.engine} (pid {self.pid})"
 
     @property
+    def log(self) -> Path:
+        """File of what it writes."""
+        return self._log
+
+    @property
     def is_alive(self) -> bool:
         """Whether the child runs."""
         return self._child.poll() is None

@@ -17,6 +17,7 @@ from typing import Any
 
 from unirl.rollout.engine.process_group import end_group
 from unirl.rollout.engine.process_log import end_of_log
+from unirl.rollout.engine.start_progress import start_progress
 from unirl.types.errors import WorkerError
 
 _POLL_S = 1.0
@@ -65,6 +66,10 @@ class SGLangServer:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until it generates. Raises WorkerError where it dies or takes longer."""
+        with start_progress(self.name, self._log):
+            self._wait_until_ready(timeout_s)
+
+    def _wait_until_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
