@@ -55,6 +55,13 @@ def test_state_survives_a_round_trip():
     assert watched(again, 5.0, 1.0) == watched(guard, 5.0, 1.0)
 
 
+def test_a_state_without_the_ranges_of_later_alarms_is_taken():
+    """As checkpoints hold it that were written before there were others than these two ranges."""
+    guard = Guardrails(GuardrailConfig())
+    guard.load_state_dict({"norms": [1.0], "rewards": [0.5], "alarms": 0})
+    assert guard.state_dict() == {"norms": [1.0], "rewards": [0.5], "gaps": {}, "scores": {}, "alarms": 0}
+
+
 def test_wrong_settings_are_refused():
     with pytest.raises(ConfigError, match="off, warn, stop, rollback"):
         GuardrailConfig(**dict[str, Any](action="halt"))

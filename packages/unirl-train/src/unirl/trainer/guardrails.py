@@ -297,10 +297,10 @@ class Guardrails:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as in state_dict
-        """Restore `state_dict`."""
+        """Restore `state_dict`; alarms that the state's version did not have begin anew."""
         self._norms, self._rewards = list(state["norms"]), list(state["rewards"])
-        self._gaps = {name: list(values) for name, values in state["gaps"].items()}
-        self._scores = {name: list(values) for name, values in state["scores"].items()}
+        self._gaps = {name: list(values) for name, values in state.get("gaps", {}).items()}
+        self._scores = {name: list(values) for name, values in state.get("scores", {}).items()}
         self._alarms_in_a_row = int(state["alarms"])
 
 
