@@ -465,6 +465,14 @@ def test_every_policy_of_a_run_is_exported_by_its_name():
     ]
 
 
+def test_a_run_with_code_of_its_own_suggests_commands_that_trust_it():
+    stopped = {**SUMMARY, "is_complete": False}
+    for needs_trust in (True, False):
+        text = next_steps(stopped, After({"default": True}, needs_trust=needs_trust), width=200)
+        commands = [line for line in text.splitlines() if "trainer" in line and "trainer list" not in line]
+        assert len(commands) == 4 and {line.endswith(" --trust") for line in commands} == {needs_trust}
+
+
 def test_a_run_without_an_evaluation_suggests_none():
     assert "trainer eval" in next_steps(SUMMARY, After())
     assert "trainer eval" not in next_steps(SUMMARY, After(evaluates=False))

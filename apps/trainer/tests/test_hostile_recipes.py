@@ -109,7 +109,7 @@ FOREIGN = {
 def test_code_in_the_recipe_of_a_run_is_run_with_trust_alone(run_of_somebody, mark, capsys, monkeypatch, named):
     kind = "_sglang" if "python" in named else ""
     run = run_of_somebody(f"defaults: [/diffusion/sd3_shapes{kind}, _self_]\n{FOREIGN[named]}")
-    for words in (["eval", run], ["export", run, "--to", "out", "--merged"]):
+    for words in (["eval", run], ["export", run, "--to", "out", "--merged"], [run, "resume=auto"]):
         assert main(words) == USER_ERROR
         said = capsys.readouterr().err
         assert f"that does not come with UniRL: {named}. Nothing of it was run." in said and "add --trust" in said
@@ -118,8 +118,9 @@ def test_code_in_the_recipe_of_a_run_is_run_with_trust_alone(run_of_somebody, ma
     monkeypatch.setattr(
         "unirl.app.recipe.check_recipe", lambda *_, **__: (_ for _ in ()).throw(ConfigError("was read"))
     )
-    main(["eval", run, "--trust"])
-    assert "was read" in capsys.readouterr().err
+    for words in (["eval", run, "--trust"], [run, "resume=auto", "--trust"]):
+        main(words)
+        assert "was read" in capsys.readouterr().err
 
 
 def test_the_check_lists_code_that_does_not_come_with_unirl(mark, capsys):

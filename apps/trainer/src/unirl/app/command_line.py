@@ -35,7 +35,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "float32": ("export",),
     "policy": ("export",),
     "checkpoint": ("eval", "export"),
-    "trust": ("eval", "export"),
+    "trust": ("run", "eval", "export"),
     "output": ("eval", "bench", "compare", "conformance"),
     "engines": ("conformance",),
     "against": ("conformance",),
@@ -213,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="eval, export: run the code that a run's config.yaml names and that does not come with UniRL",
+        help="run the code that the config.yaml of a run's folder names and that does not come with UniRL",
     )
     parser.add_argument(
         "--output",

@@ -28,6 +28,8 @@ class After:
     """Whether LoRA is what trains, by the policies that train."""
     evaluates: bool = True
     """Whether the recipe has a held-out evaluation."""
+    needs_trust: bool = False
+    """Whether it names code that does not come with UniRL."""
 
 
 def final_screen(summary: Summary, after: After) -> Group:
@@ -99,11 +101,12 @@ def next_steps(summary: Summary, after: After, width: int = 80) -> str:
     run_dir = str(summary["run_dir"])
     picture = Path(run_dir) / "samples" / "before_after.png"
     trainer, run = ["uv", "run", "trainer"], shlex.quote(run_dir)
+    trust = ["--trust"] if after.needs_trust else []
     commands = [
         ("curves", ["uv", "run", "tensorboard", "--logdir", shlex.quote(f"{run_dir}/tensorboard")]),
-        *([("evaluate", [*trainer, "eval", run])] if after.evaluates else []),
-        *_exports([*trainer, "export", run], after.trains_lora),
-        *([] if summary["is_complete"] else [("continue", [*trainer, run, "resume=auto"])]),
+        *([("evaluate", [*trainer, "eval", run, *trust])] if after.evaluates else []),
+        *[(label, [*words, *trust]) for label, words in _exports([*trainer, "export", run], after.trains_lora)],
+        *([] if summary["is_complete"] else [("continue", [*trainer, run, "resume=auto", *trust])]),
         ("more", [*trainer, "list"]),
     ]
     lines = [_labelled("run", run_dir), _labelled("look", str(picture if picture.is_file() else picture.parent))]

@@ -81,14 +81,14 @@ def _memory(run: ComposedRun) -> list[str]:
 def run(command: Command) -> None:
     """Train."""
     config = composed(command)
-    recipe = checked(config)
+    recipe = checked(config, trusts=trusts(command))
     with claimed_run_dir(recipe, datetime.datetime.now()) as (run_dir, is_resumed):
         summary = _trained(config, recipe, run_dir, is_resumed=is_resumed)
     from unirl.app.report import After, final_screen
 
     run = run_of(recipe)
     trains_lora = {name: policy.backend.get("lora") is not None for name, policy in run.policies.items()}
-    after = After(trains_lora, evaluates=run.evaluation is not None)
+    after = After(trains_lora, evaluates=run.evaluation is not None, needs_trust=bool(code_of_others(recipe)))
     Console().print(final_screen(summary, after), crop=False)
 
 
