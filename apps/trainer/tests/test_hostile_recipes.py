@@ -112,6 +112,9 @@ def test_code_in_the_recipe_of_a_run_is_run_with_trust_alone(run_of_somebody, ma
     for words in (["eval", run], ["export", run, "--to", "out", "--merged"], [run, "resume=auto"]):
         assert main(words) == USER_ERROR
         said = capsys.readouterr().err
+        if words[0] == "export" and named.startswith(("reward.scorers", "trackers")):
+            assert "manifest.json" in said  # an export leaves them out: it gets as far as the empty checkpoint
+            continue
         assert f"that does not come with UniRL: {named}. Nothing of it was run." in said and "add --trust" in said
     assert main(["check", run]) in (0, USER_ERROR)
     assert not mark.exists() and not [name for name in sys.modules if "evil" in name]

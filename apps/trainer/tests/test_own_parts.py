@@ -145,6 +145,13 @@ def test_a_secret_of_the_environment_is_in_no_file_of_a_run_or_of_its_export(fol
     assert main(run) == 0, capsys.readouterr().err
     assert main(["export", "run", "--to", "exported", "--merged", "--trust"]) == 0, capsys.readouterr().err
     monkeypatch.setenv("SECRET_KEY", "hunter2-two")
+    # An export asks neither scorers nor trackers nor prompts, which need not be on its machine.
+    away = [(folder / "my_package", folder / "away"), (folder / "prompts.txt", folder / "away.txt")]
+    for here, there in away:
+        here.rename(there)
+    assert main(["export", "run", "--to", "exported-elsewhere", "--merged"]) == 0, capsys.readouterr().err
+    for here, there in away:
+        there.rename(here)
     assert main([*run, "resume=auto", "num_rollouts=2"]) == USER_ERROR
     said = capsys.readouterr()
     assert '"${oc.env:SECRET_KEY}" -> "${oc.env:SECRET_KEY}, with another value"' in said.err

@@ -145,7 +145,7 @@ def export(command: Command) -> None:
     if "to" not in command.options:
         raise ConfigError("export needs --to FOLDER.")
     config = composed(command)
-    recipe = checked(config, asks_teachers=False, trusts=trusts(command))
+    recipe = checked(config, asks_teachers=False, trusts=trusts(command), is_exported=True)
     run_dir = recipe.get("run_dir")
     if run_dir is None:
         raise ConfigError("export needs the run to take weights from: trainer export RUN_FOLDER --to FOLDER.")

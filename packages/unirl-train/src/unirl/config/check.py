@@ -11,7 +11,7 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,22 +48,40 @@ ENABLED = "enabled"
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 
 
+UNASKED = ("data", "eval", "reward")
+"""Sections that an export does not need: prompts and scorers may be missing where a model is taken from a run."""
+
+
+def exported(recipe: Resolved) -> dict[str, Value]:
+    """What an export needs of a recipe: scorers and trackers are left out, which may be files of another machine."""
+    reward = {key: value for key, value in recipe["reward"].items() if key != "weights"}
+    return {**recipe, "reward": {**reward, "scorers": {}}, "trackers": {}}
+
+
 def check_recipe(
-    recipe: Resolved, machine: Machine | None = None, *, unread: Path | None = None, asks_teachers: bool = True
+    recipe: Resolved,
+    machine: Machine | None = None,
+    *,
+    unread: Path | None = None,
+    asks_teachers: bool = True,
+    is_exported: bool = False,
 ) -> None:
     """Raise ConfigError with every mistake of the first stage that finds one.
 
     recipe: resolved, plain containers. machine: also ask whether this machine can run it; None checks the recipe alone.
     unread: a folder on the import path whose modules of rules are not imported, see `unread_rules`.
     asks_teachers: whether the run trains; without, the machine need not have the teachers' models.
+    is_exported: whether only weights are taken from the run, see `exported`. Rules between sections, which it passed
+        when it began, are not asked then, nor is the machine for prompts.
     """
     for stage in (_keys, _signatures):
         _refuse(stage(recipe))
     run = run_of(recipe)
-    _refuse(run_findings(run, unread=unread))
+    if not is_exported:
+        _refuse(run_findings(run, unread=unread))
     if machine is not None:
         asked = run if asks_teachers else dataclasses.replace(run, teachers={})
-        _refuse(machine_findings(asked, machine, unread=unread))
+        _refuse(machine_findings(asked, machine, unread=unread, skips=UNASKED if is_exported else ()))
 
 
 def run_findings(run: ComposedRun, *, unread: Path | None = None) -> Iterator[str]:
@@ -77,12 +95,17 @@ def run_findings(run: ComposedRun, *, unread: Path | None = None) -> Iterator[st
                 yield from rule(part, run.seen_by(part))
 
 
-def machine_findings(run: ComposedRun, machine: Machine, *, unread: Path | None = None) -> Iterator[str]:
-    """What keeps this machine from running a recipe that is right in itself."""
+def machine_findings(
+    run: ComposedRun, machine: Machine, *, unread: Path | None = None, skips: Collection[str] = ()
+) -> Iterator[str]:
+    """What keeps this machine from running a recipe that is right in itself.
+
+    skips: sections whose parts are not asked.
+    """
     for module in map(_rules_module, schema.RUN_RULES):
         for of_run in vars(module).get(MACHINE_RULES, ()):
             yield from of_run(run, machine)
-    for part in run.parts():
+    for part in (part for part in run.parts() if part.at.partition(".")[0] not in skips):
         for module in map(_rules_module, _read_rules(part, unread)):
             for rule in vars(module).get(MACHINE_RULES, ()):
                 yield from rule(part, run.seen_by(part), machine)

@@ -68,18 +68,20 @@ def build_components(
     holds: Sequence[str] = EVERYTHING,
     *,
     asks_teachers: bool = True,
+    is_exported: bool = False,
 ) -> dict[str, object]:
     """The components of one worker: reward, engine, checkpointer, and of each policy bundle, pipeline, backend, ...
 
     holds: what of "train", "rollout" and "reward" the worker is for (`unirl.config.placement`).
     asks_teachers: whether the run trains; without, teachers are neither built nor handed over.
+    is_exported: whether only weights are taken from the run: neither reward, nor engine, nor sync is built then.
     """
     run = run_of(recipe)
     seed_everything(run.seed)
     if "train" not in holds:
         return _build_beside_training(run, context, holds)
     # First, since a reward server that is not there or has other rewards shall be known before models load.
-    reward = _build_reward(run, context, holds)
+    reward = None if is_exported else _build_reward(run, context, holds)
     seed_everything(run.seed)  # again, so that models are the same with any reward
     policies = {name: build_policy(plan, context.device) for name, plan in run.policies.items()}
     models = {**policies, **{name: build_model(plan, context.device) for name, plan in run.frozen.items()}}
@@ -87,7 +89,7 @@ def build_components(
     teachers = {name: build_model(plan, context.device) for name, plan in wanted.items()}
     engines: dict[str, Built] = {}
     engine = None
-    if "rollout" in holds:
+    if "rollout" in holds and not is_exported:
         if run.is_composed:
             engines = {name: _build_stage_engine(run, model, context) for name, model in models.items()}
         engine = _build_engine(run, policies, models, engines, context)
@@ -112,7 +114,7 @@ def build_components(
     if len(models) > 1:
         stacks = {name: policy.stack for name, policy in policies.items()}
         roles["stack"] = PolicyStacks(stacks, None if run.is_composed else run.sampled)
-    roles["sync"] = _build_sync(run, policies, engines, engine, context)
+    roles["sync"] = None if is_exported else _build_sync(run, policies, engines, engine, context)
     roles["checkpointer"] = _build_checkpointer(run, policies, run_dir)
     return {name: component for name, component in roles.items() if component is not None}
 
@@ -241,9 +243,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def make_runtime(recipe: Recipe, run_dir: Path, *, asks_teachers: bool = True) -> Runtime:
+def make_runtime(recipe: Recipe, run_dir: Path, *, asks_teachers: bool = True, is_exported: bool = False) -> Runtime:
     """The runtime that the recipe names, with its workers built; see `build_components`."""
-    builder = functools.partial(build_components, recipe, str(run_dir), asks_teachers=asks_teachers)
+    builder = functools.partial(
+        build_components, recipe, str(run_dir), asks_teachers=asks_teachers, is_exported=is_exported
+    )
     device = recipe["device"]
     if recipe["runtime"] == "local":
         if recipe["num_devices"] != 1:
@@ -516,7 +520,7 @@ def export_recipe(
     lost = None
     run = run_of(recipe)
     name, copy = named_copy(run, policy)
-    with make_runtime(recipe, run_dir, asks_teachers=False) as runtime:
+    with make_runtime(recipe, run_dir, asks_teachers=False, is_exported=True) as runtime:
         runtime.role("stack", StackRole).prepare()
         state = load_checkpoint(runtime, checkpoint)
         exporter = runtime.role(role_name(name, "exporter", run.all_policies))
