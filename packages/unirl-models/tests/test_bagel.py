@@ -606,6 +606,12 @@ def test_the_merged_export_is_a_checkpoint_of_the_trained_weights(folder: Path, 
     found = sample(again, {"text": Texts(texts=list(TEXTS))}, params())
     assert torch.equal(found, sample(own, {"text": Texts(texts=list(TEXTS))}, params()))
     assert not torch.allclose(found, before, atol=1e-3)
+    rounded = {"language_model": {name: value.detach().bfloat16() for name, value in state["language_model"].items()}}
+    bundle.export_merged(str(tmp_path / "bf16"), rounded)
+    for export, dtype in (("merged", torch.float32), ("bf16", torch.bfloat16)):
+        written = {k: v for file in (tmp_path / export).glob("*.safetensors") for k, v in load_file(file).items()}
+        ends = [name for name in written if any(name.endswith(each) for each in rounded["language_model"])]
+        assert ends and {written[name].dtype for name in ends} == {dtype}
     with pytest.raises(ConfigError, match="Export elsewhere"):
         bundle.export_merged(str(folder), state)
     name = "model.norm_moe_gen.weight"

@@ -444,7 +444,26 @@ def test_an_update_that_bfloat16_rounds_away_is_told_of_and_kept_in_float32(tmp_
     assert bool((rounded["blocks.0.to_q.weight"] == 1).all())
     assert bool((whole["blocks.0.to_q.weight"] == 1 + 2.0**-10).all())
     assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
-    assert Exporter(*trained("full")).export_merged(str(tmp_path / "full")) is None
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_a_full_fine_tuning_is_exported_as_it_was_trained(master: str, tmp_path: Path):
+    """Of a model that was loaded in bfloat16: float32 masters keep what bfloat16 would round away."""
+    bundle = TinyBundle()
+    bundle.model.bfloat16()
+    backend = make_backend(bundle, lr=1e-5, fsdp=FSDPConfig(param_dtype="bf16", master_dtype=master))
+    train_step(backend, bundle.model, 0)
+    for name, in_float32 in (("own", False), ("whole", True)):
+        assert Exporter(backend, bundle).export_merged(str(tmp_path / name), in_float32=in_float32) is None
+        found = load_file(tmp_path / name / "transformer.safetensors")
+        for key, parameter in backend.parameters.items():
+            written = found[key.removeprefix("transformer.")]
+            assert written.dtype == (torch.float32 if in_float32 else parameter.dtype)
+            assert torch.equal(written.float(), whole(parameter).float())
+    if master == "fp32":
+        assert not all(
+            torch.equal(value, value.bfloat16().float()) for value in map(whole, backend.parameters.values())
+        )
 
 
 def test_a_state_of_other_options_is_refused_by_name():

@@ -61,6 +61,9 @@ def test_policies_swap_under_sharding_and_reductions_reach_all(ranks: list[dict[
     bundle.model.load_state_dict(load_file(folder / "merged" / "transformer.safetensors"))
     with torch.no_grad():
         torch.testing.assert_close(bundle.model(rows(0)[0]), ranks[0]["policies"]["now"])
+    merged, whole = (load_file(folder / name / "transformer.safetensors") for name in ("merged", "whole"))
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
+    assert merged.keys() == whole.keys() and all(torch.equal(merged[key].float(), whole[key]) for key in merged)
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks: list[dict[str, Any]]):

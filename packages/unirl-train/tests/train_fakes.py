@@ -202,7 +202,9 @@ def _policies(folder: Path) -> dict[str, Any]:
         with backend.using_policy("old"):
             old = bundle.model(x)
         again = bundle.model(x)
-    Exporter(backend, bundle).export_merged(str(folder / "merged"))
+    exporter = Exporter(backend, bundle)
+    exporter.export_merged(str(folder / "merged"))
+    exporter.export_merged(str(folder / "whole"), in_float32=True)
     return {
         "old_is_start": torch.equal(old, start),
         "comes_back": torch.equal(again, now),

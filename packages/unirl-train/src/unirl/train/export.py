@@ -47,7 +47,7 @@ class Exporter:
         """Write the components with a policy's weights, LoRA merged, by save_pretrained. As `export_lora`.
 
         in_float32: instead of the dtype of the loaded model. Returns what rounding took of the adapters' updates; None
-        where all weights were trained, whose base is not at hand.
+        where all weights were trained: they are written in `fsdp.master_dtype`, as they were trained.
         """
         tally = UpdateTally()
         state = self._backend.weight_source.merged_state(policy, in_float32=in_float32, tally=tally)
