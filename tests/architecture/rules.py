@@ -6,6 +6,7 @@ Every function takes the root of a workspace and returns the violations that it 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -144,6 +145,29 @@ def _unpickling_call(node: ast.Call) -> str | None:
     if called.endswith(".recv") and not node.args and not node.keywords:
         return f"{called}() of a multiprocessing connection unpickles; take recv_bytes"
     return None
+
+
+def stops_after_errors(root: Path) -> list[str]:
+    """Messages that put a full stop behind the text of a caught error, which may end with its own."""
+    found = []
+    for module in modules(root):
+        for handler in ast.walk(module.tree):
+            if not isinstance(handler, ast.ExceptHandler) or handler.name is None:
+                continue
+            for text in ast.walk(handler):
+                parts = text.values if isinstance(text, ast.JoinedStr) else []
+                for part, behind in itertools.pairwise(parts):
+                    if (
+                        isinstance(part, ast.FormattedValue)
+                        and ast.unparse(part.value) in (handler.name, f"str({handler.name})")
+                        and isinstance(behind, ast.Constant)
+                        and str(behind.value).startswith(".")
+                    ):
+                        where = f"{module.path.relative_to(root)}:{part.lineno}"
+                        found.append(
+                            f"{where}: {handler.name} may end with a full stop; write as_sentence({handler.name})"
+                        )
+    return found
 
 
 def stray_namespace_files(root: Path) -> list[str]:

@@ -63,6 +63,10 @@ def test_engines_and_paddleocr_are_declared_conflicting():
     none_of(rules.missing_conflicts(ROOT, EXTRAS))
 
 
+def test_no_message_puts_a_second_full_stop_behind_an_error():
+    none_of(rules.stops_after_errors(ROOT))
+
+
 def test_every_public_name_has_a_docstring():
     none_of(rules.missing_docstrings(ROOT))
 
@@ -238,6 +242,14 @@ def test_what_unpickles_is_found(tmp_path, source, count):
 def test_what_unpickles_has_a_home(tmp_path):
     source = "import pickle\nfrom torch.distributed.checkpoint import FileSystemReader\npickle.Unpickler"
     assert rules.unpickling(plant(tmp_path, package("train", "train/backend/state_reader.py", source))) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "count"), [("{error}. Mend it.", 1), ("{error}: mend it.", 0), ("{as_sentence(error)} Go.", 0)]
+)
+def test_a_full_stop_behind_an_error_is_found(tmp_path, end, count):
+    source = f"try:\n    a()\nexcept OSError as error:\n    raise ValueError(f'no file: {end}') from error\n"
+    assert len(rules.stops_after_errors(plant(tmp_path, package("train", "train/a.py", source)))) == count
 
 
 def test_missing_docstrings_are_found(tmp_path):

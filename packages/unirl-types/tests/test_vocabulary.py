@@ -12,11 +12,19 @@ import pytest
 import torch
 
 from unirl.types import errors
-from unirl.types.errors import ConfigError, UniRLError, WeightSyncError, WorkerError
+from unirl.types.errors import ConfigError, UniRLError, WeightSyncError, WorkerError, as_sentence
 from unirl.types.protocols import RolloutEngine, Scorer
 from unirl.types.roles import Collect, Dispatch, RemoteMethod, distributed, remote_method
 from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
 from unirl.types.weights import WeightBucket, tensor_checksum, weight_buckets, weight_spec
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("gone", "gone."), ("gone.", "gone."), ("why?", "why?"), ("a...", "a...")],
+)
+def test_an_error_inside_a_message_ends_with_one_full_stop(text, sentence):
+    assert as_sentence(ValueError(text)) == sentence
 
 
 class Fixed:

@@ -22,7 +22,7 @@ from unirl.reward.wire import WireSample, decode_binary, encode_binary
 from unirl.reward_server.replica import Found, ReplicaDied, ReplicaFailed, told_to_worker, worker_command
 from unirl.reward_server.settings import ClusterSettings, RewardSettings
 from unirl.reward_server.worker import UNLIMITED, Judge, prepared
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, as_sentence
 
 
 @contextlib.contextmanager
@@ -38,8 +38,8 @@ def connected(cluster: ClusterSettings) -> Generator[None]:
         ray.init(address=cluster.ray_address, namespace=cluster.namespace)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"cluster.ray_address = {cluster.ray_address!r}: {error}. Start a node with `ray start --head`, or leave "
-            "`cluster` out to run on this machine alone."
+            f"cluster.ray_address = {cluster.ray_address!r}: {as_sentence(error)} Start a node with "
+            "`ray start --head`, or leave `cluster` out to run on this machine alone."
         ) from error
     try:
         yield

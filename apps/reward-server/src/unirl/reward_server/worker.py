@@ -31,7 +31,7 @@ from unirl.reward.wire import Limits, WireSample, decode_binary, request_of, sub
 from unirl.reward_server.frames import Frame, receive_frame, send_frame
 from unirl.reward_server.logs import start_logging
 from unirl.reward_server.memory import give_back_memory, keep_freed_memory
-from unirl.types.errors import ConfigError, ContractError, UniRLError
+from unirl.types.errors import ConfigError, ContractError, UniRLError, as_sentence
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -246,7 +246,9 @@ def _imported(target: str) -> Any:  # Any: whatever stands at a dotted path
     try:
         owner = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"scorer {target}: {error}. Install it in the environment of this reward.") from error
+        raise ConfigError(
+            f"scorer {target}: {as_sentence(error)} Install it in the environment of this reward."
+        ) from error
     if not hasattr(owner, name):
         raise ConfigError(f"scorer {target}: module {module} has no {name}")
     found = vars(owner)[name]

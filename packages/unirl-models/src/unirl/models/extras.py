@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from unirl.types.errors import as_sentence
+
 
 @contextmanager
 def from_extra(extra: str) -> Generator[None]:
@@ -12,4 +14,4 @@ def from_extra(extra: str) -> Generator[None]:
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{error}. Install it: pip install 'unirl-models[{extra}]'") from error
+        raise ImportError(f"{as_sentence(error)} Install it: pip install 'unirl-models[{extra}]'") from error

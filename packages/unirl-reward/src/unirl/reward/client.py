@@ -24,7 +24,7 @@ from unirl.reward.wire import (
     samples_of,
 )
 from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, bounded
-from unirl.types.errors import ConfigError, ContractError, DataError, RewardError
+from unirl.types.errors import ConfigError, ContractError, DataError, RewardError, as_sentence
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.urls import without_credentials
 
@@ -156,7 +156,7 @@ class RewardClient:
             return decode_answer(answer, request.sample_ids, rewards)
         except DataError as error:
             raise ContractError(
-                f"{url}/score answered what this version cannot read: {error}. Install the same version of "
+                f"{url}/score answered what this version cannot read: {as_sentence(error)} Install the same version of "
                 "unirl-reward there and here."
             ) from error
 

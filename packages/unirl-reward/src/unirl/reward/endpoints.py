@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, bounded
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.errors import ConfigError, ContractError, as_sentence
 from unirl.types.urls import split_credentials
 
 try:
@@ -181,7 +181,9 @@ class Endpoints:
             return Failure(reason, pause_s, counts=response.status == _UNAVAILABLE and pause_s is None)
         if response.status >= 500:
             return Failure(reason)
-        raise ContractError(f"{endpoint.url}{path} refuses the samples: {reason}.{_advice(response.status)}")
+        raise ContractError(
+            f"{endpoint.url}{path} refuses the samples: {as_sentence(reason)}{_advice(response.status)}"
+        )
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

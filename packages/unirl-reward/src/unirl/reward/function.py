@@ -15,7 +15,7 @@ from torch import Tensor
 from unirl.reward.base import SAMPLE_ERRORS, LocalScorer, raised_at
 from unirl.reward.catalog import CATALOG
 from unirl.types.bounds import PositiveInt
-from unirl.types.errors import ConfigError, ContractError, UniRLError
+from unirl.types.errors import ConfigError, ContractError, UniRLError, as_sentence
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.reward import RewardRequest
 
@@ -115,7 +115,9 @@ def imported(path: str) -> RewardFunction:
     try:
         owner = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"function = {path!r}: {error}. Install it or put its folder on PYTHONPATH.") from error
+        raise ConfigError(
+            f"function = {path!r}: {as_sentence(error)} Install it or put its folder on PYTHONPATH."
+        ) from error
     if attribute not in vars(owner):
         public = sorted(name for name, value in vars(owner).items() if callable(value) and not name.startswith("_"))
         raise ConfigError(f"function = {path!r}: module {module} has no {attribute!r}; it has {public[:8]}")
@@ -132,7 +134,7 @@ def _check_keywords(function: RewardFunction, name: str, num_inputs: int, keywor
     except TypeError as error:
         raise ConfigError(
             f"reward function {name}{signature} cannot be called with (images, prompts, metadata) and the keywords "
-            f"{sorted(keywords)}: {error}. Change the function or the keywords."
+            f"{sorted(keywords)}: {as_sentence(error)} Change the function or the keywords."
         ) from error
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from unirl.types.errors import DataError
+from unirl.types.errors import DataError, as_sentence
 
 JSON_COLUMNS = ("metadata", "media", "media_refs", "images", "scores", "choices")
 """Hold lists or mappings in the other formats; a cell of theirs that begins with [ or { is JSON."""
@@ -32,7 +32,8 @@ def read_csv(text: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:  # A
             return
         except csv.Error as error:
             raise DataError(
-                f"{name}:{begin}: not CSV: {error}. Close the quotes, and write a quote inside quotes twice."
+                f"{name}:{begin}: not CSV: {as_sentence(error)} Close the quotes, and write a quote inside quotes "
+                "twice."
             ) from error
         where, begin = f"{name}:{begin}", reader.line_num + 1
         if not any(cell.strip() for cell in cells):

@@ -23,7 +23,7 @@ from typing import Any
 from unirl.data.choices import multiple_choice
 from unirl.data.comma_separated import read_csv
 from unirl.data.media import SLOTS, MediaRef, frames_of, picture_problem, sound_problem
-from unirl.types.errors import DataError
+from unirl.types.errors import DataError, as_sentence
 from unirl.types.preference import IMAGES, SCORES
 
 TEXT_KEYS = ("prompt", "caption")
@@ -314,7 +314,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         table = parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}. Fetch or write the file again.") from error
+        raise DataError(
+            f"{path}: cannot be read as parquet: {as_sentence(error)} Fetch or write the file again."
+        ) from error
     for index, row in enumerate(table.to_pylist()):
         yield f"{path}:row {index + 1}", _present(row)
 

@@ -16,7 +16,7 @@ from PIL import Image, UnidentifiedImageError
 
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import PromptRow, read_numbered_rows
-from unirl.types.errors import DataError
+from unirl.types.errors import DataError, as_sentence
 from unirl.types.preference import IMAGES, SCORES, split_reference, tile_corner
 
 
@@ -107,4 +107,4 @@ def _picture_size(path: str) -> tuple[int, int] | str:
     except FileNotFoundError:
         return f"does not exist ({path})."
     except (OSError, UnidentifiedImageError) as error:
-        return f"cannot be read as a picture: {error}."
+        return f"cannot be read as a picture: {as_sentence(error)}"

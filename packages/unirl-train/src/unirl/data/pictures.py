@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from unirl.data.media import UNREADABLE, MediaRef, part_problem, upright
-from unirl.types.errors import DataError
+from unirl.types.errors import DataError, as_sentence
 from unirl.types.media import ImageLists
 
 _KEPT_FILES = 8
@@ -55,6 +55,6 @@ def _decoded(file: str | io.BytesIO, name: str) -> Tensor:
     except FileNotFoundError as error:
         raise DataError(f"the picture {name} does not exist. Mend its path or remove the row.") from error
     except UNREADABLE as error:
-        raise DataError(f"{name} cannot be read as a picture: {error}. Mend or remove it.") from error
+        raise DataError(f"{name} cannot be read as a picture: {as_sentence(error)} Mend or remove it.") from error
     flat = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
     return flat.view(rgb.height, rgb.width, 3).permute(2, 0, 1)

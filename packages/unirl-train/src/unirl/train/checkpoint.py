@@ -29,7 +29,7 @@ from unirl.train.backend.manifest import damage, file_digest, flush, read_manife
 from unirl.train.backend.rng import read_rng_state, rng_state, set_rng_state, write_rng_state
 from unirl.train.backend.state_reader import StateReader
 from unirl.train.saved_policies import SavedState
-from unirl.types.errors import CheckpointError, ConfigError, ContractError
+from unirl.types.errors import CheckpointError, ConfigError, ContractError, as_sentence
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.storage import open_to_umask
 
@@ -443,7 +443,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no JSON: {error}. {_NOT_OURS}") from error
+        raise CheckpointError(f"{path} is no JSON: {as_sentence(error)} {_NOT_OURS}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds {type(found).__name__} instead of a JSON object. {_NOT_OURS}")
     return found

@@ -45,3 +45,9 @@ class WorkerError(UniRLError, RuntimeError):
 
     def __str__(self) -> str:
         return f"worker {self.worker} failed:\n{self.traceback_text}"
+
+
+def as_sentence(error: object) -> str:
+    """Its text with one full stop at the end, to be followed by advice: some messages have theirs, some have none."""
+    text = str(error).rstrip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirl.app.conformance.cases import MODELS
+from unirl.types.errors import as_sentence
 
 Row = Mapping[str, Any]  # Any: JSON
 
@@ -40,7 +41,7 @@ def page(table: Mapping[str, Any]) -> str:
         }
         if rows:
             lines += [f"## {title}", "", *_table(rows), ""]
-    missing = [f"{name} was not measured: {reason}." for name, reason in table["not measured"].items()]
+    missing = [f"{name} was not measured: {as_sentence(reason)}" for name, reason in table["not measured"].items()]
     served_by = [f"Versions of {name}: {_told(own)}." for name, own in table.get("engine versions", {}).items()]
     return "\n".join([*lines, *missing, f"Versions: {_told(table['versions'])}.", *served_by]) + "\n"
 

@@ -15,7 +15,7 @@ from unirl.data.media import UNREADABLE, MediaRef, upright
 from unirl.data.sets.hub import HubDataset
 from unirl.data.sets.records import Files, Picture, PublishedFile
 from unirl.data.sets.splitting import distinct, is_held_out
-from unirl.types.errors import DataError
+from unirl.types.errors import DataError, as_sentence
 
 CAPTIONED = "data/train-00000-of-*.parquet"
 """The first of 645 files of pairs, about half a gigabyte."""
@@ -67,7 +67,9 @@ def _square_of(ref: MediaRef, where: str) -> Picture:
         with Image.open(place) as opened:
             picture = upright(opened)
     except UNREADABLE as error:
-        raise DataError(f"{where}: {ref.uri} cannot be read as a picture: {error}. Mend or remove it.") from error
+        raise DataError(
+            f"{where}: {ref.uri} cannot be read as a picture: {as_sentence(error)} Mend or remove it."
+        ) from error
     if box is not None:
         left, top, width, height = box
         picture = picture.crop((left, top, left + width, top + height))
@@ -84,7 +86,7 @@ def square(data: Any, size: int, where: str) -> Picture:  # Any: a cell of a tab
                 return Picture(data, ".jpg")
             return _fitted(picture.convert("RGB"), size)
     except UNREADABLE as error:
-        raise DataError(f"{where} cannot be read as a picture: {error}. Fetch the file again.") from error
+        raise DataError(f"{where} cannot be read as a picture: {as_sentence(error)} Fetch the file again.") from error
 
 
 def _fitted(picture: Image.Image, size: int) -> Picture:

@@ -13,7 +13,7 @@ from unirl.data.sets.hub import HubDataset
 from unirl.data.sets.reading import require_columns
 from unirl.data.sets.records import Files, Output, Picture, PromptSet, PublishedFile, Row
 from unirl.data.sets.splitting import distinct
-from unirl.types.errors import DataError
+from unirl.types.errors import DataError, as_sentence
 
 DAPO = "data/dapo-math-17k.parquet"
 
@@ -117,9 +117,11 @@ def _geo3k(files: Files, path: str) -> Iterator[Row]:
                     }
                 )
     except (zipfile.BadZipFile, OSError) as error:
-        raise DataError(f"{archive_path}: cannot be read as zip: {error}. Fetch the file again.") from error
+        raise DataError(f"{archive_path}: cannot be read as zip: {as_sentence(error)} Fetch the file again.") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{archive_path}: a {_PROBLEM} is not JSON: {error}. Fetch the file again.") from error
+        raise DataError(
+            f"{archive_path}: a {_PROBLEM} is not JSON: {as_sentence(error)} Fetch the file again."
+        ) from error
     files.require_rows(path, len(rows))
     return distinct(rows, _identity)
 

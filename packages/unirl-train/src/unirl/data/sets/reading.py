@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.data.datasets import file_values
-from unirl.types.errors import DataError
+from unirl.types.errors import DataError, as_sentence
 
 
 def read_published(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:  # Any: a decoded value
@@ -58,4 +58,4 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
                     number += 1
                     yield f"{path}:row {number}", row
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}. Fetch the file again.") from error
+        raise DataError(f"{path}: cannot be read as parquet: {as_sentence(error)} Fetch the file again.") from error

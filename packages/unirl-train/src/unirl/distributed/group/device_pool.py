@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 import torch
 
 from unirl.distributed.group.framework import ray_module
-from unirl.types.errors import ConfigError, WorkerError
+from unirl.types.errors import ConfigError, WorkerError, as_sentence
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,9 @@ class DevicePool:
             try:
                 self._ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.WARNING)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(f"cannot join the Ray cluster at {address}: {error}. {_ADDRESS_ADVICE}") from error
+                raise ConfigError(
+                    f"cannot join the Ray cluster at {address}: {as_sentence(error)} {_ADDRESS_ADVICE}"
+                ) from error
         self._is_ray_ours = True
         logger.info("joined Ray at %s in %.1f s", address, time.monotonic() - begin)
 
@@ -270,8 +272,8 @@ def require_answer(address: str, timeout_s: float) -> None:
             socket.create_connection((host, port), timeout=timeout_s).close()
         except OSError as error:
             raise ConfigError(
-                f"no Ray answers at {host}:{port} (cluster.address, or RAY_ADDRESS) within {timeout_s:.0f} s: {error}. "
-                f"{_ADDRESS_ADVICE}"
+                f"no Ray answers at {host}:{port} (cluster.address, or RAY_ADDRESS) within {timeout_s:.0f} s: "
+                f"{as_sentence(error)} {_ADDRESS_ADVICE}"
             ) from error
 
 

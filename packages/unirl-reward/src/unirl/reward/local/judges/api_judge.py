@@ -17,7 +17,7 @@ from torch import nn
 from unirl.reward.local.judges.answers import surface_forms, written_probability
 from unirl.reward.local.judges.judge import JudgeError, Question, Reply, Step
 from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, bounded
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.errors import ConfigError, ContractError, as_sentence
 from unirl.types.urls import without_credentials
 
 LogProbs = Literal["auto", "required", "never"]
@@ -180,8 +180,9 @@ class APIJudge:
 
     def _silent(self, error: Exception) -> ConfigError:
         return ConfigError(
-            f"judge {self.model} at {self.base_url} does not answer a question about a picture: {error}. Check "
-            "base_url, model and api_key_file, and that the model sees pictures and does not think first (extra_body)."
+            f"judge {self.model} at {self.base_url} does not answer a question about a picture: {as_sentence(error)} "
+            "Check base_url, model and api_key_file, and that the model sees pictures and does not think first "
+            "(extra_body)."
         )
 
 

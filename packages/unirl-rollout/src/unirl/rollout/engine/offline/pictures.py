@@ -8,7 +8,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from unirl.types.errors import DataError
+from unirl.types.errors import DataError, as_sentence
 from unirl.types.preference import split_reference, tile_corner
 
 
@@ -27,7 +27,7 @@ def _read(path: str) -> Tensor:
         with Image.open(path) as picture:
             rgb = picture.convert("RGB")
     except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"{path} cannot be read as a picture: {error}. Mend or remove it.") from error
+        raise DataError(f"{path} cannot be read as a picture: {as_sentence(error)} Mend or remove it.") from error
     flat = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
     return flat.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
 

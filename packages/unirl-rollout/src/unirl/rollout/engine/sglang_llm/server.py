@@ -18,7 +18,7 @@ from typing import Any
 from unirl.rollout.engine.process_group import end_group
 from unirl.rollout.engine.process_log import end_of_log
 from unirl.rollout.engine.start_progress import start_progress
-from unirl.types.errors import WorkerError
+from unirl.types.errors import WorkerError, as_sentence
 
 _POLL_S = 1.0
 _LEAVE_TIMEOUT_S = 20.0
@@ -133,7 +133,7 @@ class SGLangServer:
         except (OSError, http.client.HTTPException) as error:
             if isinstance(getattr(error, "reason", None), TimeoutError):
                 raise self._late(path, timeout_s) from error
-            raise WorkerError(self.name, f"{path} failed: {error}.{self._end()}") from error
+            raise WorkerError(self.name, f"{path} failed: {as_sentence(error)}{self._end()}") from error
         with contextlib.suppress(ValueError):
             return json.loads(data)
         return None

@@ -16,7 +16,7 @@ from torch import Tensor
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.weight_sync.transports.base import Parcel, WeightTransport
 from unirl.distributed.weight_sync.transports.flat import FlatBucket, roomy
-from unirl.types.errors import WeightSyncError
+from unirl.types.errors import WeightSyncError, as_sentence
 from unirl.types.weights import WeightBucket
 
 _JOINED = "joined"
@@ -173,7 +173,7 @@ class _Sender:
         if self._error is not None or (thread is not None and thread.is_alive()):
             raise WeightSyncError(
                 f"a bucket did not leave by broadcast to {self.meeting.num_members - 1} engines within "
-                f"{self.meeting.timeout_s:.0f} s: {self._error}. Between nodes set GLOO_SOCKET_IFNAME, or "
+                f"{self.meeting.timeout_s:.0f} s: {as_sentence(self._error)} Between nodes set GLOO_SOCKET_IFNAME, or "
                 "NCCL_SOCKET_IFNAME for GPUs."
             ) from self._error
 

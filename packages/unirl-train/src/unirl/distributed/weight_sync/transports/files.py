@@ -12,7 +12,7 @@ import torch
 
 from unirl.distributed.weight_sync.transports.base import Parcel, WeightTransport
 from unirl.distributed.weight_sync.transports.flat import FlatBucket, roomy
-from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.errors import ConfigError, WeightSyncError, as_sentence
 from unirl.types.weights import WeightBucket
 
 
@@ -38,7 +38,7 @@ class FileParcel(Parcel):
 
     def _unreadable(self, why: str) -> WeightSyncError:
         return WeightSyncError(
-            f"a bucket of version {self.bucket.policy_version} cannot be read from {self.path}: {why}. Set "
+            f"a bucket of version {self.bucket.policy_version} cannot be read from {self.path}: {as_sentence(why)} Set "
             "sync.transfer_dir to a folder that what trains and the engines both see, or choose another "
             "sync.transport."
         )
@@ -71,8 +71,8 @@ class FileTransport(WeightTransport):
                     file.truncate(flat.num_bytes)
         except OSError as error:
             raise WeightSyncError(
-                f"a bucket of {bucket.num_bytes / 1e6:.1f} MB cannot be written to {path}: {error}. Free space there, "
-                "or set sync.transfer_dir or a smaller sync.bucket_bytes."
+                f"a bucket of {bucket.num_bytes / 1e6:.1f} MB cannot be written to {path}: {as_sentence(error)} "
+                "Free space there, or set sync.transfer_dir or a smaller sync.bucket_bytes."
             ) from error
         return FileParcel(str(path), flat)
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import reduce_storage, reduce_tensor
 
 from unirl.distributed.weight_sync.transports.base import Parcel, WeightTransport
 from unirl.distributed.weight_sync.transports.flat import FlatBucket, roomy
-from unirl.types.errors import WeightSyncError
+from unirl.types.errors import WeightSyncError, as_sentence
 from unirl.types.weights import WeightBucket
 
 
@@ -36,8 +36,9 @@ class SharedBuffer:
             memory = self.rebuild(*self.args)
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(
-                f"memory that {self.node} shares cannot be mapped on {platform.node()}: {error}. ipc needs what trains "
-                "and the engines on one node, and for GPUs each to see the other's; otherwise set sync.transport: nccl."
+                f"memory that {self.node} shares cannot be mapped on {platform.node()}: {as_sentence(error)} ipc "
+                "needs what trains and the engines on one node, and for GPUs each to see the other's; otherwise set "
+                "sync.transport: nccl."
             ) from error
         return memory if isinstance(memory, Tensor) else torch.empty(0, dtype=torch.uint8).set_(memory)
 
