@@ -22,7 +22,7 @@ from unirl.types.protocols import PolicyStore, TransitionStats
 KLEstimator = Literal["exact", "flow_grpo", "k1", "k2", "k3"]
 METRIC = "policy/reference_kl"
 SHARE = "policy/penalty_share"
-_PENALTY_SIZE, _LOSS_SIZE = "policy/penalty_size", "policy/loss_size"
+_PENALTY_SIZE, _LOSS_SIZE = "penalty_size", "loss_size"
 """Mean sizes that the share is made of, summed over devices before."""
 
 ResultT = TypeVar("ResultT")

@@ -254,14 +254,14 @@ class Guardrails:
                 self._gaps[name] = self._newest([*known, gap])
 
     def _hacking_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
-        for name in ("reward/mean", *(f"reward/{scorer}/mean" for scorer in self._scorers)):
+        for name in ("reward/mean", *(f"reward/{name}/mean" for name in self._scorers)):
             if name in metrics:
                 self._scores[name] = self._newest([*self._scores.get(name, []), metrics[name]])
         risen = self._drift("reward/mean")
         if risen <= self.config.scorer_drop:
             return
         for scorer in self._scorers:
-            fallen = -self._drift(f"reward/{scorer}/mean")
+            fallen = -self._drift("reward/" + scorer + "/mean")
             if fallen > self.config.scorer_drop:
                 yield Alarm(
                     "reward_hacking",
