@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from unirl.types.bounds import Bounds, NonNegative, Positive, PositiveFraction, PositiveInt, bounded
 from unirl.types.errors import ConfigError
@@ -28,18 +28,7 @@ AlarmName = Literal[
     "logp_gap",
     "reward_hacking",
 ]
-ALARMS: tuple[AlarmName, ...] = (
-    "grad_norm_range",
-    "reward_range",
-    "constant_reward",
-    "zero_gradient",
-    "non_finite_gradient",
-    "unchanged_push",
-    "penalty_share",
-    "first_ratio",
-    "logp_gap",
-    "reward_hacking",
-)
+ALARMS: tuple[AlarmName, ...] = get_args(AlarmName)
 ENDED_BY_ROLLBACK: tuple[AlarmName, ...] = ("grad_norm_range", "reward_range", "non_finite_gradient")
 """What weights from before do not have; the other alarms would come again at once."""
 
@@ -260,12 +249,12 @@ class Guardrails:
         risen = self._drift("reward/mean")
         if risen <= self.config.scorer_drop:
             return
-        for scorer in self._scorers:
-            fallen = -self._drift("reward/" + scorer + "/mean")
+        for name in self._scorers:
+            fallen = -self._drift(f"reward/{name}/mean")
             if fallen > self.config.scorer_drop:
                 yield Alarm(
                     "reward_hacking",
-                    f"scorer {scorer} fell by {fallen:.1f} standard errors within {self.config.window} rollouts while "
+                    f"scorer {name} fell by {fallen:.1f} standard errors within {self.config.window} rollouts while "
                     f"the reward rose by {risen:.1f} (limit {self.config.scorer_drop:g} each): the policy may exploit "
                     "the reward; look at samples/, weigh this scorer more, or raise algorithm.kl_coef",
                 )

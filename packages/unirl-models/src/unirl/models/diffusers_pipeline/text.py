@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -53,14 +53,9 @@ class TextEncoders(ABC):
         """Whether the encoders have been freed."""
         return not self.encoders
 
-    @contextmanager
-    def visiting(self) -> Generator[None]:
+    def visiting(self) -> AbstractContextManager[None]:
         """Encoders that rest in host memory stay on the device within it, once a text has brought them there."""
-        if self.resting is None:
-            yield
-            return
-        with self.resting.visit():
-            yield
+        return nullcontext() if self.resting is None else self.resting.visit()
 
     def bring(self) -> None:
         """Move encoders that rest in host memory to the device. Called within `visiting`, before they encode."""
