@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from unirl.rollout.engine.child.pool import InstancePool
 from unirl.rollout.engine.child.process import interpreter
 from unirl.rollout.engine.push import check_version, refuse_other, refuse_unkept
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
+from unirl.types.owned_folder import OwnedFolder
 from unirl.types.protocols import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
@@ -133,7 +133,8 @@ class ChildEngine(BaseRolloutEngine):
         """The first call after the last push, and what answered it."""
         self._restored: Message = None
         """What the process that started last answered to the end of that push."""
-        self._folder = Path(tempfile.mkdtemp(prefix="unirl-engine-", dir=transfer_dir))
+        self._owned = OwnedFolder("unirl-engine-", transfer_dir)
+        self._folder = self._owned.path
         self._pool = InstancePool(make_instances(self._folder), self._restore)
 
     @abstractmethod
@@ -222,7 +223,7 @@ class ChildEngine(BaseRolloutEngine):
     def shutdown(self) -> None:
         """Stop the processes and delete their files. Safe to call twice."""
         self._pool.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._owned.remove()
 
     @property
     def pids(self) -> list[int]:

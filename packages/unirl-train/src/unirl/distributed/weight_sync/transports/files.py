@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from unirl.distributed.weight_sync.transports.base import Parcel, WeightTransport
 from unirl.distributed.weight_sync.transports.flat import FlatBucket, roomy
 from unirl.types.errors import ConfigError, WeightSyncError, as_sentence
+from unirl.types.owned_folder import OwnedFolder
 from unirl.types.weights import WeightBucket
 
 
@@ -54,13 +53,13 @@ class FileTransport(WeightTransport):
         if not Path(folder).is_dir():
             raise ConfigError(f"sync.transfer_dir = {folder!r} is no folder; make it, or name another")
         self._folder = folder
-        self._own: Path | None = None
+        self._own: OwnedFolder | None = None
 
     def pack(self, bucket: WeightBucket, slot: int) -> Parcel:
         """See WeightTransport."""
         if self._own is None:
-            self._own = Path(tempfile.mkdtemp(prefix="unirl-push-", dir=self._folder))
-        path, flat = self._own / f"bucket-{slot}", FlatBucket.of(bucket)
+            self._own = OwnedFolder("unirl-push-", self._folder)
+        path, flat = self._own.path / f"bucket-{slot}", FlatBucket.of(bucket)
         try:
             with path.open("r+b" if path.exists() else "wb") as file:
                 for name, _, _, start, _ in flat.layout.spans:
@@ -79,5 +78,5 @@ class FileTransport(WeightTransport):
     def drop(self) -> None:
         """See WeightTransport."""
         if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
+            self._own.remove()
             self._own = None
