@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -422,10 +423,16 @@ def lies_in(name: str, folder: Path) -> bool:
     spec = _spec(name)
     if spec is None or spec.origin is None:
         return False
-    origin = Path(spec.origin).resolve()
-    entries = [Path(entry).resolve() for entry in sys.path]
+    origin = _resolved(os.path.abspath(spec.origin))
+    entries = [_resolved(os.path.abspath(entry)) for entry in sys.path]
     through = [entry for entry in entries if origin.is_relative_to(entry)]
     return bool(through) and max(through, key=lambda entry: len(entry.parts)) == folder.resolve()
+
+
+@cache
+def _resolved(path: str) -> Path:
+    """A path without links. Kept: a check of all recipes asks a quarter of a million times, for the same few."""
+    return Path(path).resolve()
 
 
 def _spec(name: str) -> ModuleSpec | None:
