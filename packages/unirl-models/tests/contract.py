@@ -38,16 +38,19 @@ class Case:
     """What switches guidance off."""
     cut_frames: int = 0
     """Of what is sampled, those that are not decoded."""
+    _rollout: tuple[dict[str, Condition], LatentSegment] | None = field(default=None, init=False)
 
     @property
     def primitives(self) -> dict[str, Primitive]:
         return {"text": Texts(texts=list(TEXTS)), **self.inputs(len(TEXTS))}
 
     def rollout(self) -> tuple[dict[str, Condition], LatentSegment]:
-        """Conditions and trajectory of the three prompts."""
-        with self.pipeline.evaluating():
-            conditions = self.pipeline.encode(self.primitives, self.params)
-            return conditions, self.sample(conditions, KEYS)
+        """Conditions and trajectory of the three prompts: sampled once, and read-only."""
+        if self._rollout is None:
+            with self.pipeline.evaluating():
+                conditions = self.pipeline.encode(self.primitives, self.params)
+                self._rollout = conditions, self.sample(conditions, KEYS)
+        return self._rollout
 
     def sample(self, conditions: dict[str, Condition], keys: list[str]) -> LatentSegment:
         """Trajectories of given conditions."""

@@ -81,8 +81,8 @@ class Family:
     """Sigmas [T + 1] of flow matching of the stock pipeline's scheduler, its timesteps set."""
     schedule: str | None = None
     """Convention of the stock pipeline where it is not the family's default."""
-    tiled_side: int = 160
-    """Pixels on a side of what is decoded in tiles."""
+    tiled_side: int = 96
+    """Pixels on a side of what is decoded in tiles: enough for sixteen of them."""
     tile: int | None = 32
     """Pixels on a side of a tile; None for a tiny decoder that holds no more than the pixels that it makes."""
     tolerance: float = 1e-5

@@ -74,6 +74,12 @@ def loaded(name: str, loaded_families: dict[str, Loaded], tmp_path_factory: pyte
     return loaded_families[name]
 
 
+@pytest.fixture(scope="session")
+def cases() -> dict[str, Case]:
+    """By family, filled as tests ask: all checks of one look at the same rollout."""
+    return {}
+
+
 def _variants() -> list[Any]:
     """Each family at two sizes, with and without guidance."""
     cases = []
@@ -287,21 +293,22 @@ def test_latents_survive_the_way_to_the_vae_and_back(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", TASKS)
-def test_adapter_contract(loaded: Loaded, check: Callable[[Case], None]) -> None:
+def test_adapter_contract(loaded: Loaded, cases: dict[str, Case], check: Callable[[Case], None]) -> None:
     bundle: Any = loaded.ours.bundle
-    frozen = [module for key, module in bundle.modules.items() if key not in bundle.trainable_modules()]
-    if check is guidance_one_is_no_guidance and loaded.family.unguided is None:
+    family = loaded.family
+    if check is guidance_one_is_no_guidance and family.unguided is None:
         pytest.skip("the family has no guidance to switch off")
-    check(
-        Case(
+    if family.name not in cases:
+        frozen = [module for key, module in bundle.modules.items() if key not in bundle.trainable_modules()]
+        cases[family.name] = Case(
             loaded.ours,
-            loaded.family.sampling(),
+            family.sampling(),
             [*frozen, *bundle.text.encoders.values()],
-            inputs=loaded.family.inputs,
-            unguided=loaded.family.unguided or {},
-            cut_frames=loaded.family.cut_frames,
+            inputs=family.inputs,
+            unguided=family.unguided or {},
+            cut_frames=family.cut_frames,
         )
-    )
+    check(cases[family.name])
 
 
 # Folders that are refused ---------------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ On the meta device nothing is computed, so that a model of true size is counted 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
@@ -38,16 +37,14 @@ class Allocations(TorchDispatchMode):
     ) -> Any:
         """Run the operator and count what it made."""
         del types
-        known = self._storages((args, kwargs))
         made = func(*args, **(kwargs or {}))
-        for key, storage in self._storages(made).items():
-            if key not in self._known and key not in known:
-                self._count(key, storage)
+        found = {key: storage for key, storage in _storages(made).items() if key not in self._known}
+        if found:
+            given = _storages((args, kwargs))
+            for key, storage in found.items():
+                if key not in given:
+                    self._count(key, storage)
         return made
-
-    def _storages(self, values: object) -> dict[int, torch.UntypedStorage]:
-        tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-        return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
 
     def _count(self, key: int, storage: torch.UntypedStorage) -> None:
         num_bytes = storage.nbytes()
@@ -59,3 +56,19 @@ class Allocations(TorchDispatchMode):
     def _release(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.num_bytes -= num_bytes
+
+
+def _storages(values: object) -> dict[int, torch.UntypedStorage]:
+    """Of the tensors among an operator's values, by identity."""
+    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in _tensors(values))}
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    """By hand: an operator takes no deeper trees than sequences of tensors, and a model calls a hundred thousand."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(tuple(values.values()))
