@@ -6,6 +6,7 @@ Every function takes the root of a workspace and returns the violations that it 
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 import tomllib
@@ -66,6 +67,8 @@ class Module:
     name: str
     """Dotted, e.g. unirl.sde.kernels."""
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+    """All of the tree."""
 
     @property
     def portion(self) -> str:
@@ -85,13 +88,20 @@ def modules(root: Path) -> Iterator[Module]:
             parts = path.relative_to(member / "src").with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             if name != "unirl":
-                yield Module(path, name, ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
+                yield Module(path, name, *parsed(path, path.read_text(encoding="utf-8")))
+
+
+@functools.cache
+def parsed(path: Path, text: str) -> tuple[ast.Module, tuple[ast.AST, ...]]:
+    """The tree of a file and all its nodes: each rule looks at every file again."""
+    tree = ast.parse(text, filename=str(path))
+    return tree, tuple(ast.walk(tree))
 
 
 def imported_names(module: Module) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import, those inside functions and literal import_module calls included."""
     package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -125,7 +135,7 @@ def unpickling(root: Path) -> list[str]:
                 is_it = parts[: banned.count(".") + 1] == banned.split(".") or parts[-1] == banned
                 if is_it and module.name not in homes:
                     found.append(f"{where}:{line}: {name} unpickles; keep data as JSON or safetensors")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Attribute) and module.name not in UNPICKLES.get(node.attr, (module.name,)):
                 found.append(f"{where}:{node.lineno}: {node.attr} unpickles; keep data as JSON or safetensors")
             if isinstance(node, ast.Call) and (reason := _unpickling_call(node)):
@@ -151,7 +161,7 @@ def stops_after_errors(root: Path) -> list[str]:
     """Messages that put a full stop behind the text of a caught error, which may end with its own."""
     found = []
     for module in modules(root):
-        for handler in ast.walk(module.tree):
+        for handler in module.nodes:
             if not isinstance(handler, ast.ExceptHandler) or handler.name is None:
                 continue
             for text in ast.walk(handler):
@@ -227,12 +237,12 @@ def environment_reads(root: Path) -> list[str]:
             continue
         aliases = {
             alias.asname or alias.name
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Import)
             for alias in node.names
             if alias.name == "os"
         }
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             is_attribute = (
                 isinstance(node, ast.Attribute)
                 and node.attr in _ENVIRONMENT

@@ -17,6 +17,13 @@ _SPEC.loader.exec_module(rules)
 EXTRAS = frozenset({"sglang", "vllm", "paddleocr"})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once():
+    """Trees of some hundred files are not kept for the tests that follow."""
+    yield
+    rules.parsed.cache_clear()
+
+
 def none_of(violations: list[str]) -> None:
     assert not violations, "\n" + "\n".join(violations)
 

@@ -1,6 +1,7 @@
 """Sets of prompts: conversion of what is published, generated sets, and files that are wrong or in the way."""
 
 import errno
+import functools
 import hashlib
 import io
 import itertools
@@ -57,6 +58,19 @@ def made(tmp_path):
 
 
 @pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    """generated(name) -> the folder of a generated set, made once. Read-only."""
+
+    @functools.cache
+    def make(name):
+        folder = tmp_path_factory.mktemp("generated") / name
+        prepare(SETS[name], folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
 def geneval_rows():
     return [row for held_out in (False, True) for row in geneval.rows(held_out=held_out)]
 
@@ -85,12 +99,8 @@ def test_every_set_that_is_not_generated_has_a_layout_here():
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_set_has_files_that_a_data_source_reads_and_says_where_it_is_from(name, made, tmp_path):
-    if name in GENERATED:
-        prepare(SETS[name], tmp_path / name)
-        folder = tmp_path / name
-    else:
-        folder = made(name)
+def test_a_set_has_files_that_a_data_source_reads_and_says_where_it_is_from(name, made, generated):
+    folder = generated(name) if name in GENERATED else made(name)
     manifest = json.loads((folder / "SOURCE.json").read_text())
     assert manifest["set"] == name
     for output in SETS[name].outputs:
@@ -99,11 +109,11 @@ def test_a_set_has_files_that_a_data_source_reads_and_says_where_it_is_from(name
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_set_is_the_same_bytes_each_time(name, tmp_path):
-    given = publish(name, tmp_path / "published") if name in PUBLISHED else None
-    for folder in ("one", "two"):
-        prepare(SETS[name], tmp_path / folder, given=given, is_partial=given is not None)
-    assert contents(tmp_path / "one") == contents(tmp_path / "two") != {}
+def test_a_set_is_the_same_bytes_each_time(name, made, generated, tmp_path):
+    first = generated(name) if name in GENERATED else made(name)
+    given = None if name in GENERATED else tmp_path / f"{name}-published"
+    prepare(SETS[name], tmp_path / "again", given=given, is_partial=given is not None)
+    assert contents(first) == contents(tmp_path / "again") != {}
 
 
 def test_pickscore_is_copied_without_repeats(made):
@@ -275,9 +285,8 @@ def test_edges_are_those_of_opencv(seed):
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_generated_splits_have_the_promised_rows_and_nothing_in_common(name, tmp_path):
-    prepare(SETS[name], tmp_path / name)
-    splits = [asked(tmp_path / name / output.file) for output in SETS[name].outputs]
+def test_generated_splits_have_the_promised_rows_and_nothing_in_common(name, generated):
+    splits = [asked(generated(name) / output.file) for output in SETS[name].outputs]
     assert [len(each) for each in splits] == [output.num_rows for output in SETS[name].outputs]
     assert len(set(splits[0]) | set(splits[1])) == sum(map(len, splits)), "nothing is asked twice"
 
@@ -778,7 +787,7 @@ def hub(tmp_path):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
