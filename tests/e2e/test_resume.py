@@ -13,7 +13,10 @@ pytestmark = pytest.mark.slow
 def test_two_plus_two_rollouts_equal_four(name, is_async, recipe, tmp_path):
     small = recipe(name, "num_rollouts=4", f"save.is_async={str(is_async).lower()}")
     whole_dir, parts_dir = tmp_path / "whole", tmp_path / "parts"
-    whole, whole_records = run({**small, "engine": {**small["engine"], "dump_dir": str(whole_dir / "dump")}}, whole_dir)
+    unstopped = {**small, "save": {**small["save"], "interval": 4}}  # nobody resumes it
+    whole, whole_records = run(
+        {**unstopped, "engine": {**small["engine"], "dump_dir": str(whole_dir / "dump")}}, whole_dir
+    )
     parts = {**small, "engine": {**small["engine"], "dump_dir": str(parts_dir / "dump")}}
     first, first_records = run(parts, parts_dir, after=2)
     assert first["num_rollouts"] == 2 and not first["is_complete"]
