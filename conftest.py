@@ -1,11 +1,13 @@
 """How the whole suite is run."""
 
+import importlib
 import os
 import shutil
 import sys
 import zlib
 from collections.abc import Generator
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -55,12 +57,24 @@ def uv() -> str:
 
 
 @pytest.fixture(scope="session")
-def ray_of_two_cores() -> Generator[ModuleType]:
-    """A local Ray with two cores, shared by the session: starting one takes longer than the tests."""
+def ray_of_two_cores(tmp_path_factory: pytest.TempPathFactory) -> Generator[ModuleType]:
+    """A local Ray with two cores, shared by the session: starting one takes longer than the tests.
+
+    Its workers are forked from one process.
+    """
     ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
-    yield ray
-    ray.shutdown()
+    forked: Any = importlib.import_module("forked_workers")  # beside the tests of unirl-train, whose runtime it serves
+    with forked.ForkedWorkers(str(tmp_path_factory.mktemp("ray"))) as workers:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=200_000_000,
+            runtime_env={"py_executable": workers.command},
+        )
+        yield ray
+        ray.shutdown()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options

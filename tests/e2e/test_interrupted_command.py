@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from small import SMALL
 
 from unirl.app.main import main
@@ -52,9 +51,7 @@ def in_this_process(*extra):
 def test_terminated_and_resumed_equals_uninterrupted(tmp_path, own_process):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     # A process of its own, since signals belong to a process, forked from one that has imported everything.
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(ranks_of_train.PRELOADED)
-    process = context.Process(target=interrupted, args=(tmp_path, [*ARGUMENTS, f"run_dir={parts}"]))
+    process = ranks_of_train.forkserver().Process(target=interrupted, args=(tmp_path, [*ARGUMENTS, f"run_dir={parts}"]))
     process.start()
     in_this_process(f"run_dir={whole}")
     process.join(600)

@@ -30,14 +30,15 @@ KEEPS_UP = ("reward/async/", "reward/shapes/utilisation")
 
 
 @pytest.fixture(scope="module")
-def on_two_workers(recipe, ray_of_two_cores, tmp_path_factory):
+def on_two_workers(recipe, ray_of_two_cores, tmp_path_factory, request):
     """on_two_workers(recipe) -> a runtime of two Ray workers with the components of one of `SHARED`.
 
-    A worker imports frameworks for as long as a test runs, so all of them share one pair.
+    All tests of this session share one pair.
     """
     from unirl.distributed.group.ray_runtime import RayRuntime
 
-    recipes = {name: recipe(*words) for name, words in SHARED.items()}
+    is_matrix = any(item.path == request.path and item.get_closest_marker("matrix") for item in request.session.items)
+    recipes = {name: recipe(*words) for name, words in SHARED.items() if is_matrix or name == "flowgrpo"}
     builder = functools.partial(build_all, recipes, str(tmp_path_factory.mktemp("workers")))
     with RayRuntime(builder, num_devices=2, start_timeout_s=600) as workers:
         yield lambda name: RecipeOf(workers, name)

@@ -14,11 +14,23 @@ import torch.multiprocessing
 
 JOIN_TIMEOUT_S = 900.0
 
-PRELOADED = ["unirl.train.stack", "unirl.trainer.text", "unirl.models.qwen_vl.pipeline", "unirl.models.sd3.pipeline"]
+PRELOADED = [
+    "unirl.train.stack",
+    "unirl.trainer.text",
+    "unirl.models.qwen_vl.pipeline",
+    "unirl.models.sd3.pipeline",
+]
 """Imported once, by the process that all ranks of a test session are forked from: imports take longer than the jobs.
 What is not installed beside this package is left out."""
 
 Job = Callable[[], Any]  # Any: what torch.save can write
+
+
+def forkserver() -> Any:  # Any: the context's own class is private
+    """The context of processes that are forked from the one that has imported `PRELOADED`."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def results_of_ranks(job: Job, folder: Path, world_size: int = 2) -> list[Any]:
@@ -27,8 +39,7 @@ def results_of_ranks(job: Job, folder: Path, world_size: int = 2) -> list[Any]:
     job: a function of a module, or a `partial` of one, which the processes import.
     Raises AssertionError with the tracebacks of the ranks that failed.
     """
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forkserver()
     processes = [context.Process(target=_run, args=(job, rank, world_size, folder)) for rank in range(world_size)]
     for process in processes:
         process.start()
