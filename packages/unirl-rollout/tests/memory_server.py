@@ -14,17 +14,21 @@ class Shared:
     """Answer to everything."""
 
     name: str
+    semaphore: str
+    rank: int
+    """Process id."""
 
 
 CODEC = MessageCodec("Memory", Shared)
 
 
 RANK = """
-import os, time
+import multiprocessing, os, time
 from multiprocessing.shared_memory import SharedMemory
 common = SharedMemory(os.environ["COMMON"])
 memory = SharedMemory(create=True, size=64)
-print(memory.name, flush=True)
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+print(memory.name, semaphore._semlock.name, flush=True)
 time.sleep(1000)
 """
 
@@ -35,10 +39,10 @@ class MemoryHost:
     def __init__(self, start, aborts):
         self._rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True)
         assert self._rank.stdout is not None
-        self._name = self._rank.stdout.readline().strip()
+        self._names = self._rank.stdout.readline().split()
 
     def ready(self):
-        return Shared(self._name)
+        return Shared(*self._names, self._rank.pid)
 
     def answer(self, message):
         return self.ready()

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from unirl.rollout.engine.child.messages import Failed, Message, MessageCodec
-from unirl.rollout.engine.process_group import end_group
+from unirl.rollout.engine.process_group import end_group, shared_memory
 from unirl.rollout.engine.process_log import end_of_log
 from unirl.types import errors
 from unirl.types.errors import ConfigError, UniRLError, WorkerError
@@ -58,6 +58,8 @@ class EngineProcess:
         self._calls = itertools.count()
         self._waiting: dict[int, Future[Message]] | None = {}
         """What was asked and not yet answered, by its number; None where the pipe has ended."""
+        self._shared: set[int] | None = None
+        """What its processes share, noted when it has answered once: not all of them may live to the end."""
         self._pipe, theirs = multiprocessing.Pipe()
         settings = [f"{name}={value}" for name, value in variables.items()]
         with self._log.open("wb") as output:
@@ -131,6 +133,8 @@ class EngineProcess:
             raise self._death(f"died in {what}") from error
         if isinstance(answer, Failed):
             raise self._raised(answer)
+        if self._shared is None:
+            self._shared = shared_memory(self.pid)
         return answer
 
     def stop(self) -> None:
@@ -142,7 +146,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End the child and all that it started at once; its folder stays. Safe to call twice."""
-        end_group(self._child.pid)
+        end_group(self._child.pid, self._shared or set())
         self._child.wait()
         self._hang_up()
         self._reader.join()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unirl.rollout.engine.process_group import end_group
+from unirl.rollout.engine.process_group import end_group, shared_memory
 from unirl.rollout.engine.process_log import end_of_log
 from unirl.rollout.engine.start_progress import start_progress
 from unirl.types.errors import WorkerError, as_sentence
@@ -35,6 +35,8 @@ class SGLangServer:
         self._child: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
         self._is_up = False
+        self._shared = set[int]()
+        """What its processes share, noted when it is up: not all of them may live to the end."""
         if command is not None:
             theirs, lifeline = os.pipe()
             self._lifeline = lifeline
@@ -75,6 +77,8 @@ class SGLangServer:
             try:
                 self.get("/health_generate", _POLL_S * 20)
                 self._is_up = True
+                if self._child is not None:
+                    self._shared = shared_memory(self._child.pid)
                 return
             except WorkerError as error:
                 if self._child is not None and self._child.poll() is not None:
@@ -110,7 +114,7 @@ class SGLangServer:
         """End the process, if it is ours, and all that it started at once; its folder stays. Safe to call twice."""
         if self._child is None:
             return
-        end_group(self._child.pid)
+        end_group(self._child.pid, self._shared)
         self._child.wait()
         if self._lifeline is not None:
             os.close(self._lifeline)
