@@ -23,11 +23,13 @@ CODEC = MessageCodec("Memory", Shared)
 
 
 RANK = """
-import multiprocessing, os, time
+import multiprocessing, os, signal, time
+from multiprocessing.resource_tracker import _resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 common = SharedMemory(os.environ["COMMON"])
 memory = SharedMemory(create=True, size=64)
 semaphore = multiprocessing.get_context("spawn").Semaphore()
+os.kill(_resource_tracker._pid, signal.SIGKILL)  # which would free all three, also what is the trainer's
 print(memory.name, semaphore._semlock.name, flush=True)
 time.sleep(1000)
 """
