@@ -101,9 +101,9 @@ before = set(sys.modules)
 failed = []
 for own, optional in (("unirl.types", ()), ("unirl.sde", ("diffusers_scheduler",))):
     package = importlib.import_module(own)
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name not in optional:
-            importlib.import_module(f"{own}.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{own}."):
+        if module.name.removeprefix(f"{own}.") not in optional:
+            importlib.import_module(module.name)
     for name in sorted(set(sys.modules) - before):
         top = name.partition(".")[0]
         is_own = name == "unirl" or name == own or name.startswith(own + ".")

@@ -7,7 +7,7 @@ from typing import Any
 
 from unirl.rollout.engine.base import BaseDiffusionEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
-from unirl.types.protocols import PolicyStore
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams

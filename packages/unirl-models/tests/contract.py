@@ -16,7 +16,7 @@ from unirl.sde.noise import initial_noise
 from unirl.types.batch import same_value
 from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Texts
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 

@@ -26,7 +26,7 @@ from unirl.sde.variance_preserving import flow_velocity, from_flow, to_flow
 from unirl.types.conditions import Condition, TextEmbedCondition, TextTokenCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Modality, Primitive, Texts, Videos
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 WIDTH = 8

@@ -23,7 +23,7 @@ from unirl.models.embedding_cache import EmbeddingCache
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.media import Images, Primitive, Texts
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 from .tiny import byte_tokenizer, t5_encoder

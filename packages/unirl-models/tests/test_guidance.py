@@ -10,7 +10,7 @@ from unirl.models.adapter import require_condition, select_rows
 from unirl.models.guidance import Guidance, check_distilled_guidance, classifier_free, extrapolate
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 STEPS = torch.zeros(3, dtype=torch.int64)

@@ -22,7 +22,8 @@ from unirl.reward.service import RewardService
 from unirl.reward.worlds.shapes_scorer import ShapesRewardScorer
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Texts, Videos
-from unirl.types.protocols import Closeable, ConcurrentScorer, Scorer
+from unirl.types.protocols.closing import Closeable
+from unirl.types.protocols.rewards import ConcurrentScorer, Scorer
 
 from .fake_server import FakeServer, problem
 

@@ -14,7 +14,7 @@ from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import DiffusionRolloutEngine, RolloutEngine, TextRolloutEngine
+from unirl.types.protocols.engines import DiffusionRolloutEngine, RolloutEngine, TextRolloutEngine
 from unirl.types.roles import remote_method
 
 DIFFUSION = (TrainsideRolloutEngine, OfflineRolloutEngine, ReplicaRolloutEngine, SGLangDiffusionEngine)

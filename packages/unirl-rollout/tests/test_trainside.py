@@ -15,7 +15,7 @@ from unirl.sde.schedule import compressed_tail, linear_sigmas
 from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
-from unirl.types.protocols import RolloutEngine
+from unirl.types.protocols.engines import RolloutEngine
 from unirl.types.rollout import RolloutResp
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.storage import load_rollout

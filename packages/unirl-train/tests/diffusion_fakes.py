@@ -37,7 +37,8 @@ from unirl.trainer.request import build_request
 from unirl.types.conditions import Condition, TextEmbedCondition
 from unirl.types.media import ImageLists, Images, Primitive, Texts, Videos
 from unirl.types.noise import noise_key
-from unirl.types.protocols import Conditions, PolicyStore
+from unirl.types.protocols.models import Conditions
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.reward import RewardRequest
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
@@ -152,7 +153,7 @@ class Stats:
 
 
 class FieldPipeline:
-    """Implements unirl.types.protocols.DiffusionPipeline over unirl.sde. A prompt becomes one number.
+    """Implements unirl.types.protocols.models.DiffusionPipeline over unirl.sde. A prompt becomes one number.
 
     seen_x: latents that `velocity` was asked at, in order of the calls.
     """

@@ -14,7 +14,7 @@ from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LrSchedulerConfig, OptimizerConfig
 from unirl.train.export import Exporter
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
-from unirl.types.protocols import ModuleStore
+from unirl.types.protocols.training import ModuleStore
 from unirl.types.training import StepStats
 
 LR = 3e-3

@@ -13,7 +13,7 @@ from unirl.train.backend.state import COUNTERS
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
 from unirl.train.export import Exporter
 from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
-from unirl.types.protocols import TrainBackend
+from unirl.types.protocols.training import TrainBackend
 from unirl.types.roles import remote_method
 
 MODES: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora": lora_config()}}

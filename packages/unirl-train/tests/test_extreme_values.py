@@ -48,7 +48,8 @@ from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
 from unirl.algorithms.values import value_loss
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 EXTREMES = (0.0, 1e-4, -1e-4, 1.0, -1.0, 19.0, -19.0, 88.0, -88.0, 89.0, -89.0, 1e4, -1e4)
 LOGP, ANCHOR, ADVANTAGE = (torch.tensor(column) for column in zip(*itertools.product(EXTREMES, repeat=3), strict=True))

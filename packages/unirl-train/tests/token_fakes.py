@@ -32,7 +32,8 @@ from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_key
-from unirl.types.protocols import Conditions, PolicyStore
+from unirl.types.protocols.models import Conditions
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
@@ -97,7 +98,7 @@ class Stats:
 
 
 class LMPipeline:
-    """Implements unirl.types.protocols.AutoregressivePipeline. A text is a string of digits, a token each."""
+    """Implements unirl.types.protocols.models.AutoregressivePipeline. A text is a string of digits, a token each."""
 
     context_length = 64
 

@@ -13,7 +13,8 @@ import torch
 
 from unirl.types import errors
 from unirl.types.errors import ConfigError, UniRLError, WeightSyncError, WorkerError, as_sentence
-from unirl.types.protocols import RolloutEngine, Scorer
+from unirl.types.protocols.engines import RolloutEngine
+from unirl.types.protocols.rewards import Scorer
 from unirl.types.roles import Collect, Dispatch, RemoteMethod, distributed, remote_method
 from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
 from unirl.types.weights import WeightBucket, tensor_checksum, weight_buckets, weight_spec
@@ -317,8 +318,8 @@ import importlib, pkgutil, sys
 import torch
 before = set(sys.modules)
 import unirl.types
-for module in pkgutil.iter_modules(unirl.types.__path__):
-    importlib.import_module("unirl.types." + module.name)
+for module in pkgutil.walk_packages(unirl.types.__path__, "unirl.types."):
+    importlib.import_module(module.name)
 own = set(sys.modules) - before
 foreign = set({FOREIGN!r}) & {{name.partition(".")[0] for name in own}}
 others = {{name for name in own if name.startswith("unirl.") and not name.startswith("unirl.types")}}

@@ -33,7 +33,7 @@ from unirl.reward_server.logs import start_logging
 from unirl.reward_server.memory import give_back_memory, keep_freed_memory
 from unirl.types.errors import ConfigError, ContractError, UniRLError, as_sentence
 from unirl.types.media import Images, Texts, Videos
-from unirl.types.protocols import Scorer
+from unirl.types.protocols.rewards import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from unirl.trainer.versions import versions
 from unirl.trainer.wiring import make_runtime, make_trainer
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols import Conditions, DiffusionPipeline
+from unirl.types.protocols.models import Conditions, DiffusionPipeline
 from unirl.types.rollout import RolloutResp
 from unirl.types.segments import LatentSegment, TextSegment
 

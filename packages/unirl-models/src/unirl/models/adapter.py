@@ -19,7 +19,7 @@ from unirl.sde.loop import Velocity
 from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Modality, Primitive, Videos
-from unirl.types.protocols import Conditions, ModelBundle
+from unirl.types.protocols.models import Conditions, ModelBundle
 from unirl.types.sampling import DiffusionSamplingParams
 
 # The model's clock: a flow-matching transformer is fed 1000 sigma. Kept in float: int timesteps would merge noise

@@ -25,7 +25,7 @@ from unirl.models.text_adapter import TextAdapter
 from unirl.models.token_sampling import draw, uniforms
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplayedTokens:
-    """Every token of a segment under the present weights, in its order; see `unirl.types.protocols.TokenStats`."""
+    """Every token of a segment under the present weights, in its order (`unirl.types.protocols.models.TokenStats`)."""
 
     logp_N: Tensor
     """[N] float32, nats."""
@@ -72,7 +72,7 @@ class ARStage:
         noise_keys: Sequence[str],
         any_rank: Callable[[bool], bool] | None = None,
     ) -> TextSegment:
-        """Completions of B prompts, see `unirl.types.protocols.AutoregressivePipeline.generate`.
+        """Completions of B prompts, see `unirl.types.protocols.models.AutoregressivePipeline.generate`.
 
         Raises ContractError where sizes disagree.
         """

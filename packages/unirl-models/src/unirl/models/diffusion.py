@@ -24,7 +24,7 @@ from unirl.sde.solvers import DPMSolverPP2M, Solver, UniPCSolver
 from unirl.types.branching import Branching
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.precision import DTYPES
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 

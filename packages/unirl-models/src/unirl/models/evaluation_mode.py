@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from unirl.types.protocols import ModelBundle
+from unirl.types.protocols.models import ModelBundle
 
 
 @contextmanager

@@ -16,7 +16,7 @@ AnyRank = Callable[[bool], bool]
 
 
 class RankFollowing:
-    """What the bundle of several experts adds to its base. Implements unirl.types.protocols.RoutesRows.
+    """What the bundle of several experts adds to its base. Implements unirl.types.protocols.models.RoutesRows.
 
     any_rank: what its velocity gives to `routed`; None until a backend has spread the experts over ranks.
     """

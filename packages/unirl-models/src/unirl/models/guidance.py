@@ -20,7 +20,7 @@ from unirl.models.adapter import select_rows
 from unirl.models.guidance_rules import guidance_problem, input_problem
 from unirl.sde.loop import Velocity
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 INTERVAL_KEY = "guidance_interval"

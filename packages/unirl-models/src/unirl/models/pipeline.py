@@ -1,6 +1,6 @@
 """The object that engines and trainers hold: an adapter, a kernel and a sigma schedule under one roof.
 
-Implements `unirl.types.protocols.DiffusionPipeline`. Shape letters: see `unirl.models`.
+Implements `unirl.types.protocols.models.DiffusionPipeline`. Shape letters: see `unirl.models`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unirl.sde.kernels import SDEStrategy
 from unirl.sde.schedule import Schedule
 from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Videos
-from unirl.types.protocols import Conditions, ModelBundle
+from unirl.types.protocols.models import Conditions, ModelBundle
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 

@@ -16,7 +16,7 @@ from unirl.models.token_scores import ScoringHead
 from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
-from unirl.types.protocols import Conditions, ModelBundle
+from unirl.types.protocols.models import Conditions, ModelBundle
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 

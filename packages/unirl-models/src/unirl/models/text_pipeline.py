@@ -1,6 +1,6 @@
 """The object that engines and trainers hold: a text adapter and its stage under one roof.
 
-Implements `unirl.types.protocols.AutoregressivePipeline`.
+Implements `unirl.types.protocols.models.AutoregressivePipeline`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unirl.models.evaluation_mode import evaluating
 from unirl.models.text_adapter import LanguageBundle, TextAdapter
 from unirl.types.conditions import Condition
 from unirl.types.media import Primitive, Texts
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 

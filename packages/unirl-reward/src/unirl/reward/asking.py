@@ -10,7 +10,7 @@ import torch
 
 from unirl.reward.base import SAMPLE_ERRORS, Isolation, LocalScorer, describe_failures
 from unirl.types.errors import ConfigError, ContractError, RewardError
-from unirl.types.protocols import Scorer
+from unirl.types.protocols.rewards import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
 FailurePolicy = Literal["raise", "retry", "drop_group"]

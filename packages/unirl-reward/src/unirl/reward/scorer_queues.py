@@ -19,7 +19,7 @@ import torch
 
 from unirl.reward.base import LocalScorer
 from unirl.types.errors import ContractError
-from unirl.types.protocols import ConcurrentScorer, Scorer
+from unirl.types.protocols.rewards import ConcurrentScorer, Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from unirl.reward.scorer_queues import ScorerQueues, Stream, Ticket, gauges
 from unirl.reward.shaping import LengthShaping, TruncatedReward
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import Closeable, ConcurrentScorer, Scorer
+from unirl.types.protocols.closing import Closeable
+from unirl.types.protocols.rewards import ConcurrentScorer, Scorer
 from unirl.types.reward import RewardRequest, RewardResponse, reward_request, reward_requests
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import Credit, RolloutResp

@@ -1,1 +1,1 @@
-"""Rollout engines behind one protocol (`unirl.types.protocols.RolloutEngine`)."""
+"""Rollout engines behind one protocol (`unirl.types.protocols.engines.RolloutEngine`)."""

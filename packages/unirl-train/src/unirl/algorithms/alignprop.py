@@ -14,7 +14,8 @@ from torch import Tensor
 from unirl.algorithms.reward_gradient import Denoising, RewardGradient, unrolled
 from unirl.sde.noise import keyed_uniform
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 Truncation = Literal["random", "full"]
 

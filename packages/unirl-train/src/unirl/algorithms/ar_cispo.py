@@ -14,7 +14,8 @@ from unirl.algorithms.losses import bounded_ratio
 from unirl.algorithms.token_losses import truncated_ratio_loss
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.types.bounds import Bounds, UnitInterval, bounded
-from unirl.types.protocols import AutoregressivePipeline, PolicyStore
+from unirl.types.protocols.models import AutoregressivePipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -20,7 +20,8 @@ from unirl.algorithms.teacher import require_same_tokens
 from unirl.algorithms.tokens import TrainedTokens, text_segment
 from unirl.types.bounds import NonNegative, Positive, bounded
 from unirl.types.errors import ContractError
-from unirl.types.protocols import AutoregressivePipeline, PolicyStore, TokenStats
+from unirl.types.protocols.models import AutoregressivePipeline, TokenStats
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.sampling import ARSamplingParams
 
 

@@ -16,7 +16,8 @@ from unirl.algorithms.token_losses import Divergence, binary_divergence, require
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.types.bounds import PositiveOrInf, bounded
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import AutoregressivePipeline, PolicyStore
+from unirl.types.protocols.models import AutoregressivePipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -13,7 +13,8 @@ from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.token_losses import regularised_loss
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.types.bounds import PositiveOrInf, bounded
-from unirl.types.protocols import AutoregressivePipeline, PolicyStore
+from unirl.types.protocols.models import AutoregressivePipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -20,7 +20,8 @@ from unirl.algorithms.schedules import clip_factor, require_clip_schedule
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.types.bounds import Bounds, Positive, PositiveFraction, bounded
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import AutoregressivePipeline, PolicyStore
+from unirl.types.protocols.models import AutoregressivePipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

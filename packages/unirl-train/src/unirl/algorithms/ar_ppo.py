@@ -22,7 +22,8 @@ from unirl.algorithms.token_losses import sequence_sum
 from unirl.algorithms.tokens import TrainedTokens
 from unirl.algorithms.values import explain_variance, report_values, value_loss
 from unirl.types.bounds import NonNegative, Positive, PositiveOrInf, UnitInterval, bounded
-from unirl.types.protocols import AutoregressivePipeline, ModuleStore, TokenStats
+from unirl.types.protocols.models import AutoregressivePipeline, TokenStats
+from unirl.types.protocols.training import ModuleStore
 from unirl.types.training import OptimizerConfig
 
 

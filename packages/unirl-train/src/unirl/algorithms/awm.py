@@ -25,7 +25,8 @@ from unirl.algorithms.losses import clipped_surrogate, matching_logp, velocity_d
 from unirl.algorithms.old_logp import REPLAYED
 from unirl.types.bounds import NonNegative, PositiveFraction, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 Weighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 AVERAGE = "ema"

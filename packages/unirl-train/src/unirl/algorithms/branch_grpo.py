@@ -20,7 +20,8 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.branching import Branching
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.rollout import RolloutTrack
 from unirl.types.segments import LatentSegment
 

@@ -17,7 +17,8 @@ from unirl.algorithms.flow_dppo import FlowDPPO
 from unirl.algorithms.losses import prefix_budget
 from unirl.algorithms.transitions import TransitionRows
 from unirl.types.bounds import NonNegativeOrInf, PositiveFraction, bounded
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -17,7 +17,8 @@ from unirl.algorithms.losses import centred_reward_loss, implicit_reward, optima
 from unirl.algorithms.old_policy import FollowedByOldPolicy
 from unirl.algorithms.schedules import OldPolicyDecay
 from unirl.types.bounds import Positive, PositiveInt, bounded
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import DiffusionPipeline
+from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.segments import LatentSegment
 
 

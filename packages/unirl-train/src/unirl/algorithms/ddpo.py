@@ -16,7 +16,8 @@ from unirl.algorithms.losses import clipped_surrogate
 from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
 from unirl.types.bounds import OpenUnitInterval, bounded
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 Estimator = Literal["score_function", "importance_sampling"]
 DEFAULT_CLIP = 1e-4

@@ -15,7 +15,8 @@ from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_clipp
 from unirl.algorithms.forward_process import GroupedForwardProcess
 from unirl.algorithms.losses import group_preference_loss, velocity_distance
 from unirl.types.bounds import Positive, PositiveInt, PositiveOrInf, bounded
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -24,7 +24,8 @@ from unirl.algorithms.teacher import require_same_latents
 from unirl.sde.noise import keyed_permutation
 from unirl.types.bounds import NonNegative, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import Conditions, DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import Conditions, DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment

@@ -18,7 +18,8 @@ from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
 from unirl.algorithms.forward_process import ForwardRows, GroupedForwardProcess
 from unirl.algorithms.losses import preference_loss, velocity_distance
 from unirl.types.bounds import Positive, bounded
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -15,7 +15,8 @@ from unirl.algorithms.losses import clipped_surrogate
 from unirl.algorithms.schedules import clip_factor, require_clip_schedule
 from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
 from unirl.types.bounds import OpenUnitInterval, bounded
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -17,7 +17,8 @@ from unirl.algorithms.losses import nft_loss, optimality, velocity_distance
 from unirl.algorithms.old_policy import OLD, FollowedByOldPolicy
 from unirl.types.bounds import Positive, bounded
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 

@@ -13,7 +13,8 @@ from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.ddpo import DDPO
 from unirl.algorithms.transitions import TransitionRows
 from unirl.types.bounds import NonNegative, bounded
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -16,7 +16,8 @@ from unirl.sde.forward import interpolate, predict_x0
 from unirl.sde.noise import keyed_normal
 from unirl.types.bounds import NonNegativeInt, PositiveInt, bounded
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -19,7 +19,8 @@ from unirl.sde.noise import keyed_uniform
 from unirl.sde.rows import over_rows
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -27,7 +27,8 @@ from unirl.sde.forward import interpolate, velocity_target
 from unirl.sde.noise import keyed_normal, keyed_permutation, keyed_uniform
 from unirl.types.bounds import NonNegative, PositiveFraction, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment

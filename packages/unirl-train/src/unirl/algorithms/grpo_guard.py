@@ -19,7 +19,8 @@ from unirl.algorithms.transitions import TransitionRows
 from unirl.sde.likelihood import transition_kl
 from unirl.types.bounds import OpenUnitInterval, bounded
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from unirl.algorithms.forward_process import ForwardProcessAlgorithm, ForwardRows
 from unirl.algorithms.schedules import OldPolicyDecay
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 OLD = "old"
 """Name of the copy."""

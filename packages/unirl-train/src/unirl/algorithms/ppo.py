@@ -21,7 +21,8 @@ from unirl.algorithms.gae import generalized_advantages
 from unirl.algorithms.values import explain_variance, report_values, value_loss
 from unirl.sde.loop import transition_rows
 from unirl.types.bounds import NonNegative, Positive, PositiveOrInf, UnitInterval, bounded
-from unirl.types.protocols import DiffusionPipeline, ModuleStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import ModuleStore
 from unirl.types.training import OptimizerConfig
 
 

@@ -17,7 +17,8 @@ from unirl.algorithms.kl import AdaptiveKL, adapted_coefficient
 from unirl.algorithms.losses import MAX_LOG_RATIO
 from unirl.sde.likelihood import code_kl, transition_kl
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import PolicyStore, TransitionStats
+from unirl.types.protocols.models import TransitionStats
+from unirl.types.protocols.training import PolicyStore
 
 KLEstimator = Literal["exact", "flow_grpo", "k1", "k2", "k3"]
 METRIC = "policy/reference_kl"

@@ -18,7 +18,8 @@ from unirl.sde.forward import interpolate, predict_x0, velocity_target
 from unirl.sde.noise import keyed_normal, keyed_uniform
 from unirl.types.bounds import NonNegative, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 
 
 @bounded("algorithm")

@@ -32,7 +32,9 @@ from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
 from unirl.types.bounds import NonNegative, Positive, PositiveInt, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images
-from unirl.types.protocols import DifferentiableReward, DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.rewards import DifferentiableReward
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.reward import RewardRequest, request_for_track
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams

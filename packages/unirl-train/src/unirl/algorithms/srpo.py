@@ -20,7 +20,9 @@ from unirl.sde.noise import keyed_normal, keyed_uniform
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
-from unirl.types.protocols import DifferentiableReward, DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.rewards import DifferentiableReward
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.reward import RewardRequest
 
 

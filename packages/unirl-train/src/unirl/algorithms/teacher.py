@@ -7,7 +7,7 @@ import torch
 from unirl.sde.noise import keyed_normal
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images
-from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline
+from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
 from unirl.types.sampling import DiffusionSamplingParams
 
 PIXEL_TOLERANCE = 0.05

@@ -38,7 +38,8 @@ from unirl.algorithms.token_losses import (
 )
 from unirl.types.bounds import NonNegative, PositiveInt, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import AutoregressivePipeline, PolicyStore, TokenStats
+from unirl.types.protocols.models import AutoregressivePipeline, TokenStats
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment

@@ -32,7 +32,8 @@ from unirl.sde.loop import transition_rows
 from unirl.sde.noise import keyed_permutation
 from unirl.types.bounds import NonNegative, PositiveFraction, PositiveInt, PositiveOrInf, Seed, bounded
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import DiffusionPipeline, PolicyStore, TransitionStats
+from unirl.types.protocols.models import DiffusionPipeline, TransitionStats
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.tensor.transport import outgoing
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import Closeable
+from unirl.types.protocols.closing import Closeable
 from unirl.types.roles import MeshPlace, Placed, RemoteMethod, remote_method
 from unirl.types.rollout import RolloutResp
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from unirl.train.backend.policies import CURRENT_POLICY
 from unirl.types.errors import CheckpointError, ConfigError
-from unirl.types.protocols import ModelBundle, TrainBackend
+from unirl.types.protocols.models import ModelBundle
+from unirl.types.protocols.training import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.storage import open_to_umask
 from unirl.types.weights import LostUpdate, UpdateTally

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unirl.train.optim import local_part, summed_over_shards
-from unirl.types.protocols import TrainBackend
+from unirl.types.protocols.training import TrainBackend
 
 
 class GradientBalance:

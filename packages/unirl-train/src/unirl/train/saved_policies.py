@@ -9,11 +9,11 @@ from torch import Tensor
 
 from unirl.train.names import below, joined
 from unirl.types.errors import CheckpointError
-from unirl.types.protocols import TrainBackend
+from unirl.types.protocols.training import TrainBackend
 
 
 class SavedState(Protocol):
-    """What a checkpointer needs of a backend; see `unirl.types.protocols.TrainBackend`, which has it."""
+    """What a checkpointer needs of a backend; see `unirl.types.protocols.training.TrainBackend`, which has it."""
 
     @property
     def policy_names(self) -> tuple[str, ...]:

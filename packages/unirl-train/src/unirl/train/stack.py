@@ -26,7 +26,7 @@ from unirl.train.track_loss import TrackLoss, track_losses
 from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
 from unirl.types.copies import copies_word
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import TrainBackend
+from unirl.types.protocols.training import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.segments import SizedLatents

@@ -13,7 +13,8 @@ from unirl.config.schema import Component, PolicySections, components
 from unirl.config.signatures import read_target
 from unirl.train.export import Exporter
 from unirl.train.stack import TrainStack
-from unirl.types.protocols import ModelBundle, TrainBackend
+from unirl.types.protocols.models import ModelBundle
+from unirl.types.protocols.training import TrainBackend
 from unirl.types.recipe import Part, Policy
 
 Built = Any  # Any: what a recipe names

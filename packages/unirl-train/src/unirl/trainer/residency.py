@@ -21,7 +21,7 @@ from typing import Literal
 from unirl.config.schema import Residency
 from unirl.distributed.runtime import Runtime
 from unirl.trainer.roles import BackendRole, EngineRole, RewardRole
-from unirl.types.protocols import Offloadable
+from unirl.types.training import Offloadable
 
 Resident = Literal["engine", "weights", "optimizer", "reward"]
 SAMPLING = frozenset({"rollout", "reward", "eval"})

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 from unirl.distributed.runtime import Future, Held
 from unirl.train.stack import TrainStepResult
 from unirl.types.media import Primitive
-from unirl.types.protocols import OFFLOADABLE, Offloadable
 from unirl.types.rollout import DiffusionPlan, RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.training import OFFLOADABLE, Offloadable
 
 
 class EngineRole(Protocol):
-    """See unirl.types.protocols.RolloutEngine."""
+    """See unirl.types.protocols.engines.RolloutEngine."""
 
     @property
     def submit(self) -> EngineFutures:
@@ -52,7 +52,7 @@ class EngineFutures(Protocol):
 
 
 class DiffusionEngineRole(EngineRole, Protocol):
-    """See unirl.types.protocols.DiffusionRolloutEngine."""
+    """See unirl.types.protocols.engines.DiffusionRolloutEngine."""
 
     def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
         """What is pinned on requests of these parameters."""
@@ -128,7 +128,7 @@ class StackRole(Protocol):
 
 
 class BackendRole(Protocol):
-    """See unirl.types.protocols.TrainBackend."""
+    """See unirl.types.protocols.training.TrainBackend."""
 
     def offload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:
         """Move parts of what trains to host memory."""

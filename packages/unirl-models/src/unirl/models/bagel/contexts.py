@@ -26,7 +26,7 @@ from unirl.models.bagel.layout import KeyValues, Kind, Layout, Prefix, Segment
 from unirl.models.bagel.vision import Grid
 from unirl.types.conditions import ImagePatchCondition, TextTokenCondition
 from unirl.types.errors import ContractError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from unirl.models.extras import from_extra
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Modality, Videos
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 with from_extra("diffusers"):

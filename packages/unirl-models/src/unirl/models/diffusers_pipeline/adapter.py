@@ -31,7 +31,7 @@ from unirl.sde.timesteps import Spacing
 from unirl.types.conditions import Condition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Modality, Primitive, Texts, Videos
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 BundleT = TypeVar("BundleT", bound=DiffusersBundle)

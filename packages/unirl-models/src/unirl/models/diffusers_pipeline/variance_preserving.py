@@ -20,7 +20,7 @@ from unirl.sde.schedule import Convention
 from unirl.sde.timesteps import Spacing, TimestepSchedule
 from unirl.sde.variance_preserving import PredictionType, flow_velocity, from_flow, to_flow
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 BundleT = TypeVar("BundleT", bound=DiffusersBundle)

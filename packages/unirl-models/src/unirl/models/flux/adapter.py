@@ -14,7 +14,7 @@ from unirl.models.flux.bundle import FluxBundle
 from unirl.models.guidance import check_distilled_guidance, refuse_guidance
 from unirl.models.patches import packed_2x2, places, unpacked_2x2
 from unirl.types.conditions import TextEmbedCondition
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 FluxBundleT = TypeVar("FluxBundleT", bound=FluxBundle)

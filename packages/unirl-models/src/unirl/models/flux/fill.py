@@ -15,7 +15,7 @@ from unirl.models.flux.bundle import FluxFillBundle
 from unirl.models.patches import packed_2x2
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.media import Primitive
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 MASKED = "masked"

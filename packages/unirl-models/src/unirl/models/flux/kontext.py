@@ -24,7 +24,7 @@ from unirl.models.patches import places
 from unirl.models.ragged_rows import in_groups
 from unirl.types.conditions import Condition, ImagePatchCondition, TextEmbedCondition
 from unirl.types.media import Primitive
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 TRAINED_SIZES = (

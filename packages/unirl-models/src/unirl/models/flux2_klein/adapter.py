@@ -29,7 +29,7 @@ from unirl.models.ragged_rows import in_groups
 from unirl.sde.schedule import Convention, SigmaSchedule
 from unirl.types.conditions import Condition, ImagePatchCondition, TextEmbedCondition
 from unirl.types.media import Primitive
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 LARGEST_AREA = 1024 * 1024

@@ -11,7 +11,7 @@ from unirl.models.guidance import check_distilled_guidance
 from unirl.models.hunyuan_image.bundle import HunyuanImageBundle
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 RELEASED_GUIDANCE = 3.25

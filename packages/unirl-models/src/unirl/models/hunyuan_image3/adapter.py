@@ -29,7 +29,7 @@ from unirl.sde.loop import Velocity
 from unirl.types.conditions import Condition, TextTokenCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Primitive, Texts, Videos
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 THOUGHT = "thought"

@@ -22,7 +22,7 @@ from unirl.models.hunyuan_image3.layout import Grid, Layout, Segment
 from unirl.models.packed_rows import KeyValues, Prefix
 from unirl.types.conditions import ExpertCondition, TextTokenCondition
 from unirl.types.errors import ContractError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 
 
 class BoundVelocity:

@@ -18,7 +18,7 @@ from unirl.models.hunyuan_image3.model import ImageParts
 from unirl.models.hunyuan_image3.template import WordIds
 from unirl.types.conditions import ImagePatchCondition
 from unirl.types.errors import ContractError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from unirl.models.adapter import require_condition
 from unirl.types.conditions import ExpertCondition
 from unirl.types.errors import ContractError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 
 EXPERTS = "experts"
 """Slot of the experts that tokens went to."""

@@ -22,7 +22,7 @@ from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition, ExpertCondition, PromptCondition
 from unirl.types.errors import ContractError
 from unirl.types.precision import DTYPES
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 

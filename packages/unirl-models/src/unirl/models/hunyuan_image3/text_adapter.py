@@ -21,7 +21,7 @@ from unirl.models.text_adapter import TextAdapter
 from unirl.types.conditions import Condition, ExpertCondition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 

@@ -10,7 +10,7 @@ from unirl.models.guidance import check_distilled_guidance
 from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle
 from unirl.models.hunyuan_video.latents import ScaledVideoLatents
 from unirl.types.conditions import TextEmbedCondition
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 

@@ -19,7 +19,7 @@ from unirl.models.known_latents import towards
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Primitive, Videos
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 IMAGE_SHARE = 0.001

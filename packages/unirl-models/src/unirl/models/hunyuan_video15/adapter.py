@@ -11,7 +11,7 @@ from unirl.models.hunyuan_video.latents import ScaledVideoLatents
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 

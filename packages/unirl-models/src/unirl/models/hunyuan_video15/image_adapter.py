@@ -18,7 +18,7 @@ from unirl.models.embedding_cache import Embedding, content_key, tensor_digest
 from unirl.models.hunyuan_video15.adapter import HunyuanVideo15Adapter
 from unirl.types.conditions import Condition, ImageEmbedCondition, ImageLatentCondition
 from unirl.types.media import Primitive, Videos
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 

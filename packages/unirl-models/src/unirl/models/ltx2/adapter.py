@@ -17,7 +17,7 @@ from unirl.models.ltx2.bundle import LTX2Bundle
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Audios, Images, Modality, Videos
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 FRAMES_PER_SECOND = 24.0

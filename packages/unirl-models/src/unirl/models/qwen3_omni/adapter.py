@@ -18,7 +18,7 @@ from unirl.models.qwen_vl.images import Grid
 from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition, SoundFrameCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Audios, Primitive, Texts
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
 
 with from_extra("transformers"):

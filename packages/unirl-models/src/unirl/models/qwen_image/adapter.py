@@ -13,7 +13,7 @@ from unirl.models.guidance import extrapolate
 from unirl.models.patches import packed_2x2, unpacked_2x2
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.types.conditions import TextEmbedCondition
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 

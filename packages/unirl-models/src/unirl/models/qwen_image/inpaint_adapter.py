@@ -17,7 +17,7 @@ from unirl.models.qwen_image.adapter import QwenImageAdapter
 from unirl.sde.loop import Velocity
 from unirl.types.conditions import Condition, ImageLatentCondition
 from unirl.types.media import Primitive
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 KNOWN = "known"

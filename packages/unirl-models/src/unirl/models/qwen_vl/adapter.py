@@ -18,7 +18,7 @@ from unirl.models.text_adapter import TextAdapter
 from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import ImageLists, Images, Primitive, Texts
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
 
 PLACEHOLDERS = {

@@ -12,7 +12,7 @@ from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.sana.bundle import SanaBundle
 from unirl.models.sana.text import instructed, plain
 from unirl.types.conditions import TextEmbedCondition
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 

@@ -10,7 +10,7 @@ from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 

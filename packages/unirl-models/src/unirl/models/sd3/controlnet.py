@@ -22,7 +22,7 @@ from unirl.models.sd3.bundle import SD3Bundle
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 with from_extra("diffusers"):

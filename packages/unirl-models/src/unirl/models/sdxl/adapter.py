@@ -15,7 +15,7 @@ from unirl.models.sdxl.bundle import SDXLBundle
 from unirl.types.conditions import Condition, TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 ZERO_NEGATIVE_KEY = "zeros_for_empty_prompt"

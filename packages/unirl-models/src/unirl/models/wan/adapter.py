@@ -19,7 +19,7 @@ from unirl.models.wan.bundle import WanBundle
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Modality, Videos
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 WanBundleT = TypeVar("WanBundleT", bound=WanBundle)

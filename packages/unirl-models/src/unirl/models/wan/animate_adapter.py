@@ -20,7 +20,7 @@ from unirl.models.wan.image_adapter import GREY, WanImageAdapter
 from unirl.types.conditions import Condition, ImageLatentCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Primitive, Videos, pixel_bytes
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 SCENE = ("background", "mask")

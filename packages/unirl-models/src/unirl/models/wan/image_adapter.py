@@ -21,7 +21,7 @@ from unirl.models.wan.bundle import WanImageBundle
 from unirl.types.conditions import Condition, ImageEmbedCondition, ImageLatentCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Videos
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 GREY = 0.5

@@ -19,7 +19,7 @@ from unirl.models.wan.bundle import WanVACEBundle
 from unirl.types.conditions import Condition, ImageLatentCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Videos
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 NUM_REFERENCES_KEY = "num_reference_images"

@@ -12,7 +12,7 @@ from unirl.models.guidance import refuse_guidance
 from unirl.models.z_image.bundle import ZImageBundle
 from unirl.models.z_image.rules import BASE_CHECKPOINT
 from unirl.types.conditions import TextEmbedCondition
-from unirl.types.protocols import Conditions
+from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 

@@ -9,14 +9,15 @@ from typing import ClassVar
 from unirl.rollout.checks import diffusion_params
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive
-from unirl.types.protocols import ChunkListener, DiffusionPipeline
+from unirl.types.protocols.engines import ChunkListener
+from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 
 
 class BaseRolloutEngine(ABC):
-    """Base of the engines. Implements unirl.types.protocols.RolloutEngine, all but `generate`.
+    """Base of the engines. Implements unirl.types.protocols.engines.RolloutEngine, all but `generate`.
 
     The class attributes say what an engine can do and needs. `trainer check` reads them without importing the engine,
     so a class that differs from a default sets the attribute to a literal.
@@ -41,7 +42,7 @@ class BaseRolloutEngine(ABC):
     """Keyword of its constructor without which `sleep` frees nothing; None where there is none."""
     has_own_weights: ClassVar[bool] = False
     """Whether it samples with a copy of the weights that the policy must be pushed to (a WeightReceiver of
-    unirl.types.protocols), so that the recipe needs a `sync` section."""
+    unirl.types.protocols.engines), so that the recipe needs a `sync` section."""
     adapter_option: ClassVar[str | None] = None
     """Keyword of its constructor that says whether adapters are pushed instead of whole weights; None where either
     may come at any time."""
@@ -109,7 +110,7 @@ class BaseRolloutEngine(ABC):
 
 
 class BaseDiffusionEngine(BaseRolloutEngine):
-    """Base of the engines of diffusion models. Implements unirl.types.protocols.DiffusionRolloutEngine."""
+    """Base of the engines of diffusion models. Implements unirl.types.protocols.engines.DiffusionRolloutEngine."""
 
     @abstractmethod
     def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:

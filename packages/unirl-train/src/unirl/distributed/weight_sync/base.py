@@ -20,7 +20,9 @@ from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, WeightSyncError
 from unirl.types.media import Primitive
 from unirl.types.precision import dtype_named
-from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PolicyStore, PushTarget, TrainBackend
+from unirl.types.protocols.engines import PushTarget
+from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore, TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.sampling import (
     ARSamplingParams,

@@ -13,7 +13,8 @@ from torch import Tensor
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 from unirl.types.media import Images, Primitive, Texts
 from unirl.types.noise import noise_keys
-from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PushTarget
+from unirl.types.protocols.engines import PushTarget
+from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
 from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment

@@ -8,7 +8,9 @@ from unirl.distributed.weight_sync.base import CANARY_PROMPTS, WeightSync
 from unirl.distributed.weight_sync.transports.base import TransportName
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import WeightSyncError
-from unirl.types.protocols import AutoregressivePipeline, DiffusionPipeline, PushTarget, TrainBackend
+from unirl.types.protocols.engines import PushTarget
+from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
+from unirl.types.protocols.training import TrainBackend
 from unirl.types.sampling import BaseSamplingParams, Precision
 from unirl.types.weights import WeightReceipt, WeightSpec, weight_buckets
 

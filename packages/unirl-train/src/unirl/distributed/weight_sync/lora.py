@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from unirl.distributed.weight_sync.base import WeightSync
 from unirl.types.errors import WeightSyncError
-from unirl.types.protocols import PushTarget
+from unirl.types.protocols.engines import PushTarget
 from unirl.types.weights import WeightBucket, WeightReceipt, weight_spec
 
 

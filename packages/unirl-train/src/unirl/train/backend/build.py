@@ -23,7 +23,7 @@ from unirl.train.lora import inject_lora
 from unirl.train.precision import check_frozen_dtype, keep_in
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols import ModelBundle
+from unirl.types.protocols.models import ModelBundle
 from unirl.types.weights import AdapterConfig
 
 

@@ -23,7 +23,7 @@ from unirl.train.lora import adapters_disabled
 from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError, TrainingError
-from unirl.types.protocols import ModelBundle, RoutesRows
+from unirl.types.protocols.models import ModelBundle, RoutesRows
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @bounded("backend")
 class FSDPBackend:
-    """Owns what trains: full fine-tuning, or LoRA with `lora`. Implements unirl.types.protocols.TrainBackend.
+    """Owns what trains: full fine-tuning, or LoRA with `lora`. Implements unirl.types.protocols.training.TrainBackend.
 
     On one device with param_dtype "fp32" nothing is wrapped: the model runs as it is. Otherwise every block and then
     the root of each trainable component is sharded by FSDP2 over the mesh of `topology` (one dimension, or HSDP with
@@ -304,7 +304,7 @@ class FSDPBackend:
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank; `value` itself where the model is not sharded. Implements
-        unirl.types.protocols.ShardedPolicyStore. Every rank calls it; a collective inside where sharded."""
+        unirl.types.protocols.training.ShardedPolicyStore. Every rank calls it; a collective inside where sharded."""
         if not self.is_sharded or self.dp_size == 1:
             return value
         return bool(self.all_reduce_max(torch.tensor(float(value), device=self.device)))

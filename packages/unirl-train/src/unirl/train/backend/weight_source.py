@@ -16,7 +16,9 @@ from unirl.types.weights import AdapterConfig, UpdateTally, qualified, qualified
 
 
 class PolicyWeights:
-    """Reads policies tensor by tensor, for an engine or for a file. Implements unirl.types.protocols.WeightSource.
+    """Reads policies tensor by tensor, for an engine or for a file.
+
+    Implements unirl.types.protocols.training.WeightSource.
 
     modules: by component. adapter: of LoRA, None for full fine-tuning. before_reading: called before frozen weights are
     read (sharding drops stale gathered copies). Every rank calls every method: sharded tensors are gathered.

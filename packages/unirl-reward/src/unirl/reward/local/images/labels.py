@@ -10,7 +10,7 @@ from unirl.reward.catalog import CATALOG
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.preference import given_score
-from unirl.types.protocols import Scorer
+from unirl.types.protocols.rewards import Scorer
 from unirl.types.reward import RewardRequest
 
 

@@ -30,7 +30,7 @@ from unirl.rollout.engine.child.process import interpreter
 from unirl.rollout.engine.push import check_version, refuse_other, refuse_unkept
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
 from unirl.types.owned_folder import OwnedFolder
-from unirl.types.protocols import PolicyStore
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
@@ -40,7 +40,7 @@ _MAX_ATTEMPTS = 4
 
 class ChildEngine(BaseRolloutEngine):
     """An engine whose model lives in other processes, where the policy is pushed as files. Implements WeightReceiver of
-    unirl.types.protocols.
+    unirl.types.protocols.engines.
 
     The processes start with the object and load while the trainer does; the first call waits for them. Another takes
     the place of one that dies: it is given the policy that was pushed last, must answer as the others did right after

@@ -13,7 +13,8 @@ from unirl.types.batch import rows_by
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_keys
-from unirl.types.protocols import DiffusionPipeline, DiffusionRolloutEngine, TextRolloutEngine
+from unirl.types.protocols.engines import DiffusionRolloutEngine, TextRolloutEngine
+from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams

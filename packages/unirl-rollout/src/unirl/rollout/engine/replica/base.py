@@ -12,14 +12,17 @@ from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.types.precision import dtype_named
-from unirl.types.protocols import ChunkListener, ModelBundle, PolicyStore
+from unirl.types.protocols.engines import ChunkListener
+from unirl.types.protocols.models import ModelBundle
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.sampling import Precision
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
 
 class PushedWeights:
-    """Takes pushes into weights of this process: WeightReceiver of unirl.types.protocols. The engine says which."""
+    """Takes pushes into weights of this process, the engine says which. Implements
+    unirl.types.protocols.engines.WeightReceiver."""
 
     _weights: ReplicaWeights
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from unirl.rollout.engine.replica.base import PushedSampling
 from unirl.rollout.engine.trainside.engine import MediaBits, TrainsideRolloutEngine
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.protocols import DiffusionPipeline, ModelBundle, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline, ModelBundle
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.sampling import Precision
 
 

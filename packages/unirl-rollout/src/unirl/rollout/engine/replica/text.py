@@ -5,7 +5,8 @@ from __future__ import annotations
 from unirl.rollout.engine.replica.base import PushedSampling
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.protocols import AutoregressivePipeline, ModelBundle, PolicyStore
+from unirl.types.protocols.models import AutoregressivePipeline, ModelBundle
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.sampling import Precision
 
 

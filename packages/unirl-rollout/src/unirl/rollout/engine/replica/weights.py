@@ -33,7 +33,7 @@ class ReplicaWeights:
     """The trainable modules of a bundle that one engine alone owns, as the receiver of pushes.
 
     modules: by component, changed in place. dtype: of the parameters, what pushes must bring. policy_version: of the
-    policy that the modules start as. Methods: see `unirl.types.protocols.WeightReceiver`.
+    policy that the modules start as. Methods: see `unirl.types.protocols.engines.WeightReceiver`.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from unirl.rollout.engine.served_text.call import (
 )
 from unirl.rollout.text_checks import text_params
 from unirl.types.errors import ContractError, UniRLError, WeightSyncError
-from unirl.types.protocols import TextCodec
+from unirl.types.protocols.models import TextCodec
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 

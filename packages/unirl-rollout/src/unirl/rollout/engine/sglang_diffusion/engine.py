@@ -20,7 +20,8 @@ from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.sampling import DiffusionSamplingParams, Precision
 
 logger = logging.getLogger(__name__)

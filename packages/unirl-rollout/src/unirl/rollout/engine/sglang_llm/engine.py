@@ -29,7 +29,8 @@ from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
 from unirl.types.bounds import Bounds, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import PolicyStore, TextCodec
+from unirl.types.protocols.models import TextCodec
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.sampling import Precision
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ _ON_A_CPU: dict[str, str | int | float | bool] = {
 
 @bounded("engine")
 class SGLangRolloutEngine(ServedTextEngine):
-    """Samples completions with SGLang. Implements RolloutEngine and WeightReceiver of unirl.types.protocols.
+    """Samples completions with SGLang. Implements RolloutEngine and WeightReceiver of unirl.types.protocols.engines.
 
     Images of prompts travel with the request, in 8 bits, and SGLang must count as many tokens as the pipeline did.
 

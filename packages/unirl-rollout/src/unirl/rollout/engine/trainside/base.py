@@ -12,7 +12,8 @@ import torch
 
 from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.types.errors import ConfigError
-from unirl.types.protocols import ChunkListener, PolicyStore
+from unirl.types.protocols.engines import ChunkListener
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.storage import save_rollout

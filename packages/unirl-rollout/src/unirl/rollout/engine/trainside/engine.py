@@ -22,7 +22,8 @@ from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Videos
-from unirl.types.protocols import DiffusionPipeline, PolicyStore
+from unirl.types.protocols.models import DiffusionPipeline
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.rollout import RolloutReq, RolloutResp
 
 MediaBits = Literal[8, 32]

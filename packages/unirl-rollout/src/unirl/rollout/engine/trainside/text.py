@@ -8,7 +8,8 @@ from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.rollout.text_checks import text_params, verify_text_segment
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.noise import noise_key
-from unirl.types.protocols import AutoregressivePipeline, ShardedPolicyStore
+from unirl.types.protocols.models import AutoregressivePipeline
+from unirl.types.protocols.training import ShardedPolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 

@@ -15,13 +15,9 @@ from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.copies import copies_of
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
-from unirl.types.protocols import (
-    DiffusionPipeline,
-    DiffusionRolloutEngine,
-    ShardedPolicyStore,
-    TextRolloutEngine,
-    ThoughtPipeline,
-)
+from unirl.types.protocols.engines import DiffusionRolloutEngine, TextRolloutEngine
+from unirl.types.protocols.models import DiffusionPipeline, ThoughtPipeline
+from unirl.types.protocols.training import ShardedPolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutTrack
 from unirl.types.sampling import ComposedSamplingParams, DiffusionSamplingParams

@@ -14,7 +14,8 @@ from unirl.rollout.engine.vllm_llm.messages import CODEC, Ready
 from unirl.rollout.engine.written_for import VLLM
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols import PolicyStore, TextCodec
+from unirl.types.protocols.models import TextCodec
+from unirl.types.protocols.training import PolicyStore
 from unirl.types.sampling import Precision
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ _DTYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": 
 
 @bounded("engine")
 class VLLMRolloutEngine(ServedTextEngine):
-    """Samples completions with vLLM. Implements RolloutEngine of unirl.types.protocols; see ChildEngine and
+    """Samples completions with vLLM. Implements RolloutEngine of unirl.types.protocols.engines; see ChildEngine and
     ServedTextEngine.
 
     Images of prompts travel with the request, in 8 bits, and vLLM must read the tokens that the pipeline made of them.

@@ -9,7 +9,7 @@ from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.rollout.engine.unified.engine import ThinkingEngine, only_policy
 from unirl.rollout.engine.vllm_omni.engine import VLLMOmniEngine
 from unirl.types.bounds import Positive, PositiveInt, bounded
-from unirl.types.protocols import ShardedPolicyStore
+from unirl.types.protocols.training import ShardedPolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.sampling import Precision
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
@@ -87,7 +87,7 @@ class VLLMOmniUnifiedEngine(ThinkingEngine):
         """One copy of the weights for both."""
         return policy, policy
 
-    # Pushes and residency are of what draws. WeightReceiver of unirl.types.protocols.
+    # Pushes and residency are of what draws. WeightReceiver of unirl.types.protocols.engines.
 
     @property
     def policy_version(self) -> int:

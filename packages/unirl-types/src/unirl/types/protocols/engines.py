@@ -1,0 +1,130 @@
+"""What a rollout engine offers, and what it takes where its policy is pushed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from unirl.types.media import Primitive
+from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
+
+ChunkListener = Callable[[RolloutResp], None]
+"""Called with samples that are ready."""
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Generates responses. `unirl.rollout.engine.base.BaseRolloutEngine` has defaults, and says what an engine can."""
+
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """One sample for every row of the request, in its order.
+
+        policy: name of a kept copy of the weights to sample from; None is the policy that trains.
+        """
+        ...
+
+    def check_prompts(self, req: RolloutReq) -> None:
+        """Raise ConfigError where a prompt cannot be sampled from. Generates nothing."""
+        ...
+
+    def announce_to(self, listener: ChunkListener) -> None:
+        """From now on call `listener` with each chunk of a response as soon as it is made, in the order of the request.
+
+        Raises ConfigError in an engine that makes whole responses only.
+        """
+        ...
+
+    def abort(self) -> None:
+        """End the `generate` that runs in another thread: it returns what it has, unfinished samples ABORTED.
+
+        Raises ConfigError in an engine that always finishes.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give device memory back until `wake_up`."""
+        ...
+
+    def wake_up(self) -> None:
+        """Be ready to generate again, or to be pushed the weights that `sleep` dropped."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop for good and release everything. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class TextRolloutEngine(RolloutEngine, Protocol):
+    """Generates completions: a track with a TextSegment, the conditions that replay takes, and texts."""
+
+
+@runtime_checkable
+class DiffusionRolloutEngine(RolloutEngine, Protocol):
+    """Generates images or videos: a track with a LatentSegment, the conditions that replay takes, and media."""
+
+    def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
+        """Sigmas, latent shape and kernel for these parameters, which the driver pins on requests."""
+        ...
+
+    def encodes_ahead(self) -> bool:
+        """Whether the driver gives it every prompt of the run by `encode_ahead` before the first rollout."""
+        ...
+
+    def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
+        """Take some prompts of the run, with what they show, and what they will be sampled with."""
+        ...
+
+    def drop_text_encoders(self) -> None:
+        """Called after the last `encode_ahead`."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """An engine whose policy is pushed to it. All or nothing: until `finish_weights` returns, no weight has changed.
+
+    Every method raises WeightSyncError with the list of what is wrong, and the engine keeps the policy it has.
+    """
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the policy that it generates with."""
+        ...
+
+    def wait_until_ready(self) -> None:
+        """Return when it has loaded what it starts with. Raises ConfigError or WorkerError where it cannot."""
+        ...
+
+    def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
+        """Announce all tensors of a push: names, shapes and dtypes (no checksums yet). Drops a push left unfinished."""
+        ...
+
+    def receive_weights(self, bucket: WeightBucket) -> None:
+        """Take some of the announced tensors and compare them with their checksums; those that it keeps from an earlier
+        push (`WeightBucket.kept`) too, where its class `takes_partial_pushes`."""
+        ...
+
+    def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
+        """Load what has arrived, forget what was cached for the old weights, and generate with the new version.
+
+        policy: name of the policy that was sent, as `generate` will be asked for it; None is the one that trains.
+        """
+        ...
+
+    def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
+        """Put a LoRA adapter in the place of the last one, all at once. Names as peft saves them, without its prefix
+        "base_model.model.". policy: see `finish_weights`."""
+        ...
+
+
+class PushTarget(WeightReceiver, Protocol):
+    """An engine with weights of its own, or several that are pushed to as one."""
+
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """One sample for every row of the request, in its order; of several engines, once each.
+
+        policy: the one that was pushed last. Raises WeightSyncError for any other.
+        """
+        ...

@@ -1,0 +1,296 @@
+"""What a model offers: its modules, and a pipeline that samples from them and replays what was sampled.
+
+Legend: B samples, R rows (a row is one (sample, step) pair), S stochastic steps, T steps, N tokens of all samples,
+D width of the hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from unirl.types.conditions import Condition
+from unirl.types.media import Images, Primitive, Texts, Videos
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.segments import LatentSegment, TextSegment
+
+Conditions = Mapping[str, Condition]
+
+
+class TransitionStats(Protocol):
+    """Log-prob and Gaussian of some transitions under the current weights."""
+
+    @property
+    def logp_R(self) -> Tensor:
+        """[R] float32, with gradients."""
+        ...
+
+    @property
+    def mean(self) -> Tensor:
+        """[R, ...] float32 means of the transitions, with gradients."""
+        ...
+
+    @property
+    def std_R(self) -> Tensor:
+        """[R] float32 standard deviations that the kernel drew with."""
+        ...
+
+    @property
+    def q_R(self) -> Tensor | None:
+        """[R] float32 diffusion coefficient, std / sqrt(-dt), or None for a kernel that has none."""
+        ...
+
+
+class DiffusionPipeline(Protocol):
+    """A diffusion model that can sample a trajectory and replay rows of it."""
+
+    @property
+    def strategy_name(self) -> str:
+        """Name of the kernel of the stochastic steps."""
+        ...
+
+    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
+        """Shape of ONE latent. Raises ConfigError where the geometry does not divide."""
+        ...
+
+    def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
+        """[T+1] float32 noise levels of the model's own schedule."""
+        ...
+
+    def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
+        """Conditions of B samples."""
+        ...
+
+    def diffuse(
+        self,
+        conditions: Conditions,
+        initial_latents: Tensor,
+        sigmas: Tensor,
+        params: DiffusionSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+        start_keys: Sequence[str] | None = None,
+    ) -> LatentSegment:
+        """Sample B trajectories from `initial_latents` [B, ...]. `noise_keys` [B] seed the per-step noise.
+
+        start_keys: equal ids mark samples with equal initial latents and conditions, whose common steps may be shared.
+        """
+        ...
+
+    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
+        """Media of clean latents [B, ...] that were sampled with `params`."""
+        ...
+
+    def encode_media(self, media: Images | Videos) -> Tensor:
+        """Clean latents [B, ...] of media, the inverse of `decode`, without gradient."""
+        ...
+
+    def replay(
+        self,
+        conditions: Conditions,
+        segment: LatentSegment,
+        sample_R: Tensor,
+        step_R: Tensor,
+        params: DiffusionSamplingParams,
+    ) -> TransitionStats:
+        """Log-probs of stored transitions under the current weights, one forward over all R rows, with gradients."""
+        ...
+
+    def step_std(self, segment: LatentSegment) -> Tensor:
+        """[S] float32 on the CPU: standard deviation of the noise of each stochastic step of a sampled segment."""
+        ...
+
+    def velocity(
+        self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
+    ) -> Tensor:
+        """Velocity at R rows; `conditions` has one row a row. Guidance as in `params`."""
+        ...
+
+    def encode_texts(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> Conditions:
+        """Those of the conditions that text encoders make, and remember them."""
+        ...
+
+    def cut_tokens(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[int]:
+        """Tokens of each text that the model does not read, because the text is too long for every encoder."""
+        ...
+
+    @property
+    def encoders_rest(self) -> bool:
+        """Whether text encoders rest in host memory and are on the device only while prompts are encoded."""
+        ...
+
+    def visiting_encoders(self) -> AbstractContextManager[None]:
+        """Text encoders that rest leave the device at its end, not after each call of `encode_texts`."""
+        ...
+
+    def drop_text_encoders(self) -> None:
+        """Free the text encoders; prompts that were encoded before still encode."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients."""
+        ...
+
+
+class TextCodec(Protocol):
+    """Between what a user writes and the tokens that a model reads. Needs no weights.
+
+    Every engine takes its prompts from `encode` and its texts from `decode`, so that tokens go in and tokens come out:
+    text is never tokenised a second time, which would not always give the same tokens.
+    """
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its completion together."""
+        ...
+
+    def stop_token_ids(self, params: ARSamplingParams) -> tuple[int, ...]:
+        """Tokens that end a sample: the model's end-of-sequence ids and those of `params`, sorted."""
+        ...
+
+    def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
+        """Conditions of B samples: "prompt" is a PromptCondition, "images" an ImagePatchCondition where there are any.
+
+        A prompt holds what the model goes on from, chat template and expanded image placeholders included. An engine
+        that expands placeholders itself sends the images, and must find the same tokens.
+        Raises ConfigError where a prompt and params.max_new_tokens exceed the context, naming the prompt.
+        """
+        ...
+
+    def decode(self, segment: TextSegment) -> Texts:
+        """The text of each sample, without special tokens; of several turns, all of it."""
+        ...
+
+
+class TokenStats(Protocol):
+    """Every token of a segment under the current weights, in the segment's own order and packing.
+
+    Masked tokens are scored too: the caller's mask decides what counts.
+    """
+
+    @property
+    def logp_N(self) -> Tensor:
+        """[N] float32, nats, under softmax(logits / temperature), with gradients."""
+        ...
+
+    @property
+    def entropy_N(self) -> Tensor:
+        """[N] float32, nats, entropy of that softmax, with gradients."""
+        ...
+
+    @property
+    def hidden_N(self) -> Tensor:
+        """[N, D] last hidden states that predicted each token (of the position before it), with gradients.
+
+        What a value head reads: V(prompt and tokens so far) before the token is chosen. Dtype of the model.
+        """
+        ...
+
+
+class AutoregressivePipeline(TextCodec, Protocol):
+    """A language or vision-language model that can sample completions and replay them.
+
+    An engine elsewhere generates instead of `generate` and returns tokens and log-probs alone; the segment it builds
+    from them, with the conditions of `encode`, is all that `replay` needs. The gap between its log-probs and those of a
+    replay at the same weights is what rollout correction works on.
+
+    A reference policy is the same pipeline inside `PolicyStore.reference_policy()` (adapter off, or a frozen copy), an
+    old policy inside `using_policy(name)`, both under `torch.no_grad()`.
+    """
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token with its id."""
+        ...
+
+    def generate(
+        self,
+        conditions: Conditions,
+        params: ARSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+        any_rank: Callable[[bool], bool] | None = None,
+    ) -> TextSegment:
+        """One completion for each of B prompts, with the log-probs of its tokens (none where greedy).
+
+        noise_keys [B] seed each sample's draws together with params.seed: a sample draws the same numbers alone, in any
+        batch and at any place in it.
+        any_rank: whether its argument is true on any rank. Where the weights are sharded each decoding step gathers
+        them, so all ranks must take equally many steps: those that are done go on until none is left. None: one rank.
+        """
+        ...
+
+    def replay(self, conditions: Conditions, segment: TextSegment, params: ARSamplingParams) -> TokenStats:
+        """Every token of B samples under the current weights, with gradients unless they are switched off.
+
+        One forward of the model a call, whatever the lengths, so ranks with equally many micro-batches gather sharded
+        weights equally often. Samples lie packed end to end without padding and attend to themselves alone.
+        Log-probs are of the temperature of `params`, the one that was sampled with.
+        Raises ConfigError for parameters whose rollout was not drawn from the whole softmax: temperature 0, top_p below
+        1 or top_k above 0.
+        """
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients."""
+        ...
+
+
+class ThoughtPipeline(AutoregressivePipeline, Protocol):
+    """The texts of a model that draws after them, which may choose the size of the image."""
+
+    @property
+    def image_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths in pixels of the images that texts may ask for; none where they ask for none."""
+        ...
+
+    def chosen_sizes(self, segment: TextSegment) -> list[tuple[int, int] | None]:
+        """Height and width of the image that each text asks for; None of one that asks for none."""
+        ...
+
+
+class ModelBundle(Protocol):
+    """The bare modules of a model and what training needs to know of them."""
+
+    @property
+    def block_class_names(self) -> tuple[str, ...]:
+        """Class names of the blocks that are sharded, checkpointed and compiled one by one."""
+        ...
+
+    @property
+    def lora_target_modules(self) -> tuple[str, ...]:
+        """Module name suffixes that LoRA adapts when a recipe names none."""
+        ...
+
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        """Component name -> module that trains. More than one where the model has several experts."""
+        ...
+
+    def export_lora(
+        self,
+        folder: str,
+        lora_state: Mapping[str, Mapping[str, Tensor]],
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: Sequence[str],
+    ) -> None:
+        """Write LoRA weights where the model's usual pipeline loads them. `lora_state`: component -> peft state."""
+        ...
+
+    def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write the components with merged weights by `save_pretrained`. `state`: component -> full state."""
+        ...
+
+
+@runtime_checkable
+class RoutesRows(Protocol):
+    """A bundle whose velocity sends each row to one of several components that train."""
+
+    def follow_ranks(self, any_rank: Callable[[bool], bool]) -> None:
+        """Called once where the components are spread over ranks, which gather their shards together: from now on run a
+        component where any rank has rows for it, by asking `ShardedPolicyStore.any_rank`."""
+        ...
