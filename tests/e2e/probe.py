@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from unirl.distributed.runtime import Held, Role, Runtime
 from unirl.distributed.worker import ComponentInfo, WorkerContext
-from unirl.trainer.wiring import build_components
+from unirl.trainer.build.worker import build_components
 from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutResp
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from unirl.trainer.wiring import run_recipe
+from unirl.trainer.commands import run_recipe
 
 
 class StopAfter:

@@ -10,8 +10,8 @@ from stopping import run
 
 from unirl.app.environment import packaged_path
 from unirl.config.check import check_recipe
+from unirl.trainer.commands import export_recipe, run_recipe
 from unirl.trainer.resuming import check_resume
-from unirl.trainer.wiring import export_recipe, run_recipe
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.recipe import Machine
 

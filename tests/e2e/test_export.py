@@ -10,9 +10,10 @@ from diffusers import StableDiffusion3Pipeline
 
 from unirl.app.environment import packaged_path
 from unirl.sde.noise import initial_noise
+from unirl.trainer.build.assembly import make_evaluator
+from unirl.trainer.commands import evaluate_recipe, export_recipe, run_recipe
 from unirl.trainer.evaluation import EVAL_ROLLOUT_ID, Evaluator
 from unirl.trainer.request import build_request
-from unirl.trainer.wiring import evaluate_recipe, export_recipe, make_evaluator, run_recipe
 
 pytestmark = pytest.mark.slow
 LORA = [

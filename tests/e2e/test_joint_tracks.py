@@ -21,8 +21,8 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack
 from unirl.train.track_loss import TrackLoss
+from unirl.trainer.build.worker import build_components
 from unirl.trainer.request import build_request, build_text_request
-from unirl.trainer.wiring import build_components
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.training import StepStats
 

@@ -5,7 +5,7 @@ from typing import Any  # components by section
 import pytest
 
 from unirl.distributed.worker import WorkerContext
-from unirl.trainer.wiring import build_components
+from unirl.trainer.build.worker import build_components
 
 BF16 = "sampling.autocast_precision=bf16"
 

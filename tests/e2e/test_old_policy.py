@@ -6,8 +6,8 @@ import torch
 
 from unirl.data.data_source import PromptRow
 from unirl.distributed.worker import WorkerContext
+from unirl.trainer.build.worker import build_components
 from unirl.trainer.request import build_request
-from unirl.trainer.wiring import build_components
 from unirl.types.sampling import DiffusionSamplingParams
 
 

@@ -14,7 +14,7 @@ from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
-from unirl.trainer.wiring import export_recipe, run_recipe
+from unirl.trainer.commands import export_recipe, run_recipe
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from unirl.trainer.wiring import run_recipe
+from unirl.trainer.commands import run_recipe
 from unirl.types.errors import DataError
 
 PAIRS = ("sampling.samples_per_prompt=2", "batch_size=8")

@@ -15,7 +15,8 @@ from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.group.start import GroupPlan, start_groups
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.tracking.jsonl import JsonlTracker
-from unirl.trainer.wiring import make_runtime, make_trainer
+from unirl.trainer.build.assembly import make_trainer
+from unirl.trainer.build.launch import make_runtime
 from unirl.types.errors import WorkerError
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.weights import tensor_checksum

@@ -8,7 +8,8 @@ from servers import running_server
 
 from unirl.config.check import check_recipe
 from unirl.distributed.runtime import LocalRuntime
-from unirl.trainer.wiring import build_components, make_trainer
+from unirl.trainer.build.assembly import make_trainer
+from unirl.trainer.build.worker import build_components
 
 pytestmark = pytest.mark.slow
 

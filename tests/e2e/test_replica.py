@@ -8,7 +8,9 @@ import torch
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 from unirl.distributed.runtime import LocalRuntime
-from unirl.trainer.wiring import build_components, make_trainer, run_recipe
+from unirl.trainer.build.assembly import make_trainer
+from unirl.trainer.build.worker import build_components
+from unirl.trainer.commands import run_recipe
 from unirl.types.errors import WeightSyncError
 
 SMALL_TEXT = [

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from unirl.distributed.runtime import LocalRuntime
-from unirl.trainer.wiring import build_components, make_trainer
+from unirl.trainer.build.assembly import make_trainer
+from unirl.trainer.build.worker import build_components
 
 ALL = ["sleep_engine", "offload_weights", "offload_optimizer", "offload_reward"]
 REWARD_BYTES = 5_000_000

@@ -11,7 +11,8 @@ import torch
 from probe import RecipeOf, build_all, build_with_probe
 
 from unirl.distributed.runtime import LocalRuntime
-from unirl.trainer.wiring import build_components, make_evaluator, make_trainer
+from unirl.trainer.build.assembly import make_evaluator, make_trainer
+from unirl.trainer.build.worker import build_components
 from unirl.types.media import Images
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,8 @@ from stopping import comparable
 
 from unirl.config.check import check_recipe
 from unirl.train.backend.manifest import read_manifest
-from unirl.trainer.wiring import build_components, export_recipe
+from unirl.trainer.build.worker import build_components
+from unirl.trainer.commands import export_recipe
 from unirl.types.errors import ConfigError
 
 pytestmark = pytest.mark.slow

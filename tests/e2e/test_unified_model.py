@@ -12,7 +12,7 @@ from stopping import comparable
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
-from unirl.trainer.wiring import export_recipe
+from unirl.trainer.commands import export_recipe
 
 QUIET = ["eval=null", "save.best_metric=reward", "media_interval=0"]
 

@@ -12,7 +12,7 @@ from PIL import Image
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
-from unirl.trainer.wiring import run_recipe
+from unirl.trainer.commands import run_recipe
 from unirl.worlds.shapes.questions import pretrain
 
 SMALL = ["num_rollouts=2", "media_interval=1", "eval.interval=2", "eval.pass_samples=2", "eval.pass_at=[1,2]"]

@@ -7,7 +7,8 @@ import threading
 from unirl.distributed.groups import WorkerGroups
 from unirl.distributed.runtime import LocalRuntime
 from unirl.tracking.jsonl import JsonlTracker
-from unirl.trainer.wiring import build_components, make_trainer
+from unirl.trainer.build.assembly import make_trainer
+from unirl.trainer.build.worker import build_components
 
 OF_THE_MACHINE = ("timing_s/", "perf/", "sync/seconds", "reward/shapes/utilisation")
 

@@ -32,7 +32,8 @@ torch.set_num_threads(1)
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.wiring import make_runtime, make_trainer
+from unirl.trainer.build.assembly import make_trainer
+from unirl.trainer.build.launch import make_runtime
 name, warmup, steps, *overrides = sys.argv[1:]
 register_resolvers()
 recipe = resolve(compose(name, list(overrides)))

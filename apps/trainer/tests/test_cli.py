@@ -28,7 +28,7 @@ from unirl.config.catalog import available
 from unirl.config.recipes import compose, resolve
 from unirl.reward.catalog import CATALOG
 from unirl.train.backend.manifest import write_manifest
-from unirl.trainer import wiring
+from unirl.trainer import commands
 from unirl.trainer.evaluation import EvaluationResult
 from unirl.types.errors import ConfigError, ContractError, TrainingError
 from unirl.types.weights import LostUpdate
@@ -83,7 +83,7 @@ def fake_run(monkeypatch):
         calls.append((recipe, run_dir, trackers, stop))
         return {**SUMMARY, "run_dir": str(run_dir)}
 
-    monkeypatch.setattr(wiring, "run_recipe", run_recipe)
+    monkeypatch.setattr(commands, "run_recipe", run_recipe)
     return calls
 
 
@@ -201,7 +201,7 @@ def test_a_failure_on_purpose_is_one_message_and_trackers_are_closed(here, monke
         trackers[1].start(recipe, run_dir, 0)
         raise TrainingError("stopped after rollout 3")
 
-    monkeypatch.setattr(wiring, "run_recipe", fails)
+    monkeypatch.setattr(commands, "run_recipe", fails)
     assert main([]) == USER_ERROR
     with pytest.raises(ContractError, match="before start"):
         given[1].log({}, 1)
@@ -216,7 +216,7 @@ def test_a_full_disk_is_said_before_the_librarys_error(here, monkeypatch, capsys
         trackers[-1].start(recipe, run_dir, 0)
         trackers[-1].log({"x": 1.0}, 1)
 
-    monkeypatch.setattr(wiring, "run_recipe", logs)
+    monkeypatch.setattr(commands, "run_recipe", logs)
     assert main(["trackers.jsonl.file_name=/dev/full", "trackers.tensorboard.enabled=false"]) == USER_ERROR
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-2].startswith("The disk is full. Make room") and "resume=auto" in lines[-2]
@@ -318,7 +318,7 @@ def test_a_resume_with_another_reward_is_refused_before_models_load_or_kept_besi
         loaded.append(recipe)
         raise ContractError("models would load here")
 
-    monkeypatch.setattr(wiring, "make_runtime", make_runtime)
+    monkeypatch.setattr(commands, "make_runtime", make_runtime)
     assert main(["run_dir=run", "trackers.tensorboard.enabled=false"]) == USER_ERROR
     kept = Path("run/config.yaml").read_text()
     step = Path("run/checkpoints/step-000001")
@@ -364,7 +364,7 @@ def test_eval_scores_the_recipe_or_a_run(here, monkeypatch, capsys, fake_run):
         calls.append((str(run_dir), checkpoint))
         return EvaluationResult({"strict": 0.5}, {"one": {"strict": 0.5}}, 4, torch.zeros(2, 3, 8, 8), ["a", "b"])
 
-    monkeypatch.setattr(wiring, "evaluate_recipe", evaluate_recipe)
+    monkeypatch.setattr(commands, "evaluate_recipe", evaluate_recipe)
     assert main(["eval", "--output", "result.json"]) == 0
     assert calls[0][1] is None and '"num_samples": 4' in Path("result.json").read_text()
     assert Path("result.png").is_file() and "0.500" in capsys.readouterr().out
@@ -384,7 +384,7 @@ def test_export_writes_a_runs_weights(here, monkeypatch, capsys, fake_run):
         calls.append((str(run_dir), str(folder), merged, policy, checkpoint, in_float32))
         return LostUpdate("bfloat16", 0.125, 0.5)
 
-    monkeypatch.setattr(wiring, "export_recipe", export_recipe)
+    monkeypatch.setattr(commands, "export_recipe", export_recipe)
     assert main(["export", "sd3_shapes", "--to", "out"]) == USER_ERROR
     assert "export needs the run to take weights from" in capsys.readouterr().err
     main(["run_dir=run"])

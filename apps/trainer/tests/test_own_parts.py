@@ -16,7 +16,7 @@ from unirl.config.signatures import read_module, read_target
 from unirl.distributed.worker import WorkerContext
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.reward.service import RewardService
-from unirl.trainer.wiring import build_components
+from unirl.trainer.build.worker import build_components
 
 PACKAGES = Path(__file__).parents[3] / "packages"
 SMALL = (

@@ -15,7 +15,7 @@ import pytest
 from unirl.app.main import USER_ERROR, main
 from unirl.app.run_directory import CONFIG_FILE, claimed_run_dir, make_run_dir
 from unirl.app.run_lock import Holder, RunIsLockedError, locked, this_process
-from unirl.trainer import wiring
+from unirl.trainer import commands
 from unirl.types.errors import ConfigError
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
@@ -201,7 +201,7 @@ def test_a_second_command_leaves_the_first_ones_files_alone(resume, tmp_path, mo
         assert (run_dir / CONFIG_FILE).read_text() == before
         raise ConfigError("the first ends")
 
-    monkeypatch.setattr(wiring, "run_recipe", run_recipe)
+    monkeypatch.setattr(commands, "run_recipe", run_recipe)
     assert main(["run_dir=run", "seed=1"]) == USER_ERROR
     assert statuses == [USER_ERROR]
     said = capsys.readouterr().err
@@ -211,8 +211,8 @@ def test_a_second_command_leaves_the_first_ones_files_alone(resume, tmp_path, mo
 
 def test_a_run_that_is_being_written_can_be_read(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(wiring, "evaluate_recipe", lambda *_, **__: (_ for _ in ()).throw(ConfigError("was read")))
-    monkeypatch.setattr(wiring, "export_recipe", lambda *_, **__: None)
+    monkeypatch.setattr(commands, "evaluate_recipe", lambda *_, **__: (_ for _ in ()).throw(ConfigError("was read")))
+    monkeypatch.setattr(commands, "export_recipe", lambda *_, **__: None)
 
     def run_recipe(recipe, run_dir, trackers, stop, *, published):
         (run_dir / "checkpoints" / "step-000001").mkdir(parents=True)
@@ -220,6 +220,6 @@ def test_a_run_that_is_being_written_can_be_read(tmp_path, monkeypatch, capsys):
         main(["eval", "run"])
         raise ConfigError("the run ends")
 
-    monkeypatch.setattr(wiring, "run_recipe", run_recipe)
+    monkeypatch.setattr(commands, "run_recipe", run_recipe)
     main(["run_dir=run"])
     assert "was read" in capsys.readouterr().err

@@ -279,7 +279,7 @@ class Taking:
         self.got = {"pipelines": pipelines, "device": device, "rank": rank, "size": size}
 
 
-def test_wiring_adds_the_keywords_that_the_checker_expects():
+def test_a_build_adds_the_keywords_that_the_checker_expects():
     from unirl.trainer.policy import build_part
 
     component = Component(

@@ -28,12 +28,12 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
+from unirl.trainer.build.assembly import assemble
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.trainer.text import TextModality, count_tokens, verdict
 from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
-from unirl.trainer.wiring import assemble
 from unirl.types.errors import ConfigError, ContractError, WorkerError
 from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack

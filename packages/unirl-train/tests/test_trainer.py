@@ -41,13 +41,13 @@ from unirl.train.backend.manifest import MANIFEST, read_manifest, write_manifest
 from unirl.train.checkpoint import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
+from unirl.trainer.build.assembly import assemble
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.diffusion import DiffusionModality
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import ALARMS, GuardrailConfig, Guardrails
 from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
-from unirl.trainer.wiring import assemble
 from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from unirl.types.media import Videos
 from unirl.types.rollout import RolloutReq, RolloutResp

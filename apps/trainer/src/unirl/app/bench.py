@@ -28,9 +28,10 @@ from unirl.distributed.runtime import LocalRuntime
 from unirl.models.ar import ARStage
 from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.sde.loop import transition_rows
+from unirl.trainer.build.assembly import make_trainer
+from unirl.trainer.build.launch import make_runtime
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.versions import versions
-from unirl.trainer.wiring import make_runtime, make_trainer
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.models import Conditions, DiffusionPipeline

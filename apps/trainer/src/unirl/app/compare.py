@@ -116,7 +116,7 @@ class Contender:
     @functools.cached_property
     def evaluation(self) -> Evaluates:
         """Its `eval` section."""
-        from unirl.trainer.wiring import evaluation_of
+        from unirl.trainer.build.assembly import evaluation_of
 
         evaluation = evaluation_of(self.recipe)
         if evaluation is None:

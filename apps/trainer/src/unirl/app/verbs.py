@@ -102,7 +102,7 @@ def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: b
         trackers.append(KeptRecipes(rendered))
     else:
         (run_dir / CONFIG_FILE).write_text(rendered, encoding="utf-8")
-    from unirl.trainer.wiring import run_recipe
+    from unirl.trainer.commands import run_recipe
 
     try:
         with stop_on_signals() as stop:
@@ -117,7 +117,7 @@ def evaluate(command: Command) -> None:
     recipe = checked(composed(command), asks_teachers=False, trusts=trusts(command))
     _make_output_folder(command)
     from unirl.app.report import evaluation_table
-    from unirl.trainer.wiring import evaluate_recipe
+    from unirl.trainer.commands import evaluate_recipe
 
     run_dir = recipe.get("run_dir")
     if run_dir is not None:
@@ -161,7 +161,7 @@ def export(command: Command) -> None:
         raise ConfigError("--float32 is for whole models: a LoRA has the dtype that it was trained in. Add --merged.")
     folder = Path(str(command.options["to"]))
     make_folder("--to", folder)
-    from unirl.trainer.wiring import export_recipe
+    from unirl.trainer.commands import export_recipe
 
     lost = export_recipe(
         recipe,

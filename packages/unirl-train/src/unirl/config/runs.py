@@ -1,6 +1,6 @@
 """From a resolved recipe to a typed run: flat sections become the policy "default", every component a part.
 
-Reads the classes from their source; imports none. `check`, the rules and the wiring use the run alone.
+Reads the classes from their source; imports none. `check`, the rules and `unirl.trainer.build` use the run alone.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The training loop: `wiring` builds the roles, `diffusion` walks rollout, reward, advantage, train, evaluate, save."""
+"""The training loop: `build` makes workers and what joins them, `base` is the loop, `commands` what users ask for."""

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Collect one, learn one. Knows neither devices nor Ray; `unirl.trainer.wiring.make_trainer` joins the parts."""
+    """Collect one, learn one. Knows neither devices nor Ray; `unirl.trainer.build.assembly.make_trainer` joins
+    the parts."""
 
     def __init__(
         self,

@@ -25,8 +25,9 @@ from unirl.app.conformance.checks import (
 from unirl.app.environment import this_machine
 from unirl.config.check import check_recipe
 from unirl.distributed.runtime import LocalRuntime
+from unirl.trainer.build.assembly import make_trainer
+from unirl.trainer.build.launch import make_runtime
 from unirl.trainer.versions import versions
-from unirl.trainer.wiring import make_runtime, make_trainer
 from unirl.types.errors import ConfigError, UniRLError
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,192 @@
+"""Collector, learner, run record and evaluation on a runtime, and the loop that joins them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unirl.algorithms.advantages import Advantages
+from unirl.algorithms.selection import SampleSelection
+from unirl.config import instantiate
+from unirl.config.runs import ComposedRun, run_of
+from unirl.config.schema import components
+from unirl.data.data_source import MultimodalRLDataSource
+from unirl.distributed.runtime import Runtime
+from unirl.tracking.base import Tracker
+from unirl.tracking.console import scorer_weights
+from unirl.trainer.base import Trainer
+from unirl.trainer.clock import PhaseClock
+from unirl.trainer.collector import Collector
+from unirl.trainer.evaluation import BaseEvaluator, Evaluates
+from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.learner import Learner
+from unirl.trainer.modality import Modality
+from unirl.trainer.policy import build_part, role_name
+from unirl.trainer.record import RunRecord
+from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
+from unirl.trainer.resuming import Digests, Recipe, digests_of
+from unirl.trainer.roles import StackRole, SyncRole
+from unirl.trainer.settings import TrainerSettings
+from unirl.types.recipe import Part
+
+
+def evaluation_of(recipe: Recipe) -> Evaluates | None:
+    """The `eval` section built, or None where the recipe has none."""
+    part = run_of(recipe).evaluation
+    return None if part is None else instantiate(part.node)
+
+
+def make_evaluator(recipe: Recipe) -> BaseEvaluator | None:
+    """The held-out evaluation of the recipe, or None where it has none."""
+    config = evaluation_of(recipe)
+    if config is None:
+        return None
+    rows = MultimodalRLDataSource(config.prompts, shuffle=False).rows
+    return config.evaluator(rows, instantiate(recipe["sampling"]))
+
+
+def make_trainer(
+    recipe: Recipe,
+    runtime: Runtime,
+    run_dir: Path,
+    trackers: Sequence[Tracker],
+    stop: threading.Event,
+    clock: PhaseClock | None = None,
+    published: Recipe | None = None,
+) -> Trainer:
+    """The trainer of a recipe on a runtime. published: see `run_recipe`."""
+    run = run_of(recipe)
+    shown = recipe if published is None else published
+    file = run.file
+    evaluator = make_evaluator(recipe)
+    updates = [policy.stack.get("num_updates_per_batch", 1) for policy in run.policies.values()]
+    settings = TrainerSettings(
+        recipe=file.recipe,
+        seed=run.seed,
+        batch_size=run.batch_size,
+        num_rollouts=file.num_rollouts,
+        num_updates=math.lcm(*updates),
+        eval_interval=0 if evaluator is None else evaluator.config.interval,
+        eval_interval_cpu_s=None if evaluator is None else evaluator.config.interval_cpu_s,
+        max_cpu_s=file.max_cpu_s,
+        save_interval=file.save.interval,
+        best_metric=file.save.best_metric,
+        media_interval=file.media_interval,
+    )
+    clock = clock if clock is not None else PhaseClock()
+    plan = _residency_plan(run)
+    if plan:
+        backends = [role_name(name, "backend", run.all_policies) for name in run.policies]
+        clock.before = DeviceResidents(plan, runtime, backends).enter
+    return assemble(
+        runtime,
+        settings,
+        modality=instantiate(run.modality.node),
+        data=build_part(run.data, components()["data"], {"seed": run.seed}),
+        sampling=instantiate(run.sampling.node),
+        advantages=instantiate(run.advantages.node),
+        evaluator=evaluator,
+        guardrails=functools.partial(
+            Guardrails,
+            GuardrailConfig() if run.guardrails is None else instantiate(run.guardrails.node),
+            scorers=[name for name, weight in scorer_weights(recipe["reward"]).items() if weight >= 0],
+            learns_from_reward=not all(algorithm.ability("teacher_option") for algorithm in _algorithms(run)),
+        ),
+        trackers=trackers,
+        run_dir=run_dir,
+        config=shown,
+        digests=digests_of(recipe, shown),
+        stop=stop,
+        selection=SampleSelection() if run.selection is None else instantiate(run.selection.node),
+        sync=runtime.role("sync", SyncRole) if _pushes(run) else None,
+        scored_track=run.scored_track,
+        track_advantages={
+            track: instantiate(policy.advantages.node)
+            for policy in run.policies.values()
+            if policy.advantages is not None
+            for track in policy.algorithms
+        },
+        clock=clock,
+        loop=lambda **parts: build_part(run.trainer, components()["trainer"], parts),
+    )
+
+
+def _pushes(run: ComposedRun) -> bool:
+    """Whether a policy is pushed to its engine."""
+    sampled = run.policies.values() if run.is_composed else [run.policy]
+    return any(policy.sync is not None for policy in sampled)
+
+
+def assemble(
+    runtime: Runtime,
+    settings: TrainerSettings,
+    *,
+    modality: Modality[Any],  # Any: as the sampling parameters
+    data: MultimodalRLDataSource,
+    sampling: Any,  # Any: parameters of the modality
+    advantages: Advantages,
+    evaluator: BaseEvaluator | None,
+    guardrails: Callable[..., Guardrails],
+    trackers: Sequence[Tracker],
+    run_dir: Path,
+    config: Recipe,
+    stop: threading.Event,
+    digests: Digests | None = None,
+    selection: SampleSelection | None = None,
+    sync: SyncRole | None = None,
+    scored_track: str | None = None,
+    track_advantages: Mapping[str, Advantages] | None = None,
+    clock: PhaseClock | None = None,
+    loop: Callable[..., Trainer] = Trainer,
+) -> Trainer:
+    """Collector, learner and run record on a runtime, and the loop that joins them.
+
+    guardrails: makes them of `exact_ratios`, which the stack knows.
+    """
+    clock = clock if clock is not None else PhaseClock()
+    stack = runtime.role("stack", StackRole)
+    collector = Collector(
+        runtime,
+        settings,
+        modality=modality,
+        data=data,
+        sampling=sampling,
+        advantages=advantages,
+        track_advantages=track_advantages,
+        clock=clock,
+        selection=selection,
+        rollout_policy=stack.rollout_policy(),
+        scored_track=scored_track,
+    )
+    watching = guardrails(exact_ratios=stack.exact_ratios())
+    learner = Learner(runtime, guardrails=watching, clock=clock, sync=sync)
+    record = RunRecord(
+        runtime,
+        settings,
+        modality=modality,
+        evaluator=evaluator,
+        trackers=trackers,
+        run_dir=run_dir,
+        config=config,
+        digests=digests or {},
+        clock=clock,
+        scored_track=scored_track,
+    )
+    return loop(settings=settings, collector=collector, learner=learner, record=record, clock=clock, stop=stop)
+
+
+def _residency_plan(run: ComposedRun) -> dict[Resident, Stay]:
+    return residency_plan(
+        run.file.residency,
+        has_own_weights=all(stage.engine.ability("has_own_weights") for stage in run.stages()),
+        is_scored_meanwhile=bool(run.reward.get("is_async")),
+        trains_through_reward=any(algorithm.ability("requires_reward_gradient") for algorithm in _algorithms(run)),
+    )
+
+
+def _algorithms(run: ComposedRun) -> list[Part]:
+    return [algorithm for policy in run.policies.values() for algorithm in policy.algorithms.values()]

@@ -1,0 +1,69 @@
+"""The runtime that a recipe names, with its workers built."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unirl.config.placement import cluster_shape, groups_of_run
+from unirl.config.runs import run_of
+from unirl.distributed.runtime import LocalRuntime, Runtime
+from unirl.trainer.build.worker import build_components
+from unirl.trainer.resuming import Recipe
+from unirl.types.errors import ConfigError
+
+ROLE_OF = {"rollout": "engine", "reward": "reward"}
+"""What is placed -> the component that it means."""
+
+
+def make_runtime(recipe: Recipe, run_dir: Path, *, asks_teachers: bool = True, is_exported: bool = False) -> Runtime:
+    """The runtime that the recipe names, with its workers built; see `build_components`."""
+    builder = functools.partial(
+        build_components, recipe, str(run_dir), asks_teachers=asks_teachers, is_exported=is_exported
+    )
+    device = recipe["device"]
+    if recipe["runtime"] == "local":
+        if recipe["num_devices"] != 1:
+            raise ConfigError(
+                f"runtime: local uses one device, num_devices = {recipe['num_devices']}. Set runtime: ray."
+            )
+        return LocalRuntime(builder, device=device)
+    if recipe["runtime"] == "ray":
+        return _start_on_ray(recipe, builder)
+    raise ConfigError(f"runtime = {recipe['runtime']!r} must be 'local' or 'ray'")
+
+
+def _start_on_ray(recipe: Recipe, builder: Callable[..., Mapping[str, object]]) -> Runtime:
+    """The workers of a recipe's placement on its cluster, engines elsewhere connected to what trains."""
+    # Ray is heavy and optional; a local run never imports it.
+    from unirl.distributed.group.ray_runtime import RayRuntime
+    from unirl.distributed.group.start import GroupPlan, start_groups
+    from unirl.distributed.tensor.planes.choice import make_plane
+
+    run = run_of(recipe)
+    cluster = run.file.cluster
+    options: dict[str, Any] = {
+        "num_devices": run.num_devices,
+        "device": run.device,
+        "num_nodes": cluster_shape(run.num_devices, cluster).num_nodes,
+        "cpus_per_device": cluster.cpus_per_device,
+        "address": cluster.address,
+        "timeout_s": cluster.timeout_s,
+        "start_timeout_s": cluster.start_timeout_s,
+        "plane": make_plane(cluster.transport, cluster.transfer_queue, cluster.timeout_s),
+    }
+    groups = groups_of_run(run)
+    if len(groups) == 1 and len(groups[0].devices) == run.num_devices:
+        return RayRuntime(builder, **options)
+    plans = [
+        GroupPlan(
+            group.name,
+            functools.partial(builder, holds=group.holds),
+            group.devices,
+            [ROLE_OF[held] for held in group.holds if held in ROLE_OF],
+        )
+        for group in groups
+    ]
+    return start_groups(plans, pushes_from="sync", pushes_to="engine", **options)

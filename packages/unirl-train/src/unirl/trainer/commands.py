@@ -1,0 +1,102 @@
+"""What is done with a resolved, checked recipe: run it, evaluate it, export what it trained."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unirl.config.runs import named_copy, run_of
+from unirl.distributed.runtime import Runtime
+from unirl.tracking.base import Tracker
+from unirl.trainer.build.assembly import make_evaluator, make_trainer
+from unirl.trainer.build.launch import make_runtime
+from unirl.trainer.evaluation import EvaluationResult
+from unirl.trainer.model_card import write_model_card
+from unirl.trainer.policy import role_name
+from unirl.trainer.resuming import Recipe, check_resume
+from unirl.trainer.roles import CheckpointerRole, StackRole, SyncRole
+from unirl.types.errors import ConfigError
+from unirl.types.weights import LostUpdate
+
+
+def run_recipe(
+    recipe: Recipe,
+    run_dir: Path,
+    trackers: Sequence[Tracker],
+    stop: threading.Event | None = None,
+    *,
+    published: Recipe | None = None,
+) -> dict[str, Any]:
+    """Run a resolved, checked recipe to the end; returns its summary.
+
+    published: the recipe as trackers and checkpoints may show it (`unirl.config.recipes.published`); None shows it as
+    it is, which is for recipes that hold nothing of the environment.
+    """
+    if recipe.get("resume") is not None:
+        check_resume(recipe, run_dir, published)
+    with make_runtime(recipe, run_dir) as runtime:
+        trainer = make_trainer(recipe, runtime, run_dir, trackers, stop or threading.Event(), published=published)
+        summary = trainer.run(recipe.get("resume"))
+    return summary
+
+
+def load_checkpoint(runtime: Runtime, which: str) -> dict[str, Any]:
+    """Restore "newest", "best" (by held-out score) or a step of the run directory on every worker; returns the driver's
+    state."""
+    checkpointer = runtime.role("checkpointer", CheckpointerRole)
+    if which == "best":
+        return checkpointer.load_best()
+    if which == "newest":
+        return checkpointer.load(None)
+    if which.isdecimal():
+        return checkpointer.load(int(which))
+    raise ConfigError(f"--checkpoint {which!r} must be newest, best or the number of a step")
+
+
+def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) -> EvaluationResult:
+    """Held-out evaluation of a recipe's model, or of a checkpoint of its run directory (see `load_checkpoint`)."""
+    evaluator = make_evaluator(recipe)
+    if evaluator is None:
+        raise ConfigError("this recipe has no eval section; add eval.prompts")
+    with make_runtime(recipe, run_dir, asks_teachers=False) as runtime:
+        runtime.role("stack", StackRole).prepare()
+        if checkpoint is not None:
+            load_checkpoint(runtime, checkpoint)
+        if runtime.has_role("sync"):
+            runtime.role("sync", SyncRole).push(evaluator.config.policy)
+        return evaluator.run(runtime, run_of(recipe).scored_track)
+
+
+def export_recipe(
+    recipe: Recipe,
+    run_dir: Path,
+    folder: Path,
+    *,
+    merged: bool,
+    policy: str = "default",
+    checkpoint: str = "newest",
+    published: Recipe | None = None,
+    in_float32: bool = False,
+) -> LostUpdate | None:
+    """Write a checkpoint of a run for use outside, with a model card: LoRA weights, or the model with them merged.
+
+    policy: see `unirl.config.runs.named_copy`. published: the recipe as the card shows it, see `run_recipe`.
+    in_float32: of a merged export, instead of the dtype of the loaded model. Returns what rounding took of what a LoRA
+    changes.
+    """
+    lost = None
+    run = run_of(recipe)
+    name, copy = named_copy(run, policy)
+    with make_runtime(recipe, run_dir, asks_teachers=False, is_exported=True) as runtime:
+        runtime.role("stack", StackRole).prepare()
+        state = load_checkpoint(runtime, checkpoint)
+        exporter = runtime.role(role_name(name, "exporter", run.all_policies))
+        if merged:
+            lost = exporter.export_merged(str(folder), copy, in_float32=in_float32)
+        else:
+            exporter.export_lora(str(folder), copy)
+    shown = recipe if published is None else published
+    write_model_card(folder, recipe, state, run_dir, published=shown, merged=merged, policy=name, copy=copy, lost=lost)
+    return lost
