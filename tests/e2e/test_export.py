@@ -12,7 +12,8 @@ from unirl.app.environment import packaged_path
 from unirl.sde.noise import initial_noise
 from unirl.trainer.build.assembly import make_evaluator
 from unirl.trainer.commands import evaluate_recipe, export_recipe, run_recipe
-from unirl.trainer.evaluation import EVAL_ROLLOUT_ID, Evaluator
+from unirl.trainer.evaluation import Evaluator
+from unirl.trainer.held_out import EVAL_ROLLOUT_ID
 from unirl.trainer.request import build_request
 
 pytestmark = pytest.mark.slow

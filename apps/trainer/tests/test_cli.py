@@ -29,7 +29,7 @@ from unirl.config.recipes import compose, resolve
 from unirl.reward.catalog import CATALOG
 from unirl.train.backend.manifest import write_manifest
 from unirl.trainer import commands
-from unirl.trainer.evaluation import EvaluationResult
+from unirl.trainer.held_out import EvaluationResult
 from unirl.types.errors import ConfigError, ContractError, TrainingError
 from unirl.types.weights import LostUpdate
 

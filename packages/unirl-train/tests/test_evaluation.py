@@ -13,14 +13,9 @@ from unirl.distributed.worker import WorkerContext
 from unirl.sde.windows import AllSteps
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
-from unirl.trainer.evaluation import (
-    EVAL_ROLLOUT_ID,
-    EvaluationConfig,
-    EvaluationResult,
-    Evaluator,
-    spread_rows,
-    take_images,
-)
+from unirl.trainer.evaluation import EvaluationConfig, Evaluator
+from unirl.trainer.held_out import EVAL_ROLLOUT_ID, EvaluationResult, spread_rows
+from unirl.trainer.samples import take_images
 from unirl.types.errors import ConfigError, RewardError
 from unirl.types.media import Images, SizedImages, Videos
 from unirl.types.rollout import RolloutResp, RolloutTrack

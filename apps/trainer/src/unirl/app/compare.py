@@ -35,7 +35,7 @@ from unirl.types.recipe import Policy
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from unirl.trainer.evaluation import Evaluates
+    from unirl.trainer.held_out import Evaluates
 
 logger = logging.getLogger(__name__)
 

@@ -237,7 +237,7 @@ class Recipe:
     residency: Residency = Residency()
     eval: Annotated[
         Node | None,
-        Component(kind="unirl.trainer.evaluation.HeldOut", default="unirl.trainer.evaluation.EvaluationConfig"),
+        Component(kind="unirl.trainer.held_out.HeldOut", default="unirl.trainer.evaluation.EvaluationConfig"),
     ] = None
     guardrails: Annotated[
         Node | None,

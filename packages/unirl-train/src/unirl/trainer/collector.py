@@ -17,7 +17,7 @@ from unirl.distributed.runtime import Held, Runtime
 from unirl.train.names import joined
 from unirl.trainer.balance import balanced_order
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.evaluation import BaseEvaluator
+from unirl.trainer.held_out import BaseEvaluator
 from unirl.trainer.modality import Modality, ParamsT
 from unirl.trainer.roles import EngineRole, RewardRole, StackRole
 from unirl.trainer.settings import TrainerSettings

@@ -12,7 +12,7 @@ from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import Tracker
 from unirl.trainer.build.assembly import make_evaluator, make_trainer
 from unirl.trainer.build.launch import make_runtime
-from unirl.trainer.evaluation import EvaluationResult
+from unirl.trainer.held_out import EvaluationResult
 from unirl.trainer.model_card import write_model_card
 from unirl.trainer.policy import role_name
 from unirl.trainer.resuming import Recipe, check_resume

@@ -18,10 +18,11 @@ from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.media import Mark, before_after, grid, marks
 from unirl.trainer.diffusion import FIRST_IMAGES, NUM_PICTURES
-from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult, scores_of, take_drawn, take_images, take_prompts
+from unirl.trainer.held_out import BaseEvaluator, EvaluationResult
 from unirl.trainer.modality import Gallery, Modality
 from unirl.trainer.request import build_composed_request, shortened
 from unirl.trainer.roles import DiffusionEngineRole
+from unirl.trainer.samples import scores_of, take_drawn, take_images, take_prompts
 from unirl.trainer.text import refuse_long_prompts
 from unirl.types.errors import ContractError
 from unirl.types.rollout import RolloutReq

@@ -9,15 +9,8 @@ from typing import Any
 
 from unirl.data.data_source import PromptRow
 from unirl.distributed.runtime import Runtime
-from unirl.trainer.evaluation import (
-    EVAL_ROLLOUT_ID,
-    EVALUATED_SAMPLING,
-    BaseEvaluator,
-    EvaluationConfig,
-    EvaluationResult,
-    judged_images,
-    spread_rows,
-)
+from unirl.trainer.evaluation import EVALUATED_SAMPLING, EvaluationConfig, judged_images
+from unirl.trainer.held_out import EVAL_ROLLOUT_ID, BaseEvaluator, EvaluationResult, spread_rows
 from unirl.trainer.request import build_composed_request, build_request
 from unirl.trainer.roles import DiffusionEngineRole
 from unirl.types.bounds import NonNegative, PositiveInt, bounded

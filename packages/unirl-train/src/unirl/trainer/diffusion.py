@@ -15,19 +15,11 @@ from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.media import Mark, before_after, grid, marks
 from unirl.tracking.video import write_video
-from unirl.trainer.evaluation import (
-    NUM_VIDEOS,
-    BaseEvaluator,
-    EvaluationResult,
-    scores_of,
-    take_images,
-    take_pictures,
-    take_prompts,
-    take_videos,
-)
+from unirl.trainer.held_out import BaseEvaluator, EvaluationResult
 from unirl.trainer.modality import Gallery, Modality
 from unirl.trainer.request import build_request, inputs_of, shortened
 from unirl.trainer.roles import DiffusionEngineRole
+from unirl.trainer.samples import NUM_VIDEOS, scores_of, take_images, take_pictures, take_prompts, take_videos
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Generic, TypeVar
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.base import Tracker
-from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult
+from unirl.trainer.held_out import BaseEvaluator, EvaluationResult
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import BaseSamplingParams
 

@@ -12,7 +12,7 @@ from typing import Any
 from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.base import Tracker
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.evaluation import BaseEvaluator
+from unirl.trainer.held_out import BaseEvaluator
 from unirl.trainer.modality import Gallery, Modality
 from unirl.trainer.resuming import Changes, Digests
 from unirl.trainer.roles import CheckpointerRole

@@ -13,10 +13,11 @@ from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.runtime import Held, Runtime
 from unirl.tracking.base import TableRow
 from unirl.tracking.media import answered
-from unirl.trainer.evaluation import BaseEvaluator, EvaluationResult, sample_values, take_pictures
+from unirl.trainer.held_out import BaseEvaluator, EvaluationResult
 from unirl.trainer.modality import Gallery, Modality
 from unirl.trainer.request import build_text_request
 from unirl.trainer.roles import EngineRole
+from unirl.trainer.samples import sample_values, take_pictures
 from unirl.trainer.text_evaluation import take_completions
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError

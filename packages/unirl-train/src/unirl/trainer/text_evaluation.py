@@ -11,19 +11,18 @@ from typing import Annotated, Any
 from unirl.data.data_source import PromptRow
 from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import TableRow
-from unirl.trainer.evaluation import (
+from unirl.trainer.held_out import (
     EVAL_ROLLOUT_ID,
     BaseEvaluator,
     EvaluationResult,
     HeldOut,
     ScoredBatch,
     Scores,
-    sample_values,
     scored_batches,
     spread_rows,
-    take_pictures,
 )
 from unirl.trainer.request import build_text_request
+from unirl.trainer.samples import sample_values, take_pictures
 from unirl.types.bounds import Bounds, NonNegative, NonNegativeInt, PositiveFraction, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.media import ImageLists, Texts
@@ -64,11 +63,11 @@ class TextEvaluationConfig(HeldOut):
 
     @property
     def columns(self) -> list[str]:
-        """See `unirl.trainer.evaluation.Evaluates.columns`: pass@k."""
+        """See `unirl.trainer.held_out.Evaluates.columns`: pass@k."""
         return [pass_name(k) for k in self.pass_at]
 
     def settings(self, training: ARSamplingParams) -> dict[str, dict[str, Any]]:  # Any: plain values
-        """See `unirl.trainer.evaluation.Evaluates.settings`."""
+        """See `unirl.trainer.held_out.Evaluates.settings`."""
         return {
             "eval": self._without("num_completions", "max_new_tokens", "temperature", "top_p"),
             "sampling": {
@@ -99,7 +98,7 @@ class TextEvaluationConfig(HeldOut):
         )
 
     def evaluator(self, rows: Sequence[PromptRow], training: ARSamplingParams) -> TextEvaluator:
-        """See `unirl.trainer.evaluation.Evaluates.evaluator`."""
+        """See `unirl.trainer.held_out.Evaluates.evaluator`."""
         return TextEvaluator(self, rows, training)
 
 

@@ -21,8 +21,8 @@ from unirl.tracking.console import scorer_weights
 from unirl.trainer.base import Trainer
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import Collector
-from unirl.trainer.evaluation import BaseEvaluator, Evaluates
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.held_out import BaseEvaluator, Evaluates
 from unirl.trainer.learner import Learner
 from unirl.trainer.modality import Modality
 from unirl.trainer.policy import build_part, role_name

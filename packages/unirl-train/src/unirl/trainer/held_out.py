@@ -1,0 +1,262 @@
+"""Held-out evaluation: the same prompts, noise and solver each time, so that only the weights differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from unirl.data.data_source import PromptRow, epoch_order
+from unirl.distributed.runtime import Held, Runtime
+from unirl.tracking.base import TableRow
+from unirl.trainer.roles import EngineRole, RewardRole
+from unirl.trainer.samples import sample_values
+from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, Seed
+from unirl.types.errors import ConfigError, RewardError
+from unirl.types.rollout import RolloutReq, RolloutTrack
+
+EVAL_ROLLOUT_ID = -1
+"""Part of every noise id, so evaluation noise never equals training noise."""
+SCHEDULING = ("before", "interval", "interval_cpu_s", "policy")
+"""Options of every evaluation that say when it happens and of which weights, not what it measures."""
+
+
+class Evaluates(Protocol):
+    """How a recipe's `eval` section is evaluated: what `eval._target_` names."""
+
+    @property
+    def prompts(self) -> str:
+        """File of prompts."""
+        ...
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Names of held-out means that a comparison shows beside the one it judges by."""
+        ...
+
+    def settings(self, training: Any) -> Mapping[str, Mapping[str, Any]]:  # Any: the trainer's parameters; plain values
+        """All that the means depend on besides weights and scorers, by section of the recipe."""
+        ...
+
+    def evaluator(self, rows: Sequence[PromptRow], training: Any) -> BaseEvaluator:  # Any: the trainer's parameters
+        """The evaluation of these prompts by a policy that trains with sampling parameters `training`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """What evaluations of every modality have.
+
+    prompts: file of prompts. num_samples: in all, spread evenly over the prompts. interval: rollouts between
+    evaluations; 0 evaluates only before and after. interval_cpu_s: in its place, CPU seconds of training between
+    evaluations. batch_size: samples a request. seed: of the sampling. policy: named copy of the weights to evaluate,
+    None the policy being trained. before: whether there is an evaluation before training."""
+
+    recipe_rules: ClassVar[str] = "unirl.trainer.evaluation_rules"
+    """Module with the rules of recipes, see `unirl.types.recipe`."""
+    prompts: str
+    num_samples: PositiveInt = 512
+    interval: NonNegativeInt = 0
+    interval_cpu_s: Positive | None = None
+    batch_size: PositiveInt = 128
+    seed: Seed = 1234
+    policy: str | None = None
+    before: bool = True
+
+    def __post_init__(self) -> None:
+        if self.interval_cpu_s is not None and self.interval > 0:
+            raise ConfigError(
+                f"eval.interval = {self.interval} rollouts and eval.interval_cpu_s = {self.interval_cpu_s} both say "
+                "when to evaluate. Set interval: 0 or interval_cpu_s: null."
+            )
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """See `Evaluates.columns`: none."""
+        return ()
+
+    def _without(self, *names: str) -> dict[str, Any]:  # Any: plain values
+        """The options but those of `SCHEDULING` and `names`."""
+        left_out = {*SCHEDULING, *names}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Mean of the reward and of each component, overall and by category, and some images."""
+
+    overall: dict[str, float]
+    categories: dict[str, dict[str, float]]
+    num_samples: int
+    """Scored ones."""
+    images: Tensor | None = None
+    """[K, 3, H, W] in [0, 1]; of videos, a strip of frames each."""
+    labels: list[str] = field(default_factory=list)
+    """Prompts of `images`."""
+    scores: list[dict[str, float] | None] = field(default_factory=list)
+    """Reward and components of each of `images`; None where it could not be scored."""
+    num_failed: int = 0
+    """Samples without a score (reward.on_failure: drop_group), left out of the means."""
+    completions: list[TableRow] = field(default_factory=list)
+    """Some texts with their prompts and scores."""
+    pictures: list[list[Tensor]] = field(default_factory=list)
+    """What the prompt of each of `images` or `completions` shows, [3, H, W] each; none where it is a text alone."""
+    videos: list[Tensor] = field(default_factory=list)
+    """The first NUM_VIDEOS of `images` whole, uint8 [F, 3, H, W] each; empty where images are made."""
+    fps: float | None = None
+    """Frames per second of `videos`."""
+    drawn: list[str] = field(default_factory=list)
+    """What each of `images` was drawn from, where a writer wrote it; empty where that is the prompt itself."""
+
+    def metrics(self) -> dict[str, float]:
+        """Flat names: eval/<component>, eval/<category>/<component>, and eval/failed_samples where there are any."""
+        flat = {f"eval/{name}": value for name, value in self.overall.items()}
+        if self.num_failed:
+            flat["eval/failed_samples"] = float(self.num_failed)
+        for category, values in self.categories.items():
+            flat.update({f"eval/{category}/{name}": value for name, value in values.items()})
+        return flat
+
+    def record(self) -> dict[str, object]:
+        """What the run's summary keeps."""
+        return {"overall": self.overall, "categories": self.categories, "num_samples": self.num_samples}
+
+
+def spread_rows(rows: Sequence[PromptRow], num_samples: int) -> list[PromptRow]:
+    """`num_samples` rows that go through the prompts in turn; every repetition gets noise of its own.
+
+    Categories take turns too and prompts come in a fixed shuffled order, so a prefix of the list shows variety.
+    """
+    by_category: dict[str, list[PromptRow]] = {}
+    for row in rows:
+        by_category.setdefault(category_of(row), []).append(row)
+    ordered: list[PromptRow] = []
+    queues = list(by_category.values())
+    position = 0
+    while len(ordered) < num_samples:
+        queue = queues[position % len(queues)]
+        turn, index = divmod(position // len(queues), len(queue))
+        row = queue[epoch_order(len(queue), 0, turn)[index]]
+        ordered.append(dataclasses.replace(row, prompt_id=f"{row.prompt_id}@{turn}"))
+        position += 1
+    return ordered
+
+
+def category_of(row: PromptRow) -> str:
+    """The row's category, "all" where its metadata names none."""
+    return str((row.metadata or {}).get("category", "all"))
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Some evaluation samples with their scores."""
+
+    rows: list[PromptRow]
+    """One row per prompt; what fills the batch up for the devices comes after them and is not among them."""
+    resp: Held
+    name: str
+    """Of the track that was scored, which holds the media."""
+    track: RolloutTrack
+    """The root with the rewards of its samples, `samples_per_prompt` per row, in their order; without media."""
+    branch: int
+    """Samples of the scored track per sample of the root, next to each other."""
+
+
+def scored_batches(
+    rows: Sequence[PromptRow],
+    build: Callable[[list[PromptRow]], RolloutReq],
+    runtime: Runtime,
+    *,
+    config: HeldOut,
+    samples_per_prompt: int = 1,
+    track: str | None = None,
+) -> Iterator[ScoredBatch]:
+    """Generate and score all rows, `config.batch_size` samples at a time. A batch is released where the next begins.
+
+    track: the one that is scored; None is the root, which else is credited with the scores of what grew from it.
+    """
+    engine, reward = runtime.role("engine", EngineRole), runtime.role("reward", RewardRole)
+    step = max(1, config.batch_size // samples_per_prompt)
+    for start in range(0, len(rows), step):
+        part = list(rows[start : start + step])
+        padded = list(part)
+        while (len(padded) * samples_per_prompt) % runtime.num_shards:
+            padded.append(part[0])
+        req = build(padded)
+        with engine.generate(req, policy=config.policy) as resp:
+            name = track or resp.meta.root_name()
+            reward.score_track(resp, name, is_shaped=False)
+            resp.refresh()
+            meta = resp.meta
+            branch = meta.track(name).batch_size // meta.batch_size
+            yield ScoredBatch(part, resp, name, meta.root_track(), branch)
+
+
+class Scores:
+    """Means of named values, overall and by category."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, dict[str, list[float]]] = {}
+        self.errors: list[str | None] = []
+        """One for every sample without a score."""
+        self.num_scored = 0
+
+    def add(self, row: PromptRow, values: Mapping[str, float]) -> None:
+        """Count the values of one row's sample, or of all of them together."""
+        own = self._totals.setdefault(category_of(row), {})
+        for name, value in values.items():
+            own.setdefault(name, []).append(value)
+
+    def add_samples(self, batch: ScoredBatch) -> None:
+        """Count the reward and each component of a batch with one sample a row."""
+        errors = batch.track.reward_errors
+        for i, row in enumerate(batch.rows):
+            if errors[i] is None:
+                self.num_scored += 1
+                self.add(row, sample_values(batch.track, i))
+            else:
+                self.errors.append(errors[i])
+
+    def categories(self) -> dict[str, dict[str, float]]:
+        """Means by category and name. Raises RewardError where nothing was scored."""
+        if not self._totals:
+            first = self.errors[0] if self.errors else None
+            raise RewardError(f"none of {len(self.errors)} evaluation samples could be scored; first error: {first}")
+        return {
+            category: {name: sum(values) / len(values) for name, values in columns.items()}
+            for category, columns in sorted(self._totals.items())
+        }
+
+    def overall(self) -> dict[str, float]:
+        """Means by name over all categories."""
+        names = {name: None for columns in self._totals.values() for name in columns}
+        pooled = {name: [v for columns in self._totals.values() for v in columns.get(name, [])] for name in names}
+        return {name: sum(values) / len(values) for name, values in pooled.items()}
+
+
+class BaseEvaluator(ABC):
+    """Scores the policy on held-out prompts."""
+
+    config: HeldOut
+
+    @property
+    @abstractmethod
+    def rows(self) -> list[PromptRow]:
+        """Every prompt that an evaluation uses, as often as it does."""
+
+    @property
+    @abstractmethod
+    def all_params(self) -> list[Any]:  # Any: sampling parameters of the modality
+        """Every way in which it samples."""
+
+    @abstractmethod
+    def run(self, runtime: Runtime, track: str | None = None) -> EvaluationResult:
+        """Generate and score every evaluation sample.
+
+        track: the one whose media are scored; None is the root.
+        Raises what the engine or a scorer raises, and RewardError where no sample could be scored.
+        """
