@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from unirl.distributed.runtime import Held, Role, Runtime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import Role, Runtime
 from unirl.distributed.worker import ComponentInfo, WorkerContext
 from unirl.trainer.build.worker import build_components
 from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed

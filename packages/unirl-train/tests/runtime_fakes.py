@@ -14,7 +14,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from unirl.distributed.runtime import Held, Runtime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import Runtime
 from unirl.distributed.worker import Builder, ComponentInfo, Worker, WorkerContext
 from unirl.types.errors import ConfigError
 from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed

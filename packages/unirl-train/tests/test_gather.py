@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime_fakes import InProcess, build_pairs, build_source, check_pairs, grown, names, numbered
 
-from unirl.distributed.runtime import Held, LocalRuntime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import LocalRuntime
 from unirl.trainer.collector import trained_tokens
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutResp, RolloutTrack

@@ -20,7 +20,8 @@ from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import Held, LocalRuntime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.worker import Builder, WorkerContext
 from unirl.tracking.base import TableRow
 from unirl.tracking.tables import markdown, shown

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unirl.distributed.runtime import Held, Role, Runtime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import Role, Runtime
 from unirl.distributed.worker import ComponentInfo, Usage
 from unirl.types.errors import ContractError
 from unirl.types.roles import MeshPlace

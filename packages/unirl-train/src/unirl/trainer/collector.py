@@ -13,7 +13,8 @@ from torch import Tensor
 from unirl.algorithms.advantages import Advantages, group_metrics
 from unirl.algorithms.selection import SampleSelection, zero_variance_groups
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.distributed.runtime import Held, Runtime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import Runtime
 from unirl.train.names import joined
 from unirl.trainer.balance import balanced_order
 from unirl.trainer.clock import PhaseClock

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
-from unirl.distributed.runtime import Held, Runtime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import Runtime
 from unirl.tracking.media import Mark, before_after, grid, marks
 from unirl.trainer.diffusion import FIRST_IMAGES, NUM_PICTURES
 from unirl.trainer.held_out import BaseEvaluator, EvaluationResult

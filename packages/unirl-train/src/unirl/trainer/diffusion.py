@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
-from unirl.distributed.runtime import Held, Runtime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import Runtime
 from unirl.tracking.media import Mark, before_after, grid, marks
 from unirl.tracking.video import write_video
 from unirl.trainer.held_out import BaseEvaluator, EvaluationResult

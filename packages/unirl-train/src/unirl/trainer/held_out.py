@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from unirl.data.data_source import PromptRow, epoch_order
-from unirl.distributed.runtime import Held, Runtime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import TableRow
 from unirl.trainer.roles import EngineRole, RewardRole
 from unirl.trainer.samples import sample_values

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
-from unirl.distributed.runtime import Held, Runtime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import Tracker
 from unirl.trainer.held_out import BaseEvaluator, EvaluationResult
 from unirl.types.rollout import RolloutReq

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unirl.distributed.runtime import Held, Runtime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import Tracker
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.held_out import BaseEvaluator

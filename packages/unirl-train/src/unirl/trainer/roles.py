@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from unirl.distributed.runtime import Future, Held
+from unirl.distributed.held import Future, Held
 from unirl.train.stack import TrainStepResult
 from unirl.types.media import Primitive
 from unirl.types.rollout import DiffusionPlan, RolloutReq

@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
-from unirl.distributed.runtime import Held, Runtime
+from unirl.distributed.held import Held
+from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import TableRow
 from unirl.tracking.media import answered
 from unirl.trainer.held_out import BaseEvaluator, EvaluationResult
