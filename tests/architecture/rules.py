@@ -40,6 +40,14 @@ ARROWS: dict[str, frozenset[str]] = {
 INNER_ARROWS: dict[str, frozenset[str]] = {"algorithms": frozenset({"types", "sde"})}
 """Portion inside a package -> what it may import besides itself, where that is less than the package may."""
 
+HIDDEN: dict[str, tuple[str, ...]] = {
+    "unirl.distributed.worker": tuple(f"unirl.distributed.{name}" for name in ("runtime", "group", "weight_sync")),
+    "unirl.distributed.held": ("unirl.distributed.runtime",),
+    "unirl.distributed.group.ray_worker": ("unirl.distributed.weight_sync", "unirl.distributed.tensor.planes"),
+}
+"""Module -> modules and packages beside it that it must not import: what is above it. A worker opens what it is handed
+(`Openable`) and knows neither pushes nor data planes."""
+
 HOMES: dict[str, tuple[str, ...]] = {
     "ray": ("unirl.distributed", "unirl.reward_server.ray_replica"),  # a reward node has no unirl.distributed
     "hydra": ("unirl.config", "apps"),
@@ -210,6 +218,19 @@ def wrong_arrows(root: Path) -> list[str]:
             elif parts[1] not in INNER_ARROWS.get(module.portion, {parts[1]}) | {module.portion}:
                 found.append(f"{module.path.relative_to(root)}:{line}: {module.portion} imports {name} of {parts[1]}")
     return sorted(set(found))
+
+
+def hidden_imports(root: Path) -> list[str]:
+    """Imports of a module that the importing one must not know; see HIDDEN."""
+    return sorted(
+        {
+            f"{module.path.relative_to(root)}:{line}: {module.name} imports {name}, which is above it"
+            for module in modules(root)
+            for line, name in imported_names(module)
+            for above in HIDDEN.get(module.name, ())
+            if name == above or name.startswith(f"{above}.")
+        }
+    )
 
 
 def stray_frameworks(root: Path) -> list[str]:

@@ -46,6 +46,10 @@ def test_imports_follow_the_arrows():
     none_of(rules.wrong_arrows(ROOT))
 
 
+def test_no_module_imports_what_is_above_it():
+    none_of(rules.hidden_imports(ROOT))
+
+
 def test_imported_packages_are_required():
     none_of(rules.undeclared_imports(ROOT))
 
@@ -185,6 +189,21 @@ def test_a_wrong_arrow_is_found(tmp_path, part, path, source, message):
 )
 def test_right_arrows_pass(tmp_path, part, path, source):
     assert rules.wrong_arrows(plant(tmp_path, package(part, path, source))) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "count"),
+    [
+        ("distributed/group/ray_worker.py", "from unirl.distributed.weight_sync.transports.base import Parcel", 2),
+        ("distributed/group/ray_worker.py", "from unirl.distributed.tensor.planes import queue", 2),
+        ("distributed/group/ray_worker.py", "from unirl.distributed.tensor import planes", 1),
+        ("distributed/group/ray_worker.py", "from unirl.distributed.tensor.transport import outgoing", 0),
+        ("distributed/held.py", "def f():\n    import unirl.distributed.runtime", 1),
+        ("distributed/runtime.py", "from unirl.distributed.held import Held", 0),
+    ],
+)
+def test_an_import_of_what_is_above_is_found(tmp_path, path, source, count):
+    assert len(rules.hidden_imports(plant(tmp_path, package("train", path, source)))) == count
 
 
 def test_a_stray_init_file_is_found(tmp_path):

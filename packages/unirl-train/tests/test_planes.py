@@ -56,7 +56,7 @@ def shelf(monkeypatch):
 def test_rows_come_back_from_the_queue_as_they_went_in(shelf):
     resp: Any = grown(names("a", 5))
     parcel = pickle.loads(pickle.dumps(QueuedRows.put(resp, "k", 60.0)))
-    again = parcel.fetched()
+    again = parcel.opened({})
     for name, track in resp.tracks.items():
         assert again.tracks[name].sample_ids == track.sample_ids
         assert again.tracks[name].metadata == track.metadata
@@ -64,20 +64,20 @@ def test_rows_come_back_from_the_queue_as_they_went_in(shelf):
     assert torch.equal(again.tracks["text"].segment.tokens, resp.tracks["text"].segment.tokens)
     shelf.rows.clear()
     with pytest.raises(WorkerError, match="the rows of k are gone"):
-        parcel.fetched()
+        parcel.opened({})
 
 
 def test_what_was_taken_leaves_the_queue(shelf):
     plane = QueuePlane({}, 60.0)
 
     class Actor:
-        class pick_queued:  # noqa: N801 - a method of a ray actor
+        class pick_elsewhere:  # noqa: N801 - a method of a ray actor
             @staticmethod
             def options(num_returns):
                 class Call:
                     @staticmethod
-                    def remote(key, rows, name, timeout_s):
-                        return None, QueuedRows.put(grown(names("a", 2)), name, timeout_s)
+                    def remote(key, rows, put):
+                        return None, put(grown(names("a", 2)))
 
                 return Call
 
@@ -93,7 +93,7 @@ def test_a_queue_that_hangs_is_named(shelf):
     shelf.kv_batch_get = lambda *args: may_answer.wait(60)
     parcel = QueuedRows.put(grown(names("a", 2)), "k", 60.0)
     with pytest.raises(WorkerError, match=r"getting \d+ bytes took longer than 0 s; a storage unit may be gone"):
-        QueuedRows(parcel.key, parcel.structure, parcel.layout, 0.1).fetched()
+        QueuedRows(parcel.key, parcel.structure, parcel.layout, 0.1).opened({})
     may_answer.set()
 
 

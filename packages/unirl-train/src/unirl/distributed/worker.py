@@ -58,6 +58,17 @@ class Holdable(Protocol):
         """The value without its large tensors."""
 
 
+@runtime_checkable
+class Openable(Protocol):
+    """What a worker is handed for something that lies elsewhere, and opens before it uses it. Pickles."""
+
+    def opened(self, kept: dict[str, Any]) -> Any:  # Any: rows, weights
+        """The thing itself, in this process.
+
+        kept: what this worker keeps between calls (buffers, connections); written here.
+        """
+
+
 @dataclass(frozen=True)
 class Usage:
     """What processes used: CPU seconds in all, and peak resident bytes summed over processes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,11 +14,8 @@ import torch.distributed
 
 from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.group.framework import ray_module
-from unirl.distributed.tensor.planes.base import RowsElsewhere
-from unirl.distributed.tensor.planes.queue import QueuedRows
 from unirl.distributed.tensor.transport import contiguous, outgoing
-from unirl.distributed.weight_sync.transports.base import Parcel
-from unirl.distributed.worker import Builder, ComponentInfo, Worker, WorkerContext
+from unirl.distributed.worker import Builder, ComponentInfo, Openable, Worker, WorkerContext
 from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
 
@@ -41,7 +38,7 @@ class RayWorker:
         self._context = WorkerContext(rank, world_size, device)
         self._store: torch.distributed.Store | None = None
         self._worker: Worker | None = None
-        self._kept: dict[str, Any] = {}  # Any: see Parcel
+        self._kept: dict[str, Any] = {}  # Any: see Openable
 
     def process_info(self) -> ProcessInfo:
         """Make this process the leader of its own process group, so that what it starts can be ended with it."""
@@ -92,9 +89,8 @@ class RayWorker:
             self._worker.close()
 
     def call_component(self, role: str, method: str, *args: Any) -> Any:  # Any: as the component's methods
-        """Call a component for a worker of another runtime (`RemoteRole`); parcels are opened first."""
-        opened = tuple(value.opened(self._kept) if isinstance(value, Parcel) else value for value in args)
-        return self.perform("invoke", (role, method, opened, {}, None))
+        """Call a component for a worker of another runtime (`RemoteRole`)."""
+        return self.perform("invoke", (role, method, self._opened(args), {}, None))
 
     def pick(self, key: HeldKey, rows: Sequence[int]) -> tuple[None, Any]:  # Any: held values are of any type
         """Two results of Ray: a sign that the rows are there, and the rows, for workers that assemble a new value."""
@@ -104,14 +100,18 @@ class RayWorker:
         """The rows alone, as Ray Direct Transport takes them."""
         return contiguous(self.perform("pick", (key, rows)))
 
-    def pick_queued(self, key: HeldKey, rows: Sequence[int], name: str, timeout_s: float) -> tuple[None, QueuedRows]:
-        """`pick`, with the rows in TransferQueue under a name."""
-        return None, QueuedRows.put(self.perform("pick", (key, rows)), name, timeout_s)
+    def pick_elsewhere(
+        self, key: HeldKey, rows: Sequence[int], put: Callable[[RolloutResp], Openable]
+    ) -> tuple[None, Openable]:
+        """`pick`, with the rows where `put` lays them. `put` must pickle."""
+        return None, put(self.perform("pick", (key, rows)))
 
-    def assemble(self, args: tuple[Any, ...], *arrived: RolloutResp | RowsElsewhere) -> RolloutResp:
+    def assemble(self, args: tuple[Any, ...], *arrived: RolloutResp | Openable) -> RolloutResp:
         """`Worker.assemble`; what comes from other workers stands in the call itself, where Ray fetches it."""
-        rows = tuple(item.fetched() if isinstance(item, RowsElsewhere) else item for item in arrived)
-        return self.perform("assemble", (*args, rows))
+        return self.perform("assemble", (*args, self._opened(arrived)))
+
+    def _opened(self, values: tuple[Any, ...]) -> tuple[Any, ...]:  # Any: as call_component and assemble
+        return tuple(value.opened(self._kept) if isinstance(value, Openable) else value for value in values)
 
     def perform(self, method: str, args: tuple[Any, ...]) -> Any:  # Any: as the worker's methods
         """Call a method of `Worker`; what it returns leaves as CPU tensors."""

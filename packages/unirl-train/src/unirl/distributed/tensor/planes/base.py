@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from unirl.distributed.dispatch import HeldKey
-from unirl.types.rollout import RolloutResp
 
 PlaneName = Literal["ray", "rdt", "transfer_queue"]
 
@@ -45,11 +44,3 @@ class ObjectPlane(DataPlane):
         """See DataPlane."""
         done, picked = actor.pick.options(num_returns=2).remote(key, rows)
         return done, picked
-
-
-class RowsElsewhere(ABC):
-    """What a worker is handed in the place of rows that lie somewhere else. Pickles."""
-
-    @abstractmethod
-    def fetched(self) -> RolloutResp:
-        """The rows, in this process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.tensor.flat import FlatLayout
-from unirl.distributed.tensor.planes.base import DataPlane, RowsElsewhere
+from unirl.distributed.tensor.planes.base import DataPlane
 from unirl.types.errors import ConfigError, WorkerError
 from unirl.types.rollout import RolloutResp
 from unirl.types.storage import flatten_response, rebuild_response
@@ -29,8 +30,8 @@ _CLOSE_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
-class QueuedRows(RowsElsewhere):
-    """Rows whose tensors lie in the queue as one entry."""
+class QueuedRows:
+    """Rows whose tensors lie in the queue as one entry. Implements unirl.distributed.worker.Openable."""
 
     key: str
     structure: str
@@ -53,8 +54,8 @@ class QueuedRows(RowsElsewhere):
             )
         return cls(key, structure, layout, timeout_s)
 
-    def fetched(self) -> RolloutResp:
-        """See RowsElsewhere. Raises WorkerError where the queue does not answer in time."""
+    def opened(self, kept: dict[str, Any]) -> RolloutResp:
+        """See Openable. Raises WorkerError where the queue does not answer in time."""
         buffer = torch.empty(0, dtype=torch.uint8)
         if self.layout.num_bytes:
             what = f"getting {self.layout.num_bytes} bytes"
@@ -99,7 +100,8 @@ class QueuePlane(DataPlane):
         """See DataPlane."""
         name = uuid.uuid4().hex
         self._queued.append(name)
-        done, picked = actor.pick_queued.options(num_returns=2).remote(key, rows, name, self._timeout_s)
+        put = functools.partial(QueuedRows.put, key=name, timeout_s=self._timeout_s)
+        done, picked = actor.pick_elsewhere.options(num_returns=2).remote(key, rows, put)
         return done, picked
 
     def taken(self) -> None:

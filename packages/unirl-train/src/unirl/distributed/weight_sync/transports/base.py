@@ -15,7 +15,10 @@ TransportName = Literal["ray", "files", "ipc", "nccl"]
 
 
 class Parcel(ABC):
-    """What travels through Ray for one bucket, to every engine. Pickles; of the tensors it has what finds them."""
+    """What travels through Ray for one bucket, to every engine. Pickles; of the tensors it has what finds them.
+
+    Implements unirl.distributed.worker.Openable.
+    """
 
     @abstractmethod
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: buffers and connections, each transport's own
