@@ -58,7 +58,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 UNPICKLES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("pickle", "Unpickler", "FileSystemReader"), ("unirl.train.backend.state_reader",)),
     # Between the ranks of one run, which execute each other's functions anyway.
-    **dict.fromkeys(("broadcast_object_list", "all_gather_object"), ("unirl.train.checkpoint",)),
+    **dict.fromkeys(("broadcast_object_list", "all_gather_object"), ("unirl.train.checkpoint.ranks",)),
     **dict.fromkeys(("_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"), ()),
     **dict.fromkeys(("multiprocessing.managers", "multiprocessing.connection.Listener"), ()),
     **dict.fromkeys(("gather_object", "scatter_object_list", "recv_object_list", "read_pickle"), ()),

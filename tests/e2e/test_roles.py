@@ -8,7 +8,7 @@ from unirl.distributed.weight_sync.base import WeightSync
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.train.backend.fsdp import FSDPBackend
-from unirl.train.checkpoint import Checkpointer
+from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.stack import TrainStack
 from unirl.trainer import roles
 from unirl.types.roles import remote_method

@@ -10,7 +10,7 @@ from torch import nn
 from train_fakes import TinyBundle, make_backend, rows, run_backward, snapshot
 
 from unirl.train.backend.fsdp import FSDPBackend
-from unirl.train.checkpoint import Checkpointer
+from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LrSchedulerConfig, OptimizerConfig
 from unirl.train.export import Exporter
 from unirl.types.errors import CheckpointError, ConfigError, ContractError

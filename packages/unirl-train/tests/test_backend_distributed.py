@@ -10,7 +10,7 @@ from ranks import results_of_ranks
 from safetensors.torch import load_file
 from train_fakes import TinyBundle, gradients_and_state, lora_config, make_backend, rows, run_scenarios, snapshot
 
-from unirl.train.checkpoint import Checkpointer
+from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import EMAConfig
 
 pytestmark = pytest.mark.slow

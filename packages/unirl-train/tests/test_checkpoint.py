@@ -15,10 +15,10 @@ import pytest
 import torch
 from train_fakes import TinyBundle, lora_config, make_backend, snapshot, train_step
 
-from unirl.train import checkpoint as checkpoint_module
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.state import COUNTERS
-from unirl.train.checkpoint import Checkpointer
+from unirl.train.checkpoint import saved
+from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig
 from unirl.types.errors import CheckpointError, ContractError
 
@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_no_rest(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_module, "write_rng_state", no_space)
+        patched.setattr(saved, "write_rng_state", no_space)
         train_step(backend, bundle.model, 2)
         with pytest.raises(
             CheckpointError,
@@ -226,7 +226,7 @@ def test_a_thread_that_dies_of_a_fault_of_ours_is_not_taken_for_a_save(tmp_path:
     def fault(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(checkpoint_module, "write_rng_state", fault)
+    monkeypatch.setattr(saved, "write_rng_state", fault)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     checkpointer.save(1, {})
     with pytest.raises(CheckpointError, match="checkpoint-1 ended without being written"):

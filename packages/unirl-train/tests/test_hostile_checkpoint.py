@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from unirl.train.backend.manifest import MANIFEST, read_manifest, write_manifest
 from unirl.train.backend.state_reader import StateReader
-from unirl.train.checkpoint import Checkpointer
+from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.types.errors import CheckpointError
 
 PARAMETER = "parameters/transformer.proj_in.weight"

@@ -20,7 +20,7 @@ from train_fakes import snapshot
 from unirl.algorithms.base import MicroBatch
 from unirl.algorithms.critic import LatentCritic
 from unirl.algorithms.ppo import DiffusionPPO, value_loss
-from unirl.train.checkpoint import Checkpointer
+from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutTrack
 from unirl.types.segments import LatentSegment

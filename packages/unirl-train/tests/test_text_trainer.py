@@ -26,7 +26,7 @@ from unirl.distributed.worker import Builder, WorkerContext
 from unirl.tracking.base import TableRow
 from unirl.tracking.tables import markdown, shown
 from unirl.train.backend.fsdp import FSDPBackend
-from unirl.train.checkpoint import Checkpointer
+from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
 from unirl.trainer.build.assembly import assemble

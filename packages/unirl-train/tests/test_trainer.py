@@ -38,7 +38,7 @@ from unirl.tracking.jsonl import ALERTS, JsonlTracker, read_metrics
 from unirl.tracking.media import before_after
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.manifest import MANIFEST, read_manifest, write_manifest
-from unirl.train.checkpoint import Checkpointer
+from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
 from unirl.trainer.build.assembly import assemble

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from unirl.train import checkpoint as checkpoint_module
 from unirl.train.backend.fsdp import FSDPBackend
-from unirl.train.checkpoint import Checkpointer
+from unirl.train.checkpoint import saved
+from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, OptimizerConfig, TrainTopology
 from unirl.train.export import Exporter
 from unirl.types.errors import CheckpointError, ConfigError
@@ -267,7 +267,7 @@ def _one_full_disk(folder: Path) -> dict[str, Any]:
     message = "saved"
     with pytest.MonkeyPatch.context() as patched:
         if backend.dp_rank == 1:
-            patched.setattr(checkpoint_module, "write_rng_state", no_space)
+            patched.setattr(saved, "write_rng_state", no_space)
         try:
             checkpointer.save(2, {"step": 2})
         except CheckpointError as error:

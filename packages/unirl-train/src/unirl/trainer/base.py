@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from unirl.train.checkpoint import DRIVER_STATE
+from unirl.train.checkpoint.saved import DRIVER_STATE
 from unirl.trainer.clock import TRAINING, PhaseClock
 from unirl.trainer.collector import Collector
 from unirl.trainer.learner import Learner

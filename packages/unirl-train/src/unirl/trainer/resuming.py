@@ -14,7 +14,7 @@ from typing import Any
 
 from unirl.config.instantiation import TARGET
 from unirl.config.runs import does_train, policy_sections
-from unirl.train.checkpoint import DRIVER_STATE, newest_driver_state
+from unirl.train.checkpoint.saved import DRIVER_STATE, newest_driver_state
 from unirl.types.errors import CheckpointError
 
 COMPARED = ("seed", "reward", "data", "sampling", "advantages", "selection")

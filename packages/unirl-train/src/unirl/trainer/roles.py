@@ -140,7 +140,7 @@ class BackendRole(Protocol):
 
 
 class CheckpointerRole(Protocol):
-    """See unirl.train.checkpoint.Checkpointer."""
+    """See unirl.train.checkpoint.checkpointer.Checkpointer."""
 
     def remove_unfinished(self) -> None:
         """Remove what a killed run has left half written."""

@@ -15,7 +15,7 @@ from unirl.config.runs import ComposedRun, run_of, teacher_of
 from unirl.config.schema import PolicySections, StageSections, components
 from unirl.distributed.weight_sync.several import PolicySyncs
 from unirl.distributed.worker import WorkerContext
-from unirl.train.checkpoint import Checkpointer
+from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.policy_stacks import PolicyStacks
 from unirl.train.saved_policies import SavedPolicies
 from unirl.trainer.policy import Built, BuiltModel, BuiltPolicy, build_model, build_part, build_pipelines, build_policy
