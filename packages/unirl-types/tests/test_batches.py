@@ -13,7 +13,6 @@ from unirl.types.batch import Batch, Kind, peak, per_sample, rows_by, same_value
 from unirl.types.conditions import (
     Condition,
     ExpertCondition,
-    FusedMultimodalCondition,
     ImageEmbedCondition,
     ImageLatentCondition,
     ImagePatchCondition,
@@ -94,16 +93,6 @@ def image_embeds(lengths):
     return ImageEmbedCondition(embeds=values(len(lengths), 2, 2), spatial_shapes=[(1, 2)])
 
 
-def fused(lengths):
-    size = len(lengths)
-    return FusedMultimodalCondition(
-        input_ids=values(size, 2).long(),
-        attention_mask=torch.ones(size, 1, 2, 2, dtype=torch.bool),
-        position_ids=values(size, 2).long(),
-        rope_cache=(values(2), torch.tensor([float("nan")])),
-    )
-
-
 def experts(lengths):
     return ExpertCondition.pack(experts=[torch.full((n, 3), i, dtype=torch.int16) for i, n in enumerate(lengths)])
 
@@ -180,7 +169,7 @@ def reward_response(lengths):
 
 MAKERS = [
     *(texts, images, image_lists, videos, audios, embeddings),
-    *(text_embeds, text_tokens, prompt_tokens, image_patches, image_latents, image_embeds, fused, experts),
+    *(text_embeds, text_tokens, prompt_tokens, image_patches, image_latents, image_embeds, experts),
     *(text_segment, latent_segment, request, track, response, reward_request, reward_response),
 ]
 every_container = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unirl.types.batch import same_value
 from unirl.types.errors import ContractError
-from unirl.types.media import Images, Modality, SizedImages, Texts, Videos
+from unirl.types.media import Images, SizedImages, Texts, Videos
 from unirl.types.noise import NoiseRecipe, noise_keys
 from unirl.types.reward import RewardRequest
 from unirl.types.rollout import Credit, RolloutReq, RolloutResp, RolloutTrack
@@ -38,14 +38,10 @@ def test_a_request_without_ids_makes_no_track():
         RolloutReq().make_root_track(conditions={}, segment=None, decoded=None)
 
 
-def test_advantages_see_rewards_and_groups():
-    seen = []
-    track = roots().compute_advantages(lambda rewards, groups: seen.append(groups) or rewards - 1)
-    assert seen == [["a", "b", "a"]]
-    assert track.advantages is not None
-    assert track.advantages.tolist() == [0, 1, 2]
+def test_a_track_without_rewards_has_none_to_give():
+    assert roots().scored_rewards.tolist() == [1, 2, 3]
     with pytest.raises(ContractError, match="no rewards; score it first"):
-        RolloutTrack(sample_ids=["a"]).compute_advantages(lambda rewards, groups: rewards)
+        _ = RolloutTrack(sample_ids=["a"]).scored_rewards
 
 
 def test_a_track_splits_into_its_groups_in_order_of_appearance():
@@ -249,12 +245,6 @@ def test_positions_that_were_not_stored_are_named():
         segment().latents_at(0)
 
 
-def test_only_image_segments_become_conditions():
-    assert torch.equal(segment().as_condition().latents, segment().clean_latents)
-    with pytest.raises(ContractError, match="this one is video"):
-        segment(modality=Modality.VIDEO).as_condition()
-
-
 def test_noise_ids_change_with_the_rollout_and_may_be_shared_by_a_group():
     assert noise_keys(5, ["a0", "a1"], ["a", "a"], same_noise=False) == ["r5:a0", "r5:a1"]
     assert noise_keys(5, ["a0", "a1"], ["a", "a"], same_noise=True) == ["r5:a", "r5:a"]
@@ -271,9 +261,7 @@ def test_a_reward_request_gives_what_it_has_and_names_what_it_lacks():
     request = RewardRequest(primitives={"text": Texts(texts=["x"])}, generated={"image": Images(pixels=pixels)})
     assert request.prompts == ["x"]
     assert request.pixels is pixels
-    assert not request.is_video
     video = RewardRequest(generated={"video": Videos.pack(frames=[pixels])})
-    assert video.is_video
     with pytest.raises(ContractError, match=r"no generated image; it has \['video'\]"):
         _ = video.pixels
     with pytest.raises(ContractError, match=r"no text input; it has \[\]"):

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unirl.types.conditions import (
-    FusedMultimodalCondition,
     ImageEmbedCondition,
     ImagePatchCondition,
     PromptCondition,
@@ -79,12 +78,6 @@ def rollout() -> tuple[RolloutResp, RolloutReq]:
                 attention_mask=torch.ones(6, 4, dtype=torch.bool),
             ),
             "image": ImageEmbedCondition(embeds=latents(generator, 6, 1, 2), spatial_shapes=[(1, 2)]),
-            "fused": FusedMultimodalCondition(
-                input_ids=torch.zeros(6, 2, dtype=torch.int64),
-                attention_mask=torch.ones(6, 1, 2, 2, dtype=torch.bool),
-                position_ids=torch.zeros(6, 2, dtype=torch.int64),
-                rope_cache=(latents(generator, 2), latents(generator, 2)),
-            ),
         },
         segment=LatentSegment(
             modality=Modality.VIDEO,

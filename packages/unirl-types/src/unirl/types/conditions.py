@@ -207,17 +207,3 @@ class ImageEmbedCondition(Condition):
     """[B, L], 1 where a feature counts. Absent means that every feature counts."""
     spatial_shapes: list[tuple[int, int]] | None = shared(default=None)
     """(H, W) in patches, the same for every sample."""
-
-
-@dataclass(kw_only=True, eq=False)
-class FusedMultimodalCondition(Condition):
-    """One sequence of text and image tokens, for models that attend over both."""
-
-    input_ids: Tensor = per_sample()
-    """[B, L] int64."""
-    attention_mask: Tensor = per_sample()
-    """[B, 1, L, L] bool."""
-    position_ids: Tensor = per_sample()
-    """[B, L] int64."""
-    rope_cache: tuple[Tensor, Tensor] | None = shared(default=None)
-    """(cos, sin)."""

@@ -79,11 +79,6 @@ class RewardRequest(Batch):
             raise ContractError(f"this request has no generated text; it has {sorted(self.generated)}")
         return texts.texts
 
-    @property
-    def is_video(self) -> bool:
-        """Whether the generated media are videos."""
-        return isinstance(self.generated.get("video"), Videos)
-
 
 @dataclass(kw_only=True, eq=False)
 class RewardResponse(Batch):

@@ -7,7 +7,7 @@ A response is a set of named tracks; a track is one generation stage of every sa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -170,13 +170,6 @@ class RolloutTrack(Batch):
     def metadata_only(self) -> RolloutTrack:
         """Ids, rewards, advantages, versions and counts, without inputs, conditions, segment and media."""
         return dataclasses.replace(self, primitives={}, metadata=[], conditions={}, segment=None, decoded=None)
-
-    def compute_advantages(self, function: Callable[[Tensor, list[str]], Tensor]) -> RolloutTrack:
-        """A copy with advantages [B] = function(rewards [B], group_ids), see `unirl.algorithms.advantages`.
-
-        Raises ContractError where the track has no rewards.
-        """
-        return dataclasses.replace(self, advantages=function(self.scored_rewards, self.group_ids))
 
     def split(self) -> list[RolloutTrack]:
         """One track a group, in order of first appearance."""

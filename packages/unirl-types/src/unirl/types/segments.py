@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from unirl.types.batch import Batch, packed, per_sample, rows_by, shared
-from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ContractError
 from unirl.types.media import Modality
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
@@ -179,12 +178,6 @@ class LatentSegment(Segment):
             sde_means=None if self.sde_means is None else list(self.sde_means),
             params=self.params,
         )
-
-    def as_condition(self) -> ImageLatentCondition:
-        """The final latents as a condition for a later stage (images only)."""
-        if self.modality is not Modality.IMAGE:
-            raise ContractError(f"only image segments become conditions, this one is {self.modality.value}")
-        return ImageLatentCondition(latents=self.clean_latents)
 
 
 @dataclass(kw_only=True, eq=False)

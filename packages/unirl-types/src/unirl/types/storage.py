@@ -25,7 +25,6 @@ from torch import Tensor
 
 from unirl.types.conditions import (
     ExpertCondition,
-    FusedMultimodalCondition,
     ImageEmbedCondition,
     ImageLatentCondition,
     ImagePatchCondition,
@@ -53,7 +52,7 @@ _CLASSES: dict[str, type] = {
     for cls in (
         *(Texts, Images, ImageLists, SizedImages, Videos, Audios, Embeddings),
         *(TextEmbedCondition, TextTokenCondition, PromptCondition, ImagePatchCondition, ExpertCondition),
-        *(ImageLatentCondition, ImageEmbedCondition, FusedMultimodalCondition),
+        *(ImageLatentCondition, ImageEmbedCondition),
         *(TextSegment, LatentSegment, SizedLatents),
         *(RolloutReq, RolloutTrack, RolloutResp, RewardRequest, RewardResponse),
         *(BaseSamplingParams, DiffusionSamplingParams, ARSamplingParams, ComposedSamplingParams),
