@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from unirl.distributed.held import Future, Held
+from unirl.distributed.held import Held
 from unirl.train.stack import TrainStepResult
 from unirl.types.media import Primitive
 from unirl.types.rollout import DiffusionPlan, RolloutReq
@@ -20,11 +20,6 @@ from unirl.types.training import OFFLOADABLE, Offloadable
 
 class EngineRole(Protocol):
     """See unirl.types.protocols.engines.RolloutEngine."""
-
-    @property
-    def submit(self) -> EngineFutures:
-        """The same without waiting."""
-        ...
 
     def generate(self, req: RolloutReq, policy: str | None = None) -> Held:
         """Samples of a request, held where they were made."""
@@ -40,14 +35,6 @@ class EngineRole(Protocol):
 
     def wake_up(self) -> None:
         """Be ready to generate."""
-        ...
-
-
-class EngineFutures(Protocol):
-    """Calls of an engine that do not wait."""
-
-    def generate(self, req: RolloutReq, policy: str | None = None) -> Future[Held]:
-        """See EngineRole."""
         ...
 
 
