@@ -12,7 +12,7 @@ from unirl.types.sampling import DiffusionSamplingParams
 
 
 def test_a_separate_engine_with_the_old_policy_samples_what_the_trainside_engine_samples_under_it(recipe, tmp_path):
-    """What a serving engine must be given: the name `stack.rollout_policy()` and the values `policy_values(name)`."""
+    """A serving engine needs the name `stack.rollout_policy()` and the values `backend.policies.values(name)`."""
     resolved = recipe("sd3_shapes", "algorithm.decay.start=0.5")
     # Any: components by section.
     made: list[Any] = [build_components(resolved, str(tmp_path), WorkerContext(0, 1, "cpu")) for _ in range(2)]
@@ -31,7 +31,7 @@ def test_a_separate_engine_with_the_old_policy_samples_what_the_trainside_engine
     stack.train(fresh.with_values("image", advantages=advantages), progress=0.0)
 
     with torch.no_grad():
-        for key, value in backend.policy_values(name).items():
+        for key, value in backend.policies.values(name).items():
             apart["backend"].parameters[key].copy_(value)
     separate = apart["engine"].generate(req).root_track().segment.clean_latents
     under_old = engine.generate(req, policy=name).root_track().segment.clean_latents

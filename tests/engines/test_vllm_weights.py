@@ -135,7 +135,7 @@ def test_weights_that_were_rolled_back_are_pushed_as_a_new_version(engine, tmp_p
     backend.load_state_dict(saved)
     assert gap(engine, model) > 100 * TOLERANCE
     sync.push()
-    assert (engine.policy_version, backend.num_optimizer_steps) == (32, 0)
+    assert (engine.policy_version, backend.progress.num_optimizer_steps) == (32, 0)
     assert gap(engine, model) < TOLERANCE
 
 

@@ -60,7 +60,7 @@ def test_two_joint_steps_on_thoughts_and_images(tmp_path: Path) -> None:
         assert metrics["image/train/grad_norm"] > 0 and metrics["text/train/grad_norm"] > 0
         segment: Any = tracks["image"].segment
         sampled.append(segment.clean_latents)
-    assert backend.num_optimizer_steps == 2
+    assert backend.progress.num_optimizer_steps == 2
     moved = {name for name, tensor in bundle.decoder.state_dict().items() if not torch.equal(tensor, before[name])}
     assert moved and all(".self_attn." in name and ".lora_" in name for name in moved)
     assert not torch.allclose(*sampled, atol=1e-4)
@@ -114,7 +114,7 @@ def test_thoughts_choose_the_sizes_of_their_images(tmp_path: Path) -> None:
         metrics = stack.train(RolloutResp(tracks=tracks), progress=0.0).metrics
         assert metrics["image/policy/first_ratio_max_abs_dev"] == 0
         assert metrics["train/grad_norm"] > 0
-    assert backend.num_optimizer_steps == 2
+    assert backend.progress.num_optimizer_steps == 2
 
 
 def alone_and_together(painter: HunyuanImage3Pipeline, image: RolloutTrack) -> None:

@@ -57,7 +57,7 @@ def test_the_policy_takes_the_steps_that_it_takes_alone(mode: str):
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert {name.split("/")[0] for name in state.keys() - expected.keys()} == {"auxiliary"}
     assert backend.parameters.keys() == alone.parameters.keys()
-    assert backend.policy_values("default").keys() == alone.policy_values("default").keys()
+    assert backend.policies.values("default").keys() == alone.policies.values("default").keys()
     backend.close()
     alone.close()
 

@@ -86,13 +86,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing_is_counted_and_stops_in_a
     after = snapshot(backend)
     assert [name for name in before if not torch.equal(before[name], after[name])] == ["counters"]
     assert all(parameter.grad is None for parameter in backend.parameters.values())
-    assert (backend.num_optimizer_steps, backend.num_skipped_steps) == (3, 2)
+    assert (backend.progress.num_optimizer_steps, backend.progress.num_skipped_steps) == (3, 2)
     assert not train_step(backend, bundle.model, 1).is_skipped  # the row is broken
     poisoned()
     poisoned()
     with pytest.raises(TrainingError, match="3 optimizer steps in a row"):
         poisoned()
-    assert backend.num_skipped_steps == 5
+    assert backend.progress.num_skipped_steps == 5
 
 
 # Policies ---------------------------------------------------------------------------------------------------------
@@ -129,13 +129,13 @@ def test_the_trained_values_come_back_after_an_exception():
 
 def test_a_policy_moves_towards_the_trained_one_by_its_decay():
     backend, _ = trained("full")
-    old = {name: tensor.clone() for name, tensor in backend.policy_values("old").items()}
+    old = {name: tensor.clone() for name, tensor in backend.policies.values("old").items()}
     backend.update_policy("old", 0.75)
-    for name, tensor in backend.policy_values("old").items():
+    for name, tensor in backend.policies.values("old").items():
         current = backend.parameters[name].detach()
         torch.testing.assert_close(tensor, 0.75 * old[name] + 0.25 * current, rtol=1e-6, atol=1e-7)
     backend.update_policy("old", 0.0)
-    assert all(torch.equal(t, backend.parameters[name]) for name, t in backend.policy_values("old").items())
+    assert all(torch.equal(t, backend.parameters[name]) for name, t in backend.policies.values("old").items())
 
 
 def test_nesting_policies_or_training_inside_one_is_refused():
@@ -214,7 +214,7 @@ def test_the_reference_runs_under_its_name_as_any_other_policy(options):
         assert torch.equal(outputs(bundle), start)
     assert torch.equal(outputs(bundle), trained) and not torch.equal(trained, start)
     if "keep_reference" in options:
-        assert {name: tensor.shape for name, tensor in backend.policy_values("reference").items()} == {
+        assert {name: tensor.shape for name, tensor in backend.policies.values("reference").items()} == {
             name: parameter.shape for name, parameter in backend.parameters.items()
         }
 
@@ -227,7 +227,7 @@ def test_the_moving_average_runs_as_a_policy():
     with backend.using_policy("ema"):
         for name, parameter in backend.parameters.items():
             assert not torch.equal(parameter, start[name])
-    for name, tensor in backend.policy_values("ema").items():
+    for name, tensor in backend.policies.values("ema").items():
         torch.testing.assert_close(tensor, (start[name] + backend.parameters[name].detach()) / 2)
     with pytest.raises(ConfigError, match="backend.ema"), make_backend().using_policy("ema"):
         pass
@@ -246,7 +246,7 @@ def test_an_earlier_count_of_averages_does_not_change_the_next_one():
         for step in range(2, 4):
             train_step(backend, bundle.model, step)
         assert backend.counters["num_ema_averages"] == counted + 1
-        states.append(backend.policy_values("ema"))
+        states.append(backend.policies.values("ema"))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -400,7 +400,7 @@ def test_exported_adapters_have_pefts_names_and_the_policys_values(tmp_path: Pat
         (tmp_path / "new").touch()
         assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
         key = "blocks.0.to_q.lora_B.weight"
-        expected = backend.policy_values(policy)["transformer.blocks.0.to_q.lora_B.default.weight"]
+        expected = backend.policies.values(policy)["transformer.blocks.0.to_q.lora_B.default.weight"]
         assert torch.equal(weights[key], expected)
     with pytest.raises(ConfigError, match="export_merged"):
         Exporter(make_backend(), bundle).export_lora(str(tmp_path))

@@ -83,7 +83,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(ranks: list[dict[str, Any]], fol
     Checkpointer(backend, str(folder / "checkpoints-False")).load()
     state = snapshot(backend)
     assert state.keys() == ranks[0]["resumed"]["expected"].keys()
-    assert backend.num_optimizer_steps == 2
+    assert backend.progress.num_optimizer_steps == 2
 
 
 def test_a_rank_that_cannot_write_fails_all_and_the_last_checkpoint_stays(ranks: list[dict[str, Any]]):

@@ -78,7 +78,7 @@ def test_two_steps_a_resume_and_two_steps_equal_four_steps_bit_for_bit(kind: str
     resumed, bundle = start(OPTIONS[kind])
     steps(resumed, bundle, range(5, 6))
     assert Checkpointer(resumed, str(tmp_path)).load() == {"next_rollout": 2, "config": {"lr": 0.1}}
-    assert resumed.num_optimizer_steps == 2
+    assert resumed.progress.num_optimizer_steps == 2
     assert steps(resumed, bundle, range(2, 4)) == drawn
     assert_equal_states(snapshot(resumed), expected)
     resumed.close()

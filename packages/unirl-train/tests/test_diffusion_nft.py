@@ -262,7 +262,7 @@ def test_the_old_policy_follows_as_the_decay_says(decay: float, follows: float):
     start = {name: value.clone() for name, value in made.parameters.items()}
     metrics = made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0).metrics
     assert metrics["nft/old_policy_decay"] == decay
-    old = made.backend.policy_values(OLD)
+    old = made.backend.policies.values(OLD)
     for name, value in made.parameters.items():
         assert not torch.equal(value, start[name])
         expected = torch.lerp(start[name], value, follows)

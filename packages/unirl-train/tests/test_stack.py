@@ -198,7 +198,7 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_is_trained():
     made = setup(DiffusionGRPO, updates=4, micro=1)
     with pytest.raises(ConfigError, match="do not divide into 4 updates"):
         made.stack.train(with_advantages(response(), some_advantages(NUM_SAMPLES)), progress=0.0)
-    assert made.backend.num_optimizer_steps == 0
+    assert made.backend.progress.num_optimizer_steps == 0
     with pytest.raises(ConfigError, match="micro_batch_size = 0"):
         setup(DiffusionGRPO, micro=0)
 

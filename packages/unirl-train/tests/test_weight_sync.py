@@ -155,7 +155,7 @@ def test_a_rollback_is_a_new_version_that_the_engine_takes():
     backend.load_state_dict(saved)
     assert sync.is_due
     sync.push()
-    assert (backend.num_optimizer_steps, backend.policy_version, engine.policy_version) == (1, 4, 4)
+    assert (backend.progress.num_optimizer_steps, backend.policy_version, engine.policy_version) == (1, 4, 4)
     assert all(torch.equal(engine.pushed[name], tensor) for name, tensor in earlier.items())
     resumed = make_backend()
     resumed.load_state_dict(backend.state_dict())

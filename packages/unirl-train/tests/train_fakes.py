@@ -209,8 +209,8 @@ def _policies(folder: Path) -> dict[str, Any]:
         "old_is_start": torch.equal(old, start),
         "comes_back": torch.equal(again, now),
         "moved": not torch.equal(now, start),
-        "sum": float(backend.all_reduce_sum(torch.tensor(1.0 + backend.dp_rank))),
-        "max": float(backend.all_reduce_max(torch.tensor(1.0 + backend.dp_rank))),
+        "sum": float(backend.collectives.all_reduce_sum(torch.tensor(1.0 + backend.dp_rank))),
+        "max": float(backend.collectives.all_reduce_max(torch.tensor(1.0 + backend.dp_rank))),
         "now": now,
     }
 
@@ -222,7 +222,7 @@ def _one_poisoned_rank(folder: Path) -> list[Any]:
     gradient = next(iter(backend.parameters.values())).grad
     if backend.dp_rank == 1 and isinstance(gradient, DTensor):
         gradient.to_local().fill_(float("inf"))
-    return [backend.optimizer_step(1.0).is_skipped, backend.num_skipped_steps]
+    return [backend.optimizer_step(1.0).is_skipped, backend.progress.num_skipped_steps]
 
 
 def _resumed(folder: Path, is_async: bool) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from unirl.train.backend.auxiliary import AuxiliaryModule
 from unirl.train.backend.build import prepare_parameters, wrap
+from unirl.train.backend.collectives import RankCollectives
 from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
 from unirl.train.backend.state import TrainState, architecture
 from unirl.train.backend.weight_source import PolicyWeights
@@ -22,12 +22,10 @@ from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerCo
 from unirl.train.lora import adapters_disabled
 from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.errors import ConfigError, ContractError, TrainingError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.models import ModelBundle, RoutesRows
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
-
-logger = logging.getLogger(__name__)
 
 
 @bounded("backend")
@@ -83,8 +81,10 @@ class FSDPBackend:
         self._modules = bundle.trainable_modules()
         adapter = prepare_parameters(bundle, self._modules, self._config, lora, self.device)
         self._roots, self._owns_process_group = wrap(bundle, self._modules, self._config, topology, self.device)
+        self.collectives = RankCollectives(self.mesh_place, self.device, is_sharded=self.is_sharded)
+        """What the ranks tell each other."""
         if self._roots and isinstance(bundle, RoutesRows):
-            bundle.follow_ranks(self.any_rank)
+            bundle.follow_ranks(self.collectives.any_rank)
         self._parameters = {
             f"{component}.{name}": parameter
             for component, module in self._modules.items()
@@ -92,11 +92,13 @@ class FSDPBackend:
             if parameter.requires_grad
         }
         self._optimizer = make_adamw(list(self._parameters.values()), optimizer)
-        self._policies = NamedPolicies(self._parameters, self._reshard, ema=ema, keep_reference=keep_reference)
+        self.policies = NamedPolicies(self._parameters, self._reshard, ema=ema, keep_reference=keep_reference)
+        """Named copies of the parameters, and their values."""
         self._auxiliary: dict[str, AuxiliaryModule] = {}
-        self._state = TrainState(self._parameters, self._optimizer, self._policies, self._auxiliary)
-        self._progress = self._state.progress
-        self.weight_source = PolicyWeights(self._modules, self._policies, self._progress, adapter, self._reshard)
+        self._state = TrainState(self._parameters, self._optimizer, self.policies, self._auxiliary)
+        self.progress = self._state.progress
+        """How far training is; a state that is loaded brings its own."""
+        self.weight_source = PolicyWeights(self._modules, self.policies, self.progress, adapter, self._reshard)
         """Weights of the policies for engines and exports."""
         self._offloaded: set[Offloadable] = set()
 
@@ -124,22 +126,12 @@ class FSDPBackend:
         return self._parameters
 
     @property
-    def num_optimizer_steps(self) -> int:
-        """Optimizer steps taken, skipped ones not counted. A state that is loaded brings its own."""
-        return self._progress.num_optimizer_steps
-
-    @property
     def policy_version(self) -> int:
         """Grows with every change of the weights: with an optimizer step, and also where an earlier state is loaded.
 
         So no two policies of a run share a version, and an engine that refuses old ones takes a rollback.
         """
-        return self._progress.policy_version
-
-    @property
-    def num_skipped_steps(self) -> int:
-        """Steps skipped for a non-finite gradient norm."""
-        return self._progress.num_skipped_steps
+        return self.progress.policy_version
 
     @property
     def lora_scale(self) -> float | None:
@@ -208,7 +200,8 @@ class FSDPBackend:
         norms = {name: auxiliary.reduced_grad_norm() for name, auxiliary in self._auxiliary.items()}
         lr = self._scheduled(self._base_lr)
         if bad := [value for value in (norm, *norms.values()) if not math.isfinite(value)]:
-            self._skip(bad[0])
+            self.zero_grad()
+            self.progress.skip(bad[0], self._max_skipped_steps)
             return StepStats(norm, lr, is_skipped=True, module_grad_norms=norms)
         clip_gradients(gradients, norm, max_grad_norm)
         for group in self._optimizer.param_groups:
@@ -217,39 +210,19 @@ class FSDPBackend:
         for name, auxiliary in self._auxiliary.items():
             auxiliary.step(norms[name], self._scheduled(auxiliary.learning_rate))
         self._reshard()
-        self._progress.num_optimizer_steps += 1
-        self._progress.policy_version += 1
-        self._progress.num_skipped_in_a_row = 0
-        self._policies.after_step(self._progress.num_optimizer_steps)
+        self.progress.step()
+        self.policies.after_step(self.progress.num_optimizer_steps)
         return StepStats(norm, lr, is_skipped=False, module_grad_norms=norms)
 
     def _scheduled(self, base_lr: float) -> float:
-        return learning_rate_at(self._progress.num_optimizer_steps, base_lr, self._schedule)
-
-    def _skip(self, norm: float) -> None:
-        self.zero_grad()
-        progress = self._progress
-        progress.num_skipped_steps += 1
-        progress.num_skipped_in_a_row += 1
-        logger.warning(
-            "gradient norm %s after %d optimizer steps: step skipped (%d in a row)",
-            norm,
-            progress.num_optimizer_steps,
-            progress.num_skipped_in_a_row,
-        )
-        if progress.num_skipped_in_a_row >= self._max_skipped_steps:
-            raise TrainingError(
-                f"{progress.num_skipped_in_a_row} optimizer steps in a row had a non-finite gradient norm "
-                f"(last: {norm}), after {progress.num_optimizer_steps} good ones. Lower optimizer.learning_rate, or "
-                "raise max_skipped_steps if single spikes are expected."
-            )
+        return learning_rate_at(self.progress.num_optimizer_steps, base_lr, self._schedule)
 
     def _reshard(self) -> None:
         if self._roots:
             reshard(self._modules)
 
     def _require_usable(self, action: str) -> None:
-        self._policies.require_current(action)
+        self.policies.require_current(action)
         if self._offloaded:
             parts = " and ".join(sorted(self._offloaded))
             raise ContractError(f"{action} while {parts} of the backend are offloaded: call onload() first")
@@ -259,17 +232,17 @@ class FSDPBackend:
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def keep_policy(self, name: str) -> None:
         """Keep a float32 copy of the current trainable parameters under `name`."""
-        self._policies.keep(name)
+        self.policies.keep(name)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def update_policy(self, name: str, decay: float) -> None:
         """copy <- decay * copy + (1 - decay) * current."""
-        self._policies.update(name, decay)
+        self.policies.update(name, decay)
 
     @property
     def policy_names(self) -> tuple[str, ...]:
         """Names of the kept copies."""
-        return self._policies.names
+        return self.policies.names
 
     @contextmanager
     def using_policy(self, name: str) -> Generator[None]:
@@ -279,42 +252,18 @@ class FSDPBackend:
         Values are swapped in place; requires_grad, adapters and optimizer state never change. One policy at a time.
         Backward through a graph that was recorded before, on the same parameters, is an error.
         """
-        with self.reference_policy() if name == REFERENCE_POLICY else self._policies.using(name):
+        with self.reference_policy() if name == REFERENCE_POLICY else self.policies.using(name):
             yield
 
     @contextmanager
     def reference_policy(self) -> Generator[None]:
         """Inside, the model computes as before training. Raises ConfigError for full fine-tuning without a copy."""
-        with self._policies.reference() if self._lora is None else adapters_disabled(self._modules):
+        with self.policies.reference() if self._lora is None else adapters_disabled(self._modules):
             yield
 
-    def policy_values(self, name: str) -> Mapping[str, Tensor]:
-        """Values of a policy by parameter name, sharded as the parameters are: "default" is the trained one."""
-        return self._policies.values(name)
-
-    # Collectives ------------------------------------------------------------------------------------------------
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks; the tensor itself on one device."""
-        return self._all_reduce(tensor, dist.ReduceOp.SUM)
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over the data-parallel ranks; the tensor itself on one device."""
-        return self._all_reduce(tensor, dist.ReduceOp.MAX)
-
     def any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank; `value` itself where the model is not sharded. Implements
-        unirl.types.protocols.training.ShardedPolicyStore. Every rank calls it; a collective inside where sharded."""
-        if not self.is_sharded or self.dp_size == 1:
-            return value
-        return bool(self.all_reduce_max(torch.tensor(float(value), device=self.device)))
-
-    def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.dp_size == 1:
-            return tensor
-        total = tensor.clone()
-        dist.all_reduce(total, op=operation)
-        return total
+        """See unirl.types.protocols.training.ShardedPolicyStore, as which engines know the backend."""
+        return self.collectives.any_rank(value)
 
     # Memory -----------------------------------------------------------------------------------------------------
 
@@ -325,7 +274,7 @@ class FSDPBackend:
 
         With fsdp.cpu_offload parameters, optimizer state and copies are there already.
         """
-        self._policies.require_current("offload")
+        self.policies.require_current("offload")
         if self.device.type != "cpu":
             self._offloaded |= set(parts)
         self._move(parts, torch.device("cpu"))
@@ -348,7 +297,7 @@ class FSDPBackend:
                 module.to(device)
         if "optimizer" in parts:
             move_optimizer(self._optimizer, device)
-            self._policies.move(device)
+            self.policies.move(device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

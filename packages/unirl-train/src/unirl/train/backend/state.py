@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from unirl.train.backend.auxiliary import AuxiliaryModule
 from unirl.train.backend.policies import NamedPolicies
-from unirl.types.errors import CheckpointError
+from unirl.types.errors import CheckpointError, TrainingError
+
+logger = logging.getLogger(__name__)
 
 COUNTERS = ("num_optimizer_steps", "num_skipped_steps", "num_skipped_in_a_row", "num_ema_averages", "policy_version")
 
@@ -26,6 +29,30 @@ class Progress:
     num_skipped_in_a_row: int = 0
     policy_version: int = 0
     """Grows with every change of the weights: with an optimizer step, and also where an earlier state is loaded."""
+
+    def step(self) -> None:
+        """Count a step that was taken."""
+        self.num_optimizer_steps += 1
+        self.policy_version += 1
+        self.num_skipped_in_a_row = 0
+
+    def skip(self, norm: float, max_skipped_steps: int) -> None:
+        """Count a step that a non-finite gradient norm let skip. Raises TrainingError at the max_skipped_steps-th in a
+        row."""
+        self.num_skipped_steps += 1
+        self.num_skipped_in_a_row += 1
+        logger.warning(
+            "gradient norm %s after %d optimizer steps: step skipped (%d in a row)",
+            norm,
+            self.num_optimizer_steps,
+            self.num_skipped_in_a_row,
+        )
+        if self.num_skipped_in_a_row >= max_skipped_steps:
+            raise TrainingError(
+                f"{self.num_skipped_in_a_row} optimizer steps in a row had a non-finite gradient norm "
+                f"(last: {norm}), after {self.num_optimizer_steps} good ones. Lower optimizer.learning_rate, or "
+                "raise max_skipped_steps if single spikes are expected."
+            )
 
 
 class TrainState:

@@ -60,6 +60,22 @@ class ModuleStore(PolicyStore, Protocol):
         ...
 
 
+class Collectives(Protocol):
+    """What ranks that train together tell each other. Every rank calls every method, in the same order."""
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the data-parallel ranks; the tensor itself on one."""
+        ...
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over the data-parallel ranks; the tensor itself on one."""
+        ...
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank that shares the model's shards, see `ShardedPolicyStore.any_rank`."""
+        ...
+
+
 class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
     """Owns what trains: parameters, optimizer, schedule, named policies, and how they are spread over devices.
 
@@ -108,6 +124,11 @@ class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
         ...
 
     @property
+    def collectives(self) -> Collectives:
+        """What the ranks tell each other."""
+        ...
+
+    @property
     def weight_source(self) -> WeightSource:
         """Weights of the policies for engines and exports."""
         ...
@@ -122,14 +143,6 @@ class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
 
     def optimizer_step(self, max_grad_norm: float) -> StepStats:
         """Clip gradients to a global L2 norm, then step. A non-finite norm drops the gradients and changes nothing."""
-        ...
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks; the tensor itself on one."""
-        ...
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over the data-parallel ranks; the tensor itself on one."""
         ...
 
     def offload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:

@@ -1,0 +1,40 @@
+"""What ranks that train together tell each other, losses and gradients aside."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unirl.types.roles import MeshPlace
+
+
+class RankCollectives:
+    """Implements unirl.types.protocols.training.Collectives. is_sharded: whether ranks share the model's shards."""
+
+    def __init__(self, place: MeshPlace, device: torch.device, *, is_sharded: bool) -> None:
+        self._dp_size = place.dp_size
+        self._device = device
+        self._is_sharded = is_sharded
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the data-parallel ranks; the tensor itself on one device."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over the data-parallel ranks; the tensor itself on one device."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX)
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank; `value` itself where the model is not sharded. Every rank calls it; a
+        collective inside where sharded."""
+        if not self._is_sharded or self._dp_size == 1:
+            return value
+        return bool(self.all_reduce_max(torch.tensor(float(value), device=self._device)))
+
+    def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self._dp_size == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total, op=operation)
+        return total
