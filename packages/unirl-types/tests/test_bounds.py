@@ -7,7 +7,7 @@ import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 
@@ -25,6 +25,9 @@ class Options:
     betas: Annotated[tuple[float, float], Bounds(ge=0, lt=1)] = (0.9, 0.99)
     weights: Annotated[Mapping[str, float], Bounds()] | None = None
     seed: Seed = 0
+    mode: Literal["sum", "mean"] = "sum"
+    level: Literal[0, 1] | None = None
+    size: Literal["fit"] | int = "fit"
 
 
 @bounded("model")
@@ -55,6 +58,10 @@ class Child(Base):
         ({"rate": 1.0, "weights": {"a": math.inf}}, "options.weights = {'a': inf} must be finite, or null"),
         ({"rate": 1.0, "seed": -1}, "options.seed = -1 must lie in [0, 9.22337e+18]"),
         ({"rate": 1.0, "seed": 10**400}, "must lie in [0, 9.22337e+18]"),
+        ({"rate": 1.0, "mode": "max"}, "options.mode = 'max' must be one of sum, mean"),
+        ({"rate": 1.0, "mode": None}, "options.mode = None must be one of sum, mean"),
+        ({"rate": 1.0, "mode": ["sum"]}, "options.mode = ['sum'] must be one of sum, mean"),
+        ({"rate": 1.0, "level": 2}, "options.level = 2 must be one of 0, 1, null"),
     ],
 )
 def test_a_constructor_refuses_what_its_annotations_do_not_allow(arguments, message):
@@ -67,7 +74,9 @@ def test_what_lies_within_passes_and_the_object_is_unchanged():
     made = Options(0, count=None, weights={"a": -2.0}, seed=2**63 - 1)
     assert made == Options(rate=0) or made.seed == 2**63 - 1
     assert pickle.loads(pickle.dumps(made)) == made
-    assert list(inspect.signature(Options).parameters) == ["rate", "count", "betas", "weights", "seed"]
+    names = ["rate", "count", "betas", "weights", "seed", "mode", "level", "size"]
+    assert list(inspect.signature(Options).parameters) == names
+    assert Options(0, mode="mean", level=1, size=7).size == 7  # a literal or something else: the type's affair
     assert Base(math.inf).limit == math.inf
 
 

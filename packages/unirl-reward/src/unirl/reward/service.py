@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,12 +72,6 @@ class RewardService:
         is_async: bool = False,
         credit: Credit = "mean",
     ) -> None:
-        if on_failure not in get_args(FailurePolicy):
-            raise ConfigError(f"on_failure = {on_failure!r} must be one of {get_args(FailurePolicy)}")
-        if credit not in get_args(Credit):
-            raise ConfigError(f"credit = {credit!r} must be one of {get_args(Credit)}")
-        if aggregation not in get_args(Aggregation):
-            raise ConfigError(f"aggregation = {aggregation!r} must be one of {get_args(Aggregation)}")
         self.scorers = _by_name(scorers)
         self.weights = checked_weights(list(self.scorers), weights, aggregation)
         self.on_failure: FailurePolicy = on_failure

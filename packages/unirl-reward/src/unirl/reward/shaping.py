@@ -6,7 +6,7 @@ Legend: B samples, N tokens of all samples.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -68,10 +68,6 @@ class LengthShaping:
     factor: Positive | None = None
 
     def __post_init__(self) -> None:
-        if self.truncated_reward not in get_args(TruncatedReward):
-            raise ConfigError(
-                f"truncated_reward = {self.truncated_reward!r} must be one of {get_args(TruncatedReward)}"
-            )
         named = {"overlong_buffer_len": self.buffer_len, "overlong_penalty_factor": self.factor}
         idle = {name: value for name, value in named.items() if value is not None}
         if idle and self.truncated_reward != "soft":

@@ -7,19 +7,20 @@ K drawn from 1 .. T.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
 from unirl.algorithms.reward_gradient import Denoising, RewardGradient, unrolled
 from unirl.sde.noise import keyed_uniform
-from unirl.types.errors import ConfigError
+from unirl.types.bounds import bounded
 from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.protocols.training import PolicyStore
 
 Truncation = Literal["random", "full"]
 
 
+@bounded("algorithm")
 class AlignProp(RewardGradient):
     """The reward with its gradient through the last K steps; each step is checkpointed.
 
@@ -36,8 +37,6 @@ class AlignProp(RewardGradient):
         is_checkpointed: bool = True,
         **options: Any,  # Any: the keywords of RewardGradient
     ) -> None:
-        if truncation not in get_args(Truncation):
-            raise ConfigError(f"algorithm.truncation = {truncation!r} must be one of {', '.join(get_args(Truncation))}")
         self.truncation: Truncation = truncation
         super().__init__(pipeline, policies, is_checkpointed=is_checkpointed, **options)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.losses import masked_surrogate
-from unirl.algorithms.token_losses import Divergence, binary_divergence, require_choice
+from unirl.algorithms.token_losses import Divergence, binary_divergence
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.types.bounds import PositiveOrInf, bounded
 from unirl.types.errors import ConfigError
@@ -39,7 +39,6 @@ class ARDPPO(TokenAlgorithm):
         **options: Any,  # Any: the keywords of TokenAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        require_choice("algorithm.divergence", divergence, Divergence)
         if self.importance_level != "token":
             raise ConfigError(
                 f"ARDPPO masks tokens by their own divergence; algorithm.importance_level = {self.importance_level!r} "

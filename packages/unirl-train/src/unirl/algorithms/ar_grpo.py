@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.losses import clipped_surrogate
-from unirl.algorithms.schedules import clip_factor, require_clip_schedule
+from unirl.algorithms.schedules import ClipSchedule, clip_factor
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.types.bounds import Bounds, Positive, PositiveFraction, bounded
 from unirl.types.errors import ConfigError
@@ -43,7 +43,7 @@ class ARGRPO(TokenAlgorithm):
         clip_range: PositiveFraction = 0.2,
         clip_range_high: Positive | None = None,
         ratio_cap: Annotated[float, Bounds(gt=1)] | None = None,
-        clip_schedule: str = "constant",
+        clip_schedule: ClipSchedule = "constant",
         **options: Any,  # Any: the keywords of TokenAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
@@ -53,7 +53,6 @@ class ARGRPO(TokenAlgorithm):
                 f"algorithm.ratio_cap = {ratio_cap} must exceed 1 + the upper clip = {1 + clip_high:g}, which would "
                 "otherwise never bind. Set null for no cap."
             )
-        require_clip_schedule(clip_schedule)
         self.clip_low = clip_range
         self.clip_high = clip_high
         self.ratio_cap = math.inf if ratio_cap is None else ratio_cap

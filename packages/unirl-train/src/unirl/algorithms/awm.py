@@ -8,7 +8,7 @@ Source: Xue et al. 2025 (arXiv 2509.25050).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from unirl.algorithms.forward_process import ForwardProcessAlgorithm, ForwardRow
 from unirl.algorithms.losses import clipped_surrogate, matching_logp, velocity_distance
 from unirl.algorithms.old_logp import REPLAYED
 from unirl.types.bounds import NonNegative, PositiveFraction, PositiveOrInf, bounded
-from unirl.types.errors import ConfigError
 from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.protocols.training import PolicyStore
 
@@ -58,8 +57,6 @@ class AWM(ForwardProcessAlgorithm):
         **options: Any,  # Any: the keywords of ForwardProcessAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        if weighting not in get_args(Weighting):
-            raise ConfigError(f"algorithm.weighting = {weighting!r} must be one of {', '.join(get_args(Weighting))}")
         self.clip_range = clip_range
         self.advantage_clip = advantage_clip
         self.weighting: Weighting = weighting

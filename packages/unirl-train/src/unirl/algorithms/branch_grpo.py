@@ -9,7 +9,7 @@ Sources: BranchGRPO (arXiv 2509.06040), the tree-based advantages and the object
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -54,8 +54,6 @@ class BranchGRPO(DiffusionGRPO):
     ) -> None:
         self.samples_per_unit = samples_per_tree
         super().__init__(pipeline, policies, **options)
-        if edge_scale not in get_args(EdgeScale):
-            raise ConfigError(f"algorithm.edge_scale = {edge_scale!r} must be one of {', '.join(get_args(EdgeScale))}")
         if self.step_fraction != 1:
             raise ConfigError(
                 f"algorithm.step_fraction = {self.step_fraction}: samples that share a step cannot draw it each for "

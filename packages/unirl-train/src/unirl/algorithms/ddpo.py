@@ -7,7 +7,7 @@ Its running statistics of each prompt are `unirl.algorithms.prompt_statistics`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -43,8 +43,6 @@ class DDPO(TransitionAlgorithm):
         **options: Any,  # Any: the keywords of TransitionAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        if estimator not in get_args(Estimator):
-            raise ConfigError(f"algorithm.estimator = {estimator!r} must be one of {', '.join(get_args(Estimator))}")
         if clip_range is not None and estimator == "score_function":
             raise ConfigError(
                 f"algorithm.clip_range = {clip_range} does nothing with estimator = 'score_function'. "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import RowMetrics, report_ratio
 from unirl.algorithms.losses import clipped_surrogate
-from unirl.algorithms.schedules import clip_factor, require_clip_schedule
+from unirl.algorithms.schedules import ClipSchedule, clip_factor
 from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
 from unirl.types.bounds import OpenUnitInterval, bounded
 from unirl.types.protocols.models import DiffusionPipeline
@@ -36,11 +36,10 @@ class DiffusionGRPO(TransitionAlgorithm):
         *,
         clip_range: OpenUnitInterval = 1e-4,
         clip_range_high: OpenUnitInterval | None = None,
-        clip_schedule: str = "constant",
+        clip_schedule: ClipSchedule = "constant",
         **options: Any,  # Any: the keywords of TransitionAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        require_clip_schedule(clip_schedule)
         self.clip_low = clip_range
         self.clip_high = clip_range_high if clip_range_high is not None else clip_range
         self.clip_schedule = clip_schedule

@@ -8,7 +8,7 @@ Source: Zheng et al. 2025 (arXiv 2509.16117).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_clipp
 from unirl.algorithms.losses import nft_loss, optimality, velocity_distance
 from unirl.algorithms.old_policy import OLD, FollowedByOldPolicy
 from unirl.types.bounds import Positive, bounded
-from unirl.types.errors import ConfigError
 from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.protocols.training import PolicyStore
 
@@ -61,10 +60,6 @@ class DiffusionNFT(FollowedByOldPolicy):
         **options: Any,  # Any: the keywords of FollowedByOldPolicy
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        if advantage_mode not in get_args(AdvantageMode):
-            raise ConfigError(
-                f"algorithm.advantage_mode = {advantage_mode!r} must be one of {', '.join(get_args(AdvantageMode))}"
-            )
         self.beta = beta
         self.advantage_max = advantage_max
         self.advantage_mode: AdvantageMode = advantage_mode

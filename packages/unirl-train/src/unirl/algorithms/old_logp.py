@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
 from unirl.algorithms.rollout_correction import RolloutCorrection
@@ -32,9 +32,6 @@ class RatioAlgorithm(PenalisedAlgorithm):
         old_logp_source: OldLogpSource,
         rollout_correction: RolloutCorrection | None,
     ) -> None:
-        if old_logp_source not in get_args(OldLogpSource):
-            known = ", ".join(map(repr, get_args(OldLogpSource)))
-            raise ConfigError(f"algorithm.old_logp_source = {old_logp_source!r} must be one of {known}")
         if rollout_correction is not None and old_logp_source == "rollout":
             raise ConfigError(
                 "algorithm.rollout_correction compares a replay with the rollout. "

@@ -76,8 +76,6 @@ class RolloutCorrection:
     max_staleness: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
-        require_choice("algorithm.rollout_correction.level", self.level, CorrectionLevel)
-        require_choice("algorithm.rollout_correction.mode", self.mode, CorrectionMode)
         low, high = self.lower or 0.0, math.inf if self.upper is None else self.upper
         if not 0 <= low <= 1 <= high or (self.lower is None and self.upper is None):
             raise ConfigError(

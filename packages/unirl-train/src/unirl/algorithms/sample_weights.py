@@ -9,7 +9,7 @@ Legend: B samples, G samples of a group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -82,8 +82,6 @@ class SampleWeights:
         num_best: PositiveInt | None = None,
         threshold: Annotated[float, Bounds()] | None = None,
     ) -> None:
-        if kind not in get_args(WeightKind):
-            raise ConfigError(f"advantages.kind = {kind!r} must be one of {', '.join(get_args(WeightKind))}")
         needed = {"reward_weighted": "temperature", "best_of_n": "num_best", "accepted": "threshold"}[kind]
         given = {"temperature": temperature, "num_best": num_best, "threshold": threshold}
         if [name for name, value in given.items() if value is not None] != [needed]:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from unirl.types.bounds import NonNegative, NonNegativeInt, UnitInterval, bounded
-from unirl.types.errors import ConfigError
 
-CLIP_SCHEDULES = ("constant", "linear_decay", "cosine_decay")
-
-
-def require_clip_schedule(name: str) -> None:
-    """Raises ConfigError for an unknown schedule of clip ranges."""
-    if name not in CLIP_SCHEDULES:
-        raise ConfigError(f"algorithm.clip_schedule = {name!r} must be one of {', '.join(CLIP_SCHEDULES)}")
+ClipSchedule = Literal["constant", "linear_decay", "cosine_decay"]
 
 
-def clip_factor(schedule: str, progress: float) -> float:
+def clip_factor(schedule: ClipSchedule, progress: float) -> float:
     """Multiplier of a clip range at `progress` in [0, 1]: 1, 1 - p/2, or (1 + cos(pi p)) / 2."""
     if schedule == "linear_decay":
         return 1.0 - 0.5 * progress

@@ -32,7 +32,6 @@ from unirl.algorithms.token_losses import (
     LossAggregation,
     aggregation_weights,
     importance_log_ratio,
-    require_choice,
     sequence_index,
     sequence_sum,
 )
@@ -116,8 +115,6 @@ class TokenAlgorithm(RatioAlgorithm):
         entropy_coef: NonNegative = 0.0,
         params: ARSamplingParams | None = None,
     ) -> None:
-        require_choice("algorithm.importance_level", importance_level, ImportanceLevel)
-        require_choice("algorithm.loss_agg_mode", loss_agg_mode, LossAggregation)
         if (horizon is None) == (loss_agg_mode == "seq-mean-token-sum-norm"):
             raise ConfigError(
                 f"algorithm.horizon = {horizon} with algorithm.loss_agg_mode = {loss_agg_mode}: the constant length "

@@ -1,7 +1,7 @@
 """Ranges of numbers, declared once where an argument is: `decay: Annotated[float, Bounds(ge=0, lt=1)]`.
 
-`@bounded` lets the constructor enforce what its annotations say, and `trainer check` reads the same annotations from
-the source, without importing the class.
+`@bounded` lets the constructor enforce what its annotations say, `Literal`s too, and `trainer check` reads the same
+annotations from the source, without importing the class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from unirl.types.errors import ConfigError
 
@@ -74,10 +75,10 @@ Seed = Annotated[int, Bounds(ge=0, le=0x7FFFFFFFFFFFFFFF)]  # what torch's gener
 
 
 def bounded(section: str) -> Callable[[ClassT], ClassT]:
-    """Class decorator: the constructor refuses arguments outside the bounds that its annotations declare.
+    """Class decorator: the constructor refuses arguments outside the bounds and the literals of its annotations.
 
     section: how messages call the place, such as "optimizer". Applies to the class's own `__init__`, so a dataclass
-    that inherits fields needs it too. Raises ConfigError with the name, the value and the bounds.
+    that inherits fields needs it too. Raises ConfigError with the name, the value and what it must be.
     """
 
     def decorate(cls: ClassT) -> ClassT:
@@ -85,11 +86,11 @@ def bounded(section: str) -> Callable[[ClassT], ClassT]:
         signature = inspect.signature(constructor)
 
         @functools.cache
-        def declared() -> dict[str, tuple[Bounds, bool]]:
+        def declared() -> dict[str, Callable[[object], str | None]]:
             # Asked for at the first call: names of a module may stand below the class. A dataclass inherits fields of
             # other modules, whose names its own module does not have.
             hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else constructor, include_extras=True)
-            return {name: found for name, hint in hints.items() if (found := _declared(hint)) is not None}
+            return {name: problem for name, hint in hints.items() if (problem := _problem_of(hint)) is not None}
 
         @functools.wraps(constructor)
         def checked(*args: Any, **kwargs: Any) -> None:  # Any: the constructor's own arguments
@@ -97,12 +98,9 @@ def bounded(section: str) -> Callable[[ClassT], ClassT]:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError:
                 return constructor(*args, **kwargs)  # which says so in its own words
-            for name, (bounds, is_optional) in declared().items():
-                wanted = bounds.problem(given.get(name))
-                if wanted is not None:
-                    alternative = ", or null" if is_optional else ""
-                    verb = "lie" if wanted.startswith("in ") else "be"
-                    raise ConfigError(f"{section}.{name} = {given[name]} must {verb} {wanted}{alternative}")
+            for name, problem in declared().items():
+                if name in given and (wanted := problem(given[name])) is not None:
+                    raise ConfigError(f"{section}.{name} = {_shown(given[name])} must {wanted}")
             return constructor(*args, **kwargs)
 
         setattr(cls, "__init__", checked)  # noqa: B010 (a plain assignment to __init__ is refused by type checkers)
@@ -111,19 +109,48 @@ def bounded(section: str) -> Callable[[ClassT], ClassT]:
     return decorate
 
 
-def _declared(hint: Any) -> tuple[Bounds, bool] | None:  # Any: what get_type_hints gives
-    """The bounds inside an annotation, `Annotated[...] | None` included, and whether None is allowed."""
-    found = list(_bounds_in(hint))
-    return (found[0], type(None) in get_args(hint)) if found else None
+def _problem_of(hint: Any) -> Callable[[object], str | None] | None:  # Any: what get_type_hints gives
+    """What tells whether a value fits the bounds or literals of an annotation, in words that follow "must"; None for an
+    annotation that has neither."""
+    bounds = next(_bounds_in(hint), None)
+    if bounds is not None:
+        return functools.partial(_outside, bounds, ", or null" if NoneType in get_args(hint) else "")
+    choices = _choices(hint)
+    return None if choices is None else functools.partial(_not_among, choices)
+
+
+def _outside(bounds: Bounds, alternative: str, value: object) -> str | None:
+    wanted = bounds.problem(value)
+    return None if wanted is None else f"{'lie' if wanted.startswith('in ') else 'be'} {wanted}{alternative}"
+
+
+def _not_among(choices: tuple[object, ...], value: object) -> str | None:
+    if value in choices:
+        return None
+    return f"be one of {', '.join('null' if choice is None else str(choice) for choice in choices)}"
+
+
+def _shown(value: object) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 def _bounds_in(hint: Any) -> Iterator[Bounds]:  # Any: what get_type_hints gives
+    """Those of an annotation, `Annotated[...] | None` included."""
     if get_origin(hint) is Annotated:
         yield from (item for item in hint.__metadata__ if isinstance(item, Bounds))
     else:
         for inner in get_args(hint):
             if get_origin(inner) is Annotated:
                 yield from _bounds_in(inner)
+
+
+def _choices(hint: Any) -> tuple[object, ...] | None:  # Any: what get_type_hints gives
+    """The values of `Literal[...]` and of `Literal[...] | None`; None for any other annotation."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    literals = [option for option in options if get_origin(option) is Literal]
+    if len(literals) != 1 or any(option not in (literals[0], NoneType) for option in options):
+        return None
+    return (*get_args(literals[0]), *((None,) if NoneType in options else ()))
 
 
 def _numbers(value: object) -> Iterator[float]:

@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -74,8 +74,6 @@ class BagelBundle(Bundle):
         chunk_logits: PositiveInt = CHUNK_LOGITS,
     ) -> None:
         weights_dtype, vae_weights_dtype = dtype_named(dtype, "dtype"), dtype_named(vae_dtype, "vae_dtype")
-        if trains not in get_args(Trains):
-            raise ConfigError(f"trains = {trains!r} must be one of {', '.join(get_args(Trains))}")
         self.pretrained_model = pretrained_model
         self.trains = trains
         self.device = torch.device(device)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ from unirl.reward.base import LocalScorer
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.pixels import check_pixels
 from unirl.reward.worlds.shapes_grammar import COLORS, PALETTE, RELATIONS, SHAPES, PromptSpec, parse_prompt
-from unirl.types.bounds import PositiveInt
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.errors import ContractError
 from unirl.types.reward import RewardRequest
 
 Output = Literal["probability", "log_probability"]
@@ -45,6 +45,7 @@ _SUPERSAMPLING = 4
 _QUADRANTS = ((0, 0), (0, 1), (1, 0), (1, 1))
 
 
+@bounded("scorer")
 class ShapesGradientScorer(LocalScorer):
     """Probability in [0, 1] that the image shows what the prompt asks for and nothing else, or its logarithm.
 
@@ -67,8 +68,6 @@ class ShapesGradientScorer(LocalScorer):
         batch_size: PositiveInt = 64,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size, device=device)
-        if output not in get_args(Output):
-            raise ConfigError(f"scorer {name}: output = {output!r} must be one of {get_args(Output)}")
         self.output: Output = output
 
     def score_batch(self, request: RewardRequest) -> Tensor:

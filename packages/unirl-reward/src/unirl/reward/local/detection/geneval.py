@@ -62,8 +62,6 @@ class GenEvalScorer(LocalScorer):
         name: str = "geneval",
         batch_size: PositiveInt = 8,
     ) -> None:
-        if score_type not in get_args(ScoreType):
-            raise ConfigError(f"scorer {name}: score_type = {score_type!r} must be one of {get_args(ScoreType)}")
         weights = {each: float(each == score_type) for each in get_args(ScoreType)}
         super().__init__(name=name, batch_size=batch_size, device=device, component_weights=weights)
         self._detector = detector

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from PIL import Image
 from torch import nn
@@ -56,8 +56,6 @@ class APIJudge:
         max_retries: NonNegativeInt = 4,
         extra_body: dict[str, Any] | None = None,  # Any: JSON of the endpoint
     ) -> None:
-        if logprobs not in get_args(LogProbs):
-            raise ConfigError(f"judge {model}: logprobs = {logprobs!r} must be one of {get_args(LogProbs)}")
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"judge {model}: base_url = {without_credentials(base_url)!r} must start with http:// or https://"

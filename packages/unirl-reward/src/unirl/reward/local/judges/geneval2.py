@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from unirl.reward.base import LocalScorer, Scored
 from unirl.reward.catalog import CATALOG
 from unirl.reward.local.judges.judge import Judge, JudgeError, Question, pictures_of
-from unirl.types.bounds import PositiveInt
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -23,6 +23,7 @@ FLOOR = 1e-300
 """Probabilities below it count as it in the geometric mean, whose logarithm would be infinite."""
 
 
+@bounded("scorer")
 class GenEval2Scorer(LocalScorer):
     """Soft-TIFA: the mean, over the atoms of a prompt, of P(expected answer to the atom's question); 0 to 1.
 
@@ -49,8 +50,6 @@ class GenEval2Scorer(LocalScorer):
         batch_size: PositiveInt = 8,
     ) -> None:
         super().__init__(name=name, batch_size=batch_size, device=device)
-        if mean not in get_args(Mean):
-            raise ConfigError(f"scorer {name}: mean = {mean!r} must be one of {get_args(Mean)}")
         self._judge = judge
         self.mean: Mean = mean
         self.num_frames = num_frames

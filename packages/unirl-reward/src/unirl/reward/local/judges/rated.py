@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from unirl.reward.base import LocalScorer, Scored
 from unirl.reward.local.judges.answers import rating
 from unirl.reward.local.judges.judge import Judge, JudgeError, Question
-from unirl.types.bounds import PositiveInt
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -30,6 +30,7 @@ class Scale:
     high: int
 
 
+@bounded("scorer")
 class RatedScorer(LocalScorer):
     """Asks one question a sample and reads the ratings of `scale` from the reply; its components are these.
 
@@ -57,8 +58,6 @@ class RatedScorer(LocalScorer):
         super().__init__(
             name=name, batch_size=batch_size, device=device, component_weights=component_weights, normalise=normalise
         )
-        if ratings not in get_args(Ratings):
-            raise ConfigError(f"scorer {name}: ratings = {ratings!r} must be one of {get_args(Ratings)}")
         if ratings == "expected" and not judge.has_probabilities:
             raise ConfigError(f"scorer {name}: its judge gives no probabilities. Set ratings to written.")
         if set(component_weights) != set(self.scale.labels):

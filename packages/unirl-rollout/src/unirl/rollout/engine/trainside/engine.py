@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 
@@ -63,8 +63,6 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
         super().__init__(policies, forward_batch_size=forward_batch_size, rank=rank, dump_dir=dump_dir)
         self._pipeline = pipeline
         self._device = torch.device(device)
-        if media_bits not in get_args(MediaBits):
-            raise ConfigError(f"engine.media_bits = {media_bits!r} must be one of {get_args(MediaBits)}")
         if media_bits == 8 and not decode:
             raise ConfigError("engine.media_bits = 8 does nothing with engine.decode: false. Remove one of them.")
         self._media_bits = media_bits
