@@ -21,7 +21,7 @@ PORTIONS: dict[str, str] = {
     "rollout": "rollout",
     "reward": "reward",
     **dict.fromkeys(("train", "algorithms", "data", "distributed", "trainer", "config", "tracking"), "train"),
-    **dict.fromkeys(("app", "recipes", "worlds", "pretraining", "reward_server"), "apps"),
+    **dict.fromkeys(("app", "datasets", "recipes", "worlds", "pretraining", "reward_server"), "apps"),
     **dict.fromkeys(("train_diffusion", "train_vlm", "train_pe", "train_unified_model"), "apps"),
 }
 """First name below `unirl` -> the package, or "apps", that ships it."""

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from omegaconf import OmegaConf
 from unirl.app.environment import register_resolvers
 from unirl.config.catalog import available
 from unirl.config.recipes import compose, resolve
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,9 @@ from unirl.config.catalog import available
 from unirl.config.check import machine_findings
 from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
-from unirl.data.sets import geneval, ocr
-from unirl.data.sets.catalog import FOLDER, SETS, command_for, set_of
-from unirl.data.sets.preparing import prepare
+from unirl.datasets import geneval, ocr
+from unirl.datasets.catalog import FOLDER, SETS, command_for, set_of
+from unirl.datasets.preparing import prepare
 from unirl.reward.local.detection.geneval import GENEVAL_NAMES
 from unirl.reward.local.detection.geneval_rules import COLOURS, RELATIONS, check_row
 from unirl.reward.local.ocr.ocr import quoted
@@ -64,7 +64,7 @@ def test_every_recipe_names_data_that_it_brings_or_that_this_command_makes(name,
     for path in to_make:
         made = set_of(path)
         assert made is not None and Path(path).parent == FOLDER / made.name, (
-            f"{name} names {path}, which is neither package data nor made by `trainer data`; see unirl.data.sets"
+            f"{name} names {path}, which is neither package data nor made by `trainer data`; see unirl.datasets"
         )
     assert named_data(name) == to_make
 

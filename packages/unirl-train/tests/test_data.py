@@ -12,6 +12,7 @@ from unirl.data.datasets import MAX_TEXT_BYTES, PromptRow, read_rows
 from unirl.data.media import MediaRef
 from unirl.data.rules import unreadable
 from unirl.types.errors import DataError
+from unirl.types.recipe import Machine
 
 
 def written(folder, name, text):
@@ -194,7 +195,7 @@ def test_what_never_ends_is_no_file_of_prompts(tmp_path):
     for name, message in (("pipe", "no regular file"), ("zero", "no regular file"), ("large", "at most 536870912")):
         with pytest.raises(DataError, match=message):
             read_rows(tmp_path / f"{name}.txt")
-        assert message in str(unreadable("data.path", str(tmp_path / f"{name}.txt")))
+        assert message in str(unreadable("data.path", str(tmp_path / f"{name}.txt"), Machine(1, 0)))
 
 
 def test_missing_file_wrong_folder_and_needless_split_are_errors(tmp_path):

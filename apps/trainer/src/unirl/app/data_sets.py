@@ -13,10 +13,10 @@ from rich.text import Text
 from unirl.app.command_line import Command
 from unirl.app.named_data import recipes_of
 from unirl.config.suggestions import did_you_mean
-from unirl.data.sets.catalog import FOLDER, SETS
-from unirl.data.sets.manifest import Standing, read_manifest, standing
-from unirl.data.sets.preparing import prepare
-from unirl.data.sets.records import Output, PromptSet
+from unirl.datasets.catalog import FOLDER, SETS
+from unirl.datasets.manifest import Standing, read_manifest, standing
+from unirl.datasets.preparing import prepare
+from unirl.datasets.records import Output, PromptSet
 from unirl.types.errors import ConfigError, DataError
 
 _WORDS: dict[Standing, str] = {"whole": "yes", "absent": "no", "changed": "changed", "unknown": "other content"}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from unirl.datasets.catalog import command_for
 from unirl.types.recipe import Machine
 
 WORLDS = ("shapes", "arithmetic", "moves")
@@ -62,8 +63,9 @@ def keep_freed_memory() -> None:
 def this_machine() -> Machine:
     """Cores and GPUs here; without limit where the run joins a cluster, whose devices Ray knows (RAY_ADDRESS)."""
     if cluster_address():
-        return Machine(sys.maxsize, sys.maxsize)
-    return Machine(len(os.sched_getaffinity(0)), _num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), Path("/dev")))
+        return Machine(sys.maxsize, sys.maxsize, command_for)
+    num_gpus = _num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), Path("/dev"))
+    return Machine(len(os.sched_getaffinity(0)), num_gpus, command_for)
 
 
 def named_interpreters() -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from unirl.config.catalog import RECIPES_MODULE, available
-from unirl.data.sets.catalog import FOLDER, set_of
-from unirl.data.sets.records import PromptSet
+from unirl.datasets.catalog import FOLDER, set_of
+from unirl.datasets.records import PromptSet
 
 PLACES = (("data", "path"), ("eval", "prompts"))
 """Where a recipe names prompts."""

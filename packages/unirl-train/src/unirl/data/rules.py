@@ -12,7 +12,6 @@ from pathlib import Path
 
 from unirl.data.datasets import PromptRow, not_readable_as_text, read_numbered_rows
 from unirl.data.pairs import read_pairs
-from unirl.data.sets.catalog import command_for
 from unirl.types.errors import DataError
 from unirl.types.recipe import Machine, Messages, Part, Run
 
@@ -29,7 +28,7 @@ def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
     if path is None:
         return
     place = Path(str(path)).expanduser()
-    problem = unreadable(f"{own.at}.path", str(path))
+    problem = unreadable(f"{own.at}.path", str(path), machine)
     if problem is not None:
         yield problem
     elif place.is_file() and own.ability("reads_prompt_rows"):
@@ -47,11 +46,11 @@ def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
             yield from media_reaches_the_model(f"{own.at}.path", str(path), rows, run)
 
 
-def unreadable(name: str, path: str) -> str | None:
+def unreadable(name: str, path: str, machine: Machine) -> str | None:
     """What is wrong with a file or folder of prompts before it is read; None where nothing is."""
     place = Path(path).expanduser()
     if not place.exists():
-        command = command_for(path)
+        command = machine.command_for(path)
         made = f"Make it with: {command}, or set {name}." if command is not None else f"Set {name}."
         return f"{name} = {path}: no such prompt file or dataset folder. {made}"
     if not place.is_dir() and (problem := not_readable_as_text(place)) is not None:

@@ -50,7 +50,7 @@ def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
     if path is None:
         return
     place = Path(str(path)).expanduser()
-    problem = unreadable("eval.prompts", str(path))
+    problem = unreadable("eval.prompts", str(path), machine)
     if problem is not None:
         yield problem
     elif place.is_file():

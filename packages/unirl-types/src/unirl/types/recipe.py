@@ -10,7 +10,7 @@ have the right types. Rules of a base class hold for its subclasses too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -28,6 +28,8 @@ class Machine:
 
     num_cpus: int
     num_gpus: int
+    command_for: Callable[[str], str | None] = field(default=lambda path: None, compare=False)
+    """The command that makes a file of prompts that is not there; None for a file that none makes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from PIL import Image, ImageOps
 
 from unirl.data.datasets import read_numbered_rows
 from unirl.data.media import UNREADABLE, MediaRef, upright
-from unirl.data.sets.hub import HubDataset
-from unirl.data.sets.records import Files, Picture, PublishedFile
-from unirl.data.sets.splitting import distinct, is_held_out
+from unirl.datasets.hub import HubDataset
+from unirl.datasets.records import Files, Picture, PublishedFile
+from unirl.datasets.splitting import distinct, is_held_out
 from unirl.types.errors import DataError, as_sentence
 
 CAPTIONED = "data/train-00000-of-*.parquet"

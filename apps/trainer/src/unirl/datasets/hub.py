@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unirl.data.sets.records import DISK_FULL, Fetched, FetchError, PublishedFile, Repository
+from unirl.datasets.records import DISK_FULL, Fetched, FetchError, PublishedFile, Repository
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,10 @@ class HubDataset(Repository):
 
     def fetch(self, files: Sequence[PublishedFile], folder: Path) -> Fetched:
         """Download `files` at the revision, or take them from the cache. Raises FetchError."""
-        try:
-            import httpx
-            from huggingface_hub import snapshot_download
-            from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-        except ImportError as error:
-            raise ImportError("datasets of the hub need huggingface_hub: pip install 'unirl-train[data]'") from error
+        import httpx  # listing the sets does without these
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
         patterns = [file.path for file in files]
         try:
             snapshot = Path(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from unirl.data.sets.records import PromptSet
+from unirl.datasets.records import PromptSet
 from unirl.types.errors import DataError
 
 NAME = "SOURCE.json"

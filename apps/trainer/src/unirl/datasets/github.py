@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unirl.data.sets.records import Fetched, FetchError, PublishedFile, Repository
+from unirl.datasets.records import Fetched, FetchError, PublishedFile, Repository
 
 TIMEOUT_S = 60
 """Without a byte."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unirl.data.sets.captioned import PAIR_COLUMNS, pick_a_pic, required_text, square
-from unirl.data.sets.github import GitHubRepository
-from unirl.data.sets.hub import HubDataset
-from unirl.data.sets.records import Files, Output, PromptSet, PublishedFile, Row, both_splits
-from unirl.data.sets.splitting import distinct, first_by_hash, is_held_out
+from unirl.datasets.captioned import PAIR_COLUMNS, pick_a_pic, required_text, square
+from unirl.datasets.github import GitHubRepository
+from unirl.datasets.hub import HubDataset
+from unirl.datasets.records import Files, Output, PromptSet, PublishedFile, Row, both_splits
+from unirl.datasets.splitting import distinct, first_by_hash, is_held_out
 
 PICKSCORE_TRAIN, PICKSCORE_TEST = "dataset/pickscore/train.txt", "dataset/pickscore/test.txt"
 

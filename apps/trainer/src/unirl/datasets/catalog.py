@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unirl.data.sets.characters import CHARACTERS
-from unirl.data.sets.controls import EDGES, HOLES
-from unirl.data.sets.geneval import GENEVAL
-from unirl.data.sets.heard import HEARD
-from unirl.data.sets.motion import MOTION
-from unirl.data.sets.ocr import OCR
-from unirl.data.sets.pictures import IMAGE_EDIT, PICTURE_MOTION
-from unirl.data.sets.pictures_of_text import HPDV2, PICKSCORE, PREFERENCES, WISE
-from unirl.data.sets.questions import AIME24, DAPO_MATH, GEO3K
-from unirl.data.sets.records import PromptSet
+from unirl.datasets.characters import CHARACTERS
+from unirl.datasets.controls import EDGES, HOLES
+from unirl.datasets.geneval import GENEVAL
+from unirl.datasets.heard import HEARD
+from unirl.datasets.motion import MOTION
+from unirl.datasets.ocr import OCR
+from unirl.datasets.pictures import IMAGE_EDIT, PICTURE_MOTION
+from unirl.datasets.pictures_of_text import HPDV2, PICKSCORE, PREFERENCES, WISE
+from unirl.datasets.questions import AIME24, DAPO_MATH, GEO3K
+from unirl.datasets.records import PromptSet
 
 SETS = {
     each.name: each

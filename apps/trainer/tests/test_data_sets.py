@@ -34,13 +34,14 @@ from published_sets import (
 from unirl.data.datasets import read_rows
 from unirl.data.pairs import read_pairs
 from unirl.data.rules import unreadable
-from unirl.data.sets import characters, controls, geneval, heard, motion, ocr, writing
-from unirl.data.sets.canny import canny
-from unirl.data.sets.catalog import SETS, command_for, set_of
-from unirl.data.sets.github import GitHubRepository
-from unirl.data.sets.preparing import prepare
-from unirl.data.sets.records import PublishedFile
+from unirl.datasets import characters, controls, geneval, heard, motion, ocr, writing
+from unirl.datasets.canny import canny
+from unirl.datasets.catalog import SETS, command_for, set_of
+from unirl.datasets.github import GitHubRepository
+from unirl.datasets.preparing import prepare
+from unirl.datasets.records import PublishedFile
 from unirl.types.errors import DataError
+from unirl.types.recipe import Machine
 
 GENERATED = sorted(name for name, each in SETS.items() if each.is_generated)
 
@@ -737,9 +738,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FETCH = """
 import sys
 from pathlib import Path
-from unirl.data.sets.catalog import SETS
-from unirl.data.sets.preparing import prepare
+from unirl.datasets.catalog import SETS
+from unirl.datasets.preparing import prepare
 from unirl.types.errors import DataError
+from unirl.types.recipe import Machine
 try:
     prepare(SETS[sys.argv[1]], Path(sys.argv[2]), is_partial=True)
 except DataError as error:
@@ -841,7 +843,7 @@ def test_a_hub_that_does_not_answer_or_has_no_such_file_is_said(tmp_path, hub):
 )
 def test_a_missing_file_names_the_command_that_makes_it(path, command):
     assert command_for(path) == command
-    message = unreadable("data.path", path)
+    message = unreadable("data.path", path, Machine(1, 0, command_for))
     assert message is not None and (f"Make it with: {command}, or set data.path." in message) == (command is not None)
 
 

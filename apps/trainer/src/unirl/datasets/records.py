@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from unirl.data.sets.reading import read_published
+from unirl.datasets.reading import read_published
 from unirl.types.errors import DataError
 
 Row = Mapping[str, Any]  # Any: JSON values, Picture under "images" and Medium under "media"

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from unirl.data.sets.records import PromptSet, Row, generated
-from unirl.data.sets.splitting import drawn, first_by_hash, is_held_out, several_drawn
+from unirl.datasets.records import PromptSet, Row, generated
+from unirl.datasets.splitting import drawn, first_by_hash, is_held_out, several_drawn
 
 CLASSES = (
     "person bicycle car motorcycle airplane bus train truck boat traffic_light fire_hydrant stop_sign parking_meter "

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from unirl.data.sets.records import PromptSet, Row, generated
-from unirl.data.sets.splitting import distinct, drawn, first_by_hash, is_held_out, several_drawn
+from unirl.datasets.records import PromptSet, Row, generated
+from unirl.datasets.splitting import distinct, drawn, first_by_hash, is_held_out, several_drawn
 
 WORDS = (
     "go in on up ok joe sun tea ice run win fly map key red zoo art bar gym spa inn law pie jam hot new "

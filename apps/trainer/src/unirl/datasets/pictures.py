@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from unirl.data.sets.hub import HubDataset
-from unirl.data.sets.motion import CAMERAS
-from unirl.data.sets.records import Files, Picture, PromptSet, PublishedFile, Row, both_splits
-from unirl.data.sets.splitting import is_held_out, several_drawn
+from unirl.datasets.hub import HubDataset
+from unirl.datasets.motion import CAMERAS
+from unirl.datasets.records import Files, Picture, PromptSet, PublishedFile, Row, both_splits
+from unirl.datasets.splitting import is_held_out, several_drawn
 from unirl.types.errors import DataError
 
 TABLES = "data/*.parquet"

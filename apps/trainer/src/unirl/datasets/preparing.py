@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from unirl.data.datasets import read_rows
-from unirl.data.sets.captioned import OWN_SUFFIXES
-from unirl.data.sets.manifest import (
+from unirl.datasets.captioned import OWN_SUFFIXES
+from unirl.datasets.manifest import (
     NAME,
     Manifest,
     checksums,
@@ -21,7 +21,7 @@ from unirl.data.sets.manifest import (
     sha256_of,
     standing,
 )
-from unirl.data.sets.records import (
+from unirl.datasets.records import (
     DISK_FULL,
     FetchError,
     Files,
@@ -30,7 +30,7 @@ from unirl.data.sets.records import (
     PublishedFile,
     Repository,
 )
-from unirl.data.sets.writing import write_rows
+from unirl.datasets.writing import write_rows
 from unirl.types.errors import DataError
 
 

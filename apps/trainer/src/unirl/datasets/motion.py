@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unirl.data.sets.records import PromptSet, Row, generated
-from unirl.data.sets.splitting import distinct, drawn, first_by_hash, is_held_out
+from unirl.datasets.records import PromptSet, Row, generated
+from unirl.datasets.splitting import distinct, drawn, first_by_hash, is_held_out
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any
 
-from unirl.data.sets.github import GitHubRepository
-from unirl.data.sets.hub import HubDataset
-from unirl.data.sets.reading import require_columns
-from unirl.data.sets.records import Files, Output, Picture, PromptSet, PublishedFile, Row
-from unirl.data.sets.splitting import distinct
+from unirl.datasets.github import GitHubRepository
+from unirl.datasets.hub import HubDataset
+from unirl.datasets.reading import require_columns
+from unirl.datasets.records import Files, Output, Picture, PromptSet, PublishedFile, Row
+from unirl.datasets.splitting import distinct
 from unirl.types.errors import DataError, as_sentence
 
 DAPO = "data/dapo-math-17k.parquet"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from unirl.data.datasets import MEDIA
-from unirl.data.sets.manifest import pictures_folder
-from unirl.data.sets.records import Medium, Picture, Row
+from unirl.datasets.manifest import pictures_folder
+from unirl.datasets.records import Medium, Picture, Row
 from unirl.types.errors import DataError
 from unirl.types.preference import IMAGES
 

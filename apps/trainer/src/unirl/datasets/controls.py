@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from PIL import Image, ImageDraw
 
-from unirl.data.sets.captioned import CAPTIONED, SIDE, captioned_pictures, encoded, pick_a_pic
-from unirl.data.sets.records import Files, Medium, PromptSet, Row, both_splits
-from unirl.data.sets.splitting import drawn, fraction_of
+from unirl.datasets.captioned import CAPTIONED, SIDE, captioned_pictures, encoded, pick_a_pic
+from unirl.datasets.records import Files, Medium, PromptSet, Row, both_splits
+from unirl.datasets.splitting import drawn, fraction_of
 
 HOLES_IN = ("box", "strokes", "border")
 """Something in the middle, brush strokes, and all beyond one side of the picture."""
@@ -61,7 +61,7 @@ def _holes(files: Files, *, held_out: bool) -> Iterator[Row]:
 
 
 def _edges(files: Files, *, held_out: bool) -> Iterator[Row]:
-    from unirl.data.sets.canny import edges_of  # needs numpy, which listing the sets does without
+    from unirl.datasets.canny import edges_of  # needs numpy, which listing the sets does without
 
     for caption, picture in captioned_pictures(files, held_out=held_out):
         with Image.open(io.BytesIO(picture.data)) as opened:

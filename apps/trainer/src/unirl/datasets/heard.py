@@ -11,8 +11,8 @@ import wave
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from unirl.data.sets.records import Medium, Picture, PromptSet, Row, generated
-from unirl.data.sets.splitting import is_held_out
+from unirl.datasets.records import Medium, Picture, PromptSet, Row, generated
+from unirl.datasets.splitting import is_held_out
 
 SAMPLE_RATE = 16_000
 """Hertz, which speech encoders read."""

@@ -15,9 +15,9 @@ from functools import cache
 
 from PIL import Image, ImageDraw
 
-from unirl.data.sets.captioned import encoded
-from unirl.data.sets.records import Medium, Picture, PromptSet, Row, generated
-from unirl.data.sets.splitting import drawn, is_held_out
+from unirl.datasets.captioned import encoded
+from unirl.datasets.records import Medium, Picture, PromptSet, Row, generated
+from unirl.datasets.splitting import drawn, is_held_out
 
 WIDTH, HEIGHT = 832, 480
 FACE_SIDE = 256
