@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,9 +22,10 @@ from unirl.models.bundle import Bundle
 from unirl.models.causal_lm.peft_export import write_peft_adapter
 from unirl.models.causal_lm.tokenizer import load_tokenizer
 from unirl.models.loading import open_model_folder
+from unirl.models.merged_export import check_fits, copy_others, export_folder, only_component
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.errors import CheckpointError, ConfigError, ContractError
+from unirl.types.errors import CheckpointError
 from unirl.types.precision import dtype_named
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,9 @@ class BagelBundle(Bundle):
         lora_state: {"language_model": state of peft's get_peft_model_state_dict}. Raises ContractError for another
         component, an empty state, or tensors of another rank.
         """
-        state = {f"{COMPONENT}.{name}": tensor for name, tensor in _only_component(lora_state).items()}
+        state = {
+            f"{COMPONENT}.{name}": tensor for name, tensor in only_component(lora_state, COMPONENT, "BAGEL").items()
+        }
         write_peft_adapter(
             folder, state, base=self.pretrained_model, rank=rank, alpha=alpha, target_modules=target_modules
         )
@@ -170,23 +172,14 @@ class BagelBundle(Bundle):
         state: {"language_model": name -> tensor}, LoRA already merged. Tensors keep their dtype. Raises ConfigError
         where `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
         """
-        weights = {f"{COMPONENT}.{name}": tensor for name, tensor in _only_component(state).items()}
-        target = Path(folder)
-        if target.resolve() == self.folder.path.resolve():
-            raise ConfigError(f"the export folder {folder} is the checkpoint that was loaded. Export elsewhere.")
+        weights = {f"{COMPONENT}.{name}": tensor for name, tensor in only_component(state, COMPONENT, "BAGEL").items()}
+        target = export_folder(folder, self.folder.path)
         with torch.device("meta"):
             # Not ours, whose names adapters may have changed.
-            expected = {name: tensor.shape for name, tensor in Bagel(self.config).state_dict().items()}
-        ours = {name for name in expected if name.startswith(f"{COMPONENT}.")}
-        wrong = {
-            "missing": sorted(ours - set(weights)),
-            "unexpected": sorted(set(weights) - ours),
-            "shape": sorted(name for name in ours & set(weights) if weights[name].shape != expected[name]),
-        }
-        if any(wrong.values()):
-            raise CheckpointError(f"the merged state does not fit {self.folder.path}: {wrong}")
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(self.folder.path, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MODEL_FILE, ".*"))
+            model = Bagel(self.config).state_dict()
+        ours = {name: tensor for name, tensor in model.items() if name.startswith(f"{COMPONENT}.")}
+        check_fits(weights, ours, self.folder.path)
+        copy_others(self.folder.path, target, MODEL_FILE)
         rest = {name: tensor for name, tensor in load_file(self.folder.path / MODEL_FILE).items() if name not in ours}
         merged = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
         save_file({**rest, **merged}, target / MODEL_FILE, metadata={"format": "pt"})
@@ -215,9 +208,3 @@ def _loaded(module: nn.Module, file: Path, dtype: torch.dtype, device: torch.dev
         raise CheckpointError(f"{file} cannot be read ({error}). Fetch the folder again.") from error
     module.load_state_dict({name: weights.pop(name).to(dtype) for name in expected}, assign=True)
     return module.requires_grad_(False).eval()
-
-
-def _only_component(state: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    if set(state) != {COMPONENT}:
-        raise ContractError(f"BAGEL trains one component, {COMPONENT!r}; got {sorted(state)}")
-    return state[COMPONENT]

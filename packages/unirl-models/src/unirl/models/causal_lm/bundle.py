@@ -5,9 +5,7 @@ Model families derive from `CausalLMBundle` and name their classes; the base alo
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +18,11 @@ from unirl.models.causal_lm.peft_export import write_peft_adapter
 from unirl.models.causal_lm.tokenizer import load_tokenizer
 from unirl.models.extras import from_extra
 from unirl.models.loading import ModelFolder, open_model_folder
+from unirl.models.merged_export import check_fits, copy_others, export_folder, only_component
 from unirl.models.packing import Packing
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.errors import CheckpointError, ConfigError, ContractError
+from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.precision import dtype_named
 
 with from_extra("transformers"):
@@ -32,6 +31,8 @@ with from_extra("transformers"):
 
 COMPONENT = "model"
 """Name of the one module that trains."""
+
+_OWNER = "a language model"
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
@@ -130,7 +131,7 @@ class CausalLMBundle(Bundle):
         """
         write_peft_adapter(
             folder,
-            _only_component(lora_state),
+            only_component(lora_state, COMPONENT, _OWNER),
             base=self.pretrained_model,
             rank=rank,
             alpha=alpha,
@@ -144,27 +145,17 @@ class CausalLMBundle(Bundle):
         state: {"model": name -> tensor}, LoRA already merged; tied weights may be named once. Tensors keep their dtype.
         Raises ConfigError where `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
         """
-        weights = {name: tensor.detach().to("cpu") for name, tensor in _only_component(state).items()}
-        target = Path(folder)
-        if target.resolve() == self.folder.path.resolve():
-            raise ConfigError(f"the export folder {folder} is the checkpoint that was loaded. Export elsewhere.")
+        weights = {name: tensor.detach().to("cpu") for name, tensor in only_component(state, COMPONENT, _OWNER).items()}
+        target = export_folder(folder, self.folder.path)
         with torch.device("meta"):
             model = type(self.model)(self.model.config)
         ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
         weights.update({name: weights[source] for name, source in ties.items() if source in weights})
         expected = dict(model.named_parameters(remove_duplicate=False))
-        wrong = {
-            "missing": sorted(set(expected) - set(weights)),
-            "unexpected": sorted(set(weights) - set(expected) - {name for name, _ in self.model.named_buffers()}),
-            "shape": sorted(n for n in set(weights) & set(expected) if weights[n].shape != expected[n].shape),
-        }
-        if any(wrong.values()):
-            raise CheckpointError(f"the merged state does not fit {self.folder.path}: {wrong}")
+        buffers = [name for name, _ in self.model.named_buffers()]
+        check_fits(weights, expected, self.folder.path, optional=buffers)
         dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(
-            self.folder.path, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*", "onnx")
-        )
+        copy_others(self.folder.path, target, *_WEIGHT_FILES, "onnx")
         model.load_state_dict(weights, strict=False, assign=True)
         if len(dtypes) == 1:
             model.config.dtype = dtypes.pop()
@@ -253,9 +244,3 @@ class CausalLMBundle(Bundle):
 
     def _probe_positions(self, ids: Tensor) -> Tensor:
         return torch.zeros_like(ids)
-
-
-def _only_component(state: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    if set(state) != {COMPONENT}:
-        raise ContractError(f"a language model trains one component, {COMPONENT!r}; got {sorted(state)}")
-    return state[COMPONENT]

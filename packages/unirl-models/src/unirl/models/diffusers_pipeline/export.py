@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.models.loading import INDEX_FILE, PipelineFolder
-from unirl.types.errors import CheckpointError, ConfigError, ContractError
+from unirl.models.merged_export import check_fits, export_folder
+from unirl.types.errors import ContractError
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 _PEFT_PREFIX = "base_model.model."
@@ -83,9 +84,7 @@ def write_merged(
     model_classes, buffers: of each component of `state`; the buffers fill what the state leaves out. Raises ConfigError
     where `folder` is `source`, CheckpointError where names or shapes do not fit a component's configuration.
     """
-    target = Path(folder)
-    if target.resolve() == source.path.resolve():
-        raise ConfigError(f"the export folder {folder} is the checkpoint that was loaded. Export elsewhere.")
+    target = export_folder(folder, source.path)
     merged = {
         name: _with_weights(source, name, model_classes[name], weights, buffers[name])
         for name, weights in state.items()
@@ -111,13 +110,7 @@ def _with_weights(
         model = model_class.from_config(source.config(component))
     expected = model.state_dict()
     full = {name: tensor for name, tensor in buffers.items() if name in expected} | dict(state)
-    wrong = {
-        "missing": sorted(set(expected) - set(full)),
-        "unexpected": sorted(set(full) - set(expected)),
-        "shape": sorted(n for n in set(full) & set(expected) if full[n].shape != expected[n].shape),
-    }
-    if any(wrong.values()):
-        raise CheckpointError(f"the merged state does not fit the {component} of {source.path}: {wrong}")
+    check_fits(full, expected, f"the {component} of {source.path}")
     full = {name: tensor.detach().to("cpu") for name, tensor in full.items()}
     model.load_state_dict(full, strict=True, assign=True)
     return model

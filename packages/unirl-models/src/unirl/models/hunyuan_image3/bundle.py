@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -21,10 +19,10 @@ from unirl.models.hunyuan_image3.template import Style, WordIds
 from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder
 from unirl.models.hunyuan_image3.weights import fill, replace_weights, weight_files
 from unirl.models.loading import open_model_folder
+from unirl.models.merged_export import check_fits, copy_others, export_folder, only_component
 from unirl.models.packed_language import TextCache
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
 
 COMPONENT = "transformer"
@@ -33,6 +31,9 @@ COMPONENT = "transformer"
 Trains = Literal["attention", "all"]
 
 GENERATION_CONFIG = "generation_config.json"
+
+_MOST_NAMES = 8
+"""In an error: each expert of each layer has weights."""
 
 
 @bounded("bundle")
@@ -159,7 +160,7 @@ class HunyuanImage3Bundle(Bundle):
         """
         write_peft_adapter(
             folder,
-            _only_component(lora_state),
+            only_component(lora_state, COMPONENT, "HunyuanImage3"),
             base=self.pretrained_model,
             rank=rank,
             alpha=alpha,
@@ -172,29 +173,11 @@ class HunyuanImage3Bundle(Bundle):
         state: {"transformer": name -> tensor}, LoRA already merged. Tensors keep their dtype. Raises ConfigError where
         `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
         """
-        weights = _only_component(state)
-        target = Path(folder)
-        if target.resolve() == self.folder.path.resolve():
-            raise ConfigError(f"the export folder {folder} is the checkpoint that was loaded. Export elsewhere.")
+        weights = only_component(state, COMPONENT, "HunyuanImage3")
+        target = export_folder(folder, self.folder.path)
         with torch.device("meta"):
             # Not ours, whose names adapters may have changed.
-            expected = {
-                name: tensor.shape for name, tensor in HunyuanImage3Decoder(self.config.decoder).state_dict().items()
-            }
-        wrong = {
-            "missing": sorted(expected.keys() - weights.keys())[:8],
-            "unexpected": sorted(weights.keys() - expected.keys())[:8],
-            "shape": [name for name in expected if name in weights and weights[name].shape != expected[name]][:8],
-        }
-        if any(wrong.values()):
-            raise CheckpointError(f"the merged state does not fit {self.folder.path}: {wrong}")
-        target.mkdir(parents=True, exist_ok=True)
-        ignored = shutil.ignore_patterns(".*", *{file.name for file in self._files.values()})
-        shutil.copytree(self.folder.path, target, dirs_exist_ok=True, ignore=ignored)
+            expected = HunyuanImage3Decoder(self.config.decoder).state_dict()
+        check_fits(weights, expected, self.folder.path, most=_MOST_NAMES)
+        copy_others(self.folder.path, target, *{file.name for file in self._files.values()})
         replace_weights(self._files, weights, target)
-
-
-def _only_component(state: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    if set(state) != {COMPONENT}:
-        raise ContractError(f"HunyuanImage3 trains one component, {COMPONENT!r}; got {sorted(state)}")
-    return state[COMPONENT]
