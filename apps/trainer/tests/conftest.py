@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from omegaconf import OmegaConf
 from unirl.app.environment import register_resolvers
 from unirl.config.catalog import available
 from unirl.config.recipes import compose, resolve
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -18,18 +18,6 @@ from pathlib import Path
 import numpy
 import pytest
 from PIL import Image
-from published_sets import (
-    PUBLISHED,
-    dapo_row,
-    edit_rows,
-    framed,
-    geo3k_archive,
-    geo3k_problem,
-    publish,
-    wise_rows,
-    write_table,
-    write_text,
-)
 
 from unirl.data.datasets import read_rows
 from unirl.data.pairs import read_pairs
@@ -42,6 +30,19 @@ from unirl.datasets.preparing import prepare
 from unirl.datasets.records import PublishedFile
 from unirl.types.errors import DataError
 from unirl.types.recipe import Machine
+
+from .published_sets import (
+    PUBLISHED,
+    dapo_row,
+    edit_rows,
+    framed,
+    geo3k_archive,
+    geo3k_problem,
+    publish,
+    wise_rows,
+    write_table,
+    write_text,
+)
 
 GENERATED = sorted(name for name, each in SETS.items() if each.is_generated)
 
