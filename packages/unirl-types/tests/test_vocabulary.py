@@ -17,7 +17,7 @@ from unirl.types.protocols.engines import RolloutEngine
 from unirl.types.protocols.rewards import Scorer
 from unirl.types.roles import Collect, Dispatch, RemoteMethod, distributed, remote_method
 from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
-from unirl.types.weights import WeightBucket, tensor_checksum, weight_buckets, weight_spec
+from unirl.types.weights import WeightBucket, peft_names, plain_names, tensor_checksum, weight_buckets, weight_spec
 
 
 @pytest.mark.parametrize(
@@ -270,6 +270,13 @@ def test_another_shape_dtype_or_order_is_refused(change: Callable[[torch.Tensor]
     bucket = WeightBucket(0, {"a": change(tensor)}, (weight_spec("a", tensor),))
     with pytest.raises(WeightSyncError, match="arrived changed"):
         bucket.verify()
+
+
+def test_names_in_files_of_peft_have_a_prefix_once():
+    plain = {"model.q.lora_A.weight": torch.ones(1), "base_model.q.lora_B.weight": torch.ones(1)}
+    named = peft_names(plain)
+    assert list(named) == ["base_model.model.model.q.lora_A.weight", "base_model.model.base_model.q.lora_B.weight"]
+    assert plain_names(named) == plain == plain_names(plain)
 
 
 def test_missing_repeated_and_unlimited_weights_are_refused():

@@ -95,6 +95,20 @@ class UpdateTally:
         return LostUpdate(self._dtype, (self._lost / self._whole) ** 0.5, self._unchanged / self._changed)
 
 
+PEFT_PREFIX = "base_model.model."
+"""What peft's files put before the names of a model's weights."""
+
+
+def peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of an adapter by the names of peft's files."""
+    return {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
+
+
+def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of one of peft's files by the names of the model."""
+    return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """What the tensors of a LoRA adapter do not say."""

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.types.errors import ContractError
+from unirl.types.weights import peft_names
 
 
 def write_peft_adapter(
@@ -46,6 +47,6 @@ def write_peft_adapter(
     }
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    weights = {f"base_model.model.{name}": tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
+    weights = {name: tensor.detach().to("cpu").contiguous() for name, tensor in peft_names(state).items()}
     save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

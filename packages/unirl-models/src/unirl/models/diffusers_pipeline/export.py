@@ -19,9 +19,9 @@ from torch import Tensor
 from unirl.models.loading import INDEX_FILE, PipelineFolder
 from unirl.models.merged_export import check_fits, export_folder
 from unirl.types.errors import ContractError
+from unirl.types.weights import PEFT_PREFIX
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
-_PEFT_PREFIX = "base_model.model."
 
 
 def write_lora(
@@ -67,7 +67,7 @@ def write_lora(
 
 def _plain_key(key: str) -> str:
     """ "base_model.model.x.lora_A.default.weight" and "x.lora_A.weight" both become the latter."""
-    head, _, tail = key.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
+    head, _, tail = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
     side, _, rest = tail.partition(".")
     return f"{head}.lora_{side}.{rest.rpartition('.')[2]}" if head else key
 

@@ -114,8 +114,8 @@ class WeightReceiver(Protocol):
         ...
 
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
-        """Put a LoRA adapter in the place of the last one, all at once. Names as peft saves them, without its prefix
-        "base_model.model.". policy: see `finish_weights`."""
+        """Put a LoRA adapter in the place of the last one, all at once. Names as peft saves them, without
+        `PEFT_PREFIX`. policy: see `finish_weights`."""
         ...
 
 

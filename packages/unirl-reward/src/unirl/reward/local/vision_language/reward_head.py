@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unirl.reward.local.preprocess import at_least_float32
 from unirl.reward.local.pretrained import load_transformers, on_one_line
 from unirl.types.errors import ConfigError
+from unirl.types.weights import plain_names
 
 _HEAD = "rm_head."
 PROMPT = "{text_prompt}"
@@ -103,7 +104,7 @@ def merged_lora(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
 
     scale: lora_alpha / r, or lora_alpha / sqrt(r) for rank-stabilised LoRA. Names lose PEFT's prefix and ".base_layer".
     """
-    plain = {key.removeprefix("base_model.model."): value for key, value in state.items()}
+    plain = plain_names(state)
     found = {}
     for key, value in plain.items():
         if ".lora_A." in key or ".lora_B." in key:

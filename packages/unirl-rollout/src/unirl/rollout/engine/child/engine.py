@@ -32,7 +32,7 @@ from unirl.types.errors import ConfigError, ContractError, WeightSyncError, Work
 from unirl.types.owned_folder import OwnedFolder
 from unirl.types.protocols.training import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
+from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec, peft_names
 
 _MAX_ATTEMPTS = 4
 """Times that all processes may end of one call."""
@@ -268,7 +268,7 @@ class ChildEngine(BaseRolloutEngine):
         """Swap the LoRA adapter, see WeightReceiver."""
         folder = self._folder / f"adapter-{next(self._num_files)}"
         folder.mkdir()
-        prefixed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in bucket.tensors.items()}
+        prefixed = {name: tensor.contiguous() for name, tensor in peft_names(bucket.tensors).items()}
         save_file(prefixed, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(config.peft()), encoding="utf-8")
         self._pool.heal()

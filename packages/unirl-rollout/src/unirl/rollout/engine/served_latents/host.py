@@ -27,11 +27,10 @@ from unirl.rollout.engine.child.messages import (
 from unirl.rollout.engine.push import PushReceiver
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
 from unirl.types.errors import ContractError, WeightSyncError
-from unirl.types.weights import WeightBucket
+from unirl.types.weights import WeightBucket, plain_names
 
 TRANSFORMER = "transformer"
 """The component that samples, and its folder."""
-PEFT_PREFIX = "base_model.model."
 
 
 class LatentsHost(ABC):
@@ -143,7 +142,7 @@ class LatentsHost(ABC):
     def _load_adapter(self, message: LoadAdapter) -> Loaded:
         folder = Path(message.folder)
         saved = load_file(folder / "adapter_model.safetensors")
-        tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved.items()}
+        tensors = plain_names(saved)
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         bucket = WeightBucket(message.policy_version, tensors, tuple(message.specs))
         self._pushes.check_adapter(bucket, config["r"])

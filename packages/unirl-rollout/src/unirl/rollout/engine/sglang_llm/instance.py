@@ -41,11 +41,10 @@ from unirl.rollout.engine.sglang_llm.response import (
 )
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
-from unirl.types.weights import WeightBucket
+from unirl.types.weights import WeightBucket, plain_names
 
 CONFIG_FILE = "config.json"
 _TAGS = ["weights", "kv_cache"]
-_PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +270,7 @@ class SGLangInstance:
             raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
         folder, version = Path(message.folder), message.policy_version
         saved = load_file(folder / "adapter_model.safetensors")
-        tensors = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in saved.items()}
+        tensors = plain_names(saved)
         rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
         bucket = WeightBucket(version, tensors, tuple(message.specs))
         self._pushes.check_adapter(bucket, rank)

@@ -33,12 +33,11 @@ from unirl.rollout.engine.served_text.call import Generate, Generations
 from unirl.rollout.engine.vllm_llm.messages import Ready
 from unirl.rollout.engine.written_for import VLLM
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
-from unirl.types.weights import WeightBucket
+from unirl.types.weights import WeightBucket, plain_names
 
 logger = logging.getLogger(__name__)
 
 EXTENSION = "unirl.rollout.engine.vllm_llm.worker_ext.WeightSyncExtension"
-PEFT_PREFIX = "base_model.model."
 _ADAPTER_ID = 1
 _ADAPTER_NAME = "policy"
 
@@ -212,7 +211,7 @@ class EngineHost:
             raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
         folder = Path(message.folder)
         saved = load_file(folder / "adapter_model.safetensors")
-        tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved.items()}
+        tensors = plain_names(saved)
         rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
         bucket = WeightBucket(message.policy_version, tensors, tuple(message.specs))
         self._pushes.check_adapter(bucket, rank)
