@@ -1,19 +1,19 @@
-"""The catalogue says of every scorer what its class does."""
+"""The catalogue finds every scorer by its card, and the card says what the class does."""
 
 import importlib
 import inspect
 import math
-import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-import unirl.reward.local
-import unirl.reward.worlds
+import unirl.reward
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG, Normalisation, ScorerCard, named_as
+from unirl.reward.card import Normalisation, ScorerCard
+from unirl.reward.catalog import CATALOG, cards_in, named_as
 from unirl.reward.function import FunctionRewardScorer, imported
 from unirl.reward.local.images.clip import CLIPRewardScorer
 from unirl.reward.local.images.compressibility import JPEGCompressibilityScorer, JPEGIncompressibilityScorer
@@ -23,14 +23,13 @@ from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
 from unirl.types.reward import RewardRequest
 
+PACKAGE = Path(unirl.reward.__path__[0])
+
 
 def shipped_scorers():
     """Every concrete scorer class of the package."""
-    homes = (unirl.reward.local, unirl.reward.worlds)
-    names = [
-        module.name for home in homes for module in pkgutil.walk_packages(home.__path__, prefix=f"{home.__name__}.")
-    ]
-    modules = [importlib.import_module(name) for name in ["unirl.reward.function", *names]]
+    paths = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py") if path.stem != "__init__"]
+    modules = [importlib.import_module(".".join(("unirl.reward", *path.parts))) for path in paths]
     return {
         f"{value.__module__}.{value.__name__}": value
         for module in modules
@@ -44,9 +43,65 @@ def shipped_scorers():
 
 def test_every_scorer_of_the_package_is_in_the_catalogue_and_holds_its_card():
     scorers = shipped_scorers()
-    assert {target: named_as(target) for target in scorers if named_as(target) is None} == {}
+    assert {card.target for card in CATALOG.values()} == set(scorers)
+    assert {named_as(target) for target in scorers} == set(CATALOG)
     held = {name: scorers.get(card.target, LocalScorer).card for name, card in CATALOG.items()}
     assert held == CATALOG
+
+
+PLANTED = """
+import a_model_library_that_nobody_has
+from unirl.reward.base import LocalScorer
+from unirl.reward.card import Normalisation, ScorerCard
+
+class Contrast(LocalScorer):
+    card = ScorerCard(
+        name="contrast", summary="contrast", media=("image",), low=-1, source="here", normalisation=Normalisation(4)
+    )
+"""
+
+
+def test_a_scorer_joins_the_catalogue_by_its_file_alone(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "contrast.py").write_text(PLANTED)
+    (tmp_path / "__init__.py").write_text(PLANTED.replace("contrast", "brightness").replace("Contrast", "Brightness"))
+    (tmp_path / "helper.py").write_text("def helper(): return ScorerCard(name='none')\n")
+    found = cards_in(tmp_path, "planted")
+    assert list(found) == ["brightness", "contrast"]
+    assert found["brightness"].target == "planted.Brightness"
+    assert found["contrast"] == ScorerCard(
+        target="planted.photos.contrast.Contrast",
+        name="contrast",
+        summary="contrast",
+        media=("image",),
+        low=-1,
+        source="here",
+        normalisation=Normalisation(4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name="contrast", ', "", r"planted\.contrast\.Contrast: its card has no name\."),
+        ('"here"', "HERE", r"planted\.contrast\.Contrast: its card must be ScorerCard\(\.\.\.\) of literals"),
+        ('summary="contrast", ', "", "of literals: .* missing 1 required positional argument: 'summary'"),
+        ("ScorerCard(\n", "dict(  # ScorerCard(\n", "must be ScorerCard"),
+    ],
+)
+def test_a_card_that_cannot_be_read_is_named(tmp_path, old, new, message):
+    assert old in PLANTED
+    (tmp_path / "contrast.py").write_text(PLANTED.replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        cards_in(tmp_path, "planted")
+
+
+def test_two_scorers_of_one_name_are_refused(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text(PLANTED)
+    message = r"planted\.first\.Contrast and planted\.second\.Contrast are both called 'contrast'"
+    with pytest.raises(ConfigError, match=message):
+        cards_in(tmp_path, "planted")
 
 
 @pytest.mark.parametrize("name", CATALOG)
@@ -133,4 +188,4 @@ def test_normalise_brings_clip_logits_down_by_30_and_hpsv2_keeps_its_cosine(clip
 
 
 def test_a_function_has_a_card_too():
-    assert FunctionRewardScorer(lambda images, prompts, metadata: [0.0], name="mine").card is CATALOG["function"]
+    assert FunctionRewardScorer(lambda images, prompts, metadata: [0.0], name="mine").card == CATALOG["function"]

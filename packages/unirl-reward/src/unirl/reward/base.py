@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from unirl.reward.catalog import ScorerCard
+from unirl.reward.card import ScorerCard
 from unirl.reward.compose import composed
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError, RewardError
@@ -66,7 +66,7 @@ class LocalScorer(ABC):
     """Import path of the function that raises ValueError for a prompt that it cannot judge, so that `trainer check` can
     ask it of a data file; its module imports no heavy library. None judges any prompt."""
     card: ClassVar[ScorerCard | None] = None
-    """Input, range, scale and source; `unirl.reward.catalog` has those of the scorers that come with the package."""
+    """Input, range, scale and source; `unirl.reward.catalog` lists the scorers of the package by it."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unirl.reward.base import SAMPLE_ERRORS, LocalScorer, raised_at
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError, ContractError, UniRLError, as_sentence
 from unirl.types.media import Images, Texts, Videos
@@ -35,7 +35,13 @@ class FunctionRewardScorer(LocalScorer):
     Raises ConfigError where the dotted path leads nowhere, and for keywords that the function does not take or lacks.
     """
 
-    card = CATALOG["function"]
+    card = ScorerCard(
+        name="function",
+        summary="a Python function of your own",
+        media=("image", "video", "text"),
+        typical="as the function gives",
+        source="yours",
+    )
     keywords_of: ClassVar[str] = "function"
     """The argument that says which function takes `kwargs`; `trainer check` reads that function's signature."""
     num_inputs: ClassVar[int] = 3

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.worlds.verifier import VerifierScorer
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
@@ -20,7 +20,17 @@ class EditsRewardScorer(VerifierScorer):
     """
 
     prompt_grammar = "unirl.reward.worlds.edits_grammar.parse_edit"
-    card = CATALOG["edits"]
+    card = ScorerCard(
+        name="edits",
+        summary="was an instruction of the edits world carried out on the picture given, and all else left as it was",
+        media=("image",),
+        needs="prompt, input image",
+        low=0,
+        high=2,
+        typical="strict (0 or 1) + soft in [0, 1]",
+        extra="shapes",
+        source="the edits world of this project",
+    )
 
     # Any: the keywords of VerifierScorer.
     def __init__(self, *, name: str = "edits", **options: Any) -> None:

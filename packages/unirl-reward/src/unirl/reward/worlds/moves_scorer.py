@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.video.frames import frames_of
 from unirl.reward.worlds.verifier import VerifierScorer
 from unirl.types.reward import RewardRequest
@@ -16,7 +16,17 @@ class MovesRewardScorer(VerifierScorer):
     """Whether videos show the moving objects of their prompts. See `VerifierScorer`."""
 
     prompt_grammar = "unirl.reward.worlds.moves_grammar.parse_prompt"
-    card = CATALOG["moves"]
+    card = ScorerCard(
+        name="moves",
+        summary="does the video show what a prompt of the moves world asks for: objects, colours, steady motion",
+        media=("video",),
+        needs="prompt",
+        low=0,
+        high=2,
+        typical="strict (0 or 1) + soft in [0, 1]",
+        extra="shapes",
+        source="the moves world of this project",
+    )
 
     # Any: the keywords of VerifierScorer.
     def __init__(self, *, name: str = "moves", **options: Any) -> None:

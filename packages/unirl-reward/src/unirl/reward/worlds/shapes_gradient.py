@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.pixels import check_pixels
 from unirl.reward.worlds.shapes_grammar import COLORS, PALETTE, RELATIONS, SHAPES, PromptSpec, parse_prompt
 from unirl.types.bounds import PositiveInt, bounded
@@ -57,7 +57,15 @@ class ShapesGradientScorer(LocalScorer):
 
     is_differentiable: ClassVar[bool] = True
     prompt_grammar = "unirl.reward.worlds.shapes_grammar.parse_prompt"
-    card = CATALOG["shapes_gradient"]
+    card = ScorerCard(
+        name="shapes_gradient",
+        summary="probability that it does, differentiable; its logarithm by `output`",
+        media=("image",),
+        needs="prompt",
+        low=0,
+        high=1,
+        source="the shapes world of this project",
+    )
 
     def __init__(
         self,

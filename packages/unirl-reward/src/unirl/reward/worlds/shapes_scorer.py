@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.worlds.verifier import VerifierScorer
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
@@ -20,7 +20,17 @@ class ShapesRewardScorer(VerifierScorer):
     """
 
     prompt_grammar = "unirl.reward.worlds.shapes_grammar.parse_prompt"
-    card = CATALOG["shapes"]
+    card = ScorerCard(
+        name="shapes",
+        summary="does the picture show what a prompt of the shapes world asks for",
+        media=("image",),
+        needs="prompt",
+        low=0,
+        high=2,
+        typical="strict (0 or 1) + soft in [0, 1]",
+        extra="shapes",
+        source="the shapes world of this project",
+    )
 
     # Any: the keywords of VerifierScorer.
     def __init__(self, *, name: str = "shapes", meaning: str | None = None, **options: Any) -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.detection.colours import ColourClassifier
 from unirl.reward.local.detection.detectors import Detector
 from unirl.reward.local.detection.geneval_rules import ColoursOf, Detection, check_row, judged, kept
@@ -44,7 +44,16 @@ class GenEvalScorer(LocalScorer):
     Source: GenEval (arXiv 2310.11513); strict and score as in Flow-GRPO (arXiv 2505.05470).
     """
 
-    card = CATALOG["geneval"]
+    card = ScorerCard(
+        name="geneval",
+        summary="objects, counts, colours and positions that the prompt asks for, by a detector and rules",
+        media=("image",),
+        needs="metadata include, detector",
+        high=1,
+        typical="0 or 1; partial credit by `score_type`",
+        extra="geneval",
+        source="GenEval, arXiv 2310.11513",
+    )
 
     def __init__(
         self,

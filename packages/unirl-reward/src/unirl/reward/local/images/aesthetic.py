@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import CropPreprocessing, at_least_float32
 from unirl.reward.local.pretrained import check_dtype, load_complete, load_state, load_transformers
@@ -36,7 +36,14 @@ class AestheticScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
-    card = CATALOG["aesthetic"]
+    card = ScorerCard(
+        name="aesthetic",
+        summary="how people rate the looks of a picture",
+        media=("image",),
+        typical="1 to 10, mostly 4 to 7",
+        extra="clip",
+        source="LAION aesthetic predictor; LAION-5B, arXiv 2210.08402",
+    )
 
     def __init__(
         self,

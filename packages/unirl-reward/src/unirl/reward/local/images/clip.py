@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import Normalisation, ScorerCard
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import CropPreprocessing, at_least_float32
 from unirl.reward.local.pretrained import (
@@ -109,7 +109,18 @@ class CLIPRewardScorer(CLIPModelScorer):
     Raises ConfigError where a model cannot be loaded, ImportError without transformers.
     """
 
-    card = CATALOG["clip"]
+    card = ScorerCard(
+        name="clip",
+        summary="how well a picture fits its prompt",
+        media=("image",),
+        needs="prompt",
+        low=-100,
+        high=100,
+        typical="logit, 15 to 35",
+        normalisation=Normalisation(30, is_default=True),
+        extra="clip",
+        source="CLIP, arXiv 2103.00020",
+    )
 
     def __init__(
         self,

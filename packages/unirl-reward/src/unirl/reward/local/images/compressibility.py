@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import Normalisation, ScorerCard
 from unirl.reward.local.pixels import to_pictures
 from unirl.types.bounds import PositiveInt
 from unirl.types.reward import RewardRequest
@@ -36,7 +36,15 @@ class JPEGIncompressibilityScorer(LocalScorer):
     normalise: divided by 500, as Flow-GRPO (arXiv 2505.05470) does.
     """
 
-    card = CATALOG["jpeg_incompressibility"]
+    card = ScorerCard(
+        name="jpeg_incompressibility",
+        summary="the size of the JPEG: detail",
+        media=("image",),
+        low=0,
+        typical="kB of 1000 bytes",
+        normalisation=Normalisation(500),
+        source="DDPO, arXiv 2305.13301",
+    )
 
     def __init__(
         self,
@@ -60,7 +68,15 @@ class JPEGCompressibilityScorer(LocalScorer):
     normalise: divided by 500, as Flow-GRPO (arXiv 2505.05470) does.
     """
 
-    card = CATALOG["jpeg_compressibility"]
+    card = ScorerCard(
+        name="jpeg_compressibility",
+        summary="minus the size of the JPEG: smoothness",
+        media=("image",),
+        high=0,
+        typical="-kB of 1000 bytes",
+        normalisation=Normalisation(500),
+        source="DDPO, arXiv 2305.13301",
+    )
 
     def __init__(
         self,

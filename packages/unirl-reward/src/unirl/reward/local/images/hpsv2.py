@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.images.clip import CLIPModelScorer
 from unirl.reward.local.pixels import to_bytes
 from unirl.reward.local.preprocess import PadPreprocessing
@@ -61,7 +61,17 @@ class HPSv2RewardScorer(CLIPModelScorer):
     Source: Human Preference Score v2 (arXiv 2306.09341).
     """
 
-    card = CATALOG["hpsv2"]
+    card = ScorerCard(
+        name="hpsv2",
+        summary="which picture people prefer for a prompt; HPSv2.1, or 2 by `file`",
+        media=("image",),
+        needs="prompt",
+        low=-1,
+        high=1,
+        typical="cosine, 0.2 to 0.35",
+        extra="clip",
+        source="HPSv2, arXiv 2306.09341",
+    )
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import Normalisation, ScorerCard
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import CropPreprocessing, at_least_float32
 from unirl.reward.local.pretrained import (
@@ -72,7 +72,16 @@ class ImageRewardScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
-    card = CATALOG["image_reward"]
+    card = ScorerCard(
+        name="image_reward",
+        summary="how much people like a picture for a prompt",
+        media=("image",),
+        needs="prompt",
+        typical="standard deviations, -2.3 to 2",
+        normalisation=Normalisation(4, offset=2),
+        extra="clip",
+        source="ImageReward, arXiv 2304.05977",
+    )
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.preference import given_score
@@ -22,7 +22,14 @@ class LabelScorer(LocalScorer):
     rows do not.
     """
 
-    card = CATALOG["labels"]
+    card = ScorerCard(
+        name="labels",
+        summary="the score that the data file gives to the sample",
+        media=("image", "video", "text"),
+        needs="metadata scores",
+        typical="as the data gives",
+        source="the data file",
+    )
 
     def __init__(self, *, otherwise: Scorer | None = None, name: str = "labels", batch_size: PositiveInt = 64) -> None:
         super().__init__(name=name, batch_size=batch_size)

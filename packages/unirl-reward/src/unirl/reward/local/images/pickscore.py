@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import Normalisation, ScorerCard
 from unirl.reward.local.images.clip import CLIPRewardScorer
 from unirl.types.bounds import PositiveInt
 
@@ -15,7 +15,18 @@ class PickScoreRewardScorer(CLIPRewardScorer):
     Source: Pick-a-Pic (arXiv 2305.01569).
     """
 
-    card = CATALOG["pickscore"]
+    card = ScorerCard(
+        name="pickscore",
+        summary="which picture people would pick for a prompt",
+        media=("image",),
+        needs="prompt",
+        low=-100,
+        high=100,
+        typical="logit, 18 to 24",
+        normalisation=Normalisation(26, is_default=True),
+        extra="clip",
+        source="Pick-a-Pic, arXiv 2305.01569",
+    )
 
     def __init__(
         self,

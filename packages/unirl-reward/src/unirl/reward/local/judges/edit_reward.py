@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.judges.judge import Judge, Question, pictures_of, sources_of
 from unirl.reward.local.judges.rated import RatedScorer, Ratings, Scale
 from unirl.types.bounds import PositiveInt, bounded
@@ -35,7 +35,16 @@ class EditRewardScorer(RatedScorer):
     Source: EditReward (arXiv 2509.26346).
     """
 
-    card = CATALOG["edit_reward"]
+    card = ScorerCard(
+        name="edit_reward",
+        summary="instruction following and quality of an edit, rated by a judge",
+        media=("image",),
+        needs="prompt, input image, judge",
+        low=1,
+        high=4,
+        extra="judge",
+        source="dimensions of EditReward, arXiv 2509.26346",
+    )
     scale = Scale({"edit_following": "Instruction Following", "edit_quality": "Visual Quality"}, 1, 4)
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unirl.reward.base import LocalScorer, Scored
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.judges.judge import Judge, JudgeError, Question, pictures_of
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
@@ -36,7 +36,16 @@ class GenEval2Scorer(LocalScorer):
     Source: GenEval 2 (arXiv 2512.16853).
     """
 
-    card = CATALOG["geneval2"]
+    card = ScorerCard(
+        name="geneval2",
+        summary="probability that every atom of the prompt is there (Soft-TIFA), by questions to a judge",
+        media=("image", "video"),
+        needs="metadata vqa_list, judge",
+        low=0,
+        high=1,
+        extra="judge",
+        source="GenEval 2, arXiv 2512.16853",
+    )
 
     def __init__(
         self,

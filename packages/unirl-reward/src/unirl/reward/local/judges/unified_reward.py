@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import Normalisation, ScorerCard
 from unirl.reward.local.judges.judge import Judge, Question, pictures_of
 from unirl.reward.local.judges.rated import RatedScorer, Ratings, Scale
 from unirl.types.bounds import PositiveInt, bounded
@@ -43,7 +43,17 @@ class UnifiedRewardScorer(RatedScorer):
     Source: UnifiedReward (arXiv 2503.05236).
     """
 
-    card = CATALOG["unified_reward"]
+    card = ScorerCard(
+        name="unified_reward",
+        summary="alignment, coherence and style, rated by a judge trained to",
+        media=("image",),
+        needs="prompt, judge",
+        low=1,
+        high=5,
+        normalisation=Normalisation(5),
+        extra="judge",
+        source="UnifiedReward, arXiv 2503.05236",
+    )
     scale = Scale({"alignment": "Alignment Score", "coherence": "Coherence Score", "style": "Style Score"}, 1, 5)
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.judges.judge import Judge, Question, pictures_of
 from unirl.reward.local.judges.rated import RatedScorer, Ratings, Scale
 from unirl.types.bounds import PositiveInt
@@ -45,7 +45,16 @@ class WISEScorer(RatedScorer):
     Source: WISE (arXiv 2503.07265).
     """
 
-    card = CATALOG["wise"]
+    card = ScorerCard(
+        name="wise",
+        summary="is a prompt that takes knowledge of the world understood (WiScore), rated by a judge",
+        media=("image",),
+        needs="prompt, metadata explanation, judge",
+        low=0,
+        high=1,
+        extra="judge",
+        source="WISE, arXiv 2503.07265",
+    )
     scale = Scale({"consistency": "Consistency", "realism": "Realism", "aesthetic": "Aesthetic Quality"}, 0, 2)
 
     def __init__(

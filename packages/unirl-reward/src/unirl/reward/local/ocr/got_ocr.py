@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.ocr.ocr import OCRScorer
 from unirl.reward.local.pretrained import check_dtype, load_complete, load_transformers
 from unirl.types.bounds import PositiveInt, bounded
@@ -32,7 +32,16 @@ class GOTOCRScorer(OCRScorer):
     Source: General OCR Theory (arXiv 2409.01704).
     """
 
-    card = CATALOG["got_ocr"]
+    card = ScorerCard(
+        name="got_ocr",
+        summary="the text that the prompt quotes stands in the picture, as GOT-OCR 2.0 reads",
+        media=("image",),
+        needs="prompt with quotes",
+        low=0,
+        high=1,
+        extra="got-ocr",
+        source="Flow-GRPO, arXiv 2505.05470; GOT-OCR 2.0, arXiv 2409.01704",
+    )
 
     def __init__(
         self,

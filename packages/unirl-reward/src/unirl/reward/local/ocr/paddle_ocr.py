@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 from PIL import Image
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.ocr.ocr import OCRScorer
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
@@ -23,7 +23,16 @@ class PaddleOCRScorer(OCRScorer):
     Raises ConfigError where PaddleOCR cannot load its models, ImportError without it.
     """
 
-    card = CATALOG["paddle_ocr"]
+    card = ScorerCard(
+        name="paddle_ocr",
+        summary="the text that the prompt quotes stands in the picture, as PaddleOCR reads",
+        media=("image",),
+        needs="prompt with quotes",
+        low=0,
+        high=1,
+        extra="paddleocr",
+        source="Flow-GRPO, arXiv 2505.05470; PaddleOCR",
+    )
 
     def __init__(
         self,

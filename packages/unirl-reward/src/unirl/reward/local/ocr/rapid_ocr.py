@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.ocr.ocr import OCRScorer
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
@@ -22,7 +22,16 @@ class RapidOCRScorer(OCRScorer):
     Raises ConfigError for settings that RapidOCR refuses, ImportError without it.
     """
 
-    card = CATALOG["ocr"]
+    card = ScorerCard(
+        name="ocr",
+        summary="the text that the prompt quotes stands in the picture, as RapidOCR reads; offline",
+        media=("image",),
+        needs="prompt with quotes",
+        low=0,
+        high=1,
+        extra="ocr",
+        source="Flow-GRPO, arXiv 2505.05470; RapidOCR",
+    )
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.texts.text_rules import AnswerScorer
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
@@ -18,7 +18,16 @@ class ExactMatchScorer(AnswerScorer):
     Raises ConfigError for a pattern that does not compile or has another number of groups.
     """
 
-    card = CATALOG["exact_match"]
+    card = ScorerCard(
+        name="exact_match",
+        summary="is the text, or what a pattern finds in it, the answer",
+        media=("text",),
+        needs="metadata answer",
+        low=0,
+        high=1,
+        typical="0 or 1",
+        source="plain comparison",
+    )
 
     def __init__(
         self,

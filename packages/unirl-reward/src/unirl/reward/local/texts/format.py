@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
@@ -29,7 +29,15 @@ class FormatScorer(LocalScorer):
     Raises ConfigError for tags and pattern together, none at all, or a pattern that does not compile.
     """
 
-    card = CATALOG["format"]
+    card = ScorerCard(
+        name="format",
+        summary="has the text the sections <think> and <answer>, or the form of a pattern",
+        media=("text",),
+        low=0,
+        high=1,
+        typical="0 or 1",
+        source="DeepSeek-R1, arXiv 2501.12948",
+    )
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.texts.text_rules import AnswerScorer
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ContractError
@@ -26,7 +26,16 @@ class GSM8KScorer(AnswerScorer):
     The reference is a number, or a solution with "####"; anything else raises ContractError.
     """
 
-    card = CATALOG["gsm8k_exact_match"]
+    card = ScorerCard(
+        name="gsm8k_exact_match",
+        summary="is the final number right",
+        media=("text",),
+        needs="metadata answer",
+        low=0,
+        high=1,
+        typical="0 or 1",
+        source="GSM8K, arXiv 2110.14168",
+    )
 
     def __init__(
         self,

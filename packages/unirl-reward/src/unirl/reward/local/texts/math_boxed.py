@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.texts.bounded import BoundedFunction, OverBudgetError
 from unirl.reward.local.texts.text_rules import AnswerScorer
 from unirl.types.bounds import PositiveInt, bounded
@@ -61,7 +61,16 @@ class BoxedMathScorer(MathScorer):
     fractions, roots, powers and functions is compared as a string. `math_verify` understands more.
     """
 
-    card = CATALOG["math_boxed"]
+    card = ScorerCard(
+        name="math_boxed",
+        summary="does the boxed answer equal the reference, to sympy",
+        media=("text",),
+        needs="metadata answer",
+        low=0,
+        high=1,
+        typical="0 or 1",
+        source="MATH, arXiv 2103.03874",
+    )
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.texts.math_boxed import MathScorer
 from unirl.types.bounds import PositiveInt
 
@@ -17,7 +17,17 @@ class MathVerifyScorer(MathScorer):
     Raises ImportError without math-verify.
     """
 
-    card = CATALOG["math_verify"]
+    card = ScorerCard(
+        name="math_verify",
+        summary="does the answer equal the reference, to math-verify",
+        media=("text",),
+        needs="metadata answer",
+        low=0,
+        high=1,
+        typical="0 or 1",
+        extra="math",
+        source="math-verify of Hugging Face",
+    )
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.texts.text_rules import AnswerScorer
 from unirl.types.bounds import Bounds, PositiveInt, bounded
 from unirl.types.errors import ContractError
@@ -24,7 +24,16 @@ class MultipleChoiceScorer(AnswerScorer):
     raises ContractError.
     """
 
-    card = CATALOG["mc_exact_match"]
+    card = ScorerCard(
+        name="mc_exact_match",
+        summary="does the text choose the right option",
+        media=("text",),
+        needs="metadata answer",
+        low=0,
+        high=1,
+        typical="0 or 1",
+        source="multiple-choice benchmarks as MMLU, arXiv 2009.03300",
+    )
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer, Scored
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import Normalisation, ScorerCard
 from unirl.reward.local.images.pickscore import PickScoreRewardScorer
 from unirl.reward.local.judges.judge import spread
 from unirl.reward.local.pixels import check_pixels
@@ -37,7 +37,14 @@ class FrameScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
-    card = CATALOG["video"]
+    card = ScorerCard(
+        name="video",
+        summary="a picture scorer on frames of a video, and how little neighbouring frames differ",
+        media=("video",),
+        needs="what its picture scorer needs",
+        typical="0.7 of the picture scorer's value + 0.3 of a consistency in [0, 1]",
+        source="this project",
+    )
 
     def __init__(
         self,
@@ -112,7 +119,18 @@ class VideoPickScoreScorer(PickScoreRewardScorer):
     Other arguments as in PickScoreRewardScorer.
     """
 
-    card = CATALOG["video_pickscore"]
+    card = ScorerCard(
+        name="video_pickscore",
+        summary="PickScore of the first frame, or the mean over several",
+        media=("video",),
+        needs="prompt",
+        low=-100,
+        high=100,
+        typical="logit, 18 to 24",
+        normalisation=Normalisation(26, is_default=True),
+        extra="clip",
+        source="Pick-a-Pic, arXiv 2305.01569",
+    )
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import Normalisation, ScorerCard
 from unirl.reward.local.pixels import check_pixels, to_pictures
 from unirl.reward.local.preprocess import as_pil_resizes
 from unirl.reward.local.pretrained import check_dtype, check_source, load_state
@@ -47,7 +47,16 @@ class HPSv3Scorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
-    card = CATALOG["hpsv3"]
+    card = ScorerCard(
+        name="hpsv3",
+        summary="how much people like a picture for a prompt, by a vision-language model with a reward head",
+        media=("image",),
+        needs="prompt",
+        typical="-10 to 15",
+        normalisation=Normalisation(15, is_default=True),
+        extra="clip",
+        source="HPSv3, arXiv 2508.03789",
+    )
 
     def __init__(
         self,

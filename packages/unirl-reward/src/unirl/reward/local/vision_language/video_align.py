@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.catalog import CATALOG
+from unirl.reward.card import ScorerCard
 from unirl.reward.local.pixels import to_bytes
 from unirl.reward.local.preprocess import resized
 from unirl.reward.local.pretrained import check_dtype, load_state
@@ -57,7 +57,15 @@ class VideoAlignScorer(LocalScorer):
     Source: VideoAlign, Improving Video Generation with Human Feedback (arXiv 2501.13918).
     """
 
-    card = CATALOG["video_align"]
+    card = ScorerCard(
+        name="video_align",
+        summary="visual quality, motion quality and text alignment, by a vision-language model with a reward head",
+        media=("video",),
+        needs="prompt",
+        typical="standard deviations, summed over the three",
+        extra="clip",
+        source="VideoAlign, arXiv 2501.13918",
+    )
 
     def __init__(
         self,
