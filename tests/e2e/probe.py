@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from unirl.config.runs import run_of
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Role, Runtime
 from unirl.distributed.worker import ComponentInfo, WorkerContext
@@ -48,7 +49,7 @@ class GradientProbe:
 
 def build_with_probe(recipe: Mapping[str, Any], run_dir: str, context: WorkerContext) -> dict[str, object]:
     """`build_components` with a probe."""
-    components = build_components(recipe, run_dir, context)
+    components = build_components(run_of(recipe), run_dir, context)
     components["probe"] = GradientProbe(components["backend"], components["bundle"])
     return components
 

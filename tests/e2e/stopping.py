@@ -2,6 +2,7 @@
 
 import threading
 
+from unirl.config.runs import run_of
 from unirl.trainer.commands import run_recipe
 
 
@@ -42,7 +43,7 @@ def run(recipe, run_dir, after=10**9):
     """The summary and the metrics by rollout."""
     tracker = StopAfter(after)
     run_dir.mkdir(parents=True, exist_ok=True)
-    return run_recipe(recipe, run_dir, [tracker], tracker.stop), tracker.records
+    return run_recipe(run_of(recipe), run_dir, [tracker], tracker.stop), tracker.records
 
 
 def comparable(metrics):

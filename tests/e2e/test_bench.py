@@ -6,6 +6,7 @@ from small import SMALL
 from unirl.app.bench import bench_recipe
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
 
 TEXT = ["batch_size=4", "sampling.samples_per_prompt=4", "stack.micro_batch_size=8", "guardrails.action=off"]
 
@@ -21,7 +22,7 @@ TEXT = ["batch_size=4", "sampling.samples_per_prompt=4", "stack.micro_batch_size
 def test_a_report_has_seconds_and_operations_of_every_phase(name, words, sampling, variants):
     register_resolvers()
     recipe = resolve(compose(name, words))
-    report = bench_recipe(recipe, warmup=0, repeats=1)
+    report = bench_recipe(run_of(recipe), warmup=0, repeats=1)
     assert report["recipe"] == name and report["geometry"]["samples"] == 16 and report["samples_per_s"] > 0
     assert sampling <= report["geometry"]["sampling"].keys()
     for phase in ("rollout", "train"):

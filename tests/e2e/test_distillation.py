@@ -10,6 +10,7 @@ from stopping import run
 
 from unirl.app.environment import packaged_path
 from unirl.config.check import check_recipe
+from unirl.config.runs import run_of
 from unirl.trainer.commands import export_recipe, run_recipe
 from unirl.trainer.resuming import check_resume
 from unirl.types.errors import CheckpointError, ConfigError
@@ -59,13 +60,13 @@ def test_a_student_is_exported_without_its_teacher(recipe, displaced, tmp_path):
         check_recipe(small, PLENTY)
     check_recipe(small, PLENTY, asks_teachers=False)
     folder = tmp_path / "student"
-    export_recipe(small, tmp_path / "run", folder, merged=True)
+    export_recipe(run_of(small), tmp_path / "run", folder, merged=True)
     assert (folder / "model_index.json").is_file()
 
 
 def test_a_run_is_not_resumed_with_another_teacher(recipe, displaced, tmp_path):
     small = recipe("sd3_shapes_distill", *taught_by(displaced))
-    run_recipe(small, tmp_path, [], threading.Event())
+    run_recipe(run_of(small), tmp_path, [], threading.Event())
     other = recipe("sd3_shapes_distill", *taught_by(packaged_path("shapes", "checkpoint"), "resume=auto"))
     with pytest.raises(CheckpointError, match=r"policies\.teacher\.bundle\.pretrained_model: "):
         check_resume(other, tmp_path)

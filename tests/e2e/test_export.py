@@ -9,6 +9,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from unirl.app.environment import packaged_path
+from unirl.config.runs import run_of
 from unirl.sde.noise import initial_noise
 from unirl.trainer.build.assembly import make_evaluator
 from unirl.trainer.commands import evaluate_recipe, export_recipe, run_recipe
@@ -29,7 +30,7 @@ LORA = [
 
 def stock_images(pipeline, recipe, labels):
     """The images that a stock pipeline draws from the evaluation's prompts, noise and noise levels."""
-    evaluator = make_evaluator(recipe)
+    evaluator = make_evaluator(run_of(recipe))
     assert isinstance(evaluator, Evaluator)
     params = evaluator.params
     steps = params.num_inference_steps
@@ -57,14 +58,14 @@ def stock_images(pipeline, recipe, labels):
 
 
 def trained(recipe, run_dir):
-    run_recipe(recipe, run_dir, [], threading.Event())
-    return evaluate_recipe(recipe, run_dir, checkpoint="newest")
+    run_recipe(run_of(recipe), run_dir, [], threading.Event())
+    return evaluate_recipe(run_of(recipe), run_dir, checkpoint="newest")
 
 
 def test_a_stock_pipeline_with_the_exported_lora_reproduces_the_evaluation(recipe, tmp_path):
     small = recipe("sd3_shapes", *LORA)
     result = trained(small, tmp_path)
-    export_recipe(small, tmp_path, tmp_path / "lora", merged=False)
+    export_recipe(run_of(small), tmp_path, tmp_path / "lora", merged=False)
     load = functools.partial(StableDiffusion3Pipeline.from_pretrained, packaged_path("shapes", "checkpoint"))
     plain = load(torch_dtype=torch.float32)
     before = stock_images(plain, small, result.labels)
@@ -79,7 +80,7 @@ def test_a_stock_pipeline_with_the_exported_lora_reproduces_the_evaluation(recip
 def test_a_stock_pipeline_loads_the_merged_export(recipe, tmp_path):
     small = recipe("sd3_shapes", "num_rollouts=1", "eval.before=false", "backend.optimizer.learning_rate=0.001")
     result = trained(small, tmp_path)
-    export_recipe(small, tmp_path, tmp_path / "merged", merged=True)
+    export_recipe(run_of(small), tmp_path, tmp_path / "merged", merged=True)
     pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path / "merged", torch_dtype=torch.float32)
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "library_name: diffusers" in card and "| shapes/strict | " in card

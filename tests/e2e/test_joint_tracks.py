@@ -15,6 +15,7 @@ from torch import Tensor
 from unirl.app.environment import register_resolvers
 from unirl.config import instantiate
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
 from unirl.data.data_source import PromptRow
 from unirl.distributed.worker import WorkerContext
 from unirl.train.backend.fsdp import FSDPBackend
@@ -68,7 +69,7 @@ def sampled(recipe: Any, engine: Any, name: str) -> RolloutTrack:
 def test_the_joint_gradient_is_the_weighted_sum_of_the_single_ones(tmp_path: Path, name: str):
     register_resolvers()
     recipe = resolve(compose(name, [*FEW, *FEW_STEPS.get(name, [])]))
-    built: Any = build_components(recipe, str(tmp_path), WorkerContext(rank=0, world_size=1, device="cpu"))
+    built: Any = build_components(run_of(recipe), str(tmp_path), WorkerContext(rank=0, world_size=1, device="cpu"))
     tracks = {track: sampled(recipe, built["engine"], track) for track in WEIGHTS}
     tracks["second"] = tracks["second"].replace(
         parent_track="first", parent_ids=[tracks["first"].sample_ids[i // 2] for i in range(4)]

@@ -4,6 +4,7 @@ from typing import Any  # components by section
 
 import pytest
 
+from unirl.config.runs import run_of
 from unirl.distributed.worker import WorkerContext
 from unirl.trainer.build.worker import build_components
 
@@ -21,6 +22,8 @@ BF16 = "sampling.autocast_precision=bf16"
     ],
 )
 def test_a_rollout_is_trusted_in_float32_alone(recipe, tmp_path, name, override, expected):
-    components: dict[str, Any] = build_components(recipe(name, override), str(tmp_path), WorkerContext(0, 1, "cpu"))
+    components: dict[str, Any] = build_components(
+        run_of(recipe(name, override)), str(tmp_path), WorkerContext(0, 1, "cpu")
+    )
     found = components["stack"].old_logp()
     assert found is None if expected is None else found.startswith(expected)

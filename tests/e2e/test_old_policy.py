@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from unirl.config.runs import run_of
 from unirl.data.data_source import PromptRow
 from unirl.distributed.worker import WorkerContext
 from unirl.trainer.build.worker import build_components
@@ -15,7 +16,7 @@ def test_a_separate_engine_with_the_old_policy_samples_what_the_trainside_engine
     """A serving engine needs the name `stack.rollout_policy()` and the values `backend.policies.values(name)`."""
     resolved = recipe("sd3_shapes", "algorithm.decay.start=0.5")
     # Any: components by section.
-    made: list[Any] = [build_components(resolved, str(tmp_path), WorkerContext(0, 1, "cpu")) for _ in range(2)]
+    made: list[Any] = [build_components(run_of(resolved), str(tmp_path), WorkerContext(0, 1, "cpu")) for _ in range(2)]
     own, apart = made
     stack, backend, engine = own["stack"], own["backend"], own["engine"]
     stack.prepare()

@@ -14,6 +14,7 @@ from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
 from unirl.trainer.commands import export_recipe, run_recipe
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
@@ -63,10 +64,10 @@ def test_sounds_and_images_are_asked_about_and_the_decoder_alone_learns(heard: P
     recipe = composed(heard)
     recipe["reward"]["scorers"]["form"] = FORM
     check_recipe(recipe, Machine(num_cpus=2, num_gpus=0))
-    summary = run_recipe(recipe, tmp_path / "run", [])
+    summary = run_recipe(run_of(recipe), tmp_path / "run", [])
     assert summary["first_ratio_max_abs_dev"] == 0.0
     assert {"mc_exact_match", "form"} <= summary["eval_after"]["overall"].keys()
-    export_recipe(recipe, tmp_path / "run", tmp_path / "merged", merged=True)
+    export_recipe(run_of(recipe), tmp_path / "run", tmp_path / "merged", merged=True)
     loaded = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(tmp_path / "merged")
     before = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(heard / "model").state_dict()
     moved = {name for name, tensor in loaded.state_dict().items() if not torch.equal(tensor, before[name])}

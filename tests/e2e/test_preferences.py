@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from unirl.config.runs import run_of
 from unirl.trainer.commands import run_recipe
 from unirl.types.errors import DataError
 
@@ -15,7 +16,7 @@ def test_given_pairs_train_and_the_policy_is_evaluated(recipe, tmp_path):
     small = recipe(
         "sd3_shapes_dpo", *PAIRS, "stack.num_updates_per_batch=2", "eval.num_samples=64", f"run_dir={tmp_path}"
     )
-    summary = run_recipe(small, tmp_path, [], threading.Event())
+    summary = run_recipe(run_of(small), tmp_path, [], threading.Event())
     assert summary["num_rollouts"] == 2 and summary["num_samples"] == 32
     before, after = summary["eval_before"]["overall"], summary["eval_after"]["overall"]
     # Labels are of given images; what an evaluation samples is judged by the verifier.
@@ -30,4 +31,4 @@ def test_a_picture_that_goes_missing_is_named(recipe, tmp_path):
     (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
     small = recipe("sd3_shapes_dpo", *PAIRS, f"data.path={tmp_path}/pairs.jsonl", "eval=null")
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: image a\.png does not exist"):
-        run_recipe(small, tmp_path, [], threading.Event())
+        run_recipe(run_of(small), tmp_path, [], threading.Event())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pushed_weights import ForwardPipeline, build_copy, build_training, make_training, train
 
+from unirl.config.runs import run_of
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.group.start import GroupPlan, start_groups
 from unirl.distributed.weight_sync.full import FullWeightSync
@@ -80,8 +81,8 @@ def test_groups_on_one_device_or_two_push_by_what_they_share(ray_of_two_cores, t
 def metrics_of(recipe, run_dir):
     """Every metric of a run but those of the machine, one record per line."""
     run_dir.mkdir()
-    with make_runtime(recipe, run_dir) as runtime:
-        make_trainer(recipe, runtime, run_dir, [JsonlTracker()], threading.Event()).run()
+    with make_runtime(run_of(recipe), run_dir) as runtime:
+        make_trainer(run_of(recipe), runtime, run_dir, [JsonlTracker()], threading.Event()).run()
         assert runtime.num_held() == 0
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [{key: value for key, value in each.items() if not key.startswith(OF_THE_MACHINE)} for each in records]

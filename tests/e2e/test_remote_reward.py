@@ -7,6 +7,7 @@ import pytest
 from servers import running_server
 
 from unirl.config.check import check_recipe
+from unirl.config.runs import run_of
 from unirl.distributed.runtime import LocalRuntime
 from unirl.trainer.build.assembly import make_trainer
 from unirl.trainer.build.worker import build_components
@@ -36,8 +37,8 @@ def server(tmp_path_factory):
 def rewards_of(recipe, run_dir):
     """Metrics and rewards of two rollouts."""
     run_dir.mkdir()
-    with LocalRuntime(functools.partial(build_components, recipe, str(run_dir))) as runtime:
-        trainer = make_trainer({**recipe, "eval": None}, runtime, run_dir, [], threading.Event())
+    with LocalRuntime(functools.partial(build_components, run_of(recipe), str(run_dir))) as runtime:
+        trainer = make_trainer(run_of({**recipe, "eval": None}), runtime, run_dir, [], threading.Event())
         runtime.role("stack").prepare()
         return [trainer.step(rollout_id) for rollout_id in range(2)]
 

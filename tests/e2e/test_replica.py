@@ -7,6 +7,7 @@ import torch
 
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
 from unirl.distributed.runtime import LocalRuntime
 from unirl.trainer.build.assembly import make_trainer
 from unirl.trainer.build.worker import build_components
@@ -36,11 +37,11 @@ def steps(recipe, run_dir, num=2):
     components = {}
 
     def build(context):
-        components.update(build_components(recipe, str(run_dir), context))
+        components.update(build_components(run_of(recipe), str(run_dir), context))
         return components
 
     with LocalRuntime(build, device="cpu") as runtime:
-        trainer = make_trainer({**recipe, "eval": None}, runtime, run_dir, [], threading.Event())
+        trainer = make_trainer(run_of({**recipe, "eval": None}), runtime, run_dir, [], threading.Event())
         runtime.role("stack").prepare()
         return [trainer.step(number) for number in range(num)], components
 
@@ -67,7 +68,7 @@ def test_the_old_policy_of_nft_is_pushed_to_an_engine_of_its_own(recipe, tmp_pat
     summaries = []
     for name, words in (("trainside", []), ("replica", REPLICA)):
         small = recipe("sd3_shapes", *evaluated, *words)
-        summaries.append(run_recipe(small, tmp_path / name, []))
+        summaries.append(run_recipe(run_of(small), tmp_path / name, []))
     expected, found = ([summary["evaluations"][step]["overall"] for step in ("0", "1", "2")] for summary in summaries)
     assert found == expected
     assert found[2] != found[1]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from unirl.config.runs import run_of
 from unirl.distributed.runtime import LocalRuntime
 from unirl.trainer.build.assembly import make_trainer
 from unirl.trainer.build.worker import build_components
@@ -64,7 +65,7 @@ def test_each_phase_finds_its_own_on_the_device_and_no_more(recipe, tmp_path, de
     small = recipe("sd3_shapes_replica", *(f"+residency.{knob}=true" for knob in ALL))
 
     def build(context):
-        built: dict[str, Any] = build_components(small, str(tmp_path), context)
+        built: dict[str, Any] = build_components(run_of(small), str(tmp_path), context)
         engine, backend, reward = built["engine"], built["backend"], built["reward"]
         trained = sum(map(num_bytes, built["bundle"].trainable_modules().values()))
         for name, size in {"engine": trained, "weights": trained, "optimizer": 2 * trained}.items():
@@ -88,7 +89,7 @@ def test_each_phase_finds_its_own_on_the_device_and_no_more(recipe, tmp_path, de
         return built
 
     with LocalRuntime(build, device="cpu") as runtime:
-        trainer = make_trainer({**small, "eval": None}, runtime, tmp_path, [], threading.Event())
+        trainer = make_trainer(run_of({**small, "eval": None}), runtime, tmp_path, [], threading.Event())
         trainer.run()
     found = dict(device.calls)
     assert len(set(device.calls)) == len(found) + 1, "the canary of a push is the other rollout"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from probe import RecipeOf, build_all, build_with_probe
 
+from unirl.config.runs import run_of
 from unirl.distributed.runtime import LocalRuntime
 from unirl.trainer.build.assembly import make_evaluator, make_trainer
 from unirl.trainer.build.worker import build_components
@@ -54,7 +55,7 @@ def pixels_of(resp):
 def one_step(recipe, runtime, run_dir):
     """Samples, rewards, metrics and gradients of the first rollout."""
     with runtime:
-        trainer = make_trainer({**recipe, "eval": None}, runtime, run_dir, [], threading.Event())
+        trainer = make_trainer(run_of({**recipe, "eval": None}), runtime, run_dir, [], threading.Event())
         runtime.role("stack").prepare()
         req = trainer.collector.request(0, recipe["batch_size"])
         with runtime.role("engine").generate(req, policy=runtime.role("stack").rollout_policy()) as resp:
@@ -62,7 +63,7 @@ def one_step(recipe, runtime, run_dir):
             runtime.role("reward").score_track(resp, "image", is_shaped=False)
             resp.refresh()
             rewards = resp.meta.track("image").rewards
-        again = make_trainer({**recipe, "eval": None}, runtime, run_dir, [], threading.Event())
+        again = make_trainer(run_of({**recipe, "eval": None}), runtime, run_dir, [], threading.Event())
         metrics = again.step(0)
         return pixels, rewards, metrics, runtime.role("probe").gradients()
 
@@ -104,10 +105,10 @@ def test_two_ray_workers_agree_with_one_process(name, recipe, on_two_workers, tm
 def two_rollouts(recipe, runtime, run_dir):
     """Metrics and rewards of two rollouts, and of an evaluation after them."""
     with runtime:
-        trainer = make_trainer(recipe, runtime, run_dir, [], threading.Event())
+        trainer = make_trainer(run_of(recipe), runtime, run_dir, [], threading.Event())
         runtime.role("stack").prepare()
         metrics = [trainer.step(rollout_id) for rollout_id in range(2)]
-        evaluator = make_evaluator(recipe)
+        evaluator = make_evaluator(run_of(recipe))
         assert evaluator is not None
         metrics.append(evaluator.run(runtime).metrics())
         req = trainer.collector.request(2, recipe["batch_size"])
@@ -132,7 +133,7 @@ def compare(recipe, runtime_of, run_dir):
 def test_async_rewards_train_alike_in_one_process(recipe, tmp_path):
     compare(
         recipe,
-        lambda name: LocalRuntime(functools.partial(build_components, recipe(*SHARED[name]), str(tmp_path))),
+        lambda name: LocalRuntime(functools.partial(build_components, run_of(recipe(*SHARED[name])), str(tmp_path))),
         tmp_path,
     )
 

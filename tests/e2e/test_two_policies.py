@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from stopping import comparable
 
 from unirl.config.check import check_recipe
+from unirl.config.runs import run_of
 from unirl.train.backend.manifest import read_manifest
 from unirl.trainer.build.worker import build_components
 from unirl.trainer.commands import export_recipe
@@ -59,7 +60,7 @@ def test_two_policies_train_resume_bit_for_bit_and_export_by_name(painters, tmp_
 
     def exported(run_dir, policy):
         folder = tmp_path / f"{run_dir}-{policy}"
-        export_recipe(painters, tmp_path / run_dir, folder, merged=True, policy=policy)
+        export_recipe(run_of(painters), tmp_path / run_dir, folder, merged=True, policy=policy)
         (file,) = (folder / "transformer").glob("*.safetensors")
         return load_file(file)
 
@@ -67,13 +68,13 @@ def test_two_policies_train_resume_bit_for_bit_and_export_by_name(painters, tmp_
     assert all(torch.equal(value, again[key]) for key, value in painter.items())
     assert any(not torch.equal(value, sketcher[key]) for key, value in painter.items())
     with pytest.raises(ConfigError, match="policy .ema': this run has the policies sketcher, painter. Name one of th"):
-        export_recipe(painters, tmp_path / "whole", tmp_path / "ema", merged=True, policy="ema")
+        export_recipe(run_of(painters), tmp_path / "whole", tmp_path / "ema", merged=True, policy="ema")
 
 
 def test_the_roles_of_several_policies_carry_their_names(painters, tmp_path):
     from unirl.distributed.worker import WorkerContext
 
-    roles = build_components(painters, str(tmp_path), WorkerContext(rank=0, world_size=1, device="cpu"))
+    roles = build_components(run_of(painters), str(tmp_path), WorkerContext(rank=0, world_size=1, device="cpu"))
     of_each = ("bundle", "pipeline", "backend", "algorithm", "stack", "exporter")
     assert set(roles) == {"reward", "engine", "stack", "checkpointer"} | {
         f"{policy}/{name}" for policy in ("sketcher", "painter") for name in of_each

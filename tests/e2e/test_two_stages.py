@@ -12,6 +12,7 @@ from stopping import comparable
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
 from unirl.trainer.commands import evaluate_recipe, export_recipe
 from unirl.types.errors import CheckpointError, ConfigError
 
@@ -30,7 +31,7 @@ def run(recipe, run_dir, after=10**9):
 
 
 def exported(recipe, run_dir, folder, policy):
-    export_recipe(recipe, run_dir, folder, merged=True, policy=policy)
+    export_recipe(run_of(recipe), run_dir, folder, merged=True, policy=policy)
     (file,) = (folder / {"writer": ".", "painter": "transformer"}[policy]).glob("*.safetensors")
     return load_file(file)
 
@@ -63,8 +64,8 @@ def test_a_resumed_run_continues_both_policies_bit_for_bit_and_exports_them_by_n
         two = exported(recipe, tmp_path / "parts", tmp_path / f"b-{policy}", policy)
         assert all(torch.equal(value, two[name]) for name, value in one.items())
     with pytest.raises(ConfigError, match="policy 'poet': this run has the policies writer, painter"):
-        export_recipe(recipe, tmp_path / "whole", tmp_path / "c", merged=True, policy="poet")
-    result = evaluate_recipe(small("eval.policy=painter/old"), tmp_path / "whole", checkpoint="newest")
+        export_recipe(run_of(recipe), tmp_path / "whole", tmp_path / "c", merged=True, policy="poet")
+    result = evaluate_recipe(run_of(small("eval.policy=painter/old")), tmp_path / "whole", checkpoint="newest")
     assert "shapes/strict" in result.overall
 
 
@@ -75,7 +76,7 @@ def test_one_policy_learns_alone(small, tmp_path, still, learning):
     _, records = run(recipe, tmp_path)
     assert records[1][f"{learning}/train/grad_norm"] > 0 and f"{still}/train/grad_norm" not in records[1]
     with pytest.raises(ConfigError, match=f"policy '{still}' does not train in this run; its weights are those of its"):
-        export_recipe(recipe, tmp_path, tmp_path / "export", merged=True, policy=still)
+        export_recipe(run_of(recipe), tmp_path, tmp_path / "export", merged=True, policy=still)
     both = {**small("eval=null", "save.best_metric=reward"), "resume": "auto"}
     place = f"policies.{still}.algorithm"
     with pytest.raises(CheckpointError, match=f"the checkpoint was saved by algorithm None for {place}, this recipe"):
@@ -89,9 +90,9 @@ def test_a_checkpoint_that_lacks_a_policy_is_refused(small, tmp_path):
     both = small("eval=null", "save.best_metric=reward")
     wrong = "holds the policies writer; this run trains painter, writer. Resume with the policies that trained"
     with pytest.raises(CheckpointError, match=wrong):
-        evaluate_recipe(small(), tmp_path, checkpoint="newest")
+        evaluate_recipe(run_of(small()), tmp_path, checkpoint="newest")
     with pytest.raises(CheckpointError, match=wrong):
-        export_recipe(both, tmp_path, tmp_path / "export", merged=True, policy="painter")
+        export_recipe(run_of(both), tmp_path, tmp_path / "export", merged=True, policy="painter")
 
 
 @pytest.mark.matrix

@@ -12,6 +12,7 @@ from stopping import comparable
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
 from unirl.trainer.commands import export_recipe
 
 QUIET = ["eval=null", "save.best_metric=reward", "media_interval=0"]
@@ -69,7 +70,7 @@ def test_tracks_take_turns_and_a_resumed_run_continues_bit_for_bit(small, tmp_pa
     assert {**first, **second} == whole
     exported = []
     for name in ("whole", "parts"):
-        export_recipe(recipe, tmp_path / name, tmp_path / f"export-{name}", merged=True)
+        export_recipe(run_of(recipe), tmp_path / name, tmp_path / f"export-{name}", merged=True)
         exported.append(load_file(tmp_path / f"export-{name}" / "ema.safetensors"))
     assert exported[0].keys() == exported[1].keys()
     assert all(torch.equal(value, exported[1][name]) for name, value in exported[0].items())

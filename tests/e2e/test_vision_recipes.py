@@ -12,6 +12,7 @@ from PIL import Image
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
 from unirl.trainer.commands import run_recipe
 from unirl.worlds.shapes.questions import pretrain
 
@@ -28,7 +29,7 @@ def run(name: str, folder: Path, *overrides: str) -> dict[str, Any]:
     register_resolvers()
     recipe = resolve(compose(name, [*SMALL, *overrides]))
     check_recipe(recipe)
-    return run_recipe(recipe, folder, [])
+    return run_recipe(run_of(recipe), folder, [])
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import functools
 import json
 import threading
 
+from unirl.config.runs import run_of
 from unirl.distributed.groups import WorkerGroups
 from unirl.distributed.runtime import LocalRuntime
 from unirl.tracking.jsonl import JsonlTracker
@@ -17,7 +18,7 @@ def metrics_of(recipe, runtime, run_dir):
     """Every metric of a run but those of the machine, one record per line."""
     run_dir.mkdir()
     with runtime:
-        make_trainer(recipe, runtime, run_dir, [JsonlTracker()], threading.Event()).run()
+        make_trainer(run_of(recipe), runtime, run_dir, [JsonlTracker()], threading.Event()).run()
         assert runtime.num_held() == 0
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [{key: value for key, value in each.items() if not key.startswith(OF_THE_MACHINE)} for each in records]
@@ -25,7 +26,7 @@ def metrics_of(recipe, runtime, run_dir):
 
 def test_three_groups_train_to_the_bits_of_one(recipe, tmp_path):
     small = recipe("sd3_shapes_replica", "selection.best_of=2", "stack.num_updates_per_batch=2")
-    build = functools.partial(build_components, small, str(tmp_path / "checkpoints"))
+    build = functools.partial(build_components, run_of(small), str(tmp_path / "checkpoints"))
     expected = metrics_of(small, LocalRuntime(build), tmp_path / "together")
     train, rollout, reward = (
         LocalRuntime(functools.partial(build, holds=(held,))) for held in ("train", "rollout", "reward")

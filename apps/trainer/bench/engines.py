@@ -26,6 +26,7 @@ from unirl.app.conformance.checks import Running
 from unirl.app.conformance.matrix import running
 from unirl.app.environment import settle_on_cpu, this_machine
 from unirl.config.check import check_recipe
+from unirl.config.runs import run_of
 from unirl.types.errors import ConfigError
 from unirl.types.rollout import RolloutTrack
 from unirl.types.segments import TextSegment
@@ -46,7 +47,7 @@ def recipe_for(model: str, engine: str, num_samples: int) -> Recipe:
 def started(recipe: Recipe, stack: ExitStack) -> tuple[Running, float]:
     """An engine with the present weights, and the seconds until it had sampled once."""
     begin = time.perf_counter()
-    run = stack.enter_context(running(recipe))
+    run = stack.enter_context(running(run_of(recipe)))
     run.trainer.prepare()
     if run.runtime.has_role("sync"):
         sync: Any = run.runtime.component("sync")  # Any: a component of a recipe

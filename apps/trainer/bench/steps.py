@@ -23,7 +23,7 @@ RECIPES = ("diffusion/sd3_shapes_flowgrpo", "llm/qwen3_arithmetic", "diffusion/s
 WARMUP = 2
 HERE = Path(__file__).resolve().parents[3]
 
-# Runs inside either checkout, so it only uses what both have.
+# Runs inside either checkout, so it uses what both have, or what either has.
 STEPS = """
 import json, sys, tempfile, threading
 from pathlib import Path
@@ -32,14 +32,19 @@ torch.set_num_threads(1)
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.build.assembly import make_trainer
-from unirl.trainer.build.launch import make_runtime
+try:
+    from unirl.config.runs import run_of
+    from unirl.trainer.build.assembly import make_trainer
+    from unirl.trainer.build.launch import make_runtime
+except ImportError:  # a checkout from before they were apart, whose functions take recipes
+    from unirl.trainer.wiring import make_runtime, make_trainer
+    run_of = dict
 name, warmup, steps, *overrides = sys.argv[1:]
 register_resolvers()
 recipe = resolve(compose(name, list(overrides)))
 clock = PhaseClock()
-with tempfile.TemporaryDirectory() as folder, make_runtime(recipe, Path(folder)) as runtime:
-    trainer = make_trainer({**recipe, "eval": None}, runtime, Path(folder), [], threading.Event(), clock)
+with tempfile.TemporaryDirectory() as folder, make_runtime(run_of(recipe), Path(folder)) as runtime:
+    trainer = make_trainer(run_of({**recipe, "eval": None}), runtime, Path(folder), [], threading.Event(), clock)
     runtime.role("stack").prepare()
     trainer.prepare()
     records = []

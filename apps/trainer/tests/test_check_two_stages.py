@@ -118,9 +118,9 @@ def test_one_engine_for_all_leaves_no_place_for_a_policy_that_only_samples(recip
 def test_a_policy_that_only_samples_needs_neither_backend_nor_algorithm(recipe, still):
     gone = {f"policies.{still}.{key}": ... for key in ("backend", "algorithm", "stack", "advantages")}
     run = changed(recipe, {**gone, f"policies.{still}.trains": False})
-    check_recipe(run)
-    build_values(run)
-    assert list(run_of(run).frozen) == [still] and list(run_of(run).policies) != [still]
+    checked = check_recipe(run)
+    build_values(checked)
+    assert list(checked.frozen) == [still] and list(checked.policies) != [still]
     kept = changed(recipe, {f"policies.{still}.trains": False, f"policies.{still}.backend.nonsense": 1})
     check_recipe(kept)  # what only learning needs is not built
 

@@ -44,9 +44,9 @@ def test_each_algorithm_is_judged_by_how_its_track_is_sampled(recipe):
 @pytest.mark.parametrize("track", ["text", "image"])
 def test_a_track_may_rest(recipe, track):
     run = changed(recipe, {f"algorithms.{track}": None, "stack.losses": {}, "stack.measures_balance": False})
-    check_recipe(run)
-    build_values(run)
-    assert track not in run_of(run).policy.algorithms and run_of(run).policy.resting == (track,)
+    checked = check_recipe(run)
+    build_values(checked)
+    assert track not in checked.policy.algorithms and checked.policy.resting == (track,)
 
 
 @pytest.mark.parametrize(

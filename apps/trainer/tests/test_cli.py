@@ -79,8 +79,8 @@ def fake_run(monkeypatch):
     """Stands for training: records what it was given."""
     calls = []
 
-    def run_recipe(recipe, run_dir, trackers, stop, *, published):
-        calls.append((recipe, run_dir, trackers, stop))
+    def run_recipe(run, run_dir, trackers, stop, *, published):
+        calls.append((run.resolved, run_dir, trackers, stop))
         return {**SUMMARY, "run_dir": str(run_dir)}
 
     monkeypatch.setattr(commands, "run_recipe", run_recipe)
@@ -196,9 +196,9 @@ def test_run_by_its_module_name(here, fake_run):
 def test_a_failure_on_purpose_is_one_message_and_trackers_are_closed(here, monkeypatch, capsys):
     given = []
 
-    def fails(recipe, run_dir, trackers, stop, *, published):
+    def fails(run, run_dir, trackers, stop, *, published):
         given.extend(trackers)
-        trackers[1].start(recipe, run_dir, 0)
+        trackers[1].start(run.resolved, run_dir, 0)
         raise TrainingError("stopped after rollout 3")
 
     monkeypatch.setattr(commands, "run_recipe", fails)
@@ -212,8 +212,8 @@ def test_a_full_disk_is_said_before_the_librarys_error(here, monkeypatch, capsys
     if not Path("/dev/full").exists():
         pytest.skip("no device that is always full")
 
-    def logs(recipe, run_dir, trackers, stop, *, published):
-        trackers[-1].start(recipe, run_dir, 0)
+    def logs(run, run_dir, trackers, stop, *, published):
+        trackers[-1].start(run.resolved, run_dir, 0)
         trackers[-1].log({"x": 1.0}, 1)
 
     monkeypatch.setattr(commands, "run_recipe", logs)
@@ -314,8 +314,8 @@ def test_config_yaml_is_the_recipe_that_runs_and_the_others_are_numbered(tmp_pat
 def test_a_resume_with_another_reward_is_refused_before_models_load_or_kept_beside_the_old(here, monkeypatch, capsys):
     loaded = []
 
-    def make_runtime(recipe, run_dir):
-        loaded.append(recipe)
+    def make_runtime(run, run_dir):
+        loaded.append(run.resolved)
         raise ContractError("models would load here")
 
     monkeypatch.setattr(commands, "make_runtime", make_runtime)

@@ -50,7 +50,7 @@ def test_recipe_passes_the_check_and_names_itself(recipes, name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_values_of_a_recipe_build(recipes, name):
-    build_values(recipes[name])
+    build_values(run_of(recipes[name]))
 
 
 PUBLISHED = {
@@ -679,7 +679,7 @@ def test_several_mistakes_are_reported_together(recipes):
 )
 def test_values_that_a_constructor_refuses_are_found_before_a_model_loads(recipes, section, values, message):
     with pytest.raises(ConfigError, match=message):
-        build_values(changed(recipes[GRPO], {section: values}))
+        build_values(run_of(changed(recipes[GRPO], {section: values})))
 
 
 def on_machine(recipe, changes, machine=PLENTY):
@@ -1048,7 +1048,7 @@ POLICY_MISTAKES = [
 def test_a_mistake_in_one_of_several_policies_is_named_with_its_place(recipes, own_engines, changes, message):
     recipe = with_two_policies(recipes[GRPO])
     check_recipe(recipe)
-    build_values(recipe)
+    build_values(run_of(recipe))
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_recipe(changed(recipe, changes))
 

@@ -17,6 +17,7 @@ from unirl.app.conformance.matrix import measure, merged, problems, worse
 from unirl.app.conformance.page import page
 from unirl.app.main import main
 from unirl.config.check import check_recipe
+from unirl.config.runs import run_of
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.types.errors import ConfigError
 
@@ -161,7 +162,7 @@ def test_a_claim_that_an_engine_breaks_is_seen(monkeypatch):
         segment.latents.add_(1e-2)
         return resp
 
-    with matrix.running(recipe_of("sd3", "replica", "flow_grpo")) as run:
+    with matrix.running(run_of(recipe_of("sd3", "replica", "flow_grpo"))) as run:
         run.trainer.prepare()
         gap: Any = matrix.push_gap(run)
         assert gap < 1e-6

@@ -12,6 +12,7 @@ import unirl.worlds.shapes
 from unirl.app.environment import register_resolvers
 from unirl.app.main import USER_ERROR, main
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
 from unirl.config.signatures import read_module, read_target
 from unirl.distributed.worker import WorkerContext
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
@@ -197,7 +198,7 @@ def test_a_worker_seeds_every_global_generator(folder, holds):
 
     def built(seed):
         roles = build_components(
-            {**recipe, "seed": seed}, "run", WorkerContext(rank=0, world_size=1, device="cpu"), holds
+            run_of({**recipe, "seed": seed}), "run", WorkerContext(rank=0, world_size=1, device="cpu"), holds
         )
         reward = roles["reward"]
         assert isinstance(reward, RewardService)

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.app.meters import Meter, Spent, gemm_rate, meter_of
-from unirl.config.runs import run_of
+from unirl.config.runs import ComposedRun
 from unirl.distributed.runtime import LocalRuntime
 from unirl.models.ar import ARStage
 from unirl.models.text_pipeline import AutoregressivePipeline
@@ -74,22 +74,23 @@ def commit() -> str | None:
     return done.stdout.strip()
 
 
-def bench_recipe(recipe: Mapping[str, Any], *, warmup: int = 1, repeats: int = 3) -> dict[str, Any]:
-    """Run `warmup` + `repeats` training steps of a resolved recipe in this process; returns the report.
+def bench_recipe(run: ComposedRun, *, warmup: int = 1, repeats: int = 3) -> dict[str, Any]:
+    """Run `warmup` + `repeats` training steps of a run in this process; returns the report.
 
     Raises ConfigError for runtime: ray, whose workers are other processes.
     """
+    recipe = run.resolved
     if recipe["runtime"] != "local":
         raise ConfigError("bench measures one process; set runtime=local num_devices=1")
-    if len(run_of(recipe).policies) > 1:
+    if len(run.policies) > 1:
         raise ConfigError("bench measures the training of one policy, this recipe has several. Bench one of each.")
     if repeats < 1 or warmup < 0:
         raise ConfigError(f"bench needs repeats >= 1 and warmup >= 0, got {repeats} and {warmup}")
     meter, dtype = meter_of(recipe["device"]), _compute_dtype(recipe)
     clock = PhaseClock()
     rates = [gemm_rate(meter, dtype)]
-    with tempfile.TemporaryDirectory() as folder, make_runtime(recipe, Path(folder)) as runtime:
-        trainer = make_trainer({**recipe, "eval": None}, runtime, Path(folder), [], threading.Event(), clock)
+    with tempfile.TemporaryDirectory() as folder, make_runtime(run, Path(folder)) as runtime:
+        trainer = make_trainer(replace(run, evaluation=None), runtime, Path(folder), [], threading.Event(), clock)
         runtime.role("stack").prepare()
         for i in range(warmup):
             trainer.step(i)
@@ -111,7 +112,7 @@ def bench_recipe(recipe: Mapping[str, Any], *, warmup: int = 1, repeats: int = 3
             with runtime.role("engine").generate(trainer.collector.request(warmup + repeats + 1, 1)) as resp:
                 variants = resp.map(replay_variants, runtime.component("pipeline"), meter)[0]
     num_samples = recipe["batch_size"] * recipe["sampling"]["samples_per_prompt"]
-    return _report(recipe, steps, flops, max(rates), dtype, num_samples, variants)
+    return _report(run, steps, flops, max(rates), dtype, num_samples, variants)
 
 
 def relative_to_first(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -266,7 +267,7 @@ def _flop_observer(flops: dict[str, int]) -> Callable[[str], Any]:
 
 
 def _report(
-    recipe: Mapping[str, Any],
+    run: ComposedRun,
     steps: list[Step],
     flops: dict[str, int],
     rate: float,
@@ -274,6 +275,7 @@ def _report(
     num_samples: int,
     variants: dict[str, float],
 ) -> dict[str, Any]:
+    recipe = run.resolved
     phases: dict[str, dict[str, Any]] = {}
     for name in sorted(steps[0].wall_s):
         spent = [step.spent.get(name, Spent()) for step in steps]
@@ -305,7 +307,7 @@ def _report(
             "prompts": recipe["batch_size"],
             "samples": num_samples,
             "sampling": {name: value for name, value in recipe["sampling"].items() if type(value) in (int, float)},
-            "micro_batch_size": run_of(recipe).policy.stack.node["micro_batch_size"],
+            "micro_batch_size": run.policy.stack.node["micro_batch_size"],
             "forward_batch_size": recipe["engine"].get("forward_batch_size"),
         },
         "repeats": len(steps),

@@ -28,7 +28,7 @@ from unirl.app.recipe import checked, composed
 from unirl.app.run_directory import RUNS, make_folder
 from unirl.app.stopping import stop_on_signals
 from unirl.config.instantiation import TARGET, instantiate_at
-from unirl.config.runs import run_of
+from unirl.config.runs import ComposedRun
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Policy
 
@@ -88,8 +88,8 @@ class Contender:
     """One recipe with the changes of the comparison, checked."""
 
     typed: str
-    recipe: Recipe
-    """Resolved, with the first seed."""
+    run: ComposedRun
+    """With the first seed."""
     unresolved: Recipe
     """With its interpolations, and so free of where things lie on this machine; without what changes no result."""
 
@@ -98,10 +98,15 @@ class Contender:
         """The recipe's own name."""
         return str(self.recipe["recipe"])
 
-    @functools.cached_property
+    @property
+    def recipe(self) -> Mapping[str, Any]:  # Any: a recipe's values
+        """As it was composed."""
+        return self.run.resolved
+
+    @property
     def policy(self) -> Policy:
         """The policy that samples, whose base and algorithms are compared."""
-        return run_of(self.recipe).policy
+        return self.run.policy
 
     @property
     def algorithm(self) -> str:
@@ -111,14 +116,14 @@ class Contender:
     @property
     def metric(self) -> str:
         """The held-out mean that it is judged by."""
-        return str((self.recipe.get("save") or {}).get("best_metric", "reward"))
+        return self.run.file.save.best_metric
 
     @functools.cached_property
     def evaluation(self) -> Evaluates:
         """Its `eval` section."""
         from unirl.trainer.build.assembly import evaluation_of
 
-        evaluation = evaluation_of(self.recipe)
+        evaluation = evaluation_of(self.run)
         if evaluation is None:
             raise ConfigError(f"{self.typed} has no held-out evaluation to be compared by. Add eval.prompts.")
         return evaluation

@@ -17,6 +17,7 @@ from unirl.app.environment import (
 from unirl.app.run_directory import CONFIG_FILE
 from unirl.config.check import build_values, check_recipe, exported
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import ComposedRun
 from unirl.config.trust import foreign_code
 from unirl.models.causal_lm.progress import delay_loading_bars
 from unirl.types.errors import ConfigError
@@ -67,8 +68,8 @@ def settled(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
 
 def checked(
     config: DictConfig, *, asks_teachers: bool = True, trusts: bool = True, is_exported: bool = False
-) -> dict[str, Any]:  # Any: a recipe's values
-    """The resolved recipe, checked for itself and for this machine, its values built once. Imports torch.
+) -> ComposedRun:
+    """The run of a recipe, checked for itself and for this machine, its values built once. Imports torch.
 
     asks_teachers, is_exported: see `check_recipe`; of a run that is exported, what `exported` leaves of the recipe.
     trusts: whether code that does not come with UniRL may be imported and run; without, a recipe that names some is
@@ -80,8 +81,8 @@ def checked(
             f"this run's config.yaml names code that does not come with UniRL: {'; '.join(named)}. Nothing of it was "
             "run. If it is yours, or you have read it, add --trust."
         )
-    check_recipe(recipe, this_machine(), asks_teachers=asks_teachers, is_exported=is_exported)
-    settle_on_cpu(recipe["device"])
+    run = check_recipe(recipe, this_machine(), asks_teachers=asks_teachers, is_exported=is_exported)
+    settle_on_cpu(run.device)
     delay_loading_bars(QUICK_LOAD_S)
-    build_values(recipe)
-    return recipe
+    build_values(run)
+    return run

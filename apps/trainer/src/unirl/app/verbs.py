@@ -23,7 +23,7 @@ from unirl.config.catalog import available
 from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings, unread_rules
 from unirl.config.instantiation import instantiate_at
 from unirl.config.recipes import published, render
-from unirl.config.runs import ComposedRun, named_copy, run_of
+from unirl.config.runs import ComposedRun, named_copy
 from unirl.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,12 +49,11 @@ def check(command: Command) -> None:
     for name in names:
         recipe = settled(composed(command, name))
         try:
-            check_recipe(recipe, unread=unread)
+            run = check_recipe(recipe, unread=unread)
             if "values" in command.options:
-                build_values(recipe)
+                build_values(run)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
-        run = run_of(recipe)
         notes = list(machine_findings(run, machine, unread=unread))
         if notes and "strict" in command.options:
             raise ConfigError("\n".join(notes))
@@ -81,22 +80,21 @@ def _memory(run: ComposedRun) -> list[str]:
 def run(command: Command) -> None:
     """Train."""
     config = composed(command)
-    recipe = checked(config, trusts=trusts(command))
-    with claimed_run_dir(recipe, datetime.datetime.now()) as (run_dir, is_resumed):
-        summary = _trained(config, recipe, run_dir, is_resumed=is_resumed)
+    run = checked(config, trusts=trusts(command))
+    with claimed_run_dir(run.resolved, datetime.datetime.now()) as (run_dir, is_resumed):
+        summary = _trained(config, run, run_dir, is_resumed=is_resumed)
     from unirl.app.report import After, final_screen
 
-    run = run_of(recipe)
     trains_lora = {name: policy.backend.get("lora") is not None for name, policy in run.policies.items()}
-    after = After(trains_lora, evaluates=run.evaluation is not None, needs_trust=bool(code_of_others(recipe)))
+    after = After(trains_lora, evaluates=run.evaluation is not None, needs_trust=bool(code_of_others(run.resolved)))
     Console().print(final_screen(summary, after), crop=False)
 
 
-def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> dict[str, Any]:
+def _trained(config: DictConfig, run: ComposedRun, run_dir: Path, *, is_resumed: bool) -> dict[str, Any]:
     """Run the recipe in its directory; returns its summary."""
-    recipe = {**recipe, "resume": "auto" if is_resumed else None, "run_dir": str(run_dir)}
+    run = run.with_values(resume="auto" if is_resumed else None, run_dir=str(run_dir))
     shown = {**published(config), "run_dir": None}  # a folder of this machine
-    trackers = make_trackers(recipe)
+    trackers = make_trackers(run.resolved)
     rendered = rendered_for_run(config)
     if is_resumed:
         trackers.append(KeptRecipes(rendered))
@@ -106,7 +104,7 @@ def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: b
 
     try:
         with stop_on_signals() as stop:
-            return run_recipe(recipe, run_dir, trackers, stop, published=shown)
+            return run_recipe(run, run_dir, trackers, stop, published=shown)
     finally:
         for tracker in trackers:
             tracker.close()
@@ -114,20 +112,20 @@ def _trained(config: DictConfig, recipe: Recipe, run_dir: Path, *, is_resumed: b
 
 def evaluate(command: Command) -> None:
     """Held-out evaluation; of the newest checkpoint where a run is given."""
-    recipe = checked(composed(command), asks_teachers=False, trusts=trusts(command))
+    run = checked(composed(command), asks_teachers=False, trusts=trusts(command))
     _make_output_folder(command)
     from unirl.app.report import evaluation_table
     from unirl.trainer.commands import evaluate_recipe
 
-    run_dir = recipe.get("run_dir")
+    run_dir = run.file.run_dir
     if run_dir is not None:
         _require_checkpoint(Path(run_dir))
-        result = evaluate_recipe(recipe, Path(run_dir), checkpoint=_checkpoint(command))
+        result = evaluate_recipe(run, Path(run_dir), checkpoint=_checkpoint(command))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            result = evaluate_recipe(recipe, Path(folder), checkpoint=None)
+            result = evaluate_recipe(run, Path(folder), checkpoint=None)
     record = result.record()
-    preferred = (recipe.get("save") or {}).get("best_metric", "reward")
+    preferred = run.file.save.best_metric
     Console().print(evaluation_table(None, record, preferred))
     if "output" in command.options:
         output = Path(str(command.options["output"]))
@@ -145,13 +143,12 @@ def export(command: Command) -> None:
     if "to" not in command.options:
         raise ConfigError("export needs --to FOLDER.")
     config = composed(command)
-    recipe = checked(config, asks_teachers=False, trusts=trusts(command), is_exported=True)
-    run_dir = recipe.get("run_dir")
+    run = checked(config, asks_teachers=False, trusts=trusts(command), is_exported=True)
+    run_dir = run.file.run_dir
     if run_dir is None:
         raise ConfigError("export needs the run to take weights from: trainer export RUN_FOLDER --to FOLDER.")
     _require_checkpoint(Path(run_dir))
     is_merged = "merged" in command.options
-    run = run_of(recipe)
     policy = str(command.options.get("policy", "default"))
     name, _ = named_copy(run, policy)
     if not is_merged and run.policies[name].backend.get("lora") is None:
@@ -164,7 +161,7 @@ def export(command: Command) -> None:
     from unirl.trainer.commands import export_recipe
 
     lost = export_recipe(
-        recipe,
+        run,
         Path(run_dir),
         folder,
         merged=is_merged,
@@ -180,12 +177,12 @@ def export(command: Command) -> None:
 
 def bench(command: Command) -> None:
     """Measure a recipe, or several against the first; JSON on standard output, or in --output."""
-    recipes = [checked(composed(command, name)) for name in command.recipes or (command.recipe,)]
+    runs = [checked(composed(command, name)) for name in command.recipes or (command.recipe,)]
     _make_output_folder(command)
     from unirl.app.bench import bench_recipe, relative_to_first
 
     counts = {name: int(command.options[name]) for name in ("warmup", "repeats") if name in command.options}
-    reports = [bench_recipe(recipe, **counts) for recipe in recipes]
+    reports = [bench_recipe(run, **counts) for run in runs]
     content = reports[0] if len(reports) == 1 else {"training": relative_to_first(reports), "reports": reports}
     report = json.dumps(content, indent=2) + "\n"
     if "output" in command.options:

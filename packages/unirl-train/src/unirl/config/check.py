@@ -65,8 +65,8 @@ def check_recipe(
     unread: Path | None = None,
     asks_teachers: bool = True,
     is_exported: bool = False,
-) -> None:
-    """Raise ConfigError with every mistake of the first stage that finds one.
+) -> ComposedRun:
+    """The run of a recipe. Raises ConfigError with every mistake of the first stage that finds one.
 
     recipe: resolved, plain containers. machine: also ask whether this machine can run it; None checks the recipe alone.
     unread: a folder on the import path whose modules of rules are not imported, see `unread_rules`.
@@ -82,6 +82,7 @@ def check_recipe(
     if machine is not None:
         asked = run if asks_teachers else dataclasses.replace(run, teachers={})
         _refuse(machine_findings(asked, machine, unread=unread, skips=UNASKED if is_exported else ()))
+    return run
 
 
 def run_findings(run: ComposedRun, *, unread: Path | None = None) -> Iterator[str]:
@@ -143,15 +144,14 @@ def _refuse(messages: Iterable[str]) -> None:
         raise ConfigError("\n".join(found))
 
 
-def build_values(recipe: Resolved) -> None:
-    """Build the parts of a recipe that are values (schedules, kernels, optimizer options, ...), to let them refuse.
+def build_values(run: ComposedRun) -> None:
+    """Build the parts of a run that are values (schedules, kernels, optimizer options, ...), to let them refuse.
 
     Imports torch, loads no model. Raises ConfigError naming the place.
     """
-    run = run_of(recipe)
     for section in ("sampling", "advantages"):
-        if recipe.get(section):
-            instantiate_at(section, recipe[section])
+        if run.resolved.get(section):
+            instantiate_at(section, run.resolved[section])
     for policy in run.policies.values():
         if policy.advantages is not None:
             instantiate_at(policy.advantages.at, policy.advantages.node)

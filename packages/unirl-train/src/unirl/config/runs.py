@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unirl.config.schema import (
@@ -40,6 +40,10 @@ class ComposedRun(Run):
     """Plain values and plain sections, defaults filled in."""
     resolved: Resolved
     """The recipe as it was composed."""
+
+    def with_values(self, **values: Any) -> ComposedRun:  # Any: as in Resolved
+        """The run with other plain values, such as `run_dir`."""
+        return replace(self, file=replace(self.file, **values), resolved={**self.resolved, **values})
 
 
 def policy_sections(recipe: Resolved) -> dict[str, tuple[str, Resolved]]:

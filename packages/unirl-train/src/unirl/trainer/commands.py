@@ -1,4 +1,4 @@
-"""What is done with a resolved, checked recipe: run it, evaluate it, export what it trained."""
+"""What is done with a checked recipe: run it, evaluate it, export what it trained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unirl.config.runs import named_copy, run_of
+from unirl.config.runs import ComposedRun, named_copy
 from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import Tracker
 from unirl.trainer.build.assembly import make_evaluator, make_trainer
@@ -22,24 +22,24 @@ from unirl.types.weights import LostUpdate
 
 
 def run_recipe(
-    recipe: Recipe,
+    run: ComposedRun,
     run_dir: Path,
     trackers: Sequence[Tracker],
     stop: threading.Event | None = None,
     *,
     published: Recipe | None = None,
 ) -> dict[str, Any]:
-    """Run a resolved, checked recipe to the end; returns its summary.
+    """Run a checked recipe to the end; returns its summary.
 
     published: the recipe as trackers and checkpoints may show it (`unirl.config.recipes.published`); None shows it as
     it is, which is for recipes that hold nothing of the environment.
     """
-    if recipe.get("resume") is not None:
-        check_resume(recipe, run_dir, published)
-    with make_runtime(recipe, run_dir) as runtime:
-        trainer = make_trainer(recipe, runtime, run_dir, trackers, stop or threading.Event(), published=published)
-        summary = trainer.run(recipe.get("resume"))
-    return summary
+    resume = run.file.resume
+    if resume is not None:
+        check_resume(run.resolved, run_dir, published)
+    with make_runtime(run, run_dir) as runtime:
+        trainer = make_trainer(run, runtime, run_dir, trackers, stop or threading.Event(), published=published)
+        return trainer.run(resume)
 
 
 def load_checkpoint(runtime: Runtime, which: str) -> dict[str, Any]:
@@ -55,22 +55,22 @@ def load_checkpoint(runtime: Runtime, which: str) -> dict[str, Any]:
     raise ConfigError(f"--checkpoint {which!r} must be newest, best or the number of a step")
 
 
-def evaluate_recipe(recipe: Recipe, run_dir: Path, *, checkpoint: str | None) -> EvaluationResult:
+def evaluate_recipe(run: ComposedRun, run_dir: Path, *, checkpoint: str | None) -> EvaluationResult:
     """Held-out evaluation of a recipe's model, or of a checkpoint of its run directory (see `load_checkpoint`)."""
-    evaluator = make_evaluator(recipe)
+    evaluator = make_evaluator(run)
     if evaluator is None:
         raise ConfigError("this recipe has no eval section; add eval.prompts")
-    with make_runtime(recipe, run_dir, asks_teachers=False) as runtime:
+    with make_runtime(run, run_dir, asks_teachers=False) as runtime:
         runtime.role("stack", StackRole).prepare()
         if checkpoint is not None:
             load_checkpoint(runtime, checkpoint)
         if runtime.has_role("sync"):
             runtime.role("sync", SyncRole).push(evaluator.config.policy)
-        return evaluator.run(runtime, run_of(recipe).scored_track)
+        return evaluator.run(runtime, run.scored_track)
 
 
 def export_recipe(
-    recipe: Recipe,
+    run: ComposedRun,
     run_dir: Path,
     folder: Path,
     *,
@@ -87,9 +87,8 @@ def export_recipe(
     changes.
     """
     lost = None
-    run = run_of(recipe)
     name, copy = named_copy(run, policy)
-    with make_runtime(recipe, run_dir, asks_teachers=False, is_exported=True) as runtime:
+    with make_runtime(run, run_dir, asks_teachers=False, is_exported=True) as runtime:
         runtime.role("stack", StackRole).prepare()
         state = load_checkpoint(runtime, checkpoint)
         exporter = runtime.role(role_name(name, "exporter", run.all_policies))
@@ -97,6 +96,6 @@ def export_recipe(
             lost = exporter.export_merged(str(folder), copy, in_float32=in_float32)
         else:
             exporter.export_lora(str(folder), copy)
-    shown = recipe if published is None else published
+    recipe, shown = run.resolved, run.resolved if published is None else published
     write_model_card(folder, recipe, state, run_dir, published=shown, merged=merged, policy=name, copy=copy, lost=lost)
     return lost

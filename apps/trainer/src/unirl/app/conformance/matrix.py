@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unirl.app.conformance.cases import ALGORITHMS, ENGINES, MODELS, REFERENCE_ALGORITHM, Recipe, recipe_of
+from unirl.app.conformance.cases import ALGORITHMS, ENGINES, MODELS, REFERENCE_ALGORITHM, recipe_of
 from unirl.app.conformance.checks import (
     Measured,
     NotApplicable,
@@ -24,6 +24,7 @@ from unirl.app.conformance.checks import (
 )
 from unirl.app.environment import this_machine
 from unirl.config.check import check_recipe
+from unirl.config.runs import ComposedRun
 from unirl.distributed.runtime import LocalRuntime
 from unirl.trainer.build.assembly import make_trainer
 from unirl.trainer.build.launch import make_runtime
@@ -93,13 +94,12 @@ def _row(model: str, engine: str) -> Iterator[tuple[str, Cell]]:
     kind, shows_media = MODELS[model].kind, MODELS[model].shows_media
     for algorithm in ALGORITHMS[kind]:
         try:
-            recipe = recipe_of(model, engine, algorithm)
-            check_recipe(recipe, this_machine())
+            checked = check_recipe(recipe_of(model, engine, algorithm), this_machine())
         except ConfigError as error:
             yield f"learns: {algorithm}", {"n/a": str(error).splitlines()[0]}
             continue
         try:
-            with running(recipe) as run:
+            with running(checked) as run:
                 yield f"learns: {algorithm}", learns(run)
                 if run.trainer.collector.rollout_policy is not None:
                     yield "named policy", _cell(named_policy(run))
@@ -115,24 +115,23 @@ def _row(model: str, engine: str) -> Iterator[tuple[str, Cell]]:
 def _adapter_push(model: str, engine: str, algorithm: str) -> Cell:
     """After two steps on LoRA, so that the adapter does something."""
     try:
-        recipe = recipe_of(model, engine, algorithm, train="lora")
-        check_recipe(recipe, this_machine())
+        checked = check_recipe(recipe_of(model, engine, algorithm, train="lora"), this_machine())
     except ConfigError as error:
         return {"n/a": str(error).splitlines()[0]}
     try:
-        with running(recipe) as run:
+        with running(checked) as run:
             return _cell(push_gap(run)) if learns(run) else False
     except UniRLError as error:
         return _failed(error)
 
 
 @contextmanager
-def running(recipe: Recipe) -> Generator[Running]:
-    """The recipe built in this process."""
-    with tempfile.TemporaryDirectory() as folder, make_runtime(recipe, Path(folder)) as runtime:
+def running(run: ComposedRun) -> Generator[Running]:
+    """The run built in this process."""
+    with tempfile.TemporaryDirectory() as folder, make_runtime(run, Path(folder)) as runtime:
         if not isinstance(runtime, LocalRuntime):
-            raise ConfigError(f"the matrix is measured in one process; runtime = {recipe['runtime']}")
-        trainer = make_trainer(recipe, runtime, Path(folder), [], threading.Event())
+            raise ConfigError(f"the matrix is measured in one process; runtime = {run.file.runtime}")
+        trainer = make_trainer(run, runtime, Path(folder), [], threading.Event())
         yield Running.of(runtime, trainer)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from unirl.algorithms.advantages import Advantages
 from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
-from unirl.config.runs import ComposedRun, run_of
+from unirl.config.runs import ComposedRun
 from unirl.config.schema import components
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import Runtime
@@ -34,23 +34,22 @@ from unirl.trainer.settings import TrainerSettings
 from unirl.types.recipe import Part
 
 
-def evaluation_of(recipe: Recipe) -> Evaluates | None:
+def evaluation_of(run: ComposedRun) -> Evaluates | None:
     """The `eval` section built, or None where the recipe has none."""
-    part = run_of(recipe).evaluation
-    return None if part is None else instantiate(part.node)
+    return None if run.evaluation is None else instantiate(run.evaluation.node)
 
 
-def make_evaluator(recipe: Recipe) -> BaseEvaluator | None:
+def make_evaluator(run: ComposedRun) -> BaseEvaluator | None:
     """The held-out evaluation of the recipe, or None where it has none."""
-    config = evaluation_of(recipe)
+    config = evaluation_of(run)
     if config is None:
         return None
     rows = MultimodalRLDataSource(config.prompts, shuffle=False).rows
-    return config.evaluator(rows, instantiate(recipe["sampling"]))
+    return config.evaluator(rows, instantiate(run.sampling.node))
 
 
 def make_trainer(
-    recipe: Recipe,
+    run: ComposedRun,
     runtime: Runtime,
     run_dir: Path,
     trackers: Sequence[Tracker],
@@ -59,10 +58,9 @@ def make_trainer(
     published: Recipe | None = None,
 ) -> Trainer:
     """The trainer of a recipe on a runtime. published: see `run_recipe`."""
-    run = run_of(recipe)
+    recipe, file = run.resolved, run.file
     shown = recipe if published is None else published
-    file = run.file
-    evaluator = make_evaluator(recipe)
+    evaluator = make_evaluator(run)
     updates = [policy.stack.get("num_updates_per_batch", 1) for policy in run.policies.values()]
     settings = TrainerSettings(
         recipe=file.recipe,

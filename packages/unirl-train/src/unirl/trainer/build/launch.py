@@ -8,41 +8,34 @@ from pathlib import Path
 from typing import Any
 
 from unirl.config.placement import cluster_shape, groups_of_run
-from unirl.config.runs import run_of
+from unirl.config.runs import ComposedRun
 from unirl.distributed.runtime import LocalRuntime, Runtime
 from unirl.trainer.build.worker import build_components
-from unirl.trainer.resuming import Recipe
 from unirl.types.errors import ConfigError
 
 ROLE_OF = {"rollout": "engine", "reward": "reward"}
 """What is placed -> the component that it means."""
 
 
-def make_runtime(recipe: Recipe, run_dir: Path, *, asks_teachers: bool = True, is_exported: bool = False) -> Runtime:
+def make_runtime(run: ComposedRun, run_dir: Path, *, asks_teachers: bool = True, is_exported: bool = False) -> Runtime:
     """The runtime that the recipe names, with its workers built; see `build_components`."""
     builder = functools.partial(
-        build_components, recipe, str(run_dir), asks_teachers=asks_teachers, is_exported=is_exported
+        build_components, run, str(run_dir), asks_teachers=asks_teachers, is_exported=is_exported
     )
-    device = recipe["device"]
-    if recipe["runtime"] == "local":
-        if recipe["num_devices"] != 1:
-            raise ConfigError(
-                f"runtime: local uses one device, num_devices = {recipe['num_devices']}. Set runtime: ray."
-            )
-        return LocalRuntime(builder, device=device)
-    if recipe["runtime"] == "ray":
-        return _start_on_ray(recipe, builder)
-    raise ConfigError(f"runtime = {recipe['runtime']!r} must be 'local' or 'ray'")
+    if run.file.runtime == "ray":
+        return _start_on_ray(run, builder)
+    if run.num_devices != 1:
+        raise ConfigError(f"runtime: local uses one device, num_devices = {run.num_devices}. Set runtime: ray.")
+    return LocalRuntime(builder, device=run.device)
 
 
-def _start_on_ray(recipe: Recipe, builder: Callable[..., Mapping[str, object]]) -> Runtime:
+def _start_on_ray(run: ComposedRun, builder: Callable[..., Mapping[str, object]]) -> Runtime:
     """The workers of a recipe's placement on its cluster, engines elsewhere connected to what trains."""
     # Ray is heavy and optional; a local run never imports it.
     from unirl.distributed.group.ray_runtime import RayRuntime
     from unirl.distributed.group.start import GroupPlan, start_groups
     from unirl.distributed.tensor.planes.choice import make_plane
 
-    run = run_of(recipe)
     cluster = run.file.cluster
     options: dict[str, Any] = {
         "num_devices": run.num_devices,

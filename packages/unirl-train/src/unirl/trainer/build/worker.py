@@ -11,7 +11,7 @@ import torch
 
 from unirl.config import instantiate
 from unirl.config.placement import EVERYTHING
-from unirl.config.runs import ComposedRun, run_of, teacher_of
+from unirl.config.runs import ComposedRun, teacher_of
 from unirl.config.schema import PolicySections, StageSections, components
 from unirl.distributed.weight_sync.several import PolicySyncs
 from unirl.distributed.worker import WorkerContext
@@ -19,12 +19,11 @@ from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.policy_stacks import PolicyStacks
 from unirl.train.saved_policies import SavedPolicies
 from unirl.trainer.policy import Built, BuiltModel, BuiltPolicy, build_model, build_part, build_pipelines, build_policy
-from unirl.trainer.resuming import Recipe
 from unirl.types.recipe import Part, Policy
 
 
 def build_components(
-    recipe: Recipe,
+    run: ComposedRun,
     run_dir: str,
     context: WorkerContext,
     holds: Sequence[str] = EVERYTHING,
@@ -38,7 +37,6 @@ def build_components(
     asks_teachers: whether the run trains; without, teachers are neither built nor handed over.
     is_exported: whether only weights are taken from the run: neither reward, nor engine, nor sync is built then.
     """
-    run = run_of(recipe)
     seed_everything(run.seed)
     if "train" not in holds:
         return _build_beside_training(run, context, holds)
