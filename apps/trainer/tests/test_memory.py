@@ -49,6 +49,11 @@ def test_the_numbers_of_the_guide_to_stable_diffusion_follow():
     assert sum(of["train"].values()) == pytest.approx(50.8e9, rel=0.015)
 
 
+def test_the_model_that_scores_videos_is_counted():
+    of_videos, of_images = by_name("diffusion/wan21_t2v_mixgrpo"), by_name("diffusion/sd3_nft")
+    assert of_videos["train"]["reward models"] == of_images["train"]["reward models"] > 0
+
+
 def test_what_is_not_images_alone_has_no_estimate():
     with pytest.raises(
         ConfigError, match="for images and videos alone, this recipe's sampling is ComposedSamplingParams"

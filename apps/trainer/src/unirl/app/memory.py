@@ -25,6 +25,7 @@ SCORER_BILLIONS: Mapping[str, float] = {
     "unirl.reward.local.images.pickscore.PickScoreRewardScorer": 0.986,
     "unirl.reward.local.images.hpsv2.HPSv2RewardScorer": 0.986,
     "unirl.reward.local.images.clip.CLIPRewardScorer": 0.428,
+    "unirl.reward.local.video.frames.VideoPickScoreScorer": 0.986,
     "unirl.reward.local.judges.vlm_judge.VLMJudge": 8.29,
 }
 """Billions of parameters of reward models; what is not here has none, or has them elsewhere."""
