@@ -21,14 +21,6 @@ ADAPTED_LAYERS = 8
 """Linear layers of a block that LoRA adapts, about."""
 ROOM = 0.9
 """Share of a GPU's memory that an estimate may fill."""
-SCORER_BILLIONS: Mapping[str, float] = {
-    "unirl.reward.local.images.pickscore.PickScoreRewardScorer": 0.986,
-    "unirl.reward.local.images.hpsv2.HPSv2RewardScorer": 0.986,
-    "unirl.reward.local.images.clip.CLIPRewardScorer": 0.428,
-    "unirl.reward.local.video.frames.VideoPickScoreScorer": 0.986,
-    "unirl.reward.local.judges.vlm_judge.VLMJudge": 8.29,
-}
-"""Billions of parameters of reward models; what is not here has none, or has them elsewhere."""
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -266,5 +258,7 @@ class _Estimate:
 
 def _scorer_bytes(part: Part) -> float:
     """Of a scorer and those inside it."""
-    own = SCORER_BILLIONS.get(part.path, 0.0) * _BYTES[part.get("dtype") or "fp32"] * GB
+    # A scorer's judge or detector has no base class that declares it.
+    billions = part.ability("model_billions") if "model_billions" in part.abilities else 0.0
+    own = billions * _BYTES[part.get("dtype") or "fp32"] * GB
     return own + sum(_scorer_bytes(inner) for inner in part.inner.values())

@@ -65,6 +65,8 @@ class LocalScorer(ABC):
     prompt_grammar: ClassVar[str | None] = None
     """Import path of the function that raises ValueError for a prompt that it cannot judge, so that `trainer check` can
     ask it of a data file; its module imports no heavy library. None judges any prompt."""
+    model_billions: ClassVar[float] = 0.0
+    """Billions of parameters of its own model, which `trainer check --memory` counts; 0 where it has none."""
     card: ClassVar[ScorerCard | None] = None
     """Input, range, scale and source; `unirl.reward.catalog` lists the scorers of the package by it."""
 

@@ -109,6 +109,7 @@ class CLIPRewardScorer(CLIPModelScorer):
     Raises ConfigError where a model cannot be loaded, ImportError without transformers.
     """
 
+    model_billions = 0.428
     card = ScorerCard(
         name="clip",
         summary="how well a picture fits its prompt",

@@ -61,6 +61,7 @@ class HPSv2RewardScorer(CLIPModelScorer):
     Source: Human Preference Score v2 (arXiv 2306.09341).
     """
 
+    model_billions = 0.986
     card = ScorerCard(
         name="hpsv2",
         summary="which picture people prefer for a prompt; HPSv2.1, or 2 by `file`",

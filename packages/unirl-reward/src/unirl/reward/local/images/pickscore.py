@@ -15,6 +15,7 @@ class PickScoreRewardScorer(CLIPRewardScorer):
     Source: Pick-a-Pic (arXiv 2305.01569).
     """
 
+    model_billions = 0.986
     card = ScorerCard(
         name="pickscore",
         summary="which picture people would pick for a prompt",

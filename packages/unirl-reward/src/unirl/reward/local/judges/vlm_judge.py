@@ -6,7 +6,7 @@ Legend: b questions, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ class VLMJudge:
     share count once. A repetition penalty or temperature of the model's generation settings is not applied.
     Raises ConfigError where the model cannot be loaded or is of another family, ImportError without transformers.
     """
+
+    model_billions: ClassVar[float] = 8.29
+    """Of Qwen2.5-VL-7B, for `trainer check --memory`."""
 
     def __init__(
         self,
