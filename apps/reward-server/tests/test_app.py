@@ -177,7 +177,7 @@ def test_bodies_over_the_limit_get_413_announced_or_not():
         async with client.post("/score", data=pieces(), headers=JSON) as answer:
             assert answer.status == 413
         assert (await post(client, body(1)))[0] == 200
-        assert app._pending_bytes == 0
+        assert app._bodies.num_pending == 0
 
     serving(test, max_body_bytes=5000)
 
@@ -202,11 +202,11 @@ def test_bodies_that_are_announced_and_not_sent_hold_no_memory_and_refuse_nobody
         slow = [await asyncio.open_connection("127.0.0.1", client.port) for _ in range(4)]
         for _, writer in slow:
             writer.write(head.encode())
-        await until(lambda: app._num_requests == 4 and app._pending_bytes == 4)
+        await until(lambda: app._num_requests == 4 and app._bodies.num_pending == 4)
         assert (await post(client, body(1)))[0] == 200
         for _, writer in slow:
             writer.close()
-        await until(lambda: app._num_requests == 0 and app._pending_bytes == 0)
+        await until(lambda: app._num_requests == 0 and app._bodies.num_pending == 0)
 
     serving(test, max_pending_bytes=1_000_000, max_body_bytes=1_000_000)
 
@@ -222,7 +222,7 @@ def test_a_large_body_of_unknown_size_arrives_whole():
         for data in (whole, pieces()):
             async with client.post("/score", data=data, headers=BINARY) as answer:
                 assert (await answer.json())["results"] == [{"r": {"reward": 9.0, "frames": 3.0}}]
-        assert app._pending_bytes == 0
+        assert app._bodies.num_pending == 0
 
     serving(test)
 
@@ -310,7 +310,7 @@ def test_a_client_that_leaves_cancels_its_samples():
         for each in (task, waiting):
             each.cancel()
         await until(lambda: make.made[0].cancelled == 1 and app.pools["r"].num_waiting == 0)
-        await until(lambda: app._pending_bytes == 0 and app._num_requests == 0)
+        await until(lambda: app._bodies.num_pending == 0 and app._num_requests == 0)
 
     serving(test)
 
@@ -321,7 +321,7 @@ def test_a_half_sent_body_gets_408_and_frees_what_it_held():
         head = "POST /score HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
         writer.write(head.encode())
         answer = await reader.read()
-        assert b" 408 " in answer and b"body_timeout_s = 1 s" in answer and app._pending_bytes == 0
+        assert b" 408 " in answer and b"body_timeout_s = 1 s" in answer and app._bodies.num_pending == 0
         writer.close()
         assert (await post(client, body(1)))[0] == 200
 

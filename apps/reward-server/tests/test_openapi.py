@@ -49,7 +49,7 @@ def port():
     thread.start()
     assert ready.wait(60)
     yield found["port"]
-    held = found["app"]._pending_bytes, found["app"]._num_requests
+    held = found["app"]._bodies.num_pending, found["app"]._num_requests
     found["loop"].call_soon_threadsafe(found["stop"].set)
     thread.join(60)
     assert not thread.is_alive() and held == (0, 0)

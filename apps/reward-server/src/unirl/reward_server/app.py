@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import difflib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,6 +26,7 @@ from unirl.reward.wire import (
     encode_answer,
 )
 from unirl.reward_server.access import is_allowed, video_reader, without_paths
+from unirl.reward_server.bodies import Bodies, refused
 from unirl.reward_server.connections import Connections, connection_limit
 from unirl.reward_server.gpus import placed
 from unirl.reward_server.memory import give_back_memory
@@ -55,8 +55,6 @@ CONNECTION_OPTIONS: dict[str, Any] = {  # Any: keywords of aiohttp's runner
 
 _DECODE_THREADS = 2
 _POLL_S = 0.05
-_FIRST_BYTES = 2**20
-"""Of a body's buffer, before anything has arrived."""
 
 
 class RewardServer:
@@ -92,10 +90,10 @@ class RewardServer:
         )
         self._read_video = video_reader(server.video_roots, server.max_body_bytes)
         self._decoders = ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="decode")
-        self._pending_bytes = 0
         self._num_requests = 0
         self._started = time.time()
         self.metrics = Metrics()
+        self._bodies = Bodies(server, self.metrics)
         self.connections = Connections(
             connection_limit(server, sum(reward.num_replicas for reward in settings.rewards)),
             server.max_connections_per_address,
@@ -186,7 +184,7 @@ class RewardServer:
             for state in ("starting", "ready", "waiting", "offloaded", "stopped"):
                 count = sum(slot.state == state for slot in pool.slots)
                 self.metrics.replicas.labels(name, state).set(count)
-        self.metrics.pending_bytes.set(self._pending_bytes)
+        self.metrics.pending_bytes.set(self._bodies.num_pending)
         self.metrics.connections.set(self.connections.num_open)
         return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -202,7 +200,7 @@ class RewardServer:
                 "uptime_s": time.time() - self._started,
                 "is_draining": self.is_draining,
                 "requests_in_work": self._num_requests,
-                "pending_bytes": self._pending_bytes,
+                "pending_bytes": self._bodies.num_pending,
                 "rewards": [_shown(pool) for pool in self.pools.values()],
                 "problems": [
                     {"at": at, "reward": reward, "text": without_paths(text)}
@@ -214,13 +212,13 @@ class RewardServer:
     async def score(self, request: web.Request) -> web.Response:
         """POST /score. See the document at /openapi.json for bodies and status codes."""
         if self.is_draining:
-            raise _refused(web.HTTPServiceUnavailable, "the server is stopping", 1)
+            raise refused(web.HTTPServiceUnavailable, "the server is stopping", 1)
         if self.connections.is_reserved(request.transport):
             text = (
                 f"max_connections = {self.connections.max_total} or max_connections_per_address = "
                 f"{self.connections.max_per_address} connections have requests in work; try again later"
             )
-            raise _refused(web.HTTPTooManyRequests, text, 1)
+            raise refused(web.HTTPTooManyRequests, text, 1)
         started = time.monotonic()
         self._num_requests += 1
         try:
@@ -233,72 +231,14 @@ class RewardServer:
 
     async def _scored(self, request: web.Request) -> tuple[web.Response, int]:
         """The answer, and the bytes that it took to hold body and media."""
-        size = self._body_size(request)
-        with self._room() as take:
-            body = await self._body(request, size, take)
+        size = self._bodies.announced_size(request)
+        with self._bodies.room() as take:
+            body = await self._bodies.read(request, size, take)
             call = await self._call(request.content_type, body)
             num_bytes = sum(sample.num_bytes for sample in call.samples) if request.content_type == JSON_TYPE else 0
             take(num_bytes)
             answers = await self._answers(call)
             return web.Response(body=encode_answer(answers), content_type=JSON_TYPE), len(body) + num_bytes
-
-    def _body_size(self, request: web.Request) -> int:
-        if request.content_type not in (JSON_TYPE, BINARY_TYPE) or "Content-Encoding" in request.headers:
-            raise web.HTTPUnsupportedMediaType(text=f"send {JSON_TYPE} or {BINARY_TYPE}, without Content-Encoding")
-        limit = self._settings.max_body_bytes
-        size = limit if request.content_length is None else request.content_length
-        if size > limit:
-            raise web.HTTPRequestEntityTooLarge(
-                limit, size, text=f"the body has more than max_body_bytes = {limit} bytes"
-            )
-        # All requests without a body share one stream of aiohttp, whose chunks end for the first reader only.
-        if not request.can_read_body:
-            raise web.HTTPUnprocessableEntity(text="the body is empty")
-        return size
-
-    @contextlib.contextmanager
-    def _room(self) -> Generator[Callable[[int], None]]:
-        """A function that counts bytes of a request, or refuses it, until the request is done."""
-        limit, held = self._settings.max_pending_bytes, 0
-
-        def take(num_bytes: int) -> None:
-            nonlocal held
-            if self._pending_bytes + num_bytes > limit:
-                raise _refused(
-                    web.HTTPTooManyRequests,
-                    f"the requests in work hold max_pending_bytes = {limit}; try again later",
-                    1,
-                )
-            self._pending_bytes += num_bytes
-            held += num_bytes
-
-        try:
-            yield take
-        finally:
-            self._pending_bytes -= held
-
-    async def _body(self, request: web.Request, size: int, take: Callable[[int], None]) -> bytearray:
-        """The body, read into one buffer, which grows with what has arrived: size is only what the client announces."""
-        limit = self._settings.max_body_bytes
-        body, filled = bytearray(min(size, _FIRST_BYTES)), 0
-        try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                async for chunk, _ in request.content.iter_chunks():
-                    filled += len(chunk)
-                    if filled > limit:
-                        raise web.HTTPRequestEntityTooLarge(
-                            limit, filled, text=f"the body has more than max_body_bytes = {limit} bytes"
-                        )
-                    take(len(chunk))
-                    if filled > len(body):
-                        body.extend(bytes(max(filled - len(body), min(len(body), size - len(body)))))
-                    body[filled - len(chunk) : filled] = chunk
-        except TimeoutError as error:
-            text = f"the body was not sent within body_timeout_s = {self._settings.body_timeout_s:g} s"
-            raise web.HTTPRequestTimeout(text=text, headers={"Connection": "close"}) from error
-        del body[filled:]
-        self.metrics.body_bytes.labels("json" if request.content_type == JSON_TYPE else "binary").inc(len(body))
-        return body
 
     async def _call(self, content_type: str, body: bytearray) -> ScoreCall:
         try:
@@ -330,7 +270,7 @@ class RewardServer:
             for name, indices in rows.items():
                 self.pools[name].check_room(len(indices))
         except QueueFull as error:
-            raise _refused(web.HTTPTooManyRequests, str(error), error.retry_after_s) from error
+            raise refused(web.HTTPTooManyRequests, str(error), error.retry_after_s) from error
         asked = {name: self.pools[name].submit([call.samples[i] for i in indices]) for name, indices in rows.items()}
         everything = [future for futures in asked.values() for future in futures]
         try:
@@ -414,10 +354,6 @@ class RewardServer:
         self.metrics.requests.labels(path, str(response.status)).inc()
         response.headers["X-Content-Type-Options"] = "nosniff"
         return response
-
-
-def _refused(kind: type[web.HTTPException], text: str, retry_after_s: int) -> web.HTTPException:
-    return kind(text=text, headers={"Retry-After": str(retry_after_s)})
 
 
 def _shown(pool: RewardPool) -> dict[str, Any]:  # Any: JSON values
