@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from unirl.reward_server import pool as pool_module
+from unirl.reward_server import job_queue
 from unirl.reward_server.pool import QueueFull
 from unirl.reward_server.replica import ReplicaDied, ReplicaFailed
 
@@ -64,7 +64,7 @@ async def test_samples_of_different_sizes_are_not_mixed_and_none_starves():
 
 @in_loop
 async def test_large_samples_make_smaller_batches(monkeypatch):
-    monkeypatch.setattr(pool_module, "_MAX_BATCH_BYTES", 30)
+    monkeypatch.setattr(job_queue, "_MAX_BATCH_BYTES", 30)
     make = Maker()
     pool = pool_of(make)
     pool.start()

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from unirl.reward.wire import Kind, WireSample, batch_key
+from unirl.reward.wire import Kind, WireSample
+from unirl.reward_server.job_queue import Job, JobQueue
 from unirl.reward_server.metrics import RewardMetrics
 from unirl.reward_server.replica import Found, Replica, ReplicaDied, ReplicaFailed
 from unirl.reward_server.settings import RewardSettings
@@ -27,8 +27,6 @@ End = Literal["useful", "useless", "rested"]
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0
 _STOP_TIMEOUT_S = 10.0
-_MAX_BATCH_BYTES = 2**28
-"""Media of one batch, one sample at least: a scorer makes floats of them, four times as much, and more."""
 
 
 class QueueFull(Exception):
@@ -37,18 +35,6 @@ class QueueFull(Exception):
     def __init__(self, text: str, retry_after_s: int) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
-
-
-@dataclass(eq=False)
-class Job:
-    """One sample that waits for one reward. Cancelling the future takes it out of the queue."""
-
-    sample: WireSample
-    future: asyncio.Future[Found]
-    since: float
-    """time.monotonic() of its arrival."""
-    num_deaths: int = 0
-    """Replicas that ended while they worked on it."""
 
 
 @dataclass(eq=False)
@@ -82,11 +68,7 @@ class RewardPool:
         self.slots = [ReplicaSlot() for _ in range(self.settings.num_replicas)]
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Set where a replica cannot be built and trying again will not help."""
-        self._queues: dict[object, deque[Job]] = {}
-        self._retries: deque[Job] = deque()
-        self._num_waiting = 0
-        self._arrived = asyncio.Event()
-        self._forming = asyncio.Lock()
+        self._queue = JobQueue(self.settings.max_wait_ms / 1000, self.metrics)
         self._wanted = asyncio.Event()
         self._unwanted = asyncio.Event()
         self._last_use = time.monotonic()
@@ -96,7 +78,7 @@ class RewardPool:
     @property
     def num_waiting(self) -> int:
         """Samples in the queue."""
-        return self._num_waiting
+        return self._queue.num_waiting
 
     @property
     def is_ready(self) -> bool:
@@ -119,17 +101,17 @@ class RewardPool:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
-        for job in [*self._retries, *(job for jobs in self._queues.values() for job in jobs)]:
+        for job in self._queue.waiting():
             self._finish(job, "the server is stopping")
 
     def check_room(self, num_samples: int) -> None:
         """Raises QueueFull where so many more samples would not fit."""
-        if self._num_waiting + num_samples > self.settings.max_queue:
+        if self._queue.num_waiting + num_samples > self.settings.max_queue:
             rate = self.metrics.samples_per_s()
-            wait_s = round(self._num_waiting / rate) if rate else 1
+            wait_s = round(self._queue.num_waiting / rate) if rate else 1
             raise QueueFull(
-                f"reward {self.settings.name}: {self._num_waiting} samples are waiting and {num_samples} more do not "
-                f"fit into max_queue = {self.settings.max_queue}; try again later, or send fewer at a time",
+                f"reward {self.settings.name}: {self._queue.num_waiting} samples are waiting and {num_samples} more do "
+                f"not fit into max_queue = {self.settings.max_queue}; try again later, or send fewer at a time",
                 min(max(wait_s, 1), 60),
             )
 
@@ -151,12 +133,11 @@ class RewardPool:
                 futures.append(job.future)
                 self._finish(job, reason)
                 continue
-            self._num_waiting += 1
-            self._queues.setdefault(batch_key(sample), deque()).append(job)
+            self._queue.add(job)
             futures.append(job.future)
         self._last_use = now
         self._want(True)
-        self._arrived.set()
+        self._queue.announce()
         return futures
 
     def _want(self, is_wanted: bool) -> None:
@@ -206,9 +187,9 @@ class RewardPool:
             return
         if self.settings.load == "demand":
             self._want(False)  # the next request tries again, in case the environment has changed
-        for job in [*self._retries, *(job for jobs in self._queues.values() for job in jobs)]:
+        for job in self._queue.waiting():
             self._finish(job, f"its scorer cannot be loaded: {reason}")
-        self.forget()
+        self._queue.forget()
 
     async def _run_once(self, slot: ReplicaSlot, index: int) -> End:
         """One replica from its start to its end."""
@@ -253,7 +234,7 @@ class RewardPool:
     async def _work(self, slot: ReplicaSlot, replica: Replica) -> None:
         """Pull batches and score them until the replica dies."""
         while True:
-            jobs = await self._next_batch(replica)
+            jobs = await self._queue.next_batch(self.settings.max_batch or int(replica.card.get("batch_size", 8)))
             slot.in_work += len(jobs)
             started = time.monotonic()
             try:
@@ -319,68 +300,19 @@ class RewardPool:
             if job.num_deaths > 1:
                 self._finish(job, "two replicas ended while they scored this sample")
                 continue
-            self._num_waiting += 1
-            self._retries.append(job)
+            self._queue.retry(job)
             self.metrics.retried()
-        self._arrived.set()
-
-    async def _next_batch(self, replica: Replica) -> list[Job]:
-        """The next samples that fit together: as many as a batch takes, or fewer after `max_wait_ms`."""
-        size = self.settings.max_batch or int(replica.card.get("batch_size", 8))
-        wait_s = self.settings.max_wait_ms / 1000
-        async with self._forming:
-            while True:
-                self._arrived.clear()
-                while self._retries:
-                    job = self._retries.popleft()
-                    self._num_waiting -= 1
-                    if not job.future.done():
-                        return [job]
-                self._forget_cancelled()
-                oldest = min(self._queues.values(), key=lambda jobs: jobs[0].since, default=None)
-                if oldest is not None:
-                    age_s = time.monotonic() - oldest[0].since
-                    if len(oldest) >= size or age_s >= wait_s:
-                        return self._taken(oldest, size)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(None if oldest is None else wait_s - age_s):
-                        await self._arrived.wait()
-
-    def _taken(self, jobs: deque[Job], size: int) -> list[Job]:
-        batch: list[Job] = []
-        num_bytes = 0
-        while jobs and len(batch) < size:
-            num_bytes += jobs[0].sample.num_bytes
-            if batch and num_bytes > _MAX_BATCH_BYTES:
-                break
-            job = jobs.popleft()
-            self._num_waiting -= 1
-            if not job.future.done():
-                batch.append(job)
-        self.metrics.waited(time.monotonic() - job.since for job in batch)
-        return batch
-
-    def _forget_cancelled(self) -> None:
-        """Drop samples at the heads of the queues that nobody waits for, and empty queues."""
-        for key, jobs in list(self._queues.items()):
-            while jobs and jobs[0].future.done():
-                jobs.popleft()
-                self._num_waiting -= 1
-            if not jobs:
-                del self._queues[key]
+        self._queue.announce()
 
     def forget(self) -> None:
-        """Take samples that nobody waits for out of all queues. Called after a request has left."""
-        live = {key: deque(job for job in jobs if not job.future.done()) for key, jobs in self._queues.items()}
-        self._queues = {key: jobs for key, jobs in live.items() if jobs}
-        self._retries = deque(job for job in self._retries if not job.future.done())
-        self._num_waiting = sum(map(len, self._queues.values())) + len(self._retries)
+        """Take samples that nobody waits for out of the queue. Called after a request has left."""
+        self._queue.forget()
 
     async def _rest_when_idle(self, idle_s: float) -> None:
         """Stop the replicas after `idle_s` seconds without work."""
         while True:
             await asyncio.sleep(max(0.05, idle_s - (time.monotonic() - self._last_use)))
-            if self._num_waiting or any(slot.in_work for slot in self.slots):
+            if self._queue.num_waiting or any(slot.in_work for slot in self.slots):
                 self._last_use = time.monotonic()
             elif time.monotonic() - self._last_use >= idle_s and self._wanted.is_set():
                 logger.info("reward %s: idle for %g s, replicas stop", self.settings.name, idle_s)
