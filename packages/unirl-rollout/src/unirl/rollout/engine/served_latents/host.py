@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from unirl.rollout.engine.checkpoint import checkpoint_shapes
+from unirl.rollout.engine.child.adapter import read_adapter
 from unirl.rollout.engine.child.messages import (
     BeginWeights,
     Done,
@@ -27,7 +27,7 @@ from unirl.rollout.engine.child.messages import (
 from unirl.rollout.engine.push import PushReceiver
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
 from unirl.types.errors import ContractError, WeightSyncError
-from unirl.types.weights import WeightBucket, plain_names
+from unirl.types.weights import WeightBucket
 
 TRANSFORMER = "transformer"
 """The component that samples, and its folder."""
@@ -140,12 +140,7 @@ class LatentsHost(ABC):
         self._loaded = self._sent, present
 
     def _load_adapter(self, message: LoadAdapter) -> Loaded:
-        folder = Path(message.folder)
-        saved = load_file(folder / "adapter_model.safetensors")
-        tensors = plain_names(saved)
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        bucket = WeightBucket(message.policy_version, tensors, tuple(message.specs))
-        self._pushes.check_adapter(bucket, config["r"])
-        with self._pushes.loading(message.policy_version):
-            num_layers = self._act_with(folder, tensors, config)
-        return Loaded(message.policy_version, len(tensors), bucket.num_bytes, num_layers)
+        adapter = read_adapter(message, self._pushes)
+        with self._pushes.loading(adapter.policy_version):
+            num_layers = self._act_with(adapter.folder, adapter.tensors, adapter.config)
+        return adapter.loaded(num_layers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from unirl.rollout.engine.checkpoint import checkpoint_names, checkpoint_shapes
+from unirl.rollout.engine.child.adapter import read_adapter
 from unirl.rollout.engine.child.messages import (
     Abort,
     BeginWeights,
@@ -41,7 +41,7 @@ from unirl.rollout.engine.sglang_llm.response import (
 )
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
-from unirl.types.weights import WeightBucket, plain_names
+from unirl.types.weights import WeightBucket
 
 CONFIG_FILE = "config.json"
 _TAGS = ["weights", "kv_cache"]
@@ -268,24 +268,19 @@ class SGLangInstance:
         """Swap the LoRA adapter. Each has a name of its own, so caches never mix them."""
         if not self._launch.has_lora:
             raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
-        folder, version = Path(message.folder), message.policy_version
-        saved = load_file(folder / "adapter_model.safetensors")
-        tensors = plain_names(saved)
-        rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
-        bucket = WeightBucket(version, tensors, tuple(message.specs))
-        self._pushes.check_adapter(bucket, rank)
+        adapter, version = read_adapter(message, self._pushes), message.policy_version
         name = f"policy-{version}-{next(self._numbers)}"
         with self._pushes.loading(version):
             if self._adapter is not None:
                 self._must("/unload_lora_adapter", {"lora_name": self._adapter})
                 self._adapter = None
-            loaded = self._must("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+            loaded = self._must("/load_lora_adapter", {"lora_name": name, "lora_path": str(adapter.folder)})
             if name not in (loaded.get("loaded_adapters") or {}):
                 raise WeightSyncError(f"SGLang loaded adapters {loaded.get('loaded_adapters')}, but not {name}")
             self._adapter = name
             self._name_version(version)
             self._check_version(version)
-        return Loaded(version, len(tensors), bucket.num_bytes, None)
+        return adapter.loaded(None)
 
     def _check_weights(self, action: str, **options: Any) -> dict[str, Any]:  # Any: JSON
         return self._must("/weights_checker", {"action": action, **options})

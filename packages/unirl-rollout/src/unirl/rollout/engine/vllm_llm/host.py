@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from unirl.rollout.engine.checkpoint import checkpoint_shapes
+from unirl.rollout.engine.child.adapter import read_adapter
 from unirl.rollout.engine.child.messages import (
     BeginWeights,
     Done,
@@ -33,7 +34,7 @@ from unirl.rollout.engine.served_text.call import Generate, Generations
 from unirl.rollout.engine.vllm_llm.messages import Ready
 from unirl.rollout.engine.written_for import VLLM
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
-from unirl.types.weights import WeightBucket, plain_names
+from unirl.types.weights import WeightBucket
 
 logger = logging.getLogger(__name__)
 
@@ -209,23 +210,19 @@ class EngineHost:
         """Put the adapter of a folder in the place of the last one."""
         if self._engine.vllm_config.lora_config is None:
             raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
-        folder = Path(message.folder)
-        saved = load_file(folder / "adapter_model.safetensors")
-        tensors = plain_names(saved)
-        rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
-        bucket = WeightBucket(message.policy_version, tensors, tuple(message.specs))
-        self._pushes.check_adapter(bucket, rank)
+        adapter = read_adapter(message, self._pushes)
+        folder, num_tensors = str(adapter.folder), len(adapter.tensors)
         request = self._vllm.lora.request.LoRARequest
-        with self._pushes.loading(message.policy_version):
-            self._engine.add_lora(request(_ADAPTER_NAME, _ADAPTER_ID, str(folder), load_inplace=True))
+        with self._pushes.loading(adapter.policy_version):
+            self._engine.add_lora(request(_ADAPTER_NAME, _ADAPTER_ID, folder, load_inplace=True))
             results = self._engine.collective_rpc("unirl_adapter", args=(_ADAPTER_ID,))
             for num_acting, idle in results:
-                if idle or 2 * num_acting != len(tensors):
-                    idle = idle or [f"{2 * num_acting} of {len(tensors)} tensors act"]
+                if idle or 2 * num_acting != num_tensors:
+                    idle = idle or [f"{2 * num_acting} of {num_tensors} tensors act"]
                     refuse("layers of the adapter act on nothing in vLLM's model", idle)
-            self._adapter = request(_ADAPTER_NAME, _ADAPTER_ID, str(folder))
+            self._adapter = request(_ADAPTER_NAME, _ADAPTER_ID, folder)
             self._forget_cached()
-        return Loaded(message.policy_version, len(tensors), bucket.num_bytes, results[0][0])
+        return adapter.loaded(results[0][0])
 
     def _forget_cached(self) -> None:
         """Keys and values of the old weights. Raises WeightSyncError where vLLM keeps them."""
