@@ -90,19 +90,18 @@ def test_a_full_push_makes_the_server_the_new_policy(engine, tmp_path):
 def test_a_tensor_that_is_lost_on_the_way_is_found_although_sglang_calls_the_push_a_success(
     engine, tmp_path, monkeypatch
 ):
-    honest = SGLangInstance._receive_weights
+    honest = SGLangInstance._keep
     lost = "model.layers.1.self_attn.o_proj.weight"
 
-    def losing(instance, message):
-        answer = honest(instance, message)
+    def losing(instance, sent, bucket):
+        honest(instance, sent, bucket)
         for path in instance._push_folder.glob("*.safetensors"):
             kept = {name: tensor for name, tensor in load_file(path).items() if name != lost}
             path.unlink()  # it is the trainer's file too
             save_file(kept, path, {"format": "pt"})
-        return answer
 
     other = save_qwen3(tmp_path, seed=2, tied=True)
-    monkeypatch.setattr(SGLangInstance, "_receive_weights", losing)
+    monkeypatch.setattr(SGLangInstance, "_keep", losing)
     with pytest.raises(WeightSyncError, match=rf"took no value \(1\):\n  {lost}"):
         push(engine, state(other), 4)
     with pytest.raises(WeightSyncError, match="push them again"):

@@ -89,7 +89,7 @@ class SplitHost(LatentsHost):
     def denoise(self, call):
         raise NotImplementedError
 
-    def _act_with(self, folder, tensors, config):
+    def _act_with(self, adapter):
         raise NotImplementedError
 
     def _sleep(self, level):

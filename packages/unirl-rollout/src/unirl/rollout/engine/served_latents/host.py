@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
-
-from safetensors.torch import load_file
-from torch import Tensor
+from typing import ClassVar
 
 from unirl.rollout.engine.checkpoint import checkpoint_shapes
-from unirl.rollout.engine.child.adapter import read_adapter
-from unirl.rollout.engine.child.messages import (
-    BeginWeights,
-    Done,
-    FinishWeights,
-    LoadAdapter,
-    Loaded,
-    Message,
-    ReceiveWeights,
-    Sleep,
-    Start,
-    WakeUp,
-)
-from unirl.rollout.engine.push import PushReceiver
+from unirl.rollout.engine.child.messages import Message, Start
+from unirl.rollout.engine.child.weights_host import WeightsHost
+from unirl.rollout.engine.push import CompletePush, PushReceiver
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
-from unirl.types.errors import ContractError, WeightSyncError
+from unirl.types.errors import WeightSyncError
 from unirl.types.weights import WeightBucket
 
 TRANSFORMER = "transformer"
 """The component that samples, and its folder."""
 
 
-class LatentsHost(ABC):
+class LatentsHost(WeightsHost):
     """Answers the messages of `ServedLatentsEngine` with an engine that a subclass has started.
 
     dtype: of the engine's weights, as torch writes it. shapes: of what a push must bring; None are those of the
@@ -66,59 +52,30 @@ class LatentsHost(ABC):
     def _load(self, paths: Sequence[str]) -> int:
         """Load the tensors of files on every rank; how many parameters took one, those of each rank counted."""
 
-    @abstractmethod
-    def _act_with(self, folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
-        """Act with an adapter, in the place of the last; how many layers it changes. config: peft's own."""
-
-    @abstractmethod
-    def _sleep(self, level: int) -> None:
-        """Give memory back."""
-
-    @abstractmethod
-    def _wake_up(self) -> None:
-        """Take it again."""
-
     def answer(self, message: Message) -> Message:
         """Do what a message asks."""
-        match message:
-            case SampleLatents():
-                self._pushes.require_usable()
-                return self.denoise(message)
-            case BeginWeights():
-                self._paths, self._sent = [], {}
-                self._pushes.announce(message.policy_version, message.specs)
-                return Done()
-            case ReceiveWeights():
-                bucket = WeightBucket(message.policy_version, load_file(message.path), tuple(message.specs))
-                with self._pushes.receiving(bucket):
-                    self._paths.append(message.path)
-                    self._sent.update({spec.name: spec.checksum for spec in message.specs})
-                return Done()
-            case FinishWeights():
-                return self._finish_weights(message)
-            case LoadAdapter():
-                return self._load_adapter(message)
-            case Sleep():
-                self._sleep(message.level)
-                return Done()
-            case WakeUp():
-                self._wake_up()
-                return Done()
-            case other:
-                raise ContractError(f"a running engine does not take {type(other).__name__}")
+        if isinstance(message, SampleLatents):
+            self._pushes.require_usable()
+            return self.denoise(message)
+        return self.answer_weights(message)
 
     def _next_answer(self) -> Path:
         """A new file for the tensors of an answer."""
         self._num_answers += 1
         return self._scratch / f"answer-{self._num_answers}.safetensors"
 
-    def _finish_weights(self, message: FinishWeights) -> Loaded:
-        """Load everything, once everything is there."""
-        push = self._pushes.finish(message.policy_version)
-        with self._pushes.loading(push.policy_version):
-            num_bound = self._load(self._paths)
-            self._prove_effect()
-        return Loaded(push.policy_version, push.num_tensors, push.num_bytes, num_bound)
+    def _begin_push(self) -> None:
+        self._paths, self._sent = [], {}
+
+    def _keep(self, path: str, bucket: WeightBucket) -> None:
+        self._paths.append(path)
+        self._sent.update({spec.name: spec.checksum for spec in bucket.specs})
+
+    def _load_kept(self, push: CompletePush) -> int:
+        del push
+        num_bound = self._load(self._paths)
+        self._prove_effect()
+        return num_bound
 
     def _prove_effect(self) -> None:
         """Raise WeightSyncError where other tensors were sent than last time and the engine's weights are the same on
@@ -138,9 +95,3 @@ class LatentsHost(ABC):
                     f"{changed} tensors were sent as last time; {self.engine}'s weights say the contrary{where}"
                 )
         self._loaded = self._sent, present
-
-    def _load_adapter(self, message: LoadAdapter) -> Loaded:
-        adapter = read_adapter(message, self._pushes)
-        with self._pushes.loading(adapter.policy_version):
-            num_layers = self._act_with(adapter.folder, adapter.tensors, adapter.config)
-        return adapter.loaded(num_layers)

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from unirl.rollout.engine.child.adapter import SentAdapter
 from unirl.rollout.engine.child.messages import Start
 from unirl.rollout.engine.ports import free_port
 from unirl.rollout.engine.served_latents.call import (
@@ -159,9 +160,9 @@ class EngineHost(LatentsHost):
         self._must(request)
         # The files are read, but SGLang remembers the folder as the one to return to where a later load fails.
 
-    def _act_with(self, folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+    def _act_with(self, adapter: SentAdapter) -> int:
         """Merges it into the weights that the engine was started with."""
-        del folder
+        tensors, config = adapter.tensors, adapter.config
         acts = any(bool(tensor.any()) for name, tensor in tensors.items() if ".lora_B." in name)
         proves = acts and not self._is_adapter_proved
         before = self._checksums() if proves else []

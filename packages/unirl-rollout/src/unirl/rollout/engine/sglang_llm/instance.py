@@ -10,24 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from unirl.rollout.engine.checkpoint import checkpoint_names, checkpoint_shapes
-from unirl.rollout.engine.child.adapter import read_adapter
-from unirl.rollout.engine.child.messages import (
-    Abort,
-    BeginWeights,
-    Done,
-    FinishWeights,
-    LoadAdapter,
-    Loaded,
-    Message,
-    ReceiveWeights,
-    Sleep,
-    WakeUp,
-)
+from unirl.rollout.engine.child.adapter import SentAdapter
+from unirl.rollout.engine.child.messages import Abort, Loaded, Message
 from unirl.rollout.engine.child.server import Aborts
-from unirl.rollout.engine.push import PushReceiver, refuse
+from unirl.rollout.engine.child.weights_host import WeightsHost
+from unirl.rollout.engine.push import CompletePush, PushReceiver, refuse
 from unirl.rollout.engine.served_text.call import Generate, Generations
 from unirl.rollout.engine.sglang_llm.request import payload
 from unirl.rollout.engine.sglang_llm.response import (
@@ -79,7 +69,7 @@ class ServerLaunch:
     timeout_s: float
 
 
-class SGLangInstance:
+class SGLangInstance(WeightsHost):
     """A server that is started with the object, by `start(folder)`, and loads meanwhile; or one that runs already.
 
     Pushed weights are safetensors files that it reads. SGLang calls a push a success whatever it left out. So tensors
@@ -87,6 +77,8 @@ class SGLangInstance:
     own checksum of every one must have changed, and that of no constant.
     folder: of this instance alone, for the server's log and what it reads.
     """
+
+    called = "an SGLang server"
 
     def __init__(self, launch: ServerLaunch, start: Callable[[Path], SGLangServer], folder: Path) -> None:
         self._launch = launch
@@ -156,26 +148,7 @@ class SGLangInstance:
     def call(self, message: Message) -> Message:
         """Do what a message asks. Safe from several threads for `Generate`."""
         self.ready()
-        match message:
-            case Generate():
-                return self._generate(message)
-            case BeginWeights():
-                return self._begin_weights(message)
-            case ReceiveWeights():
-                return self._receive_weights(message)
-            case FinishWeights():
-                return self._finish_weights(message)
-            case LoadAdapter():
-                return self._load_adapter(message)
-            case Sleep():
-                self._post("/release_memory_occupation", {"tags": _TAGS})
-                self._pushes.invalidate("its weights were freed by sleep")
-                return Done()
-            case WakeUp():
-                self._post("/resume_memory_occupation", {"tags": _TAGS})
-                return Done()
-            case other:
-                raise ContractError(f"an SGLang server does not take {type(other).__name__}")
+        return self._generate(message) if isinstance(message, Generate) else self.answer_weights(message)
 
     def post(self, message: Message) -> None:
         """Take an `Abort`: what the server has of those calls ends, what comes later does not begin."""
@@ -215,8 +188,7 @@ class SGLangInstance:
 
     # Weights ----------------------------------------------------------------------------------------------------
 
-    def _begin_weights(self, message: BeginWeights) -> Done:
-        self._pushes.announce(message.policy_version, message.specs)
+    def _begin_push(self) -> None:
         shutil.rmtree(self._push_folder, ignore_errors=True)
         # Other hosts may remember for a minute what a folder that they have seen had in it, so each push has its own.
         self._push_folder = self._folder / f"weights-{next(self._numbers)}"
@@ -224,63 +196,69 @@ class SGLangInstance:
         for path in self._launch.model.glob("*.json"):
             if not path.name.endswith(".index.json"):
                 shutil.copy(path, self._push_folder)
-        return Done()
 
-    def _receive_weights(self, message: ReceiveWeights) -> Done:
-        bucket = WeightBucket(message.policy_version, load_file(message.path), tuple(message.specs))
-        path = self._push_folder / f"model-{next(self._numbers):05d}.safetensors"
-        with self._pushes.receiving(bucket):
-            # SGLang reads Qwen2.5-VL under the names of its checkpoint alone.
-            own = {self._names[name]: tensor for name, tensor in bucket.tensors.items()}
-            if own.keys() == bucket.tensors.keys():
-                path.hardlink_to(message.path)
-            else:
-                save_file(own, path, {"format": "pt"})
-        return Done()
+    def _keep(self, path: str, bucket: WeightBucket) -> None:
+        kept = self._push_folder / f"model-{next(self._numbers):05d}.safetensors"
+        # SGLang reads Qwen2.5-VL under the names of its checkpoint alone.
+        own = {self._names[name]: tensor for name, tensor in bucket.tensors.items()}
+        if own.keys() == bucket.tensors.keys():
+            kept.hardlink_to(path)
+        else:
+            save_file(own, kept, {"format": "pt"})
 
-    def _finish_weights(self, message: FinishWeights) -> Loaded:
-        version = message.policy_version
-        push = self._pushes.finish(version)
-        with self._pushes.loading(version):
-            began = checksums(self._check_weights("checksum"))
-            self._check_weights("reset_tensors", skip_tensor_list=CONSTANTS)
-            noise = checksums(self._check_weights("checksum"))
-            self._must(
-                "/update_weights_from_disk",
-                {
-                    "model_path": str(self._push_folder),
-                    "load_format": "safetensors",
-                    "flush_cache": True,
-                    "weight_version": str(version),
-                },
-            )
-            self._check_version(version)
-            found = checksums(self._check_weights("checksum"))
-            ready = self.ready()
-            refuse_unproved(found, ready.num_ranks)
-            hosts = f"; each of its {ready.num_hosts} hosts must see {self._push_folder}" if ready.num_hosts > 1 else ""
-            refuse(f"parameters of SGLang's model took no value{hosts}", kept_parameters(noise, found))
-            refuse("constants of SGLang's model changed", changed_constants(began, found))
+    def _load_kept(self, push: CompletePush) -> int:
+        version = push.policy_version
+        began = checksums(self._check_weights("checksum"))
+        self._check_weights("reset_tensors", skip_tensor_list=CONSTANTS)
+        noise = checksums(self._check_weights("checksum"))
+        self._must(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(self._push_folder),
+                "load_format": "safetensors",
+                "flush_cache": True,
+                "weight_version": str(version),
+            },
+        )
+        self._check_version(version)
+        found = checksums(self._check_weights("checksum"))
+        ready = self.ready()
+        refuse_unproved(found, ready.num_ranks)
+        hosts = f"; each of its {ready.num_hosts} hosts must see {self._push_folder}" if ready.num_hosts > 1 else ""
+        refuse(f"parameters of SGLang's model took no value{hosts}", kept_parameters(noise, found))
+        refuse("constants of SGLang's model changed", changed_constants(began, found))
+        return num_parameters(found)
+
+    def _finish_push(self, policy_version: int) -> Loaded:
+        loaded = super()._finish_push(policy_version)
         shutil.rmtree(self._push_folder)
-        return Loaded(version, push.num_tensors, push.num_bytes, num_parameters(found))
+        return loaded
 
-    def _load_adapter(self, message: LoadAdapter) -> Loaded:
-        """Swap the LoRA adapter. Each has a name of its own, so caches never mix them."""
-        if not self._launch.has_lora:
-            raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
-        adapter, version = read_adapter(message, self._pushes), message.policy_version
+    @property
+    def _takes_adapters(self) -> bool:
+        return self._launch.has_lora
+
+    def _act_with(self, adapter: SentAdapter) -> None:
+        """Each adapter has a name of its own, so caches never mix them."""
+        version = adapter.policy_version
         name = f"policy-{version}-{next(self._numbers)}"
-        with self._pushes.loading(version):
-            if self._adapter is not None:
-                self._must("/unload_lora_adapter", {"lora_name": self._adapter})
-                self._adapter = None
-            loaded = self._must("/load_lora_adapter", {"lora_name": name, "lora_path": str(adapter.folder)})
-            if name not in (loaded.get("loaded_adapters") or {}):
-                raise WeightSyncError(f"SGLang loaded adapters {loaded.get('loaded_adapters')}, but not {name}")
-            self._adapter = name
-            self._name_version(version)
-            self._check_version(version)
-        return adapter.loaded(None)
+        if self._adapter is not None:
+            self._must("/unload_lora_adapter", {"lora_name": self._adapter})
+            self._adapter = None
+        loaded = self._must("/load_lora_adapter", {"lora_name": name, "lora_path": str(adapter.folder)})
+        if name not in (loaded.get("loaded_adapters") or {}):
+            raise WeightSyncError(f"SGLang loaded adapters {loaded.get('loaded_adapters')}, but not {name}")
+        self._adapter = name
+        self._name_version(version)
+        self._check_version(version)
+
+    def _sleep(self, level: int) -> None:
+        del level
+        self._post("/release_memory_occupation", {"tags": _TAGS})
+        self._pushes.invalidate("its weights were freed by sleep")
+
+    def _wake_up(self) -> None:
+        self._post("/resume_memory_occupation", {"tags": _TAGS})
 
     def _check_weights(self, action: str, **options: Any) -> dict[str, Any]:  # Any: JSON
         return self._must("/weights_checker", {"action": action, **options})

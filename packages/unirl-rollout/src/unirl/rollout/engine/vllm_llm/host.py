@@ -11,29 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from unirl.rollout.engine.checkpoint import checkpoint_shapes
-from unirl.rollout.engine.child.adapter import read_adapter
-from unirl.rollout.engine.child.messages import (
-    BeginWeights,
-    Done,
-    FinishWeights,
-    LoadAdapter,
-    Loaded,
-    Message,
-    ReceiveWeights,
-    Sleep,
-    Start,
-    WakeUp,
-)
+from unirl.rollout.engine.child.adapter import SentAdapter
+from unirl.rollout.engine.child.messages import Message, Start
 from unirl.rollout.engine.child.server import Steps
-from unirl.rollout.engine.push import PushReceiver, refuse
+from unirl.rollout.engine.child.weights_host import WeightsHost
+from unirl.rollout.engine.push import CompletePush, PushReceiver, refuse
 from unirl.rollout.engine.served_images import one_placeholder_each, picture
 from unirl.rollout.engine.served_text.call import Generate, Generations
 from unirl.rollout.engine.vllm_llm.messages import Ready
 from unirl.rollout.engine.written_for import VLLM
-from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+from unirl.types.errors import ContractError, WeightSyncError
 from unirl.types.weights import WeightBucket
 
 logger = logging.getLogger(__name__)
@@ -53,7 +42,7 @@ class _Sample:
     reason: str | None = None
 
 
-class EngineHost:
+class EngineHost(WeightsHost):
     """Owns vLLM's engine and the version of its policy. Raises ConfigError where vLLM is missing."""
 
     def __init__(self, start: Start, aborts: Container[int]) -> None:
@@ -100,26 +89,11 @@ class EngineHost:
 
     def answer(self, message: Message) -> Message | Steps:
         """Do what a message asks."""
-        if self._calls and not isinstance(message, Generate):
+        if isinstance(message, Generate):
+            return self.generate(message)
+        if self._calls:
             raise ContractError(f"{type(message).__name__} came while {len(self._calls)} calls generate")
-        match message:
-            case Generate():
-                return self.generate(message)
-            case BeginWeights():
-                return self.begin_weights(message)
-            case ReceiveWeights():
-                return self.receive_weights(message)
-            case FinishWeights():
-                return self.finish_weights(message)
-            case LoadAdapter():
-                return self.load_adapter(message)
-            case Sleep():
-                return self.sleep(message)
-            case WakeUp():
-                self._engine.wake_up()
-                return Done()
-            case other:
-                raise ContractError(f"a running engine does not take {type(other).__name__}")
+        return self.answer_weights(message)
 
     # Generation -------------------------------------------------------------------------------------------------
 
@@ -183,46 +157,37 @@ class EngineHost:
 
     # Weights ----------------------------------------------------------------------------------------------------
 
-    def begin_weights(self, message: BeginWeights) -> Done:
-        """Compare what is announced with the checkpoint that the engine was started from."""
+    def _begin_push(self) -> None:
         self._paths = []
-        self._pushes.announce(message.policy_version, message.specs)
-        return Done()
 
-    def receive_weights(self, message: ReceiveWeights) -> Done:
-        """Compare a bucket with what was announced and with its checksums."""
-        bucket = WeightBucket(message.policy_version, load_file(message.path), tuple(message.specs))
-        with self._pushes.receiving(bucket):
-            self._paths.append(message.path)
-        return Done()
+    def _keep(self, path: str, bucket: WeightBucket) -> None:
+        del bucket
+        self._paths.append(path)
 
-    def finish_weights(self, message: FinishWeights) -> Loaded:
-        """Load everything, once everything is there."""
-        push = self._pushes.finish(message.policy_version)
-        with self._pushes.loading(push.policy_version):
-            results = self._engine.collective_rpc("unirl_reload", args=(self._paths,))
-            unbound = sorted({name for _, names in results for name in names})
-            refuse("parameters of vLLM's model took no value", unbound)
-            self._forget_cached()
-        return Loaded(push.policy_version, push.num_tensors, push.num_bytes, sum(num for num, _ in results))
+    def _load_kept(self, push: CompletePush) -> int:
+        del push
+        results = self._engine.collective_rpc("unirl_reload", args=(self._paths,))
+        unbound = sorted({name for _, names in results for name in names})
+        refuse("parameters of vLLM's model took no value", unbound)
+        self._forget_cached()
+        return sum(num for num, _ in results)
 
-    def load_adapter(self, message: LoadAdapter) -> Loaded:
-        """Put the adapter of a folder in the place of the last one."""
-        if self._engine.vllm_config.lora_config is None:
-            raise ConfigError("this engine was started without LoRA: set engine.max_lora_rank")
-        adapter = read_adapter(message, self._pushes)
+    @property
+    def _takes_adapters(self) -> bool:
+        return self._engine.vllm_config.lora_config is not None
+
+    def _act_with(self, adapter: SentAdapter) -> int:
         folder, num_tensors = str(adapter.folder), len(adapter.tensors)
         request = self._vllm.lora.request.LoRARequest
-        with self._pushes.loading(adapter.policy_version):
-            self._engine.add_lora(request(_ADAPTER_NAME, _ADAPTER_ID, folder, load_inplace=True))
-            results = self._engine.collective_rpc("unirl_adapter", args=(_ADAPTER_ID,))
-            for num_acting, idle in results:
-                if idle or 2 * num_acting != num_tensors:
-                    idle = idle or [f"{2 * num_acting} of {num_tensors} tensors act"]
-                    refuse("layers of the adapter act on nothing in vLLM's model", idle)
-            self._adapter = request(_ADAPTER_NAME, _ADAPTER_ID, folder)
-            self._forget_cached()
-        return adapter.loaded(results[0][0])
+        self._engine.add_lora(request(_ADAPTER_NAME, _ADAPTER_ID, folder, load_inplace=True))
+        results = self._engine.collective_rpc("unirl_adapter", args=(_ADAPTER_ID,))
+        for num_acting, idle in results:
+            if idle or 2 * num_acting != num_tensors:
+                idle = idle or [f"{2 * num_acting} of {num_tensors} tensors act"]
+                refuse("layers of the adapter act on nothing in vLLM's model", idle)
+        self._adapter = request(_ADAPTER_NAME, _ADAPTER_ID, folder)
+        self._forget_cached()
+        return results[0][0]
 
     def _forget_cached(self) -> None:
         """Keys and values of the old weights. Raises WeightSyncError where vLLM keeps them."""
@@ -233,12 +198,14 @@ class EngineHost:
 
     # Memory -----------------------------------------------------------------------------------------------------
 
-    def sleep(self, message: Sleep) -> Done:
-        """Free device memory. After level 2 the weights must be pushed before the engine generates again."""
-        self._engine.sleep(level=message.level)
-        if message.level == 2:
+    def _sleep(self, level: int) -> None:
+        """After level 2 the weights must be pushed before the engine generates again."""
+        self._engine.sleep(level=level)
+        if level == 2:
             self._pushes.invalidate("its weights were dropped by sleep level 2")
-        return Done()
+
+    def _wake_up(self) -> None:
+        self._engine.wake_up()
 
 
 def prompts_of(call: Generate) -> list[dict[str, Any]]:  # Any: tokens and pictures

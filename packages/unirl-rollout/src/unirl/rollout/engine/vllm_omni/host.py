@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from unirl.rollout.engine.checkpoint import part_shapes
+from unirl.rollout.engine.child.adapter import SentAdapter
 from unirl.rollout.engine.child.messages import Start
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
 from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, served_class
@@ -89,10 +89,11 @@ class EngineHost(LatentsHost):
     def _checksums(self) -> Sequence[str]:
         return [found["checksum"] for found in self._ask("unirl_checksum")]
 
-    def _act_with(self, folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+    def _act_with(self, adapter: SentAdapter) -> int:
         self._num_adapters += 1
         number, last = self._num_adapters, self._adapter
-        own = self._renamed(folder, config, self._scratch / f"adapter-{number}")
+        tensors = adapter.tensors
+        own = self._renamed(adapter.folder, adapter.config, self._scratch / f"adapter-{number}")
         acting: list[int] = [found["num_layers"] for found in self._ask("unirl_load_adapter", str(own), number)]
         if any(2 * num_layers != len(tensors) for num_layers in acting):
             raise WeightSyncError(
