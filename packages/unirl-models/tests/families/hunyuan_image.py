@@ -10,11 +10,12 @@ import diffusers
 from unirl.models.hunyuan_image.bundle import HunyuanImageBundle
 from unirl.models.hunyuan_image.pipeline import HunyuanImagePipeline
 from unirl.models.hunyuan_image.text import TEMPLATE, TEMPLATE_TOKENS
+from unirl.models.tiny.text import byt5
 
 from ..tiny import t5_tokenizer
 from ..tiny_text import qwen_vl
 from .kit import Family, Published, Request, seeded, stock_call
-from .tiny_parts import byt5, load_lora_by_model, template_tokenizer
+from .tiny_parts import load_lora_by_model, template_tokenizer
 
 
 def tiny_vae() -> Any:

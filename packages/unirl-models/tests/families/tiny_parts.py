@@ -6,7 +6,6 @@ from typing import Any
 
 import diffusers
 import torch
-import transformers
 from PIL import Image
 from tokenizers import AddedToken
 from torch import Tensor
@@ -43,13 +42,6 @@ def template_tokenizer(prefix: str, num_tokens: int, marks: Sequence[str] = ()) 
     tokenizer.add_tokens([AddedToken(prefix[:cut], normalized=False, special=True)])
     assert count(prefix) == num_tokens
     return tokenizer
-
-
-def byt5() -> Any:
-    """Two layers of width 12 over bytes."""
-    return transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=300, d_model=12, d_kv=6, d_ff=16, num_layers=2, num_heads=2)
-    )
 
 
 def load_lora_by_model(stock: Any, folder: Path) -> None:

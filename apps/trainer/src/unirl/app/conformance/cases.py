@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import yaml
 
-from unirl.app.conformance.small_models import write_hunyuan_video15, write_qwen_image
+from unirl.app.conformance.small_models import write_qwen_image
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
+from unirl.models.tiny import hunyuan_video15
 
 Recipe = dict[str, Any]  # Any: a recipe's values
 Kind = Literal["latents", "text"]
@@ -43,7 +44,7 @@ MODELS: Mapping[str, Model] = {
     "qwen_image_edit": Model("latents", "qwen_image_edit_shapes", "edits", shows_media=True),
     "qwen_image": Model("latents", "qwen_image_small", "shapes", write=write_qwen_image),
     "wan21": Model("latents", "wan21_moves", "moves"),
-    "hunyuan_video15": Model("latents", "hunyuan_video15_small", "moves", write=write_hunyuan_video15),
+    "hunyuan_video15": Model("latents", "hunyuan_video15_small", "moves", write=hunyuan_video15.write),
     "qwen3": Model("text", "qwen3_arithmetic", "arithmetic"),
     "qwen_vl": Model("text", "qwen_vl_shapes", "shapes_questions", shows_media=True),
 }

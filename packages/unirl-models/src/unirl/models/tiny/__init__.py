@@ -1,0 +1,4 @@
+"""Checkpoints of random weights that a CPU samples from in seconds, for tests and measurements; a module per family.
+
+text  text encoders and tokenizers that families share
+"""

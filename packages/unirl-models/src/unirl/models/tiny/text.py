@@ -1,0 +1,74 @@
+"""Random text encoders and tokenizers of single bytes.
+
+Any stands for classes of diffusers and transformers, which type them as unions with placeholders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unirl.models.extras import from_extra
+
+with from_extra("diffusers"):
+    import transformers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+_END = "<|im_end|>"
+_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def qwen_text() -> Any:
+    """Four layers of width 16, so that the hidden state that families read is neither the first nor the last."""
+    return transformers.Qwen2_5_VLTextModel(
+        transformers.Qwen2_5_VLTextConfig(
+            vocab_size=400,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+            rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+        )
+    )
+
+
+def byt5() -> Any:
+    """Two layers of width 12 over bytes."""
+    return transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=300, d_model=12, d_kv=6, d_ff=16, num_layers=2, num_heads=2)
+    )
+
+
+def byte_tokenizer(first: dict[str, int], **special: Any) -> Any:
+    """A tokenizer of single bytes: `first` are the ids that precede them. special: as transformers takes them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(
+        models.BPE(vocab={**first, **{char: len(first) + i for i, char in enumerate(alphabet)}}, merges=[])
+    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
+
+
+def t5_tokenizer(**special: Any) -> Any:
+    """T5's special tokens, then bytes."""
+    first = {"<pad>": 0, "</s>": 1, "<unk>": 2}
+    return byte_tokenizer(first, eos_token="</s>", pad_token="<pad>", unk_token="<unk>", **special)
+
+
+def chat_tokenizer(system_prompt: str, num_tokens: int) -> Any:
+    """Bytes, and one word for the beginning of a conversation under `system_prompt`, which has `num_tokens` with it:
+    as many as the real tokenizer makes of it."""
+    tokenizer = byte_tokenizer(
+        {}, eos_token=_END, pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = _CHAT
+    prefix = f"<|im_start|>system\n{system_prompt}{_END}\n<|im_start|>user\n"
+    lengths = {place: len(tokenizer(prefix[place:]).input_ids) for place in range(len(prefix))}
+    cut = max(place for place, length in lengths.items() if length == num_tokens - 1)
+    tokenizer.add_tokens([AddedToken(prefix[:cut], normalized=False, special=True)])
+    return tokenizer
