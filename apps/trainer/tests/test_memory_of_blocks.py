@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from unirl.models.allocations import Allocations
 from unirl.models.hunyuan_image3.configuration import DecoderConfig, LayerConfig
 from unirl.models.hunyuan_image3.transformer import HunyuanImage3DecoderLayer, rotary_table
-from unirl.models.released import RELEASED
+from unirl.models.released import all_released
 from unirl.models.sd3.bundle import SD3Bundle
 
 IMAGE, TEXT = 48, 16
@@ -72,7 +72,7 @@ class WholeAttention:
 
 def test_a_block_of_experts_keeps_and_holds_about_what_is_estimated() -> None:
     """HunyuanImage3's, a quarter as wide with a quarter of the heads: the shares are the same."""
-    sizes = RELEASED["tencent/HunyuanImage-3.0-Instruct"]
+    sizes = all_released()["tencent/HunyuanImage-3.0-Instruct"]
     width, num = sizes.width // 4, 256
     layer = LayerConfig(expert_width=768, shared_width=768, top_k=8)
     config = DecoderConfig(
@@ -121,11 +121,12 @@ def joint(width: int) -> Inputs:
 )
 def test_a_block_keeps_and_holds_about_what_is_estimated(make: Callable[[], Any], hub_id: str) -> None:
     block, inputs, width = adapted(make)
-    assert width == RELEASED[hub_id].width
-    assert kept_bytes(block, inputs) / token_bytes(width) == pytest.approx(RELEASED[hub_id].kept_per_token, rel=0.25)
+    sizes = all_released()[hub_id]
+    assert width == sizes.width
+    assert kept_bytes(block, inputs) / token_bytes(width) == pytest.approx(sizes.kept_per_token, rel=0.25)
     with torch.no_grad(), Allocations() as counted:
         block(**inputs)
-    assert counted.peak_bytes / token_bytes(width) == pytest.approx(RELEASED[hub_id].held_per_token, rel=0.4)
+    assert counted.peak_bytes / token_bytes(width) == pytest.approx(sizes.held_per_token, rel=0.4)
 
 
 def test_the_blocks_of_stable_diffusion_keep_what_its_guide_says() -> None:
@@ -137,7 +138,7 @@ def test_the_blocks_of_stable_diffusion_keep_what_its_guide_says() -> None:
     # A quarter of the tokens; what is kept per row weighs four times as much.
     assert [each * 1357 / 339 / 1e6 for each in kept] == pytest.approx([127.4, 92.5, 83.3], rel=0.005)
     mean = (13 * kept[0] + 10 * kept[1] + kept[2]) / 24 / (339 * 1536 * 2)
-    assert round(mean) == RELEASED["stabilityai/stable-diffusion-3.5-medium"].kept_per_token
+    assert round(mean) == all_released()["stabilityai/stable-diffusion-3.5-medium"].kept_per_token
 
 
 def adapted(make: Callable[[], Any], lora: LoraConfig = LORA) -> tuple[nn.Module, Inputs, int]:

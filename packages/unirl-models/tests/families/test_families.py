@@ -21,7 +21,7 @@ from unirl.models.allocations import Allocations
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.diffusers_pipeline.text import TextEncoders
-from unirl.models.released import RELEASED
+from unirl.models.released import all_released
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import initial_noise
 from unirl.types.errors import CheckpointError, ConfigError
@@ -489,7 +489,7 @@ def test_the_published_size_is_built_on_the_meta_device(
     record_property("hub_id", published.hub_id)
     record_property("billions", total / 1e9)
     assert total / 1e9 == pytest.approx(published.billions, rel=0.03)
-    released = RELEASED.get(published.hub_id)
+    released = all_released().get(published.hub_id)
     if released is not None:  # what memory is estimated from
         assert released.trained == pytest.approx(total / 1e9, rel=0.03)
         is_unet = "unet" in published.configs  # whose blocks are of several sizes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
-from unirl.models.released import RELEASED, Released
+from unirl.models.released import Released, all_released
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Part
 
@@ -47,11 +47,12 @@ def phases(run: ComposedRun) -> list[Phase]:
     if len(run.all_policies) + len(run.teachers) > 1:
         raise ConfigError("memory is estimated for one policy, this recipe has several.")
     model = run.policy.bundle.node.get("pretrained_model")
-    sizes = RELEASED.get(str(model))
+    released = all_released()
+    sizes = released.get(str(model))
     if sizes is None:
         raise ConfigError(
             f"the sizes of bundle.pretrained_model = {model} are not known. Memory is estimated for: "
-            f"{', '.join(sorted(RELEASED))}."
+            f"{', '.join(sorted(released))}."
         )
     if run.sampling.get("height") is None:
         raise ConfigError(
