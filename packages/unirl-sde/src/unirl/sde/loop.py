@@ -124,13 +124,7 @@ def sample(
     if keep_means and not sde_steps:
         raise ValueError("keep_means needs stochastic steps: sde_indices is empty.")
     if solver is not None:
-        if start > last_sde + 1:
-            raise ValueError(f"start = {start}: a solver needs every step after the last stochastic one ({last_sde}).")
-        if last_sde == num_steps - 1:
-            raise ValueError(
-                f"a solver runs after the last stochastic step, but that is the last step of all (sde_indices = "
-                f"{sde_steps}, {num_steps} steps). End the stochastic steps earlier, or pass no solver."
-            )
+        _check_solver_steps(start, sde_steps, num_steps)
         solver.reset(torch.tensor(levels, dtype=torch.float32, device="cpu"))
 
     x = initial.float()
@@ -173,6 +167,17 @@ def sample(
         sde_logp=torch.stack(logps, dim=1) if logps else None,
         sde_means=torch.stack(means, dim=1) if means else None,
     )
+
+
+def _check_solver_steps(start: int, sde_steps: Sequence[int], num_steps: int) -> None:
+    last_sde = sde_steps[-1] if sde_steps else -1
+    if start > last_sde + 1:
+        raise ValueError(f"start = {start}: a solver needs every step after the last stochastic one ({last_sde}).")
+    if last_sde == num_steps - 1:
+        raise ValueError(
+            f"a solver runs after the last stochastic step, but that is the last step of all (sde_indices = "
+            f"{sde_steps}, {num_steps} steps). End the stochastic steps earlier, or pass no solver."
+        )
 
 
 def replay(
