@@ -281,47 +281,6 @@ def environment_reads(root: Path) -> list[str]:
     return found
 
 
-def _definitions(body: Iterable[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node
-        elif isinstance(node, (ast.If, ast.Try, ast.With)):
-            yield from _definitions(ast.iter_child_nodes(node))  # ty: ignore[invalid-argument-type] - filtered above
-
-
-_SETTERS = ("setter", "deleter", "overload", "override")
-
-
-def _inherits_docstring(node: ast.stmt) -> bool:
-    """Setters and overloads document themselves by the definition they belong to; @override by the base's."""
-    decorators = node.decorator_list if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
-    names = [item.attr if isinstance(item, ast.Attribute) else getattr(item, "id", "") for item in decorators]
-    return any(name in _SETTERS for name in names)
-
-
-def missing_docstrings(root: Path) -> list[str]:
-    """Public modules with content, classes, functions and methods of public classes without a docstring."""
-    found = []
-    for module in modules(root):
-        where = module.path.relative_to(root)
-        if module.tree.body and ast.get_docstring(module.tree) is None:
-            found.append(f"{where}:1: module {module.name}")
-        if any(part.startswith("_") for part in module.name.split(".")):
-            continue
-        for node in _definitions(module.tree.body):
-            if node.name.startswith("_"):
-                continue
-            if ast.get_docstring(node) is None and not _inherits_docstring(node):
-                found.append(f"{where}:{node.lineno}: {node.name}")
-            if not isinstance(node, ast.ClassDef):
-                continue
-            for method in _definitions(node.body):
-                is_private = method.name.startswith("_")
-                if not is_private and ast.get_docstring(method) is None and not _inherits_docstring(method):
-                    found.append(f"{where}:{method.lineno}: {node.name}.{method.name}")
-    return found
-
-
 def missing_package_files(root: Path) -> list[str]:
     """README.md and CHANGELOG.md with text, py.typed in every portion, and a tests folder with a test."""
     found = []

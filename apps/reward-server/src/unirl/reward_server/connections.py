@@ -230,7 +230,6 @@ class _Connection(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         if not isinstance(transport, asyncio.Transport):
             raise TypeError(f"a stream was expected, not {transport!r}")
         self.transport = transport
@@ -239,27 +238,22 @@ class _Connection(asyncio.Protocol):
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._stop_waiting()
         self._owner.left(self)
         self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if not self._num_in_work and self._deadline is None:
             self._expect_headers()
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """See asyncio.Protocol."""
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._inner.resume_writing()
 
     def begin(self) -> None:

@@ -36,7 +36,6 @@ class RateLimit(logging.Filter):
         self._windows: dict[tuple[str, int], _Window] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter.filter`."""
         now = self._now()
         window = self._windows.setdefault((record.pathname, record.lineno), _Window(now))
         if now - window.since >= WINDOW_S:

@@ -101,7 +101,6 @@ class StandardErrorHandler(logging.StreamHandler):
     """Writes to whatever standard error is at that moment, so that a live display can keep its place below."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
         self.stream = sys.stderr
         super().emit(record)
 

@@ -60,7 +60,6 @@ class CPUMeter:
 
     @contextmanager
     def measuring(self) -> Generator[Spent]:
-        """See `Meter`."""
         spent = Spent()
         started = time.process_time()
         yield spent

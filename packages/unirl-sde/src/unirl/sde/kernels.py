@@ -187,7 +187,6 @@ class FlowSDEStrategy(SDEStrategy):
     def transition(
         self, x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, *, eta: float, sigma_max: float
     ) -> Transition:
-        """See `SDEStrategy.transition`."""
         self._check(x, velocity, sigma_R, sigma_next_R, eta, sigma_max)
         sigma_R, sigma_next_R = sigma_R.float(), sigma_next_R.float()
         below_R = torch.where(sigma_R >= SIGMA_ONE, torch.full_like(sigma_R, sigma_max), sigma_R)
@@ -206,7 +205,6 @@ class DanceSDEStrategy(SDEStrategy):
     def transition(
         self, x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, *, eta: float, sigma_max: float
     ) -> Transition:
-        """See `SDEStrategy.transition`."""
         self._check(x, velocity, sigma_R, sigma_next_R, eta, sigma_max)
         sigma_R, sigma_next_R = sigma_R.float(), sigma_next_R.float()
         return self._sde_transition(x, velocity, sigma_R, sigma_next_R, torch.full_like(sigma_R, eta))
@@ -228,7 +226,6 @@ class CPSSDEStrategy(SDEStrategy):
     def transition(
         self, x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, *, eta: float, sigma_max: float
     ) -> Transition:
-        """See `SDEStrategy.transition`."""
         self._check(x, velocity, sigma_R, sigma_next_R, eta, sigma_max)
         sigma_R, sigma_next_R = sigma_R.float(), sigma_next_R.float()
         angle = eta * math.pi / 2
@@ -260,7 +257,6 @@ class DDIMStrategy(SDEStrategy):
     def transition(
         self, x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, *, eta: float, sigma_max: float
     ) -> Transition:
-        """See `SDEStrategy.transition`."""
         self._check(x, velocity, sigma_R, sigma_next_R, eta, sigma_max)
         sigma_R, sigma_next_R = sigma_R.float(), sigma_next_R.float()
         step_R = sigma_R - sigma_next_R

@@ -49,7 +49,6 @@ class AllSteps(StepWindow):
             raise ValueError("num_steps = 1 with exclude_last leaves no stochastic step.")
 
     def indices(self, rollout_id: int) -> list[int]:
-        """See `IndexScheduler.indices`."""
         _check_rollout_id(rollout_id)
         return list(range(self.num_steps - self.exclude_last))
 
@@ -74,7 +73,6 @@ class FirstFraction(StepWindow):
         return int(self.fraction * self.num_steps + _ROUNDING)
 
     def indices(self, rollout_id: int) -> list[int]:
-        """See `IndexScheduler.indices`."""
         _check_rollout_id(rollout_id)
         return list(range(self._count()))
 
@@ -125,7 +123,6 @@ class ExplicitSteps(StepWindow):
         object.__setattr__(self, "steps", steps)
 
     def indices(self, rollout_id: int) -> list[int]:
-        """See `IndexScheduler.indices`."""
         _check_rollout_id(rollout_id)
         return list(self.steps)
 

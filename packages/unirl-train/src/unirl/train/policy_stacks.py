@@ -30,7 +30,6 @@ class PolicyStacks:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:
-        """See `TrainStack.prepare`."""
         for stack in self._stacks.values():
             stack.prepare()
 
@@ -49,7 +48,6 @@ class PolicyStacks:
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def old_logp(self) -> str | None:
-        """See `TrainStack.old_logp`."""
         said = {name: stack.old_logp() for name, stack in self._stacks.items()}
         return "; ".join(f"{name}: {words}" for name, words in said.items() if words) or None
 
@@ -65,12 +63,10 @@ class PolicyStacks:
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def state_dict(self) -> dict[str, float]:
-        """See `TrainStack.state_dict`."""
         return joined({name: stack.state_dict() for name, stack in self._stacks.items()})
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """See `TrainStack.load_state_dict`."""
         for name, stack in self._stacks.items():
             stack.load_state_dict(below(state, f"{name}/"))
 

@@ -55,17 +55,14 @@ class SavedPolicies:
 
     @property
     def policy_names(self) -> tuple[str, ...]:
-        """See SavedState."""
         return tuple(f"{policy}/{name}" for policy, own in self._backends.items() for name in own.policy_names)
 
     @property
     def lora_scale(self) -> dict[str, float | None]:
-        """See SavedState."""
         return {policy: own.lora_scale for policy, own in self._backends.items()}
 
     @property
     def counters(self) -> dict[str, int]:
-        """See SavedState."""
         return joined({policy: own.counters for policy, own in self._backends.items()})
 
     def keep_policy(self, name: str) -> None:
@@ -79,14 +76,11 @@ class SavedPolicies:
         self._backends[policy].keep_policy(copy)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See SavedState."""
         return joined({policy: own.state_dict() for policy, own in self._backends.items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See SavedState."""
         for policy, own in self._backends.items():
             own.load_state_dict(below(state, f"{policy}/"))
 
     def architecture(self) -> dict[str, list[object]]:
-        """See SavedState."""
         return joined({policy: own.architecture() for policy, own in self._backends.items()})

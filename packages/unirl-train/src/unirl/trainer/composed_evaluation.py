@@ -36,7 +36,6 @@ class ComposedEvaluationConfig(EvaluationConfig):
 
     # ComposedSamplingParams in the place of the base's: what a recipe samples with follows from its engine.
     def settings(self, training: Any) -> dict[str, dict[str, Any]]:  # Any: the trainer's parameters; plain values
-        """See `Evaluates.settings`."""
         text, image = self.texts(training.ar), self.params(training.diffusion)
         return {
             "eval": self._without("num_images", "temperature", "max_new_tokens", *EVALUATED_SAMPLING),
@@ -59,7 +58,6 @@ class ComposedEvaluationConfig(EvaluationConfig):
         )
 
     def evaluator(self, rows: Sequence[PromptRow], training: Any) -> ComposedEvaluator:  # Any: as `settings`
-        """See `Evaluates.evaluator`."""
         return ComposedEvaluator(self, rows, training)
 
 

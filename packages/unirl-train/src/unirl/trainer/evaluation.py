@@ -61,7 +61,6 @@ class EvaluationConfig(HeldOut):
     num_images: NonNegativeInt = 16
 
     def settings(self, training: DiffusionSamplingParams) -> dict[str, dict[str, Any]]:  # Any: plain values
-        """See `Evaluates.settings`."""
         params = self.params(training)
         return {
             "eval": self._without("num_images", *EVALUATED_SAMPLING),
@@ -69,7 +68,6 @@ class EvaluationConfig(HeldOut):
         }
 
     def evaluator(self, rows: Sequence[PromptRow], training: DiffusionSamplingParams) -> BaseEvaluator:
-        """See `Evaluates.evaluator`."""
         return Evaluator(self, rows, training)
 
     def params(self, training: DiffusionSamplingParams) -> DiffusionSamplingParams:
@@ -122,7 +120,6 @@ class Evaluator(BaseEvaluator):
         return [self._params]
 
     def run(self, runtime: Runtime, track: str | None = None) -> EvaluationResult:
-        """See `BaseEvaluator.run`."""
         plan = runtime.role("engine", DiffusionEngineRole).plan(self._params)
 
         def build(rows: list[PromptRow]) -> RolloutReq:

@@ -67,7 +67,6 @@ class TextEvaluationConfig(HeldOut):
         return [pass_name(k) for k in self.pass_at]
 
     def settings(self, training: ARSamplingParams) -> dict[str, dict[str, Any]]:  # Any: plain values
-        """See `unirl.trainer.held_out.Evaluates.settings`."""
         return {
             "eval": self._without("num_completions", "max_new_tokens", "temperature", "top_p"),
             "sampling": {
@@ -98,7 +97,6 @@ class TextEvaluationConfig(HeldOut):
         )
 
     def evaluator(self, rows: Sequence[PromptRow], training: ARSamplingParams) -> TextEvaluator:
-        """See `unirl.trainer.held_out.Evaluates.evaluator`."""
         return TextEvaluator(self, rows, training)
 
 

@@ -68,7 +68,6 @@ class VisionLayer(nn.Module):
         self.mlp = VisionMLP(config.hidden_size, config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor, lengths: Sequence[int], num_keys: Sequence[int] | None = None) -> Tensor:
-        """See `VisionAttention`."""
         x = x + self.self_attn(self.layer_norm1(x), lengths, num_keys)
         return x + self.mlp(self.layer_norm2(x))
 
@@ -112,7 +111,6 @@ class VisionModel(nn.Module):
         self.vision_model = VisionTransformer(config)
 
     def forward(self, patches: Tensor, places: Tensor, lengths: Sequence[int]) -> Tensor:
-        """See `VisionTransformer`."""
         return self.vision_model(patches, places, lengths)
 
 

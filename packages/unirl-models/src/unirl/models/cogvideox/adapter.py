@@ -78,11 +78,9 @@ class CogVideoXAdapter(VariancePreservingAdapter[CogVideoXBundle]):
         )
 
     def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
-        """See `TextConditionedAdapter.decode`."""
         return super().decode(latents[:, :, self._num_dropped :], params)
 
     def encode_media(self, media: Images | Videos) -> Tensor:
-        """See `TextConditionedAdapter.encode_media`."""
         latents = super().encode_media(media)
         return torch.cat([latents[:, :, : self._num_dropped], latents], dim=2)
 

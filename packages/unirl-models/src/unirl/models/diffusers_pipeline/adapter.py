@@ -197,7 +197,6 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         return self.bundle.text.resting is not None
 
     def visiting_encoders(self) -> AbstractContextManager[None]:
-        """See `DiffusionAdapter.visiting_encoders`."""
         return self.bundle.text.visiting()
 
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
@@ -293,7 +292,6 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         return media.frames.unflatten(0, (-1, lengths[0])).movedim(1, 2)
 
     def cut_tokens(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[int]:
-        """See `TextEncoders.cut_tokens`."""
         prompts = self.texts_to_encode(list(texts), is_negative=False)
         return self.bundle.text.cut_tokens(prompts, self.sequence_length(params))
 

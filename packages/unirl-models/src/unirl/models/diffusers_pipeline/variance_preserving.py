@@ -60,7 +60,6 @@ class VariancePreservingAdapter(TextConditionedAdapter[BundleT]):
         return dataclasses.replace(self.levels, timestep_spacing=spacing)
 
     def starting_latents(self, latents: Tensor, sigma: float, conditions: Conditions) -> Tensor:
-        """See `DiffusionAdapter.starting_latents`."""
         del conditions
         return to_flow(latents, torch.full(latents.shape[:1], sigma, device=latents.device))
 

@@ -89,5 +89,4 @@ class FluxAdapter(FluxTextAdapter[FluxBundle]):
     """FLUX.1 dev and schnell."""
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
-        """See `FluxTextAdapter.forward`."""
         return self.forward(x_R, sigma_R, require_condition(conditions, "text", TextEmbedCondition), params)

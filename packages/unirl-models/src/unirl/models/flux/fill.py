@@ -47,7 +47,6 @@ class FluxFillAdapter(FluxTextAdapter[FluxFillBundle]):
         return {MASKED: ImageLatentCondition(latents=torch.cat([latents, by_element], dim=1))}
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
-        """See `FluxTextAdapter.forward`."""
         text = require_condition(conditions, "text", TextEmbedCondition)
         masked = require_condition(conditions, MASKED, ImageLatentCondition)
         return self.forward(x_R, sigma_R, text, params, beside=packed_2x2(masked.latents.to(x_R.device)))

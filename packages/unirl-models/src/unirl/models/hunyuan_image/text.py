@@ -38,7 +38,6 @@ class HunyuanImageTextEncoders(GlyphTextEncoders):
         return language_states(self.encoders["text_encoder"], tokens, layer=HIDDEN_STATE, start=TEMPLATE_TOKENS)
 
     def words_to_draw(self, prompt: str) -> list[str]:
-        """See `quoted`."""
         return quoted(prompt)
 
 

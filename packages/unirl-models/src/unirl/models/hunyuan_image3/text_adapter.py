@@ -151,7 +151,6 @@ class HunyuanImage3TextAdapter(TextAdapter):
         return found
 
     def prompt_keys(self, conditions: Conditions) -> list[Hashable]:
-        """See `TextAdapter.prompt_keys`."""
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
         images = given_images(conditions, len(prompts))
         return [

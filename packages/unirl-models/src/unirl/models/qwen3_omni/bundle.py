@@ -62,7 +62,6 @@ class Qwen3OmniThinkerBundle(QwenVLBundle):
 
     @property
     def vision_tower(self) -> nn.Module:
-        """See `QwenVLBundle`."""
         return self.model.visual
 
     @property

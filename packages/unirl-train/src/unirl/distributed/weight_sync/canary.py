@@ -133,7 +133,6 @@ class TokenCanary(Canary):
         return int(torch.bucketize(position, _tokens(track).cu_seqlens[1:], right=True))
 
     def replay_only(self) -> None:
-        """See `Canary`."""
         conditions = self._pipeline.encode(self._request(0).primitives, self._params)
         tokens = [torch.zeros(1, dtype=torch.long) for _ in self._prompts]
         with self._pipeline.evaluating():
@@ -212,7 +211,6 @@ class TransitionCanary(Canary):
         return position // len(self._stochastic)
 
     def replay_only(self) -> None:
-        """See `Canary`."""
         req = self._request(0)
         shape = (len(self._prompts), len(self._stochastic) + 2, *self._pipeline.latent_shape(self._params))
         segment = LatentSegment(

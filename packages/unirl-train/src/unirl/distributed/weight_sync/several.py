@@ -18,7 +18,6 @@ class PolicySyncs:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:
-        """See `WeightSync.prepare`."""
         for sync in self._syncs.values():
             sync.prepare()
 

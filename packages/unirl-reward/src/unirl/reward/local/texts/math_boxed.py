@@ -84,5 +84,4 @@ class BoxedMathScorer(MathScorer):
 
     @staticmethod
     def function() -> str:
-        """See MathScorer."""
         return "boxed_equals"

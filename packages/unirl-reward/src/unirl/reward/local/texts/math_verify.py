@@ -43,5 +43,4 @@ class MathVerifyScorer(MathScorer):
 
     @staticmethod
     def function() -> str:
-        """See MathScorer."""
         return "verified"

@@ -59,7 +59,6 @@ class ComposedEngine(TwoStageEngine):
         self._reader = PromptReader(marker, max_chars)
 
     def _copies(self, policy: str | None) -> tuple[str | None, str | None]:
-        """See `unirl.types.copies`."""
         copies, (writer, painter) = copies_of(policy), self._names
         return copies.get(writer), copies.get(painter)
 

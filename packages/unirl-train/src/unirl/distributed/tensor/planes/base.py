@@ -41,6 +41,5 @@ class ObjectPlane(DataPlane):
     """Rows as bytes in Ray's object store: memory of the node, from which other nodes fetch."""
 
     def pick(self, actor: Any, key: HeldKey, rows: Sequence[int]) -> tuple[Any | None, Any]:
-        """See DataPlane."""
         done, picked = actor.pick.options(num_returns=2).remote(key, rows)
         return done, picked

@@ -145,7 +145,6 @@ class DirectPlane(DataPlane):
         self._timeout_s = timeout_s
 
     def prepare(self) -> None:
-        """See DataPlane."""
         global _driver
         if _driver is None:
             _driver = _Driver(self._timeout_s)

@@ -83,13 +83,11 @@ class QueuePlane(DataPlane):
         self._queued: list[str] = []
 
     def join(self, actors: Sequence[Any]) -> None:
-        """See DataPlane."""
         if not self._members:
             self._start()
         self._members.extend(actors)
 
     def leave(self, actors: Sequence[Any]) -> None:
-        """See DataPlane."""
         was_open = bool(self._members)
         self._members = [member for member in self._members if member not in actors]
         if was_open and not self._members:
@@ -97,7 +95,6 @@ class QueuePlane(DataPlane):
                 _within(_CLOSE_TIMEOUT_S, "its end", lambda: _queue().close())
 
     def pick(self, actor: Any, key: HeldKey, rows: Sequence[int]) -> tuple[Any | None, Any]:
-        """See DataPlane."""
         name = uuid.uuid4().hex
         self._queued.append(name)
         put = functools.partial(QueuedRows.put, key=name, timeout_s=self._timeout_s)
@@ -105,7 +102,6 @@ class QueuePlane(DataPlane):
         return done, picked
 
     def taken(self) -> None:
-        """See DataPlane."""
         present = _within(self._timeout_s, "listing entries", lambda: _queue().kv_list(_PARTITION))
         names = [name for name in self._queued if name in present.get(_PARTITION, {})]
         if names:

@@ -82,7 +82,6 @@ class ObjectTransport(WeightTransport):
     """Tensors as bytes in Ray's object store, which each node fetches once: neither memory nor files are shared."""
 
     def pack(self, bucket: WeightBucket, slot: int) -> Parcel:
-        """See WeightTransport."""
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.tensors.items()}
         return ObjectParcel(
             bucket.policy_version,

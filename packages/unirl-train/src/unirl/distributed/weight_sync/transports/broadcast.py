@@ -70,7 +70,6 @@ class BroadcastParcel(Parcel):
     slot: int
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
-        """See Parcel."""
         place = f"broadcast {self.meeting.name}"
         if place in kept and kept[place] is None:
             raise WeightSyncError(f"the bucket before this one of version {self.bucket.policy_version} did not arrive")
@@ -119,7 +118,6 @@ class BroadcastTransport(WeightTransport):
         self._flat: dict[int, tuple[FlatBucket, Tensor]] = {}
 
     def pack(self, bucket: WeightBucket, slot: int) -> Parcel:
-        """See WeightTransport."""
         if self._sender is None:
             self._sender = _Sender(self._device.type, self._num_members, self._timeout_s)
         flat = FlatBucket.of(bucket)
@@ -129,7 +127,6 @@ class BroadcastTransport(WeightTransport):
         return BroadcastParcel(self._sender.meeting, flat, slot)
 
     def depart(self, slot: int) -> None:
-        """See WeightTransport."""
         flat, buffer = self._flat[slot]
         if self._sender is not None and flat.num_bytes:
             self._sender.start(slot, buffer[: flat.num_bytes])
@@ -140,7 +137,6 @@ class BroadcastTransport(WeightTransport):
             self._sender.wait(slot)
 
     def drop(self) -> None:
-        """See WeightTransport."""
         self._sender = None
         self._flat.clear()  # a broadcast that hangs may still read them
 

@@ -56,7 +56,6 @@ class FileTransport(WeightTransport):
         self._own: OwnedFolder | None = None
 
     def pack(self, bucket: WeightBucket, slot: int) -> Parcel:
-        """See WeightTransport."""
         if self._own is None:
             self._own = OwnedFolder("unirl-push-", self._folder)
         path, flat = self._own.path / f"bucket-{slot}", FlatBucket.of(bucket)
@@ -76,7 +75,6 @@ class FileTransport(WeightTransport):
         return FileParcel(str(path), flat)
 
     def drop(self) -> None:
-        """See WeightTransport."""
         if self._own is not None:
             self._own.remove()
             self._own = None

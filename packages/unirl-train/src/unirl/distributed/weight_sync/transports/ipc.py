@@ -52,7 +52,6 @@ class SharedParcel(Parcel):
     bucket: FlatBucket
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
-        """See Parcel."""
         name, memory = kept.get(self.slot, (None, None))
         if name != self.buffer.name:
             kept.pop(self.slot, None)  # the old buffer is unmapped first
@@ -73,7 +72,6 @@ class SharedMemoryTransport(WeightTransport):
         self._buffers: dict[int, tuple[Tensor, SharedBuffer]] = {}
 
     def pack(self, bucket: WeightBucket, slot: int) -> Parcel:
-        """See WeightTransport."""
         flat = FlatBucket.of(bucket)
         buffer, shared = self._buffer(slot, flat.num_bytes)
         flat.layout.write(bucket.tensors, buffer)
@@ -91,7 +89,6 @@ class SharedMemoryTransport(WeightTransport):
         return present
 
     def drop(self) -> None:
-        """See WeightTransport."""
         self._buffers.clear()
 
 
