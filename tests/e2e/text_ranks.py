@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
+from unirl.models.tiny.text import byte_tokenizer
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, LoraConfig, OptimizerConfig
@@ -28,12 +28,7 @@ PROMPTS = ["1+1=", "a longer prompt", "ab", "1+1="]
 
 def save_model(folder: Path, *, is_tied: bool) -> None:
     """Bytes as tokens; weights large enough for a peaked softmax."""
-    core = Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
-    )
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<pad>")
+    tokenizer = byte_tokenizer({}, eos_token="<|im_end|>", pad_token="<pad>")
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=264,

@@ -20,7 +20,8 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from unirl.models.tiny.text import byte_tokenizer
 
 PROMPTS = [f"picture number {number}" for number in range(64)]
 SPECIAL = ("<pad>", "<end>", "<unk>", "<start>", "<image>", "<video>", "<vision>", "</vision>")
@@ -29,14 +30,10 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 Make = Callable[[], Any]  # Any: classes of diffusers and transformers, here and below
 
 
-def byte_tokenizer(max_length: int) -> Any:
+def tokenizer(max_length: int) -> Any:
     """Special tokens first, then bytes."""
-    vocab = {token: i for i, token in enumerate((*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
+    return byte_tokenizer(
+        {token: i for i, token in enumerate(SPECIAL)},
         model_max_length=max_length,
         pad_token="<pad>",
         eos_token="<end>",
@@ -156,9 +153,9 @@ PIPELINES: Mapping[str, tuple[Any, dict[str, Make]]] = {
             "text_encoder_3": lambda: transformers.T5EncoderModel(
                 transformers.T5Config(vocab_size=300, d_model=4096, d_ff=64, num_layers=1, num_heads=1)
             ),
-            "tokenizer": lambda: byte_tokenizer(77),
-            "tokenizer_2": lambda: byte_tokenizer(77),
-            "tokenizer_3": lambda: byte_tokenizer(512),
+            "tokenizer": lambda: tokenizer(77),
+            "tokenizer_2": lambda: tokenizer(77),
+            "tokenizer_3": lambda: tokenizer(512),
         },
     ),
     "qwen-image": (
@@ -167,7 +164,7 @@ PIPELINES: Mapping[str, tuple[Any, dict[str, Make]]] = {
             "transformer": diffusers.QwenImageTransformer2DModel,  # the class's defaults are the released sizes
             "vae": diffusers.AutoencoderKLQwenImage,
             "text_encoder": qwen_vl,
-            "tokenizer": lambda: byte_tokenizer(4096),
+            "tokenizer": lambda: tokenizer(4096),
         },
     ),
     "flux.2-klein-4b": (
@@ -176,7 +173,7 @@ PIPELINES: Mapping[str, tuple[Any, dict[str, Make]]] = {
             "transformer": klein_4b,
             "vae": diffusers.AutoencoderKLFlux2,
             "text_encoder": lambda: qwen3(hidden_size=2560, num_hidden_layers=28),
-            "tokenizer": lambda: byte_tokenizer(4096),
+            "tokenizer": lambda: tokenizer(4096),
         },
     ),
     "wan2.1-1.3b": (
@@ -187,7 +184,7 @@ PIPELINES: Mapping[str, tuple[Any, dict[str, Make]]] = {
             "text_encoder": lambda: transformers.UMT5EncoderModel(
                 transformers.UMT5Config(vocab_size=300, d_model=4096, d_kv=64, d_ff=64, num_layers=1, num_heads=1)
             ),
-            "tokenizer": lambda: byte_tokenizer(4096),
+            "tokenizer": lambda: tokenizer(4096),
         },
     ),
 }
@@ -221,7 +218,7 @@ def write_checkpoint(name: str, folder: Path, device: str) -> None:
     torch.manual_seed(0)
     if name in TEXT_MODELS:
         made(TEXT_MODELS[name], device).save_pretrained(folder)
-        byte_tokenizer(40960).save_pretrained(folder)
+        tokenizer(40960).save_pretrained(folder)
         rows = "".join(f'{{"prompt": "{prompt}", "answer": "1"}}\n' for prompt in PROMPTS)
         (folder / "prompts.jsonl").write_text(rows)
         return

@@ -9,17 +9,13 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+from unirl.models.tiny import text
 
 
 def byte_tokenizer(first: dict[str, int], **special: str) -> Any:
-    """A tokenizer of single bytes: `first` are the ids that precede them."""
-    vocab = {**first, **{char: len(first) + i for i, char in enumerate(BYTES)}}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=77, **special)
+    """As in `unirl.models.tiny.text`, of texts as long as CLIP's."""
+    return text.byte_tokenizer(first, model_max_length=77, **special)
 
 
 def clip_tokenizer() -> Any:
@@ -30,8 +26,7 @@ def clip_tokenizer() -> Any:
 
 def t5_tokenizer() -> Any:
     """T5's special tokens, then bytes."""
-    first = {"<pad>": 0, "</s>": 1, "<unk>": 2}
-    return byte_tokenizer(first, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    return text.t5_tokenizer(model_max_length=77)
 
 
 def clip_encoder() -> Any:

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 from unirl.models.bagel.configuration import VisionConfig
@@ -17,6 +15,7 @@ from unirl.models.hunyuan_image3.configuration import DecoderConfig, HunyuanImag
 from unirl.models.hunyuan_image3.model import ImageParts
 from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder
 from unirl.models.hunyuan_image3.weights import INDEX
+from unirl.models.tiny.text import byte_tokenizer
 
 WORDS = [
     *("<boi>", "<eoi>", "<img>", "<cfg>", "<recaption>", "</recaption>", "<think>", "</think>", "<answer>"),
@@ -68,12 +67,8 @@ TINY = HunyuanImage3Config(
 
 def tokenizer() -> Any:  # Any: a tokenizer of transformers
     """Bytes first, then the words with a meaning of their own."""
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
+    return byte_tokenizer(
+        {},
         bos_token="<|startoftext|>",
         eos_token="<|endoftext|>",
         pad_token="<pad>",

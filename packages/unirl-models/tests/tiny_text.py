@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from unirl.models.tiny.text import byte_tokenizer
 
 END = "<|im_end|>"
 SPECIAL = (
@@ -33,12 +34,8 @@ TEMPLATE = (
 
 def text_tokenizer(*, chat_template: str | None = TEMPLATE) -> Any:
     """Bytes first, then Qwen's special tokens."""
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
+    tokenizer = byte_tokenizer(
+        {},
         eos_token=END,
         pad_token=SPECIAL[0],
         additional_special_tokens=[s for s in SPECIAL if s not in (END, SPECIAL[0])],

@@ -1,4 +1,4 @@
-"""A tiny HunyuanVideo 1.5. Any: as in `unirl.models.tiny.text`."""
+"""A tiny HunyuanVideo 1.5. Any: classes of diffusers, as in `unirl.models.tiny.text`."""
 
 from __future__ import annotations
 

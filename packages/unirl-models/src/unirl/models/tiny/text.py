@@ -1,6 +1,6 @@
 """Random text encoders and tokenizers of single bytes.
 
-Any stands for classes of diffusers and transformers, which type them as unions with placeholders.
+Any stands for classes of transformers, which types them as unions with placeholders.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 from unirl.models.extras import from_extra
 
-with from_extra("diffusers"):
+with from_extra("transformers"):
     import transformers
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 _END = "<|im_end|>"
 _CHAT = (
@@ -51,6 +51,7 @@ def byte_tokenizer(first: dict[str, int], **special: Any) -> Any:
         models.BPE(vocab={**first, **{char: len(first) + i for i, char in enumerate(alphabet)}}, merges=[])
     )
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
