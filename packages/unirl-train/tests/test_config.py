@@ -250,7 +250,7 @@ OPTIMIZER = "unirl.train.configs.OptimizerConfig"
         ({"_target_": f"{OPTIMIZER}x"}, {}, "unirl.train.configs has no 'OptimizerConfigx'. Did you mean Optimizer"),
         ({"_target_": "unirl.train.config.X"}, {}, "unirl.train has no 'config'"),
         ({"_target_": "nowhere.X"}, {}, "there is no module 'nowhere'"),
-        ({"_target_": "unirl.train.configs.SCHEDULE_TYPES"}, {}, "is a tuple, not a class"),
+        ({"_target_": "unirl.trainer.guardrails.ALARMS"}, {}, "is a tuple, not a class"),
         ({"_target_": 3}, {}, "must be an import path"),
         ({"a": 1}, {"x": 1}, "has no _target_"),
         ({"_target_": OPTIMIZER, "learning_rate": 1.0}, {"learning_rate": 2.0}, "is set by the trainer. Remove it"),

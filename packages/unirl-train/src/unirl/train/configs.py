@@ -13,10 +13,7 @@ from unirl.types.roles import MeshPlace
 from unirl.types.training import OptimizerConfig as OptimizerConfig
 
 ScheduleType = Literal["constant", "linear", "cosine"]
-SCHEDULE_TYPES: tuple[ScheduleType, ...] = ("constant", "linear", "cosine")
-
 LoraInit = Literal["gaussian", "default"]
-LORA_INITS: tuple[LoraInit, ...] = ("gaussian", "default")
 
 
 @bounded("scheduler")
@@ -30,8 +27,6 @@ class LrSchedulerConfig:
     """Optimizer step at which "linear" and "cosine" reach zero, warm-up included. Not for "constant"."""
 
     def __post_init__(self) -> None:
-        if self.type not in SCHEDULE_TYPES:
-            raise ConfigError(f"scheduler.type = {self.type!r}. Choose one of: {', '.join(SCHEDULE_TYPES)}.")
         if self.type == "constant":
             if self.total_steps is not None:
                 raise ConfigError(
@@ -100,8 +95,6 @@ class LoraConfig:
             )
         if self.target_modules is not None and (isinstance(self.target_modules, str) or not self.target_modules):
             raise ConfigError(f"lora.target_modules = {self.target_modules!r} must be a list of name suffixes, or null")
-        if self.init not in LORA_INITS:
-            raise ConfigError(f"lora.init = {self.init!r}. Choose one of: {', '.join(LORA_INITS)}.")
 
 
 @bounded("ema")
@@ -115,12 +108,6 @@ class EMAConfig:
     k counts steps, not averages: with `every` above 1 the limit is reached after as many steps as with 1."""
     every: PositiveInt = 1
     """Optimizer steps between averages."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ConfigError(f"ema.decay = {self.decay} must be in [0, 1)")
-        if self.every < 1:
-            raise ConfigError(f"ema.every = {self.every} must be at least 1")
 
 
 @dataclass(frozen=True)

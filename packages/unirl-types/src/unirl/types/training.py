@@ -18,7 +18,6 @@ the policy, and modules that an algorithm trains beside it."""
 OFFLOADABLE: tuple[Offloadable, ...] = ("weights", "optimizer")
 
 AdamWImplementation = Literal["auto", "fused", "foreach", "loop"]
-ADAMW_IMPLEMENTATIONS: tuple[AdamWImplementation, ...] = ("auto", "fused", "foreach", "loop")
 
 
 @bounded("optimizer")
@@ -40,11 +39,6 @@ class OptimizerConfig:
         object.__setattr__(self, "betas", betas)
         if len(betas) != 2:
             raise ConfigError(f"optimizer.betas = {betas} must be two numbers in [0, 1)")
-        if self.implementation not in ADAMW_IMPLEMENTATIONS:
-            raise ConfigError(
-                f"optimizer.implementation = {self.implementation!r}. "
-                f"Choose one of: {', '.join(ADAMW_IMPLEMENTATIONS)}."
-            )
 
 
 @dataclass(frozen=True)
