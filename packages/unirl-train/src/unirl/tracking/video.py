@@ -12,16 +12,18 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 from torch import Tensor
 
-from unirl.types.errors import ContractError
+from unirl.types.errors import ContractError, DataError
 
 logger = logging.getLogger(__name__)
 
 STRIP_FRAMES = 6
 """Most frames of a video that a grid shows."""
+CODEC = "libx264"
 DEFAULT_FPS = 8.0
 """Frames per second of videos that do not say."""
 
@@ -56,10 +58,24 @@ def write_video(folder: Path, name: str, frames: Tensor, fps: float | None) -> P
     return path
 
 
+def read_video(path: Path) -> Tensor:
+    """Frames uint8 [F, 3, H, W] of a file that `write_video` wrote. Raises DataError for MP4 without PyAV."""
+    if path.suffix == ".gif":
+        with Image.open(path) as file:
+            frames = [np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(file)]
+        return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous()
+    av = _av()
+    if av is None:
+        raise DataError(f"{path} takes PyAV to read: pip install 'unirl-train[video]'")
+    with av.open(str(path)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous()
+
+
 def _write_mp4(av: ModuleType, path: Path, pictures: Sequence[Image.Image], fps: float) -> None:
     width, height = (side // 2 * 2 for side in pictures[0].size)  # the pixel format has a colour per 2 x 2 pixels
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=fractions.Fraction(fps).limit_denominator(1000))
+        stream = container.add_stream(CODEC, rate=fractions.Fraction(fps).limit_denominator(1000))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.options = {"crf": "18"}
         for picture in pictures:
@@ -70,10 +86,13 @@ def _write_mp4(av: ModuleType, path: Path, pictures: Sequence[Image.Image], fps:
 
 @cache
 def _av() -> ModuleType | None:
-    """PyAV, or None where it is not installed, which is said once."""
+    """PyAV, or None where it is not installed or cannot write H.264, which is said once."""
     try:
         import av
     except ImportError:
         logger.info("videos are written as GIF; for mp4 install PyAV: pip install 'unirl-train[video]'")
+        return None
+    if CODEC not in av.codecs_available:
+        logger.warning("videos are written as GIF: this PyAV was built without %s. Install its wheel from PyPI.", CODEC)
         return None
     return av

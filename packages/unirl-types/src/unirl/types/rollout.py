@@ -310,14 +310,8 @@ class RolloutResp(Batch):
         track = self.track(name)
         if track.parent_track is None:
             return track
-        rows = list(range(track.batch_size))
-        at = track
-        while at.parent_track is not None:
-            above = self.tracks[at.parent_track]
-            places = {sample: row for row, sample in enumerate(above.sample_ids)}
-            rows = [places[at.group_ids[row]] for row in rows]
-            at = above
-        asked = dataclasses.replace(at, conditions={}, segment=None, decoded=None).select(rows)
+        root, rows = self.root_rows(name)
+        asked = dataclasses.replace(root, conditions={}, segment=None, decoded=None).select(rows)
         return dataclasses.replace(
             track,
             primitives=asked.primitives,
@@ -325,6 +319,17 @@ class RolloutResp(Batch):
             parent_ids=asked.group_ids,
             parent_track=None,
         )
+
+    def root_rows(self, name: str) -> tuple[RolloutTrack, list[int]]:
+        """The root track that a track grew from, and the row in it of each of the track's samples."""
+        at = self.track(name)
+        rows = list(range(at.batch_size))
+        while at.parent_track is not None:
+            above = self.tracks[at.parent_track]
+            places = {sample: row for row, sample in enumerate(above.sample_ids)}
+            rows = [places[at.group_ids[row]] for row in rows]
+            at = above
+        return at, rows
 
     def propagate_rewards(self, child: str, parent: str, how: Credit) -> Self:
         """The response with rewards [B] and component rewards of `parent` made from those of its children.
