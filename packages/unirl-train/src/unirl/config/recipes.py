@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, available, packaged_name, parts
+from unirl.config.former import modernised
 from unirl.config.instantiation import TARGET
 from unirl.config.suggestions import did_you_mean
 from unirl.config.yaml_bounds import check_yaml
@@ -68,10 +69,15 @@ def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
-    """Plain containers with every interpolation replaced, without the components that null takes out.
+    """Plain containers with every interpolation replaced and present names (`unirl.config.former`), without the
+    components that null takes out.
 
     Raises ConfigError naming the key that cannot be resolved.
     """
+    return modernised(_resolved(config))
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -94,7 +100,7 @@ def published(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     raw = OmegaConf.to_container(config, resolve=False)
     texts: list[str] = []
     marked = OmegaConf.to_container(OmegaConf.create(_marked(raw, texts)), resolve=True)
-    return _published(resolve(config), marked, texts)
+    return modernised(_published(_resolved(config), marked, texts))
 
 
 _RESOLVER = re.compile(r"\$\{\s*[A-Za-z_][\w.]*\s*:")

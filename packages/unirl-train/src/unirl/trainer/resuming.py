@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from unirl.config.former import modernised
 from unirl.config.instantiation import TARGET
 from unirl.config.runs import does_train, policy_sections
 from unirl.train.checkpoint.saved import DRIVER_STATE, newest_driver_state
@@ -32,7 +33,7 @@ Digests = Mapping[str, str]
 
 def check_same_algorithm(saved: Recipe, own: Recipe) -> None:
     """Raise CheckpointError where a run would be continued by another algorithm; both are resolved or published."""
-    before, now = _algorithms(saved), _algorithms(own)
+    before, now = _algorithms(modernised(saved)), _algorithms(own)
     for place in dict.fromkeys([*before, *now]):
         if before.get(place) != now.get(place):
             where = "" if place == "algorithm" else f" for {place}"
@@ -66,7 +67,7 @@ def changed_settings(
     saved: Recipe, own: Recipe, saved_digests: Digests | None = None, own_digests: Digests | None = None
 ) -> Changes:
     """The compared keys that differ between two published recipes, with their digests."""
-    before, now = _values(saved), _values(own)
+    before, now = _values(modernised(saved)), _values(own)
     changes: Changes = {}
     for key in dict.fromkeys([*before, *now]):
         pair = [before.get(key), now.get(key)]

@@ -1,0 +1,54 @@
+"""Names of the last release are taken once more, with a message, and never beside the present ones."""
+
+import logging
+
+import pytest
+
+from unirl.config import former
+from unirl.types.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def renamed(monkeypatch):
+    monkeypatch.setattr(former, "CLASSES", {"old.Engine": "new.Engine"})
+    monkeypatch.setattr(former, "KEYWORDS", {"new.Engine": {"num_gpus": "num_devices"}})
+    monkeypatch.setattr(former, "_said", set())
+
+
+def test_classes_and_keywords_get_their_present_names_and_are_said_once(caplog):
+    recipe = {"engine": {"_target_": "old.Engine", "num_gpus": 2}, "list": [{"_target_": "new.Engine", "num_gpus": 3}]}
+    with caplog.at_level(logging.WARNING):
+        made = former.modernised(recipe)
+        assert former.modernised(recipe) == made
+    assert made == {
+        "engine": {"_target_": "new.Engine", "num_devices": 2},
+        "list": [{"_target_": "new.Engine", "num_devices": 3}],
+    }
+    assert recipe["engine"] == {"_target_": "old.Engine", "num_gpus": 2}
+    assert [record.getMessage().partition(" This")[0] for record in caplog.records] == [
+        "engine._target_: old.Engine is new.Engine now.",
+        "engine.num_gpus is called engine.num_devices now.",
+        "list[0].num_gpus is called list[0].num_devices now.",
+    ]
+
+
+def test_present_names_stay_and_nothing_is_said(caplog):
+    recipe = {"engine": {"_target_": "new.Engine", "num_devices": 2}, "other": {"num_gpus": 2}}
+    assert former.modernised(recipe) == recipe
+    assert not caplog.records
+
+
+def test_both_names_are_refused():
+    recipe = {"engine": {"_target_": "new.Engine", "num_gpus": 2, "num_devices": 2}}
+    with pytest.raises(ConfigError, match=r"engine.num_gpus is called engine.num_devices now, and both are set. Remov"):
+        former.modernised(recipe)
+
+
+def test_sections_that_moved_are_moved(monkeypatch, caplog):
+    def moved(recipe):
+        recipe["new"] = recipe.pop("old")
+        return ["old is new now."]
+
+    monkeypatch.setattr(former, "MOVES", (moved,))
+    assert former.modernised({"old": 1}) == {"new": 1}
+    assert caplog.records[0].getMessage().startswith("old is new now.")
