@@ -8,6 +8,7 @@ import pytest
 from unirl.config import instantiate
 from unirl.config.annotations import mismatch
 from unirl.config.instantiation import instantiate_at
+from unirl.config.renamed import in_present_words
 from unirl.config.runs import part_of
 from unirl.config.schema import Component
 from unirl.config.signatures import read_target
@@ -59,6 +60,11 @@ class ForwardingAgain(Forwarding):
     def __init__(self, *, width: int = 1, **options):
         super().__init__(**options)
 
+class Wrapping:
+    renamed_keywords = {"breadth": "width", "is_slow": ("kind", {True: "slow"}), "gone": None}
+    def __init__(self, *, width: int = 1, **options):
+        self.inner = Forwarding(None, **options)
+
 class Keeping(Base):
     def __init__(self, function, **kwargs):
         super().__init__(None, size=3)
@@ -101,6 +107,22 @@ def test_signature_of_a_class_comes_from_its_base_without_importing(some_models)
 def test_options_that_go_to_the_base_bring_its_keywords_without_those_that_are_set_there(some_models):
     target = read_target(f"{some_models}.ForwardingAgain")
     assert set(target.parameters) == {"width", "model", "depth", "size", "options"} and not target.accepts_any
+
+
+def test_options_that_go_to_another_class_bring_its_keywords(some_models):
+    target = read_target(f"{some_models}.Wrapping")
+    assert set(target.parameters) == {"width", "depth", "size", "options"} and not target.accepts_any
+
+
+def test_keywords_under_their_old_names_are_taken_with_a_message_each(some_models, caplog):
+    old = {"model": {"_target_": f"{some_models}.Wrapping", "breadth": 2, "is_slow": True, "gone": 3, "depth": 4}}
+    assert in_present_words(old) == {
+        "model": {"_target_": f"{some_models}.Wrapping", "width": 2, "kind": "slow", "depth": 4}
+    }
+    for message in ("model.breadth is called model.width now", "model.is_slow is called", "model.gone does nothing"):
+        assert message in caplog.text
+    with pytest.raises(ConfigError, match="model.breadth is the old name of model.width, and both are set"):
+        in_present_words({"model": {**old["model"], "width": 1}})
 
 
 @pytest.mark.parametrize("opening", ["with anything:", "if True:", "try:"])

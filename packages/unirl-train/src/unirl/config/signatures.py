@@ -207,16 +207,22 @@ def _find(module: Module, name: str, path: str, depth: int = 0) -> _Found:
 def _constructor(node: ast.ClassDef, module: Module, depth: int) -> tuple[dict[str, Parameter], bool]:
     """Keywords of the class, from its own `__init__` or dataclass fields or from its bases'.
 
-    An `__init__` that passes its `**options` on to `super().__init__` takes the base's keywords too; one that keeps
-    them takes any keyword.
+    An `__init__` that passes its `**options` on to `super().__init__`, or to another class, takes its keywords too; one
+    that keeps them takes any keyword.
     """
     own = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if own is not None:
         parameters, has_options = _function_parameters(own, module, skip=1)
-        call = _base_call(own) if has_options else None
+        call = _passing_on(own) if has_options else None
         if call is None:
             return parameters, has_options
-        inherited, loose = _inherited_parameters(node, module, depth)
+        if isinstance(call.func, ast.Name):
+            other, where = resolve_annotation(call.func.id, module)
+            if not isinstance(other, ast.ClassDef) or depth >= MAX_DEPTH:
+                return parameters, True
+            inherited, loose = _constructor(other, where, depth + 1)
+        else:
+            inherited, loose = _inherited_parameters(node, module, depth)
         set_here = {*list(inherited)[: len(call.args)], *(keyword.arg for keyword in call.keywords)}
         passed_on = {name: item for name, item in inherited.items() if name not in {*parameters, *set_here}}
         return {**parameters, **passed_on}, loose
@@ -225,11 +231,13 @@ def _constructor(node: ast.ClassDef, module: Module, depth: int) -> tuple[dict[s
     return _inherited_parameters(node, module, depth)
 
 
-def _base_call(init: ast.FunctionDef) -> ast.Call | None:
-    """The call of `super().__init__` that passes the `**options` of `init` on; None where there is none."""
+def _passing_on(init: ast.FunctionDef) -> ast.Call | None:
+    """The call of `super().__init__` or of a name that passes the `**options` of `init` on; None without one."""
     options = init.args.kwarg.arg if init.args.kwarg is not None else None
     for node in ast.walk(init):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "super().__init__":
+        if not isinstance(node, ast.Call):
+            continue
+        if not isinstance(node.func, ast.Name) and ast.unparse(node.func) != "super().__init__":
             continue
         if any(
             item.arg is None and isinstance(item.value, ast.Name) and item.value.id == options for item in node.keywords
