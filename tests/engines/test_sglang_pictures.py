@@ -70,7 +70,7 @@ def test_every_tensor_of_a_push_acts_on_answers_about_pictures(model_type, sglan
         python=sglang_python,
         dtype="fp32",
         kv_cache_tokens=4096,
-        server_args={"disable-fast-image-processor": True},
+        engine_args={"disable-fast-image-processor": True},
     )
     options: dict[str, Any] = {"sampling": PARAMS, "dtype": "fp32", "canary_tolerance": 1e-4}
     sync = FullWeightSync(backend, engine, pipeline, canary_image_size=2 * token_side(bundle), **options)

@@ -32,7 +32,7 @@ NUM_PARAMETERS = {"sglang": 95, "vllm_omni": 70}
     ids=["sglang-by-tensors", "vllm_omni-by-tensors", "sglang-by-branches", "vllm_omni-by-branches"],
 )
 def test_two_ranks_take_pushes_and_sample_as_one(name, engine_args, shapes):
-    engine = SERVED[name].start(shapes, CHECKPOINT, num_gpus=2, engine_args=engine_args)
+    engine = SERVED[name].start(shapes, CHECKPOINT, num_devices=2, engine_args=engine_args)
     try:
         for req in (request(shapes), request(shapes, guidance_scale=3.0, negative_prompt="")):
             check_samples(engine, shapes, req)
@@ -58,7 +58,7 @@ def test_two_ranks_sample_another_family_as_one(name):
     checkpoint = Path(next(iter(unirl.worlds.shapes.__path__))) / "checkpoint_flux2"
     bundle = Flux2KleinBundle(str(checkpoint))
     pipeline = Flux2KleinPipeline(bundle, FlowSDEStrategy(), SigmaSchedule(convention="linear", shift=3.0))
-    engine = SERVED[name].start(pipeline, checkpoint, num_gpus=2)
+    engine = SERVED[name].start(pipeline, checkpoint, num_devices=2)
     try:
         check_samples(engine, pipeline, request(pipeline))
         weights = {key: tensor * 1.05 for key, tensor in bundle.transformer.state_dict().items()}
@@ -73,7 +73,7 @@ def test_two_ranks_sample_another_family_as_one(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_draw_for_a_unified_model_as_one(name, tmp_path):
     """HunyuanImage3's share the experts out, each whole."""
-    unified = MODELS[name](tmp_path / name, num_gpus=2)
+    unified = MODELS[name](tmp_path / name, num_devices=2)
     try:
         check_trajectories(unified, 1)
         check_pushes(unified)

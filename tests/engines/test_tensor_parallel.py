@@ -24,7 +24,7 @@ START = {
 def test_two_ranks_take_pushes_and_give_log_probs_as_one(name, tmp_path):
     model = save_qwen3(tmp_path / "model")
     python = engine_python(f"{name}-cpu")
-    engine = START[name](model=str(tmp_path / "model"), python=python, dtype="fp32", tensor_parallel_size=2)
+    engine = START[name](model=str(tmp_path / "model"), python=python, dtype="fp32", num_devices=2)
     try:
         assert gap(engine, model) < TOLERANCE
         other = save_qwen3(tmp_path / "other", seed=1)

@@ -28,7 +28,7 @@ START = {
         LetterCodec(),
         device="cpu",
         kv_cache_tokens=16 * CONTEXT,
-        server_args={"max-running-requests": 4},
+        engine_args={"max-running-requests": 4},
         **options,
     ),
 }

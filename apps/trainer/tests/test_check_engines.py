@@ -7,9 +7,10 @@ import pytest
 from PIL import Image
 
 from unirl.app.environment import register_resolvers
-from unirl.config.check import machine_findings, run_findings
+from unirl.config.check import check_recipe, machine_findings, run_findings
 from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
+from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
 
 VLLM, SGLANG = "llm/qwen3_grpo_4b_base_dapo_vllm", "llm/qwen3_grpo_4b_base_dapo_sglang"
@@ -59,48 +60,48 @@ def findings(name, *overrides):
         ),
         (
             VLLM,
-            ["+engine.tensor_parallel_size=4", "+engine.gpus=[6,7]"],
-            "engine.tensor_parallel_size = 4 needs 4 GPUs, engine.gpus = [6, 7] names 2. Change one of them.",
+            ["+engine.num_devices=4", "+engine.gpus=[6,7]"],
+            "engine.num_devices = 4 needs 4 GPUs, engine.gpus = [6, 7] names 2. Change one of them.",
         ),
         (
             SGLANG,
-            ["+engine.tensor_parallel_size=2"],
-            "engine.tensor_parallel_size = 2, but a worker of runtime: ray sees one GPU. Name 2 GPUs of its host in",
+            ["+engine.num_devices=2"],
+            "engine.num_devices = 2, but a worker of runtime: ray sees one GPU. Name 2 GPUs of its host in",
         ),
         (
             VLLM,
-            ["+engine.num_instances=2", "+engine.tensor_parallel_size=2", "+engine.gpus=[0,1,2]"],
-            "engine.num_instances * engine.tensor_parallel_size = 2 * 2 = 4 needs 4 GPUs, engine.gpus = [0, 1, 2]",
+            ["+engine.num_instances=2", "+engine.num_devices=2", "+engine.gpus=[0,1,2]"],
+            "engine.num_instances * engine.num_devices = 2 * 2 = 4 needs 4 GPUs, engine.gpus = [0, 1, 2]",
         ),
         (
             "llm/qwen3_arithmetic_vllm",
             ["device=cuda", "+engine.num_instances=3"],
-            "engine.num_instances * engine.tensor_parallel_size = 3 * 1 = 3: name the 3 GPUs of this host that they",
+            "engine.num_instances * engine.num_devices = 3 * 1 = 3: name the 3 GPUs of this host that they",
         ),
         (
             "diffusion/sd3_shapes_sglang",
             ["device=cuda", "+engine.num_instances=2", "+engine.gpus=[3]"],
-            "engine.num_instances * engine.num_gpus = 2 * 1 = 2 needs 2 GPUs, engine.gpus = [3] names 1. Change one",
+            "engine.num_instances * engine.num_devices = 2 * 1 = 2 needs 2 GPUs, engine.gpus = [3] names 1. Change one",
         ),
         (
             "diffusion/sd3_shapes_sglang",
-            ["+engine.num_gpus=2", "+engine.engine_args={sp_degree: 2}"],
+            ["+engine.num_devices=2", "+engine.engine_args={sp_degree: 2}"],
             "engine.engine_args sets ['sp_degree']. SGLang's SD3 samples another image where its tokens are split.",
         ),
         (
             SGLANG,
-            [*REMOTE, "engine.server_args=null"],
+            [*REMOTE, "engine.engine_args=null"],
             "engine.url = http://10.0.0.1:30000 is another host, and engine.transfer_dir = /dev/shm is memory of this",
         ),
         (
             SGLANG,
-            [*REMOTE, "engine.server_args=null", "+engine.num_instances=2"],
+            [*REMOTE, "engine.engine_args=null", "+engine.num_instances=2"],
             "engine.num_instances = 2, but engine.url names one server that runs already. Set one of them alone.",
         ),
         (
             SGLANG,
-            [*REMOTE, "engine.server_args=null", "+engine.tensor_parallel_size=2", "+engine.gpus=[0,1]"],
-            "engine.tensor_parallel_size = 2, engine.gpus = [0, 1]: does nothing for the server that runs already, at",
+            [*REMOTE, "engine.engine_args=null", "+engine.num_devices=2", "+engine.gpus=[0,1]"],
+            "engine.num_devices = 2, engine.gpus = [0, 1]: does nothing for the server that runs already, at",
         ),
         (
             SGLANG,
@@ -161,7 +162,7 @@ def findings(name, *overrides):
         (
             SGLANG,
             ["residency=null"],
-            "engine.uses_memory_saver = True does nothing while the engine never sleeps",
+            "engine.sleep_level = 2 does nothing while the engine never sleeps",
         ),
         (
             VLLM,
@@ -318,7 +319,7 @@ def test_the_sizes_of_a_video_recipe_are_checked_without_weights():
 
 
 def test_a_server_over_several_hosts_needs_no_gpu_of_this_one():
-    shared = [*REMOTE, "engine.server_args=null", "+engine.transfer_dir=/mnt/shared"]
+    shared = [*REMOTE, "engine.engine_args=null", "+engine.transfer_dir=/mnt/shared"]
     assert findings(SGLANG, *shared) == []
     run = run_of(resolve(compose(SGLANG, shared)))
     assert not any(
@@ -332,16 +333,42 @@ def test_a_model_is_split_over_devices_that_divide_its_heads(name):
     python = f"engine.python={sys.executable}"
 
     def found(size, *overrides):
-        recipe = resolve(compose(name, [f"+engine.tensor_parallel_size={size}", python, *overrides]))
+        recipe = resolve(compose(name, [f"+engine.num_devices={size}", python, *overrides]))
         return list(machine_findings(run_of(recipe), Machine(num_cpus=8, num_gpus=1)))
 
     assert found(2) == []
     first, *_ = found(3)
-    assert "engine.tensor_parallel_size = 3 does not divide num_attention_heads = " in first
+    assert "engine.num_devices = 3 does not divide num_attention_heads = " in first
     assert "config.json. Set it to one of 1, 2" in first
     (message,) = found(2, "device=cuda")
-    assert message == "engine.tensor_parallel_size = 2, but this machine has 1 GPU. Lower it."
+    assert message == "engine.num_devices = 2, but this machine has 1 GPU. Lower it."
     if "vllm" in name:
         (message,) = found(2, "device=cuda", "+engine.num_instances=2", "+engine.gpus=[0,1,2,3]")
-        of_both = "engine.num_instances * engine.tensor_parallel_size = 2 * 2 = 4"
+        of_both = "engine.num_instances * engine.num_devices = 2 * 2 = 4"
         assert message == f"{of_both}, but this machine has 1 GPU. Lower it."
+
+
+# Keywords with another name than before
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        (VLLM, ["+engine.tensor_parallel_size=2"], {"num_devices": 2}),
+        (SGLANG, ["~engine.engine_args", "+engine.server_args={a: 1}"], {"engine_args": {"a": 1}}),
+        (SGLANG, ["~engine.sleep_level", "+engine.uses_memory_saver=true"], {"sleep_level": 2}),
+        ("diffusion/sd3_shapes_sglang", ["+engine.num_gpus=2"], {"num_devices": 2}),
+    ],
+)
+def test_old_keywords_of_engines_are_taken_with_a_message(caplog, name, old, new):
+    register_resolvers()
+    run = check_recipe(resolve(compose(name, [*old, "runtime=local", "num_devices=1"])))
+    assert {key: run.engine.get(key) for key in new} == new
+    assert all(f"is called engine.{key} now" in caplog.text for key in new)
+
+
+def test_an_old_keyword_beside_its_new_one_is_refused():
+    register_resolvers()
+    both = resolve(compose(SGLANG, ["+engine.server_args={a: 1}"]))
+    with pytest.raises(ConfigError, match="engine.server_args is the old name of engine.engine_args, and both are set"):
+        check_recipe(both)

@@ -563,7 +563,7 @@ def is_enforced(path, name):
     if path.startswith("unirl.sde."):
         return True  # `__post_init__` does, and has its tests
     bases = inspect.getmro(cast("type", import_target(path)))
-    constructors = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
+    constructors = [vars(base)["__init__"] for base in (*bases, EngineProcesses) if "__init__" in vars(base)]
     return any("__wrapped__" in vars(each) and name in inspect.signature(each).parameters for each in constructors)
 
 
@@ -881,6 +881,7 @@ OWN_CLASSES = """
 from unirl.algorithms.base import StageAlgorithm
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.rollout.engine.base import BaseRolloutEngine
+from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.types.sampling import DiffusionSamplingParams
 
 

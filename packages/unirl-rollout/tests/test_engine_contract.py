@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 from unirl.rollout.engine.base import BaseDiffusionEngine, BaseRolloutEngine
+from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.offline.engine import OfflineRolloutEngine
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.rollout.engine.replica.text import ReplicaTextEngine
@@ -47,7 +48,9 @@ def test_what_an_engine_declares_is_what_it_has(engine):
     assert engine.has_own_weights == all(hasattr(engine, name) for name in (*RECEIVING, "policy_version"))
     assert engine.can_abort == has_own(engine, "abort")
     assert engine.can_sleep == has_own(engine, "sleep") == has_own(engine, "wake_up")
-    keywords = inspect.signature(engine).parameters
+    keywords = set(inspect.signature(engine).parameters)
+    if "processes" in keywords:
+        keywords |= set(inspect.signature(EngineProcesses).parameters)
     for option in (engine.sleep_option, engine.adapter_option):
         assert option is None or option in keywords
     assert engine.has_own_model == ("bundle" in keywords)

@@ -17,6 +17,7 @@ from rollout_fakes import engine as direct_engine
 from safetensors.torch import save_file
 
 from unirl.rollout.engine.child.devices import dealt_gpus
+from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.child.pool import InstancePool
 from unirl.rollout.engine.served_latents.call import LATENTS, SampledLatents
 from unirl.rollout.engine.served_latents.engine import ServedLatentsEngine
@@ -180,15 +181,10 @@ class LinearEngine(ServedLatentsEngine):
         self._track, self._modality, self._dtype = "image", Modality.IMAGE, torch.float32
         self._drops_text_encoders = False
         self._launch(
-            ("linear", {"seconds_per_call": 0.0, **options}),
-            [{"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}] * num_instances,
+            EngineProcesses(model="linear", num_instances=num_instances),
+            {"seconds_per_call": 0.0, **options},
+            {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
             None,
-            python=None,
-            has_lora=False,
-            sleep_level=0,
-            transfer_dir="/dev/shm",
-            start_timeout_s=300,
-            timeout_s=300,
         )
 
     def _inputs(self, conditions, start, params):

@@ -258,7 +258,7 @@ def test_an_adapter_replaces_the_last_one_under_a_name_of_its_own(server, model)
 
 
 def test_sleep_frees_weights_that_must_then_be_pushed(server, model):
-    engine = make_engine(server, model, uses_memory_saver=True)
+    engine = make_engine(server, model, sleep_level=2)
     engine.sleep()
     engine.wake_up()
     with pytest.raises(WeightSyncError, match="push them again"):
@@ -300,11 +300,11 @@ def test_a_model_that_is_no_folder_and_options_of_a_running_server_are_refused(s
     with pytest.raises(ConfigError, match="is no folder"):
         make_engine(server, "org/model")
     with pytest.raises(
-        ConfigError, match="engine.server_args = {'schedule-policy': 'fcfs'}: does nothing for the serv"
+        ConfigError, match="engine.engine_args = {'schedule-policy': 'fcfs'}: does nothing for the serv"
     ):
-        make_engine(server, model, server_args={"schedule-policy": "fcfs"})
-    with pytest.raises(ConfigError, match="server_args sets tp-size. Set engine.tensor_parallel_size"):
-        SGLangRolloutEngine(NumberCodec(), model=str(model), server_args={"tp-size": 2})
+        make_engine(server, model, engine_args={"schedule-policy": "fcfs"})
+    with pytest.raises(ConfigError, match=r"engine_args sets \['tp-size'\], which the engine sets itself"):
+        SGLangRolloutEngine(NumberCodec(), model=str(model), engine_args={"tp-size": 2})
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,9 @@ def test_limits_are_those_of_the_models_own_configuration_unless_given(server, m
 def test_a_server_of_ours_keeps_the_tokens_of_prompts_with_images(model, monkeypatch):
     started = []
     monkeypatch.setattr(engine_module, "SGLangServer", lambda url, command, log, folder: started.append(command))
-    SGLangRolloutEngine(NumberCodec(), model=str(model), context_length=9, vocab_size=9, transfer_dir=str(model))
+    SGLangRolloutEngine(
+        NumberCodec(), model=str(model), device="cuda", context_length=9, vocab_size=9, transfer_dir=str(model)
+    )
     before, after = started[0][: started[0].index("-m")], started[0][started[0].index("-m") :]
     assert before[0] == "env" and "SGLANG_MM_AVOID_RETOKENIZE=1" in before and before[-1] == sys.executable
     assert after[:2] == ["-m", "sglang.launch_server"] and "--device" not in after
@@ -412,7 +414,7 @@ def test_a_server_of_ours_keeps_the_tokens_of_prompts_with_images(model, monkeyp
             {"kv_cache_tokens": 64, "max_lora_rank": 2},
             "max_lora_rank = 2, but SGLang's adapters need a GPU. Push whole",
         ),
-        ({"kv_cache_tokens": 64, "uses_memory_saver": True}, "would end SGLang on a CPU at its first sleep"),
+        ({"kv_cache_tokens": 64, "sleep_level": 2}, "engine.sleep_level = 2 does nothing on a CPU"),
         ({"kv_cache_tokens": 64, "python": "none/python"}, "Make SGLang's environment with `uv sync --project env"),
     ],
 )
@@ -442,7 +444,7 @@ def test_a_server_on_a_cpu_gets_a_free_port_and_what_needs_no_gpu(model, monkeyp
             context_length=9,
             vocab_size=9,
             kv_cache_tokens=64,
-            tensor_parallel_size=size,
+            num_devices=size,
             transfer_dir=str(model),
         )
     (url, command), (_, split) = started

@@ -16,6 +16,7 @@ from number_server import CODEC, CONTEXT, HELD, VOCABULARY, Writer
 from safetensors.torch import save_file
 from text_fakes import NumberCodec
 
+from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.served_text.call import (
     Generate,
     Generations,
@@ -112,15 +113,10 @@ class NumberEngine(ServedTextEngine):
         pipeline: Any = NumberCodec()
         self._pipeline, self._track = pipeline, "text"
         self._launch(
-            ("numbers", {"max_running": 4, "control": str(control), "seconds_per_step": seconds_per_step}),
-            [{"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}] * num_instances,
+            EngineProcesses(model="numbers", num_instances=num_instances),
+            {"max_running": 4, "control": str(control), "seconds_per_step": seconds_per_step},
+            {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
             None,
-            python=None,
-            has_lora=False,
-            sleep_level=0,
-            transfer_dir="/dev/shm",
-            start_timeout_s=300,
-            timeout_s=300,
         )
 
     def _limits(self):
@@ -305,7 +301,14 @@ def test_a_killed_server_is_replaced_with_the_present_weights_and_no_sample_is_l
     monkeypatch.setenv("FAKE_CONTROL", str(tmp_path))
     codec: Any = NumberCodec()
     engine = SGLangRolloutEngine(
-        codec, model=str(model), dtype="fp32", context_length=CONTEXT, vocab_size=99, num_instances=2, gpus=[0, 1]
+        codec,
+        model=str(model),
+        device="cuda",
+        dtype="fp32",
+        context_length=CONTEXT,
+        vocab_size=99,
+        num_instances=2,
+        gpus=[0, 1],
     )
     try:
         receipt = push(engine, 3, {name: value + 5 for name, value in weights.items()})

@@ -1,4 +1,4 @@
-"""Rules of engines that split a language model over devices (`tensor_parallel_size`). See `unirl.types.recipe`."""
+"""Rules of engines that split a language model over devices (`num_devices`). See `unirl.types.recipe`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPLIT_VISION = ("num_heads", "intermediate_size")
 
 def heads_divide(own: Part, run: Run, machine: Machine) -> Messages:
     """A model of this machine has heads and layers that can be dealt evenly."""
-    size = own.get("tensor_parallel_size", 1)
+    size = own.get("num_devices", 1)
     if size == 1:
         return
     path = Path(str(own.node.get("model"))) / "config.json"
@@ -24,7 +24,7 @@ def heads_divide(own: Part, run: Run, machine: Machine) -> Messages:
         config = json.loads(path.read_text(encoding="utf-8"))
         for name, number in _dealt(config, size):
             yield (
-                f"{own.at}.tensor_parallel_size = {size} does not divide {name} = {number} of {path}. Set it to one of "
+                f"{own.at}.num_devices = {size} does not divide {name} = {number} of {path}. Set it to one of "
                 f"{', '.join(str(each) for each in range(1, number + 1) if number % each == 0)[:80]}."
             )
 

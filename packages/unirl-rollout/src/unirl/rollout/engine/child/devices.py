@@ -13,24 +13,21 @@ def process_variables(is_cpu: bool, num_threads: int) -> dict[str, str]:
     return common | {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)} if is_cpu else common
 
 
-def dealt_gpus(
-    is_cpu: bool, num_instances: int, num_gpus: int, gpus: Sequence[int] | None, *, keyword: str = "num_gpus"
-) -> list[dict[str, str]]:
+def dealt_gpus(is_cpu: bool, num_instances: int, num_devices: int, gpus: Sequence[int] | None) -> list[dict[str, str]]:
     """Variables that name the GPUs of each instance; none where one takes all that this process sees.
 
-    keyword: of the engine, which says num_gpus.
     Raises ConfigError for another number of GPUs than the instances need, and for GPUs on a CPU.
     """
     if is_cpu and gpus is not None:
         raise ConfigError(f"engine.gpus = {list(gpus)} does nothing on a CPU. Set it to null.")
     if is_cpu or (gpus is None and num_instances == 1):
         return [{}] * num_instances
-    needed = num_instances * num_gpus
+    needed = num_instances * num_devices
     if gpus is None or len(gpus) != needed:
         raise ConfigError(
-            f"engine.num_instances * engine.{keyword} = {num_instances} * {num_gpus} = {needed} GPUs are needed, "
+            f"engine.num_instances * engine.num_devices = {num_instances} * {num_devices} = {needed} GPUs are needed, "
             f"engine.gpus = {None if gpus is None else list(gpus)}. Name as many GPUs of this host in engine.gpus, or "
             "change one of the others."
         )
-    dealt = [gpus[first : first + num_gpus] for first in range(0, needed, num_gpus)]
+    dealt = [gpus[first : first + num_devices] for first in range(0, needed, num_devices)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(map(str, each))} for each in dealt]

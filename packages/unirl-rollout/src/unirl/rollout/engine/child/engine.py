@@ -25,12 +25,15 @@ from unirl.rollout.engine.child.messages import (
     Sleep,
     WakeUp,
 )
+from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.child.pool import InstancePool
 from unirl.rollout.engine.child.process import interpreter
+from unirl.rollout.engine.child.rules import sleeps_otherwise
 from unirl.rollout.engine.push import check_version, refuse_other, refuse_unkept
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
 from unirl.types.owned_folder import OwnedFolder
 from unirl.types.protocols.training import PolicyStore
+from unirl.types.renamed import Renamed
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec, peft_names
 
@@ -53,6 +56,8 @@ class ChildEngine(BaseRolloutEngine):
     can_sleep: ClassVar[bool] = True
     sleep_option: ClassVar[str | None] = "sleep_level"
 
+    renamed_keywords: ClassVar[Renamed] = {}
+    """See `unirl.types.renamed`."""
     codec: ClassVar[MessageCodec]
     """Messages of this engine, and its name in errors."""
     module: ClassVar[str]
@@ -63,64 +68,58 @@ class ChildEngine(BaseRolloutEngine):
     """Versions of the engine whose interfaces its side was written against; a prefix of components names all."""
     owned_options: ClassVar[frozenset[str]]
     """Options of the engine's own constructor that ours sets, so that `engine.engine_args` may not."""
+    sleep_levels: ClassVar[tuple[int, ...]] = (1, 2)
+    """Values of `sleep_level` that free something."""
 
-    def _check_options(self, engine_args: Mapping[str, object] | None, sleep_level: int, is_cpu: bool) -> None:
-        """Raise ConfigError for an option that the engine sets itself, and for a sleep that would free nothing."""
-        repeated = sorted(self.owned_options & set(engine_args or {}))
-        if repeated:
+    def _checked(self, processes: EngineProcesses) -> EngineProcesses:
+        """The keywords themselves. Raises ConfigError for what does not go with this engine."""
+        if repeated := sorted(self.owned_options & set(processes.options)):
             raise ConfigError(f"engine.engine_args sets {repeated}, which the engine sets itself")
-        if sleep_level and is_cpu:
-            raise ConfigError(f"engine.sleep_level = {sleep_level} does nothing on a CPU. Set it to 0.")
+        level = processes.sleep_level
+        if level and level not in self.sleep_levels:
+            raise ConfigError(sleeps_otherwise("engine", level, self.sleep_levels, type(self).__name__))
+        if level and processes.is_cpu:
+            raise ConfigError(f"engine.sleep_level = {level} does nothing on a CPU. Set it to 0.")
+        return processes
 
     def _launch(
         self,
-        start: tuple[str, dict[str, Any]],  # Any: options of the engine's own constructor
-        variables: Sequence[Mapping[str, str]],
+        processes: EngineProcesses,
+        options: dict[str, Any],  # Any: options of the engine's own constructor
+        variables: Mapping[str, str],
         policies: PolicyStore | None,
-        *,
-        python: str | None,
-        has_lora: bool,
-        sleep_level: int,
-        transfer_dir: str,
-        start_timeout_s: float,
-        timeout_s: float,
     ) -> None:
-        """Start processes of `module`. start: model and options of the engine. variables: each one's environment."""
-        executable = interpreter(python, engine=self.codec.engine, environment=self.environment)
+        """Start processes of `module`. variables: their environment, but for what each has for itself."""
         launch = Launch(
             codec=self.codec,
-            python=executable,
+            python=interpreter(processes.python, engine=self.codec.engine, environment=self.environment),
             module=self.module,
             versions=self.versions,
-            model=start[0],
-            engine_args=start[1],
+            model=processes.model,
+            engine_args=options,
             policy_version=_version_of(policies),
             check=self._check_ready,
-            start_timeout_s=start_timeout_s,
-            timeout_s=timeout_s,
+            start_timeout_s=processes.start_timeout_s,
+            timeout_s=processes.timeout_s,
         )
+        dealt = processes.variables(variables)
         self._begin(
             lambda root: [
-                EngineInstance(launch, own, root / f"instance-{number}", root) for number, own in enumerate(variables)
+                EngineInstance(launch, own, root / f"instance-{number}", root) for number, own in enumerate(dealt)
             ],
             policies,
-            has_lora=has_lora,
-            sleep_level=sleep_level,
-            transfer_dir=transfer_dir,
+            processes,
         )
 
     def _begin(
         self,
         make_instances: Callable[[Path], Sequence[Instance]],
         policies: PolicyStore | None,
-        *,
-        has_lora: bool,
-        sleep_level: int,
-        transfer_dir: str,
+        processes: EngineProcesses,
     ) -> None:
         """Make the instances, given a folder for all files of this engine."""
-        self._has_lora = has_lora
-        self._sleep_level = sleep_level
+        self._has_lora = processes.max_lora_rank is not None
+        self._sleep_level = processes.sleep_level
         self._is_asleep = False
         self._policy_version = _version_of(policies)
         self._policy: str | None = None
@@ -133,7 +132,7 @@ class ChildEngine(BaseRolloutEngine):
         """The first call after the last push, and what answered it."""
         self._restored: Message = None
         """What the process that started last answered to the end of that push."""
-        self._owned = OwnedFolder("unirl-engine-", transfer_dir)
+        self._owned = OwnedFolder("unirl-engine-", processes.transfer_dir)
         self._folder = self._owned.path
         self._pool = InstancePool(make_instances(self._folder), self._restore)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 
 from unirl.types.recipe import Machine, Messages, Part, Run
@@ -18,52 +18,56 @@ def environment_exists(own: Part, run: Run, machine: Machine) -> Messages:
         )
 
 
-def gpus_suffice(keyword: str) -> Callable[[Part, Run], Messages]:
-    """The GPUs that the engine is given are as many as its instances need, each as many as `keyword` says; an engine
-    that runs already (`url`) has its own."""
-
-    def rule(own: Part, run: Run) -> Messages:
-        if own.get("url") is not None:
-            return
-        gpus, (needed, what) = own.get("gpus"), _needed(own, keyword)
-        if gpus is not None and run.device == "cpu":
-            yield f"{own.at}.gpus = {list(gpus)} does nothing with device: cpu. Set it to null."
-        elif gpus is not None and len(gpus) != needed:
+def gpus_suffice(own: Part, run: Run) -> Messages:
+    """The GPUs that the engine is given are as many as its instances need; an engine that runs already (`url`) has its
+    own."""
+    if own.get("url") is not None:
+        return
+    gpus, (needed, what) = own.get("gpus"), _needed(own)
+    if gpus is not None and run.device == "cpu":
+        yield f"{own.at}.gpus = {list(gpus)} does nothing with device: cpu. Set it to null."
+    elif gpus is not None and len(gpus) != needed:
+        yield (
+            f"{what} needs {needed} GPU{'' if needed == 1 else 's'}, {own.at}.gpus = {list(gpus)} names "
+            f"{len(gpus)}. Change one of them."
+        )
+    elif gpus is None and needed > 1 and run.device == "cuda":
+        if run.runtime == "ray":
             yield (
-                f"{what} needs {needed} GPU{'' if needed == 1 else 's'}, {own.at}.gpus = {list(gpus)} names "
-                f"{len(gpus)}. Change one of them."
+                f"{what}, but a worker of runtime: ray sees one GPU. Name {needed} GPUs of its host in "
+                f"{own.at}.gpus, which nothing else uses."
             )
-        elif gpus is None and needed > 1 and run.device == "cuda":
-            if run.runtime == "ray":
-                yield (
-                    f"{what}, but a worker of runtime: ray sees one GPU. Name {needed} GPUs of its host in "
-                    f"{own.at}.gpus, which nothing else uses."
-                )
-            elif own.get("num_instances", 1) > 1:
-                yield f"{what}: name the {needed} GPUs of this host that they are dealt in {own.at}.gpus."
-
-    return rule
+        elif own.get("num_instances", 1) > 1:
+            yield f"{what}: name the {needed} GPUs of this host that they are dealt in {own.at}.gpus."
 
 
-def gpus_are_here(keyword: str) -> Callable[[Part, Run, Machine], Messages]:
-    """This machine has the GPUs that an engine's instances need, each as many as `keyword` says."""
-
-    def rule(own: Part, run: Run, machine: Machine) -> Messages:
-        needed, what = _needed(own, keyword)
-        if run.device == "cuda" and own.get("url") is None and needed > max(1, machine.num_gpus):
-            here = f"{machine.num_gpus} GPU{'' if machine.num_gpus == 1 else 's'}"
-            yield f"{what}, but this machine has {here}. Lower it."
-
-    return rule
+def sleep_is_served(own: Part, run: Run) -> Messages:
+    """The engine can sleep as deep as it is asked to."""
+    level, levels = own.get("sleep_level", 0), own.ability("sleep_levels")
+    if level and level not in levels:
+        yield sleeps_otherwise(own.at, level, levels, own.name)
 
 
-def _needed(own: Part, keyword: str) -> tuple[int, str]:
+def sleeps_otherwise(at: str, level: int, levels: Collection[int], name: str) -> str:
+    """Why an engine cannot sleep at a level, and what to do."""
+    return f"{at}.sleep_level = {level} must be one of {', '.join(map(str, sorted({0, *levels})))} for {name}."
+
+
+def gpus_are_here(own: Part, run: Run, machine: Machine) -> Messages:
+    """This machine has the GPUs that an engine's instances need."""
+    needed, what = _needed(own)
+    if run.device == "cuda" and own.get("url") is None and needed > max(1, machine.num_gpus):
+        here = f"{machine.num_gpus} GPU{'' if machine.num_gpus == 1 else 's'}"
+        yield f"{what}, but this machine has {here}. Lower it."
+
+
+def _needed(own: Part) -> tuple[int, str]:
     """GPUs of all instances, and what of the recipe says so."""
-    size, num = own.get(keyword, 1), own.get("num_instances", 1)
+    size, num = own.get("num_devices", 1), own.get("num_instances", 1)
     if num == 1:
-        return size, f"{own.at}.{keyword} = {size}"
-    return num * size, f"{own.at}.num_instances * {own.at}.{keyword} = {num} * {size} = {num * size}"
+        return size, f"{own.at}.num_devices = {size}"
+    return num * size, f"{own.at}.num_instances * {own.at}.num_devices = {num} * {size} = {num * size}"
 
 
-RULES = ()
-MACHINE_RULES = (environment_exists,)
+RULES = (gpus_suffice, sleep_is_served)
+MACHINE_RULES = (environment_exists, gpus_are_here)

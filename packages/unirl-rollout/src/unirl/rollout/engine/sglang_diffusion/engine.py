@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from unirl.rollout.engine.checkpoint import local_folder
-from unirl.rollout.engine.child.devices import dealt_gpus, process_variables
+from unirl.rollout.engine.child.devices import process_variables
 from unirl.rollout.engine.child.messages import Message, MessageCodec
+from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.served_latents.call import LATENTS
 from unirl.rollout.engine.served_latents.engine import ServedLatentsEngine
 from unirl.rollout.engine.sglang_diffusion.families import family_of
 from unirl.rollout.engine.sglang_diffusion.messages import CODEC, Ready
 from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
-from unirl.types.bounds import Positive, PositiveInt, bounded
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.protocols.training import PolicyStore
-from unirl.types.sampling import DiffusionSamplingParams, Precision
+from unirl.types.renamed import Renamed
+from unirl.types.sampling import DiffusionSamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +39,15 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
 
     See ChildEngine and ServedLatentsEngine. A run on SGLang's other backend, which is diffusers, is refused.
 
-    pipeline: encodes prompts and decodes latents, as in training. model: folder of the pipeline that SGLang starts
-        with, which must be the policy's; or a hub id whose files are here already.
-    python: interpreter of the environment that has SGLang; None is the running one. Without a GPU, make one with
-        `uv sync --project environments/sglang-cpu` and name `environments/sglang-cpu/.venv/bin/python`.
-    dtype: of SGLang's transformer; pushes must bring it. Its latents are rounded through it between steps.
-    forward_batch_size: samples denoised together.
-    num_instances: of SGLang, each with the whole model. Batches go to the one that is free first, and another takes the
-        place of one that dies. num_gpus: of each, over which SD3 is split by tensors, another family as SGLang
-        chooses. gpus: of this host, dealt to the instances in this order; None where one instance takes what this
-        process sees. engine_args: more keyword arguments of sglang's ServerArgs ({"tp_size": 2}).
-    max_lora_rank: for policies that are pushed as LoRA adapters; None for full weights.
-    push_transport: how weights reach SGLang's own processes: as files that it reads, or by its tensor call.
-    num_threads: CPU threads of the process on a host without a GPU.
-    sleep_level: 1 lets `sleep` move SGLang's memory to the host, on a GPU; 0 keeps it.
+    pipeline: encodes prompts and decodes latents, as in training. forward_batch_size: samples denoised together.
     drop_text_encoders: encode every prompt of the run before it starts, then free the trainer's encoders.
-    transfer_dir: where requests, answers and pushed weights lie; memory-backed by default.
-    start_timeout_s, timeout_s: for loading, and for any one call.
+    processes: see `EngineProcesses`. SGLang's latents are rounded through `dtype` between steps. `num_devices` split
+        SD3 by tensors, another family as SGLang chooses; `engine_args` are of sglang's ServerArgs ({"tp_size": 2}).
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.sglang_diffusion.rules"
+    sleep_levels: ClassVar[tuple[int, ...]] = (1,)
+    renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices"}
     codec: ClassVar[MessageCodec] = CODEC
     module: ClassVar[str] = "unirl.rollout.engine.sglang_diffusion.server"
     environment: ClassVar[str] = "environments/sglang-cpu"
@@ -73,60 +64,33 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
         pipeline: DiffusionPipeline,
         policies: PolicyStore | None = None,
         *,
-        model: str,
         forward_batch_size: PositiveInt,
-        device: str = "cpu",
-        python: str | None = None,
-        dtype: Precision = "bf16",
-        num_gpus: PositiveInt = 1,
-        num_instances: PositiveInt = 1,
-        gpus: Sequence[int] | None = None,
-        max_lora_rank: PositiveInt | None = None,
         push_transport: Literal["disk", "tensor"] = "disk",
-        num_threads: PositiveInt = 1,
-        sleep_level: Literal[0, 1] = 0,
         drop_text_encoders: bool = False,
-        transfer_dir: str = "/dev/shm",
-        engine_args: Mapping[str, Any] | None = None,  # Any: values of SGLang's own options
-        start_timeout_s: Positive = 900.0,
-        timeout_s: Positive = 1800.0,
         track: str = "image",
+        **processes: Any,  # Any: see EngineProcesses
     ) -> None:
-        is_cpu = device == "cpu"
-        self._check_options(engine_args, sleep_level, is_cpu)
-        folder = local_folder(model)
+        own = self._checked(EngineProcesses(**processes))
+        folder = local_folder(own.model)
         self._family = family_of(folder)
         self._pipeline = pipeline
         self._forward_batch_size = forward_batch_size
         self._track = track
         self._modality = self._family.modality
         self._takes_distilled_guidance = self._family.takes_distilled_guidance
-        self._dtype = dtype_named(dtype, "engine.dtype")
+        self._dtype = dtype_named(own.dtype, "engine.dtype")
         self._drops_text_encoders = drop_text_encoders
         options = {
             "model_id": self._family.model_id,
-            "num_gpus": num_gpus,
+            "num_gpus": own.num_devices,
             "push_transport": push_transport,
             "sleep_on_idle": True,  # or its scheduler would spin a core while the policy trains
-            **({} if is_cpu else _PLACES),
-            **self._family.split(num_gpus, engine_args or {}),
-            **(engine_args or {}),
-            "pipeline_config": {**(engine_args or {}).get("pipeline_config", {}), "dit_precision": dtype},
+            **({} if own.is_cpu else _PLACES),
+            **self._family.split(own.num_devices, own.options),
+            **own.options,
+            "pipeline_config": {**own.options.get("pipeline_config", {}), "dit_precision": own.dtype},
         }
-        self._launch(
-            (str(folder), options),
-            [
-                process_variables(is_cpu, num_threads) | devices
-                for devices in dealt_gpus(is_cpu, num_instances, num_gpus, gpus)
-            ],
-            policies,
-            python=python,
-            has_lora=max_lora_rank is not None,
-            sleep_level=sleep_level,
-            transfer_dir=transfer_dir,
-            start_timeout_s=start_timeout_s,
-            timeout_s=timeout_s,
-        )
+        self._launch(replace(own, model=str(folder)), options, process_variables(own.is_cpu, own.num_threads), policies)
 
     def _check_ready(self, answer: Message, pid: int) -> None:
         if not isinstance(answer, Ready):

@@ -59,15 +59,15 @@ class Family:
         """SGLang's guidance scale."""
         return params.guidance_scale if params.uses_guidance else self.unguided_scale
 
-    def split(self, num_gpus: int, engine_args: Mapping[str, object]) -> dict[str, int]:
+    def split(self, num_devices: int, engine_args: Mapping[str, object]) -> dict[str, int]:
         """Keywords of SGLang that split the transformer over the devices of an instance, before those of the recipe;
         none where SGLang's own choice is right. Raises ConfigError for a split that the model cannot do."""
-        if self.splits_tokens or num_gpus == 1:
+        if self.splits_tokens or num_devices == 1:
             return {}
         if refused := token_splits(engine_args):
             raise ConfigError(f"engine.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS}")
         degree = engine_args.get("cfg_parallel_degree") or (2 if engine_args.get("enable_cfg_parallel") else 1)
-        return {"sp_degree": 1, "tp_size": num_gpus // int(str(degree))}
+        return {"sp_degree": 1, "tp_size": num_devices // int(str(degree))}
 
     def inputs(self, conditions: Conditions, params: DiffusionSamplingParams) -> dict[str, Tensor]:
         """Encoded prompts as fields of SGLang's request. Raises ContractError for conditions that it does not take."""

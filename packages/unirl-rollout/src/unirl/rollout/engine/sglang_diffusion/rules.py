@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
 from unirl.rollout.engine.served_latents.rules import family_is_served, kernel_is_served, sampling_is_served
 from unirl.types.recipe import Messages, Part, Run
 
 WITHOUT_TOKEN_SPLITS = (
-    "SGLang's SD3 samples another image where its tokens are split. Take it out: engine.num_gpus splits SD3 by "
+    "SGLang's SD3 samples another image where its tokens are split. Take it out: engine.num_devices splits SD3 by "
     "tensors, and {enable_cfg_parallel: true} by the branches of guidance."
 )
 
@@ -33,6 +32,4 @@ RULES = (
     kernel_is_served(("FlowSDEStrategy", "CPSSDEStrategy")),
     sampling_is_served,
     tokens_are_together,
-    gpus_suffice("num_gpus"),
 )
-MACHINE_RULES = (gpus_are_here("num_gpus"),)

@@ -45,7 +45,7 @@ def generations(answer: Any, prompt_lengths: Sequence[int]) -> Generations:  # A
             raise ContractError(
                 f"prompt {row} has {prompt_lengths[row]} tokens, SGLang read {num_read}: its image processor resizes "
                 "otherwise, or it tokenised the prompt again. Leave bundle.min_pixels and max_pixels to the checkpoint "
-                "or give the server the same (engine.server_args.mm-process-config), and start a server of your own "
+                "or give the server the same (engine.engine_args.mm-process-config), and start a server of your own "
                 "with SGLANG_MM_AVOID_RETOKENIZE=1."
             )
         if ids != output_ids:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
 from unirl.rollout.engine.tensor_parallel import heads_divide
 from unirl.types.recipe import Machine, Messages, Part, Run
 
@@ -22,9 +21,9 @@ _PATCH_NUMBERS = 3 * 2 * 14 * 14
 STARTS: Mapping[str, object] = {
     "port": None,
     "kv_cache_tokens": None,
-    "tensor_parallel_size": 1,
+    "num_devices": 1,
     "gpus": None,
-    "server_args": None,
+    "engine_args": None,
 }
 """Keywords that say how a server is started, and their defaults."""
 _HERE = ("127.0.0.1", "localhost", "::1")
@@ -111,5 +110,5 @@ def unseen_pictures(at: str, config: Mapping[str, Any]) -> Iterator[str]:  # Any
         )
 
 
-RULES = (adapters_are_served, a_running_server_is_taken_as_it_is, gpus_suffice("tensor_parallel_size"))
-MACHINE_RULES = (gpus_are_here("tensor_parallel_size"), heads_divide, pictures_are_seen)
+RULES = (adapters_are_served, a_running_server_is_taken_as_it_is)
+MACHINE_RULES = (heads_divide, pictures_are_seen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
 from unirl.rollout.engine.served_latents.rules import family_is_served, kernel_is_served, sampling_is_served
 from unirl.types.recipe import Messages, Part, Run
 
@@ -37,6 +36,4 @@ RULES = (
     kernel_is_served(KERNELS),
     sampling_is_served,
     pushes_are_whole,
-    gpus_suffice("num_gpus"),
 )
-MACHINE_RULES = (gpus_are_here("num_gpus"),)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.rollout.engine.unified.engine import ThinkingEngine, only_policy
 from unirl.rollout.engine.vllm_omni.engine import VLLMOmniEngine
-from unirl.types.bounds import Positive, PositiveInt, bounded
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.protocols.training import ShardedPolicyStore
+from unirl.types.renamed import Renamed
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.sampling import Precision
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
 
@@ -31,6 +31,8 @@ class VLLMOmniUnifiedEngine(ThinkingEngine):
     has_own_weights: ClassVar[bool] = True
     can_sleep: ClassVar[bool] = True
     sleep_option: ClassVar[str | None] = "sleep_level"
+    sleep_levels: ClassVar[tuple[int, ...]] = (1,)
+    renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices"}
     environment: ClassVar[str] = "environments/vllm-omni-cpu"
 
     def __init__(
@@ -38,48 +40,18 @@ class VLLMOmniUnifiedEngine(ThinkingEngine):
         pipelines: Mapping[str, Mapping[str, Any]],  # Any: pipelines of the recipe
         stores: Mapping[str, ShardedPolicyStore],
         *,
-        model: str,
         text_batch_size: PositiveInt,
         forward_batch_size: PositiveInt,
-        device: str = "cpu",
         rank: int = 0,
-        python: str | None = None,
-        dtype: Precision = "bf16",
-        num_gpus: PositiveInt = 1,
-        num_instances: PositiveInt = 1,
-        gpus: Sequence[int] | None = None,
-        push_transport: Literal["files", "tensor"] = "files",
-        num_threads: PositiveInt = 1,
-        sleep_level: Literal[0, 1] = 0,
-        transfer_dir: str = "/dev/shm",
-        engine_args: Mapping[str, Any] | None = None,  # Any: values of vLLM-Omni's own options
-        start_timeout_s: Positive = 900.0,
-        timeout_s: Positive = 1800.0,
         tracks: tuple[str, str] = ("text", "image"),
+        **processes: Any,  # Any: see EngineProcesses
     ) -> None:
         policy, own = only_policy(pipelines, tracks, type(self).__name__)
         text, image = tracks
         store = stores[policy]
         writer = TrainsideTextEngine(own[text], store, forward_batch_size=text_batch_size, rank=rank, track=text)
         self._served = VLLMOmniEngine(
-            own[image],
-            store,
-            model=model,
-            forward_batch_size=forward_batch_size,
-            device=device,
-            python=python,
-            dtype=dtype,
-            num_gpus=num_gpus,
-            num_instances=num_instances,
-            gpus=gpus,
-            push_transport=push_transport,
-            num_threads=num_threads,
-            sleep_level=sleep_level,
-            transfer_dir=transfer_dir,
-            engine_args=engine_args,
-            start_timeout_s=start_timeout_s,
-            timeout_s=timeout_s,
-            track=image,
+            own[image], store, forward_batch_size=forward_batch_size, rank=rank, track=image, **processes
         )
         super().__init__(writer, self._served, own[image], own[text])
 

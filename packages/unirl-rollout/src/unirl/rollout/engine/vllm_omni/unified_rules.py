@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from unirl.rollout.engine.child.rules import MACHINE_RULES as OF_A_PROCESS
-from unirl.rollout.engine.child.rules import gpus_are_here, gpus_suffice
+from unirl.rollout.engine.child.rules import MACHINE_RULES
+from unirl.rollout.engine.child.rules import RULES as OF_A_PROCESS
 from unirl.rollout.engine.served_latents.rules import Rule, family_is_served, kernel_is_served, sampling_is_served
 from unirl.rollout.engine.unified.rules import RULES as OF_TWO_TRACKS
 from unirl.rollout.engine.vllm_omni.rules import KERNELS, pushes_are_whole
@@ -44,6 +44,5 @@ RULES = (
     of_images(sampling_is_served),
     pushes_are_whole,
     images_have_one_size,
-    gpus_suffice("num_gpus"),
+    *OF_A_PROCESS,
 )
-MACHINE_RULES = (*OF_A_PROCESS, gpus_are_here("num_gpus"))
