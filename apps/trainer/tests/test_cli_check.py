@@ -26,6 +26,7 @@ from unirl.config.recipes import compose, published, render, resolve
 from unirl.config.runs import policy_sections, run_of
 from unirl.config.schema import SEVERAL, PolicySections, built, components, plain_sections
 from unirl.config.signatures import read_module, read_target
+from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
 
@@ -881,7 +882,6 @@ OWN_CLASSES = """
 from unirl.algorithms.base import StageAlgorithm
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.rollout.engine.base import BaseRolloutEngine
-from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.types.sampling import DiffusionSamplingParams
 
 
