@@ -564,7 +564,7 @@ def is_enforced(path, name):
     if path.startswith("unirl.sde."):
         return True  # `__post_init__` does, and has its tests
     bases = inspect.getmro(cast("type", import_target(path)))
-    constructors = [vars(base)["__init__"] for base in (*bases, EngineProcesses) if "__init__" in vars(base)]
+    constructors = [vars(base)["__init__"] for base in (EngineProcesses, *bases) if "__init__" in vars(base)]
     return any("__wrapped__" in vars(each) and name in inspect.signature(each).parameters for each in constructors)
 
 
