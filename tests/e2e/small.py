@@ -10,7 +10,7 @@ SMALL = [
     "eval.num_samples=8",
     "eval.batch_size=8",
     "eval.num_inference_steps=4",
-    "eval.num_images=4",
+    "samples.per_evaluation=4",
     "guardrails.action=off",
     "save.interval=1",
 ]

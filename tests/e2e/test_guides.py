@@ -30,7 +30,7 @@ SMALL = [
     *(value for value in SMALL_RUN if not value.startswith("num_rollouts=")),
 ]
 SMALL_STAGES_RUN = ["num_rollouts=1", "eval.before=false", *SMALL_STAGES]
-OF_IMAGES = ("engine.", "eval.num_images", "sampling.num_inference_steps", "eval.num_inference_steps")
+OF_IMAGES = ("engine.", "sampling.num_inference_steps", "eval.num_inference_steps")
 SMALL_TEXTS = [value for value in SMALL if not value.startswith(OF_IMAGES)]
 
 

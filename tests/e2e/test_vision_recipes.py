@@ -2,7 +2,6 @@
 random model with a table as Geometry3K has it."""
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
+from unirl.tracking.gallery import table_row
+from unirl.tracking.sample_files import read_samples
 from unirl.trainer.commands import run_recipe
 from unirl.worlds.shapes.questions import pretrain
 
@@ -33,7 +34,8 @@ def run(name: str, folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "samples" / f"{name}.jsonl").read_text().splitlines()]
+    """What trackers' tables say of the recorded samples."""
+    return [table_row(record) for record in read_samples(folder / "samples" / f"{name}.jsonl")]
 
 
 def test_the_small_recipe_asks_answers_trains_and_shows_its_pictures(tmp_path: Path):

@@ -20,7 +20,7 @@ SMALL = [
     "engine.forward_batch_size=32",
     "eval.num_samples=8",
     "eval.batch_size=8",
-    "eval.num_images=4",
+    "samples.per_evaluation=4",
     "guardrails.action=off",
 ]
 

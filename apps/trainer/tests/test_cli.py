@@ -31,6 +31,7 @@ from unirl.train.backend.manifest import write_manifest
 from unirl.trainer import commands
 from unirl.trainer.held_out import EvaluationResult
 from unirl.types.errors import ConfigError, ContractError, TrainingError
+from unirl.types.samples import Image, SampleRecord
 from unirl.types.weights import LostUpdate
 
 SHAPES = "diffusion/sd3_shapes"
@@ -362,7 +363,9 @@ def test_eval_scores_the_recipe_or_a_run(here, monkeypatch, capsys, fake_run):
 
     def evaluate_recipe(recipe, run_dir, *, checkpoint):
         calls.append((str(run_dir), checkpoint))
-        return EvaluationResult({"strict": 0.5}, {"one": {"strict": 0.5}}, 4, torch.zeros(2, 3, 8, 8), ["a", "b"])
+        media = Image(torch.zeros(3, 8, 8, dtype=torch.uint8))
+        shown = SampleRecord(sample_id="a", track="image", group_id="p", prompt_id="p", prompt="a cat", media=media)
+        return EvaluationResult({"strict": 0.5}, {"one": {"strict": 0.5}}, 4, records=[shown])
 
     monkeypatch.setattr(commands, "evaluate_recipe", evaluate_recipe)
     assert main(["eval", "--output", "result.json"]) == 0

@@ -17,6 +17,7 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.worker import WorkerContext
+from unirl.tracking.gallery import sheet
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack
@@ -25,6 +26,7 @@ from unirl.trainer.collector import Collector
 from unirl.trainer.diffusion import DiffusionModality
 from unirl.trainer.evaluation import EvaluationConfig
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.held_out import spread_rows
 from unirl.trainer.learner import Learner
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.media import Texts
@@ -128,12 +130,16 @@ def test_children_are_scored_credit_their_parents_and_train_within_their_own_gro
 
 def test_a_held_out_evaluation_scores_the_named_track_and_shows_one_sample_per_prompt(tmp_path: Path):
     made = Made(tmp_path)
-    config = EvaluationConfig(prompts=str(tmp_path / "prompts.jsonl"), num_samples=5, batch_size=4, num_images=3)
-    result = config.evaluator(made.data.rows, sampling()).run(made.runtime, "image")
-    assert result.num_samples == 5 and result.images is not None and len(result.images) == 3
-    assert len(result.labels) == len(result.scores) == 3
-    single = config.evaluator(made.data.rows, sampling()).run(Made(tmp_path, branches=False).runtime)
-    assert single.images is not None and torch.equal(result.images, single.images)  # the first of each two
+    config = EvaluationConfig(prompts=str(tmp_path / "prompts.jsonl"), num_samples=5, batch_size=4)
+    result = config.evaluator(made.data.rows, sampling()).run(made.runtime, "image", num_records=3)
+    assert result.num_samples == 5
+    prompts = [f"prompt:{row.prompt_id}:sample:0" for row in spread_rows(made.data.rows, 3)]
+    assert [(record.track, record.sample_id) for record in result.records] == [
+        (track, f"{prompt}{end}") for prompt in prompts for track, end in (("plan", ""), ("image", "/i0"))
+    ]
+    single = config.evaluator(made.data.rows, sampling()).run(Made(tmp_path, branches=False).runtime, num_records=3)
+    images = [record for record in result.records if record.track == "image"]
+    assert torch.equal(sheet(images), sheet(single.records))  # the first of each two
 
 
 def test_a_refill_replaces_a_group_with_all_that_grew_from_it(tmp_path: Path):

@@ -11,16 +11,13 @@ from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPip
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.worker import WorkerContext
 from unirl.sde.windows import AllSteps
+from unirl.tracking.gallery import sheet
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.held_out import EVAL_ROLLOUT_ID, EvaluationResult, spread_rows
-from unirl.trainer.samples import take_images
 from unirl.types.errors import ConfigError, RewardError
-from unirl.types.media import Images, SizedImages, Videos
-from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
-from unirl.types.segments import SizedLatents
 
 
 def build(context: WorkerContext) -> dict[str, Any]:
@@ -41,25 +38,34 @@ def engine_of(runtime: LocalRuntime) -> FieldEngine:
     return engine
 
 
-def evaluated(runtime: LocalRuntime, *, num_shards: int = 1, num_prompts: int = 4, **options: Any) -> EvaluationResult:
-    defaults: dict[str, Any] = {"prompts": "", "num_samples": 10, "batch_size": 4, "num_images": 10}
+def evaluated(
+    runtime: LocalRuntime, *, num_shards: int = 1, num_prompts: int = 4, num_records: int = 10, **options: Any
+) -> EvaluationResult:
+    defaults: dict[str, Any] = {"prompts": "", "num_samples": 10, "batch_size": 4}
     config = EvaluationConfig(**{**defaults, **options})
     evaluator = Evaluator(config, prompt_rows(num_prompts), sampling())
     pretending: Any = SimpleNamespace(role=runtime.role, num_shards=num_shards)
-    result = evaluator.run(pretending)
+    result = evaluator.run(pretending, num_records=num_records)
     assert runtime.num_held() == 0
     return result
 
 
 def images_of(result: EvaluationResult) -> torch.Tensor:
-    assert result.images is not None
-    return result.images
+    return sheet(result.records)
+
+
+def prompts_of(result: EvaluationResult) -> list[str]:
+    return [record.prompt for record in result.records]
 
 
 def test_an_evaluation_repeats_itself_and_shares_no_noise_with_training(runtime: LocalRuntime):
     first, again = evaluated(runtime), evaluated(runtime)
     assert torch.equal(images_of(first), images_of(again))
-    assert first.overall == again.overall and first.categories == again.categories and first.labels == again.labels
+    assert (
+        first.overall == again.overall
+        and first.categories == again.categories
+        and prompts_of(first) == prompts_of(again)
+    )
     requests = engine_of(runtime).requests
     assert all(req.rollout_id == EVAL_ROLLOUT_ID for req in requests)
     assert all(key.startswith(f"r{EVAL_ROLLOUT_ID}:") for req in requests for key in req.init_noise_group_ids)
@@ -71,8 +77,8 @@ def test_an_evaluation_repeats_itself_and_shares_no_noise_with_training(runtime:
 def test_the_batch_size_does_not_change_the_images(runtime: LocalRuntime, batch_size: int):
     whole, parts = evaluated(runtime), evaluated(runtime, batch_size=batch_size)
     # A batch of another size is another matrix product: float32 rounding.
-    torch.testing.assert_close(images_of(parts), images_of(whole), rtol=0, atol=1e-6)
-    assert parts.labels == whole.labels
+    torch.testing.assert_close(images_of(parts), images_of(whole), rtol=0, atol=1 / 255)
+    assert prompts_of(parts) == prompts_of(whole)
     for category, values in whole.categories.items():
         assert parts.categories[category] == pytest.approx(values, abs=1e-6)
 
@@ -84,18 +90,20 @@ def test_padding_to_the_shards_changes_neither_means_nor_images(runtime: LocalRu
     assert sum(sizes) == expected and all(size % num_shards == 0 for size in sizes)
     assert padded.overall == pytest.approx(plain.overall, abs=1e-6)
     assert padded.categories.keys() == plain.categories.keys()
-    torch.testing.assert_close(images_of(padded), images_of(plain), rtol=0, atol=1e-6)
+    torch.testing.assert_close(images_of(padded), images_of(plain), rtol=0, atol=1 / 255)
     assert padded.num_samples == 10
 
 
 def test_means_are_over_samples_overall_and_by_category(runtime: LocalRuntime):
     result = evaluated(runtime)
-    bright = images_of(result).mean(dim=(1, 2, 3))
-    rewards = -(bright - 0.8).square()
-    is_even = torch.tensor([int(label.split()[1]) % 2 == 0 for label in result.labels])
-    assert result.overall == pytest.approx({"reward": float(rewards.mean()), "bright": float(bright.mean())}, rel=1e-5)
-    assert result.categories["even"]["reward"] == pytest.approx(float(rewards[is_even].mean()), rel=1e-5)
-    assert result.categories["odd"]["bright"] == pytest.approx(float(bright[~is_even].mean()), rel=1e-5)
+    scores = {name: torch.tensor([each.scores[name] for each in result.records]) for name in ("reward", "bright")}
+    seen = images_of(result).mean(dim=(1, 2, 3))
+    torch.testing.assert_close(scores["bright"], seen, rtol=0, atol=0.5 / 255)  # images are shown in bytes
+    torch.testing.assert_close(scores["reward"], -(scores["bright"] - 0.8).square())
+    is_even = torch.tensor([int(prompt.split()[1]) % 2 == 0 for prompt in prompts_of(result)])
+    assert result.overall == pytest.approx({name: float(values.mean()) for name, values in scores.items()}, rel=1e-5)
+    assert result.categories["even"]["reward"] == pytest.approx(float(scores["reward"][is_even].mean()), rel=1e-5)
+    assert result.categories["odd"]["bright"] == pytest.approx(float(scores["bright"][~is_even].mean()), rel=1e-5)
     metrics = result.metrics()
     assert set(metrics) == {
         *(f"eval/{name}" for name in ("reward", "bright")),
@@ -105,41 +113,9 @@ def test_means_are_over_samples_overall_and_by_category(runtime: LocalRuntime):
 
 
 def test_images_are_the_first_of_the_list_and_no_more_than_asked(runtime: LocalRuntime):
-    every, few, none = (evaluated(runtime, num_images=count) for count in (10, 5, 0))
-    assert torch.equal(images_of(few), images_of(every)[:5]) and few.labels == every.labels[:5]
-    assert none.images is None and none.labels == []
-
-
-def test_images_can_be_saved_whatever_the_memory_order_of_the_decoder(runtime: LocalRuntime):
-    pixels = torch.rand(4, 3, 8, 8).to(memory_format=torch.channels_last)
-    track = RolloutTrack(sample_ids=list("abcd"), decoded=Images(pixels=pixels))
-    images = take_images(RolloutResp(tracks={"image": track}), "image", 2)
-    assert images.is_contiguous() and torch.equal(images, pixels[:2])
-
-
-def test_images_of_several_sizes_are_shown_whole_in_the_recipes_size():
-    asked = DiffusionSamplingParams(num_inference_steps=1, height=8, width=8)
-    segment = SizedLatents(
-        latents=[torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 2, 2)],
-        sizes=[(8, 16), (16, 16)],
-        sigmas=torch.tensor([1.0, 0.0]),
-        indices=[1],
-        params=asked,
-    )
-    decoded = SizedImages(images=[torch.zeros(3, 8, 16), torch.full((3, 16, 16), 51, dtype=torch.uint8)])
-    track = RolloutTrack(sample_ids=list("ab"), segment=segment, decoded=decoded)
-    images = take_images(RolloutResp(tracks={"image": track}), "image", 2)
-    wide = torch.ones(3, 8, 8).index_fill(1, torch.arange(2, 6), 0.0)
-    torch.testing.assert_close(images, torch.stack([wide, torch.full((3, 8, 8), 0.2)]))
-
-
-@pytest.mark.parametrize(("lengths", "num_shown"), [((5, 5), 5), ((3, 5), 5), ((9, 20), 6)])
-def test_a_strip_shows_no_frame_twice_unless_a_video_is_shorter_than_others(lengths: tuple[int, ...], num_shown: int):
-    videos = [torch.linspace(0, 1, length).view(length, 1, 1, 1).expand(length, 3, 4, 4) for length in lengths]
-    track = RolloutTrack(sample_ids=list("ab"), decoded=Videos.pack(frames=videos, fps=4.0))
-    strips = take_images(RolloutResp(tracks={"video": track}), "video", 2)
-    assert strips.shape == (2, 3, 4, num_shown * 4)
-    assert len(strips[-1, 0, 0].unique()) == num_shown
+    every, few, none = (evaluated(runtime, num_records=count) for count in (10, 5, 0))
+    assert torch.equal(images_of(few), images_of(every)[:5]) and prompts_of(few) == prompts_of(every)[:5]
+    assert none.records == []
 
 
 def test_only_the_weights_change_the_result(runtime: LocalRuntime):
@@ -168,8 +144,9 @@ def test_samples_without_a_score_are_counted_and_left_out_of_the_means(runtime: 
     result = evaluated(runtime)
     assert (result.num_samples, result.num_failed) == (9, 1)
     assert result.metrics()["eval/failed_samples"] == 1.0
-    bright = images_of(whole).mean(dim=(1, 2, 3))[[i for i in range(10) if i != 1]]
-    assert result.overall["bright"] == pytest.approx(float(bright.mean()), rel=1e-5)
+    bright = [each.scores["bright"] for i, each in enumerate(whole.records) if i != 1]
+    assert result.overall["bright"] == pytest.approx(sum(bright) / 9, rel=1e-5)
+    assert result.records[1].scores == {} and result.records[1].error is not None
     assert result.categories["even"] == whole.categories["even"]
     reward.fails = lambda group: True
     with pytest.raises(

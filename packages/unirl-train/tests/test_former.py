@@ -52,3 +52,12 @@ def test_sections_that_moved_are_moved(monkeypatch, caplog):
     monkeypatch.setattr(former, "MOVES", (moved,))
     assert former.modernised({"old": 1}) == {"new": 1}
     assert caplog.records[0].getMessage().startswith("old is new now.")
+
+
+@pytest.mark.parametrize("key", former.FORMER_COUNTS)
+def test_how_many_samples_of_an_evaluation_are_shown_is_a_key_of_samples_now(key: str):
+    recipe = {"eval": {"prompts": "p", key: 3}, "samples": {"max_mb": 1}}
+    assert former.modernised(recipe) == {"eval": {"prompts": "p"}, "samples": {"max_mb": 1, "per_evaluation": 3}}
+    assert former.modernised({"eval": {key: 3}, "samples": None})["samples"] == {"per_evaluation": 3}
+    with pytest.raises(ConfigError, match=f"eval.{key} is called samples.per_evaluation now, and both are set"):
+        former.modernised({"eval": {key: 3}, "samples": {"per_evaluation": 3}})

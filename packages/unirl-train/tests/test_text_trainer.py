@@ -19,11 +19,14 @@ from token_fakes import FirstDigitReward, LMBundle, LMEngine, LMPipeline, sampli
 from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.selection import SampleSelection
+from unirl.config.schema import Samples
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.worker import Builder, WorkerContext
 from unirl.tracking.base import TableRow
+from unirl.tracking.gallery import table_row, verdict
+from unirl.tracking.sample_files import read_samples
 from unirl.tracking.tables import markdown, shown
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint.checkpointer import Checkpointer
@@ -33,7 +36,7 @@ from unirl.trainer.build.assembly import assemble
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
-from unirl.trainer.text import TextModality, count_tokens, verdict
+from unirl.trainer.text import TextModality, count_tokens
 from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
 from unirl.types.errors import ConfigError, ContractError, WorkerError
 from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
@@ -149,6 +152,7 @@ class Run:
         has_pictures: bool = False,
         runtime: type[LocalRuntime | TwoWorkers] = LocalRuntime,
         balance_tokens: bool = True,
+        kept: Samples | None = None,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -199,6 +203,7 @@ class Run:
             stop=threading.Event(),
             selection=selection,
             sync=self.runtime.role("sync", SyncRole) if syncs else None,
+            samples=kept,
         )
 
     @property
@@ -260,15 +265,16 @@ def test_pass_at_k_is_measured_on_draws_of_its_own(tmp_path: Path):
 
 
 def test_completions_lie_in_the_run_directory_and_reach_the_trackers(tmp_path: Path):
-    run = Run(tmp_path, evaluation={"num_completions": 5}, num_rollouts=2, media_interval=2)
+    run = Run(tmp_path, evaluation={}, kept=Samples(per_evaluation=5), num_rollouts=2, media_interval=2)
     run.trainer.run()
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
         "eval-000000.jsonl",
         "eval-000002.jsonl",
         "rollout-000002.jsonl",
     ]
-    rows = [json.loads(line) for line in (tmp_path / "samples" / "rollout-000002.jsonl").read_text().splitlines()]
-    assert rows == run.notes.tables["rollout", 2] and len(rows) == 16
+    rows = run.notes.tables["rollout", 2]
+    kept = read_samples(tmp_path / "samples" / "rollout-000002.jsonl")
+    assert [table_row(record) for record in kept[:16]] == rows and len(kept) == 32
     assert {"prompt", "completion", "tokens", "end", "answer", "reward", "match", "advantage"} == rows[0].keys()
     assert len(run.notes.tables["eval", 0]) == 5
     assert {row["end"] for row in rows} <= {"completed", "truncated"}
@@ -281,7 +287,9 @@ def test_a_trainer_of_texts_alone_draws_no_pictures(tmp_path: Path):
 
 
 def test_questions_about_pictures_are_shown_with_them_and_whether_they_were_answered(tmp_path: Path):
-    run = Run(tmp_path, num_rollouts=2, evaluation={"num_completions": 5}, media_interval=2, has_pictures=True)
+    run = Run(
+        tmp_path, num_rollouts=2, evaluation={}, kept=Samples(per_evaluation=5), media_interval=2, has_pictures=True
+    )
     run.trainer.run()
     rows = run.notes.tables["rollout", 2]
     assert len(rows) == 16 and {row["images"] for row in rows} == {"a.png", "a.png, a.png"}
@@ -345,7 +353,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path):
     [
         ({"pass_at": [9]}, r"pass_at \[9\] must lie in 1 .. eval.pass_samples = 8"),
         ({"pass_samples": 0}, "pass_samples = 0"),
-        ({"num_completions": -1}, "num_completions = -1"),
         ({"interval": -1}, "interval = -1"),
     ],
 )

@@ -29,6 +29,7 @@ from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.prompt_statistics import PromptStatistics
 from unirl.algorithms.selection import SampleSelection
 from unirl.algorithms.transitions import TransitionRows
+from unirl.config.schema import Samples
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.weight_sync.full import FullWeightSync
@@ -36,6 +37,7 @@ from unirl.distributed.worker import WorkerContext
 from unirl.tracking.base import TableRow, Tracker
 from unirl.tracking.jsonl import ALERTS, JsonlTracker, read_metrics
 from unirl.tracking.media import before_after
+from unirl.tracking.sample_files import read_samples
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.manifest import MANIFEST, read_manifest, write_manifest
 from unirl.train.checkpoint.checkpointer import Checkpointer
@@ -51,6 +53,7 @@ from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from unirl.types.media import Videos
 from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.samples import Video
 from unirl.types.sampling import ARSamplingParams, Precision
 from unirl.types.segments import LatentSegment
 
@@ -160,6 +163,7 @@ class Run:
         has_pictures: bool = False,
         learning_rate: float = 1e-2,
         pushes_in: Precision | None = None,
+        samples: Samples | None = None,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +210,7 @@ class Run:
         self.clock = PhaseClock(self._phase)
         self.phases: list[str] = []
         defaults: dict[str, Any] = {"recipe": "fake", "seed": 3, "batch_size": 4, "num_rollouts": 2}
-        options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 6, "batch_size": 4, "num_images": 4}
+        options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 6, "batch_size": 4}
         data = MultimodalRLDataSource(str(prompts), shuffle=False)
         config = EvaluationConfig(**{**options, **(evaluation or {})})
         self.trainer = assemble(
@@ -225,6 +229,7 @@ class Run:
             selection=selection,
             clock=self.clock,
             sync=self.runtime.role("sync", SyncRole) if pushes_in else None,
+            samples=samples,
         )
 
     def _phase(self, name: str) -> Any:
@@ -441,7 +446,9 @@ def test_pictures_of_training_samples_come_at_their_interval(tmp_path: Path):
     run = Run(tmp_path, num_rollouts=4, media_interval=2)
     run.trainer.run()
     assert run.notes.pictures == [("rollout", 2), ("rollout", 4)]
-    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [f"rollout-00000{n}.png" for n in (2, 4)]
+    assert sorted(path.name for path in (tmp_path / "samples").glob("*.png")) == [
+        f"rollout-00000{n}.png" for n in (2, 4)
+    ]
     assert len(run.notes.captions[0]) == 12
     assert all(re.fullmatch(r"prompt \d: reward -?[\d.e-]+", caption) for caption in run.notes.captions[0])
 
@@ -453,8 +460,8 @@ def test_pictures_before_and_after_know_both_scores(tmp_path: Path, monkeypatch:
         seen.append(marked)
         return before_after(before, after, labels, marked=marked, given=given)
 
-    monkeypatch.setattr("unirl.trainer.diffusion.before_after", watched)
-    run = Run(tmp_path, num_rollouts=1, evaluation={})
+    monkeypatch.setattr("unirl.tracking.gallery.before_after", watched)
+    run = Run(tmp_path, num_rollouts=1, evaluation={}, samples=Samples(per_evaluation=4))
     run.trainer.run()
     ((before, after),) = seen
     for marked, captions in zip((before, after), run.notes.captions, strict=True):
@@ -463,7 +470,7 @@ def test_pictures_before_and_after_know_both_scores(tmp_path: Path, monkeypatch:
 
 
 def test_pictures_that_prompts_show_stand_beside_what_was_made_from_them(tmp_path: Path):
-    run = Run(tmp_path, num_rollouts=1, media_interval=1, evaluation={"num_images": 6}, has_pictures=True)
+    run = Run(tmp_path, num_rollouts=1, media_interval=1, evaluation={}, has_pictures=True)
     run.trainer.run()
     # Half of the prompts show one picture, half two. An evaluation has six samples, the rollout three of each of four.
     for name, num_shown in (("eval-000000", 9), ("eval-000001", 9), ("before_after", 9), ("rollout-000001", 18)):
@@ -893,19 +900,22 @@ def as_video(self: FieldPipeline, latents: Tensor, params: object) -> Videos:
 
 def test_videos_are_shown_as_strips_of_frames_and_as_files_that_play(tmp_path, monkeypatch):
     monkeypatch.setattr(FieldPipeline, "decode", as_video)
-    run = Run(tmp_path, num_rollouts=1, media_interval=1, evaluation={"num_images": 5})
+    run = Run(tmp_path, num_rollouts=1, media_interval=1, evaluation={})
     run.trainer.run()
     notes = run.notes
     assert [(name, step, files) for name, step, files, _ in notes.videos] == [
-        ("eval", 0, [f"eval-000000-{place}.mp4" for place in range(4)]),
-        ("rollout", 1, [f"rollout-000001-{place}.mp4" for place in range(4)]),
-        ("eval", 1, [f"eval-000001-{place}.mp4" for place in range(4)]),
+        (name, step, [f"image-000{place}.mp4" for place in range(num)])
+        for name, step, num in (("eval", 0, 4), ("rollout", 1, 3), ("eval", 1, 4))
     ]
+    for name in ("eval-000000", "rollout-000001", "eval-000001"):
+        kept = read_samples(tmp_path / "samples" / f"{name}.jsonl")
+        assert [each.media.num_frames for each in kept if isinstance(each.media, Video)] == [8] * len(kept)
+        assert len(kept) == (4 if name.startswith("eval") else 3)  # whole videos, of training a whole group
     assert all("reward" in caption for *_, captions in notes.videos for caption in captions)
     assert [picture for picture, _ in notes.pictures] == ["eval", "rollout", "eval"]
     samples = tmp_path / "samples"
     assert (samples / "before_after.png").is_file()
-    with av.open(str(samples / "eval-000001-0.mp4")) as container:
+    with av.open(str(samples / "eval-000001" / "image-0000.mp4")) as container:
         assert container.streams.video[0].average_rate == 4
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(frames) == 8 and frames[0].shape == (16, 16, 3)

@@ -130,12 +130,12 @@ def evaluate(command: Command) -> None:
     if "output" in command.options:
         output = Path(str(command.options["output"]))
         output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        if result.images is not None and result.images.numel():
-            from unirl.tracking.media import grid, marks
+        from unirl.tracking.gallery import image_grid, results
+        from unirl.types.samples import Image, Video
 
-            marked = marks(result.scores, preferred) if result.scores else None
-            picture = grid(result.images, result.labels, marked=marked, given=result.pictures)
-            picture.save(output.with_suffix(".png"))
+        made = [each for each in results(result.records) if isinstance(each.media, (Image, Video))]
+        if made:
+            image_grid(made, preferred).save(output.with_suffix(".png"))
 
 
 def export(command: Command) -> None:

@@ -20,7 +20,25 @@ CLASSES: Mapping[str, str] = {}
 """Import path of the last release -> the present one."""
 KEYWORDS: Mapping[str, Mapping[str, str]] = {}
 """Present import path -> keyword of the last release -> the present one."""
-MOVES: tuple[Callable[[Node], list[str]], ...] = ()
+_PER_EVALUATION = "samples.per_evaluation"
+FORMER_COUNTS = ("num_images", "num_completions")
+"""Keys of `eval` that said how many samples of an evaluation are shown."""
+
+
+def _shown_of_evaluations(recipe: Node) -> list[str]:
+    lines = []
+    for key in FORMER_COUNTS:
+        if key in (recipe.get("eval") or {}):
+            if (recipe.get("samples") or {}).get("per_evaluation") is not None:
+                raise ConfigError(f"eval.{key} is called {_PER_EVALUATION} now, and both are set. Remove eval.{key}.")
+            evaluation = dict(recipe["eval"])
+            recipe["samples"] = {**(recipe.get("samples") or {}), "per_evaluation": evaluation.pop(key)}
+            recipe["eval"] = evaluation
+            lines.append(f"eval.{key} is called {_PER_EVALUATION} now.")
+    return lines
+
+
+MOVES: tuple[Callable[[Node], list[str]], ...] = (_shown_of_evaluations,)
 """Functions that move sections of a recipe, in place, each returning a line per change."""
 
 _said: set[str] = set()

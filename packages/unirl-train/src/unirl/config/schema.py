@@ -192,6 +192,22 @@ class Residency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Samples that a run keeps in its folder `samples`, see docs/run_directory.md."""
+
+    per_rollout: NonNegativeInt = 32
+    """Samples of each track, every `media_interval` rollouts: whole groups, where the first one fits."""
+    per_evaluation: NonNegativeInt = 16
+    """Samples of each track; grids and tables show as many."""
+    videos: NonNegativeInt = 4
+    """Of a rollout or an evaluation, where samples are videos. Grids show frames of the others too."""
+    image_format: Literal["png", "webp"] = "png"
+    """png is exact, webp lossy and a fraction of the size."""
+    max_mb: Positive | None = 1000
+    """Megabytes, above which those of the oldest rollouts go, then of the oldest evaluations; null: no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The keys of a recipe besides those of `PolicySections`. A field without a default is required; null means its
     default."""
@@ -225,7 +241,8 @@ class Recipe:
     cluster: Cluster = Cluster()
     placement: Placement = Placement()
     media_interval: NonNegativeInt = 0
-    """Rollouts between pictures or tables of training samples; 0 shows none."""
+    """Rollouts between those whose samples are kept and shown; 0 shows none."""
+    samples: Samples = Samples()
     max_cpu_s: Positive | None = None
     """CPU seconds of training after which the run ends; None: num_rollouts alone."""
     run_dir: str | None = None

@@ -28,8 +28,8 @@ from unirl.types.segments import TextSegment
 
 logger = logging.getLogger(__name__)
 
-Show = Callable[[Held, str], None]
-"""Called with a scored response and the name of its root track, before selection."""
+Show = Callable[[Held], None]
+"""Called with a scored response, before selection."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Collector(Generic[ParamsT]):
             metrics.update({f"reward/{name}": value for name, value in gauges.items()})
             metrics["reward/dropped_groups"] = float(self._num_dropped_groups)
             if show is not None:
-                show(resp, root)
+                show(resp)
             resp = self._selected(resp, root)
             metrics["group/trained_samples"] = float(resp.meta.batch_size)
         return ScoredRollout(rollout_id, progress, resp, num_samples, metrics)

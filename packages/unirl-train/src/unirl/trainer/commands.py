@@ -66,7 +66,7 @@ def evaluate_recipe(run: ComposedRun, run_dir: Path, *, checkpoint: str | None) 
             load_checkpoint(runtime, checkpoint)
         if runtime.has_role("sync"):
             runtime.role("sync", SyncRole).push(evaluator.config.policy)
-        return evaluator.run(runtime, run.scored_track)
+        return evaluator.run(runtime, run.scored_track, num_records=run.file.samples.per_evaluation)
 
 
 def export_recipe(

@@ -38,7 +38,7 @@ class ComposedEvaluationConfig(EvaluationConfig):
     def settings(self, training: Any) -> dict[str, dict[str, Any]]:  # Any: the trainer's parameters; plain values
         text, image = self.texts(training.ar), self.params(training.diffusion)
         return {
-            "eval": self._without("num_images", "temperature", "max_new_tokens", *EVALUATED_SAMPLING),
+            "eval": self._without("temperature", "max_new_tokens", *EVALUATED_SAMPLING),
             "sampling": {
                 "ar": dataclasses.asdict(text),
                 **{name: getattr(image, name) for name in EVALUATED_SAMPLING},
@@ -81,7 +81,9 @@ class ComposedEvaluator(BaseEvaluator):
         """In two stages, and where that is asked for without the writer."""
         return [self._params, self._params.diffusion] if self._options.without_writer else [self._params]
 
-    def run(self, runtime: Runtime, track: str | None = None) -> EvaluationResult:
+    def run(
+        self, runtime: Runtime, track: str | None = None, *, num_records: int = 0, num_videos: int = 0
+    ) -> EvaluationResult:
         """See `BaseEvaluator.run`. Pictures are those with the writer."""
         plan = runtime.role("engine", DiffusionEngineRole).plan(self._params.diffusion)
         pinned: dict[str, Any] = {  # Any: keywords
@@ -98,11 +100,17 @@ class ComposedEvaluator(BaseEvaluator):
 
         options = self._options
         written = judged_images(
-            self._rows, in_two_stages, runtime, config=options, num_images=options.num_images, track=track
+            self._rows,
+            in_two_stages,
+            runtime,
+            config=options,
+            num_records=num_records,
+            num_videos=num_videos,
+            track=track,
         )
         if not options.without_writer:
             return written
-        direct = judged_images(self._rows, directly, runtime, config=options, num_images=0, track=track)
+        direct = judged_images(self._rows, directly, runtime, config=options, track=track)
         return dataclasses.replace(
             written,
             overall=_beside(written.overall, direct.overall),

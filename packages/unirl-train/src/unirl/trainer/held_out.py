@@ -6,19 +6,18 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, ClassVar, Protocol
-
-from torch import Tensor
 
 from unirl.data.data_source import PromptRow, epoch_order
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
-from unirl.tracking.base import TableRow
 from unirl.trainer.roles import EngineRole, RewardRole
-from unirl.trainer.samples import sample_values
+from unirl.trainer.samples import scores_of, take
 from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, Seed
 from unirl.types.errors import ConfigError, RewardError
 from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.samples import SampleRecord
 
 EVAL_ROLLOUT_ID = -1
 """Part of every noise id, so evaluation noise never equals training noise."""
@@ -88,30 +87,16 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Mean of the reward and of each component, overall and by category, and some images."""
+    """Mean of the reward and of each component, overall and by category, and some samples."""
 
     overall: dict[str, float]
     categories: dict[str, dict[str, float]]
     num_samples: int
     """Scored ones."""
-    images: Tensor | None = None
-    """[K, 3, H, W] in [0, 1]; of videos, a strip of frames each."""
-    labels: list[str] = field(default_factory=list)
-    """Prompts of `images`."""
-    scores: list[dict[str, float] | None] = field(default_factory=list)
-    """Reward and components of each of `images`; None where it could not be scored."""
     num_failed: int = 0
     """Samples without a score (reward.on_failure: drop_group), left out of the means."""
-    completions: list[TableRow] = field(default_factory=list)
-    """Some texts with their prompts and scores."""
-    pictures: list[list[Tensor]] = field(default_factory=list)
-    """What the prompt of each of `images` or `completions` shows, [3, H, W] each; none where it is a text alone."""
-    videos: list[Tensor] = field(default_factory=list)
-    """The first NUM_VIDEOS of `images` whole, uint8 [F, 3, H, W] each; empty where images are made."""
-    fps: float | None = None
-    """Frames per second of `videos`."""
-    drawn: list[str] = field(default_factory=list)
-    """What each of `images` was drawn from, where a writer wrote it; empty where that is the prompt itself."""
+    records: list[SampleRecord] = field(default_factory=list)
+    """Of some samples, one per prompt and track."""
 
     def metrics(self) -> dict[str, float]:
         """Flat names: eval/<component>, eval/<category>/<component>, and eval/failed_samples where there are any."""
@@ -159,12 +144,14 @@ class ScoredBatch:
     rows: list[PromptRow]
     """One row per prompt; what fills the batch up for the devices comes after them and is not among them."""
     resp: Held
-    name: str
-    """Of the track that was scored, which holds the media."""
     track: RolloutTrack
     """The root with the rewards of its samples, `samples_per_prompt` per row, in their order; without media."""
-    branch: int
-    """Samples of the scored track per sample of the root, next to each other."""
+
+    def records(self, most: int, num_videos: int) -> list[SampleRecord]:
+        """Of the first `most` rows the first sample of every track; the first `num_videos` videos are whole."""
+        roots = self.track.sample_ids[: min(most, len(self.rows))]
+        taken = take(self.resp, roots, whole=roots[:num_videos])
+        return [next(own) for records in taken.values() for _, own in groupby(records, key=lambda each: each.track)]
 
 
 def scored_batches(
@@ -192,9 +179,7 @@ def scored_batches(
             name = track or resp.meta.root_name()
             reward.score_track(resp, name, is_shaped=False)
             resp.refresh()
-            meta = resp.meta
-            branch = meta.track(name).batch_size // meta.batch_size
-            yield ScoredBatch(part, resp, name, meta.root_track(), branch)
+            yield ScoredBatch(part, resp, resp.meta.root_track())
 
 
 class Scores:
@@ -218,7 +203,7 @@ class Scores:
         for i, row in enumerate(batch.rows):
             if errors[i] is None:
                 self.num_scored += 1
-                self.add(row, sample_values(batch.track, i))
+                self.add(row, scores_of(batch.track, i))
             else:
                 self.errors.append(errors[i])
 
@@ -255,9 +240,12 @@ class BaseEvaluator(ABC):
         """Every way in which it samples."""
 
     @abstractmethod
-    def run(self, runtime: Runtime, track: str | None = None) -> EvaluationResult:
+    def run(
+        self, runtime: Runtime, track: str | None = None, *, num_records: int = 0, num_videos: int = 0
+    ) -> EvaluationResult:
         """Generate and score every evaluation sample.
 
-        track: the one whose media are scored; None is the root.
+        track: the one whose media are scored; None is the root. num_records: prompts whose samples are recorded, the
+        first `num_videos` of them with whole videos.
         Raises what the engine or a scorer raises, and RewardError where no sample could be scored.
         """

@@ -9,24 +9,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from unirl.config.schema import Samples
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import Tracker
+from unirl.tracking.gallery import EVALUATION, Gallery
+from unirl.tracking.sample_files import SampleFiles
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.held_out import BaseEvaluator
-from unirl.trainer.modality import Gallery, Modality
 from unirl.trainer.resuming import Changes, Digests
 from unirl.trainer.roles import CheckpointerRole
+from unirl.trainer.samples import first_roots, take, whole_groups
 from unirl.trainer.settings import TrainerSettings, is_due
 from unirl.trainer.versions import versions
 from unirl.types.errors import ConfigError
+from unirl.types.samples import SampleRecord, Video
+
+NUM_SHOWN = 16
+"""Samples of a track that a grid or table of a rollout shows."""
 
 
 class RunRecord:
     """Evaluates, saves, logs. `done` is always the number of finished rollouts.
 
     config: the published recipe, which trackers get and every checkpoint has. digests: of its values that are not shown
-    (`unirl.trainer.resuming`). scored_track: as the collector's.
+    (`unirl.trainer.resuming`). scored_track: as the collector's. samples: how many are kept.
     """
 
     def __init__(
@@ -34,7 +41,6 @@ class RunRecord:
         runtime: Runtime,
         settings: TrainerSettings,
         *,
-        modality: Modality[Any],  # Any: it only shows samples here
         evaluator: BaseEvaluator | None,
         trackers: Sequence[Tracker],
         run_dir: Path,
@@ -42,13 +48,16 @@ class RunRecord:
         digests: Digests,
         clock: PhaseClock,
         scored_track: str | None = None,
+        samples: Samples | None = None,
     ) -> None:
         self._runtime = runtime
         self._settings = settings
-        self._modality = modality
         self.evaluator = evaluator
         self._trackers = trackers
-        self._gallery = Gallery(run_dir, trackers, settings.best_metric)
+        self._samples = samples if samples is not None else Samples()
+        folder = run_dir / "samples"
+        self._gallery = Gallery(folder, trackers, settings.best_metric)
+        self._files = SampleFiles(folder, image_format=self._samples.image_format, max_mb=self._samples.max_mb)
         self._run_dir = run_dir
         self.config = dict(config)
         self.digests = dict(digests)
@@ -74,6 +83,7 @@ class RunRecord:
 
     def start(self, done: int, head: Mapping[str, Any]) -> None:
         """Start the trackers of a run that begins, or continues after `done` rollouts, with the recipe and `head`."""
+        self._files.start(done if head.get("resume") is not None else None)
         for tracker in self._trackers:
             tracker.start({**self.config, **head}, self._run_dir, done)
 
@@ -114,9 +124,21 @@ class RunRecord:
         """Whether samples of the rollout that makes it `done` are shown."""
         return is_due(done, self._settings.media_interval)
 
-    def show_rollout(self, resp: Held, track: str, done: int) -> None:
-        """Let people see some samples of a scored response."""
-        self._modality.show_rollout(resp, track, done, self._gallery)
+    def show_rollout(self, resp: Held, done: int) -> None:
+        """Keep samples of a scored response with advantages, whole groups where they fit, and let people see the first
+        few."""
+        options, meta = self._samples, resp.meta
+        kept, shown = whole_groups(meta, options.per_rollout), first_roots(meta, NUM_SHOWN)
+        wanted = [sample for sample in meta.root_track().sample_ids if sample in {*kept, *shown}]
+        taken = take(resp, wanted, whole=whole_groups(meta, min(options.per_rollout, options.videos)))
+        files = self._keep("rollout", done, [record for sample in kept for record in taken[sample]])
+        records = [record for sample in shown for record in taken[sample]]
+        self._gallery.show("rollout", done, records, files, most=NUM_SHOWN)
+
+    def _keep(self, name: str, done: int, records: Sequence[SampleRecord]) -> dict[str, Path]:
+        """Write records of which whole media are there; returns the files of the media."""
+        whole = [each for each in records if not (isinstance(each.media, Video) and each.media.is_excerpt)]
+        return self._files.write(name, done, whole) if whole else {}
 
     # Held-out evaluation ----------------------------------------------------------------------------------------
 
@@ -139,7 +161,12 @@ class RunRecord:
         if self.evaluator is None:
             return {}
         with self._clock.phase("eval"):
-            result = self.evaluator.run(self._runtime, self._scored_track)
+            result = self.evaluator.run(
+                self._runtime,
+                self._scored_track,
+                num_records=self._samples.per_evaluation,
+                num_videos=self._samples.videos,
+            )
         if self._settings.best_metric not in result.overall:
             raise ConfigError(
                 f"save.best_metric = {self._settings.best_metric} is not among the held-out means "
@@ -150,7 +177,8 @@ class RunRecord:
             "num_samples_trained": self._num_samples,
             "train_cpu_s": self._clock.training_cpu_s,
         }
-        self._modality.show_evaluation(result, done, self._gallery)
+        files = self._keep(EVALUATION, done, result.records)
+        self._gallery.show(EVALUATION, done, result.records, files)
         return result.metrics()
 
     # Checkpoints ------------------------------------------------------------------------------------------------

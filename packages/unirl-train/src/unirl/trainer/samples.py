@@ -1,101 +1,182 @@
-"""Samples of a response as people see them: media, what they were made from, and their scores."""
+"""Records of samples, taken where a response lies: which ones, and what is known of each."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+
 import torch
-from torch import Tensor
 
-from unirl.tracking.video import STRIP_FRAMES, strip
-from unirl.types.errors import ContractError
-from unirl.types.media import ImageLists, Images, SizedImages, Texts, Videos, pixel_bytes, pixel_floats
+from unirl.distributed.held import Held
+from unirl.tracking.video import STRIP_FRAMES
+from unirl.types.batch import rows_by
+from unirl.types.media import Audios, ImageLists, Images, Primitive, SizedImages, Texts, Videos, pixel_bytes
 from unirl.types.rollout import RolloutResp, RolloutTrack
-from unirl.types.segments import SizedLatents
+from unirl.types.samples import Image, Medium, SampleRecord, Sound, Text, Unshown, Video
+from unirl.types.segments import SegmentStatus, TextSegment
 
-NUM_VIDEOS = 4
-"""Videos that a run shows whole at a time."""
+Taken = dict[str, list[SampleRecord]]
+"""Root sample -> its record and those of all that grew from it, track by track."""
 
 
-def take_images(resp: RolloutResp, track: str, count: int) -> Tensor:
-    """The first decoded images of a response [<= count, 3, H, W] (runs where the response lies): of videos a strip of
-    frames each, of images of different sizes each as large as it fits into the recipe's size. Empty where the engine
-    decodes nothing. Raises ContractError for other media."""
-    decoded = resp.tracks[track].decoded
+def take(resp: Held, roots: Sequence[str], *, whole: Collection[str] = ()) -> Taken:
+    """Records of some root samples of a held response, in their order.
+
+    whole: those whose videos are taken with every frame; of others come STRIP_FRAMES.
+    """
+    parts = resp.map(take_samples, frozenset(roots), frozenset(whole))
+    groups = {name: _groups(track) for name, track in resp.meta.tracks.items()}
+    found = {
+        root: [_with_group(record, *groups[record.track][record.group_id]) for record in records]
+        for part in parts
+        for root, records in part.items()
+    }
+    return {root: found[root] for root in roots}
+
+
+def take_samples(resp: RolloutResp, roots: Collection[str], whole: Collection[str]) -> Taken:
+    """What `take` takes of one shard (runs where the response lies)."""
+    taken: Taken = {sample: [] for sample in resp.root_track().sample_ids if sample in roots}
+    for name, track in resp.tracks.items():
+        root, root_rows = resp.root_rows(name)
+        of_sample = [root.sample_ids[row] for row in root_rows]
+        rows = [row for row, sample in enumerate(of_sample) if sample in taken]
+        asked = resp.with_inputs(name)
+        prompts = asked.primitives.get("text")
+        media = _media(track, rows)
+        given = _given(asked.primitives, rows)
+        for place, row in enumerate(rows):
+            medium = media[place]
+            if isinstance(medium, Video) and of_sample[row] not in whole:
+                medium = _excerpt(medium)
+            record = SampleRecord(
+                sample_id=track.sample_ids[row],
+                track=name,
+                group_id=track.group_ids[row],
+                prompt_id=asked.group_ids[row],
+                parent_id=None if track.parent_track is None else track.group_ids[row],
+                parent_track=track.parent_track,
+                prompt=prompts.texts[row] if isinstance(prompts, Texts) else "",
+                given=given[place],
+                drawn_from=_drawn_from(track, row),
+                media=medium,
+                scores=scores_of(track, row),
+                error=track.reward_errors[row] if track.reward_errors else None,
+                advantage=None if track.advantages is None else float(track.advantages[row]),
+                policy_version=None if track.policy_versions is None else int(track.policy_versions[row]),
+                end=_end(track, row),
+                counts={count: float(values[row]) for count, values in track.counts.items()},
+                metadata=(asked.metadata[row] or {}) if asked.metadata else {},
+            )
+            taken[of_sample[row]].append(record)
+    return taken
+
+
+def scores_of(track: RolloutTrack, row: int) -> dict[str, float]:
+    """Reward and components of one sample; empty where it was not scored, or could not be."""
+    if track.rewards is None or (track.reward_errors and track.reward_errors[row] is not None):
+        return {}
+    columns = {"reward": track.rewards, **track.component_rewards}
+    return {name: float(values[row]) for name, values in columns.items()}
+
+
+def whole_groups(resp: RolloutResp, most: int) -> list[str]:
+    """Root samples of the first groups that have at most `most` samples in each track; where not even the first group
+    does, those of its first root samples that reach it."""
+    root, sizes = resp.root_track(), _sizes(resp)
+    chosen: list[int] = []
+    for rows in rows_by(root.group_ids).values():
+        if sum(sizes[row] for row in (*chosen, *rows)) > most:
+            break
+        chosen += rows
+    return [root.sample_ids[row] for row in chosen] or first_roots(resp, most)
+
+
+def first_roots(resp: RolloutResp, num: int) -> list[str]:
+    """The fewest first root samples that have at least `num` samples in their largest track."""
+    totals = itertools.accumulate(_sizes(resp), initial=0)
+    return [sample for sample, before in zip(resp.root_track().sample_ids, totals, strict=False) if before < num]
+
+
+def _sizes(resp: RolloutResp) -> list[int]:
+    """Samples that each root sample has in the track where it has most."""
+    sizes = [1] * resp.batch_size
+    for name in resp.tracks:
+        for row, own in rows_by(resp.root_rows(name)[1]).items():
+            sizes[row] = max(sizes[row], len(own))
+    return sizes
+
+
+def _groups(track: RolloutTrack) -> dict[str, tuple[int, float | None]]:
+    """Size of each group and standard deviation of its rewards; None where a sample has none."""
+    rewards = None if track.rewards is None else track.rewards.double()
+    found: dict[str, tuple[int, float | None]] = {}
+    for group, rows in rows_by(track.group_ids).items():
+        std = torch.nan if rewards is None else float(rewards[rows].std(unbiased=False))
+        found[group] = len(rows), None if math.isnan(std) else std
+    return found
+
+
+def _with_group(record: SampleRecord, size: int, std: float | None) -> SampleRecord:
+    return dataclasses.replace(record, group_size=size, group_reward_std=std)
+
+
+def _media(track: RolloutTrack, rows: Sequence[int]) -> list[Medium | None]:
+    """What was made. Copies: a view would hold the whole batch."""
+    decoded = track.decoded
     match decoded:
         case None:
-            return torch.empty(0)
+            return [None] * len(rows)
         case Images():
-            return pixel_floats(decoded.pixels[:count]).cpu().contiguous()
+            return [Image(pixel_bytes(decoded.pixels[row]).cpu().clone()) for row in rows]
         case SizedImages():
-            segment = resp.tracks[track].segment
-            params = segment.params if isinstance(segment, SizedLatents) else None
-            if params is None:
-                raise ContractError(f"track {track!r} does not say how its images were sampled, nor their size")
-            return torch.stack([fitted(image, params.height, params.width) for image in decoded.images[:count]])
+            return [Image(pixel_bytes(decoded.images[row]).cpu().clone()) for row in rows]
         case Videos():
-            videos = _first_videos(decoded, count)
-            num_frames = min(STRIP_FRAMES, max(map(len, videos), default=STRIP_FRAMES))
-            return torch.stack([strip(pixel_floats(frames).cpu(), num_frames) for frames in videos])
+            chosen = decoded.select(rows)
+            sounds = [None] * len(rows) if chosen.audio is None else _sounds(chosen.audio)
+            frames = [pixel_bytes(video).cpu().clone() for video in chosen.unpack("frames")]
+            return [Video(video, decoded.fps, len(video), sound) for video, sound in zip(frames, sounds, strict=True)]
+        case Audios():
+            return list(_sounds(decoded.select(rows)))
+        case Texts():
+            lengths = track.segment.lengths.tolist() if isinstance(track.segment, TextSegment) else None
+            return [Text(decoded.texts[row], None if lengths is None else lengths[row]) for row in rows]
         case other:
-            raise ContractError(f"track {track!r} holds {type(other).__name__}, which a grid of images cannot show")
+            return [Unshown(type(other).__name__)] * len(rows)
 
 
-def fitted(image: Tensor, height: int, width: int) -> Tensor:
-    """An image [3, H, W] as large as it fits into `height` x `width`, in the middle of white: float32 in [0, 1]."""
-    scale = min(height / image.shape[1], width / image.shape[2])
-    size = max(1, round(image.shape[1] * scale)), max(1, round(image.shape[2] * scale))
-    small = torch.nn.functional.interpolate(
-        pixel_floats(image).cpu().float()[None], size, mode="bilinear", antialias=True, align_corners=False
-    )[0]
-    sheet = torch.ones(3, height, width)
-    top, left = (height - size[0]) // 2, (width - size[1]) // 2
-    sheet[:, top : top + size[0], left : left + size[1]] = small.clamp(0, 1)
-    return sheet
+def _sounds(audio: Audios) -> list[Sound]:
+    return [Sound(waveform.float().cpu().clone(), audio.sample_rate) for waveform in audio.unpack("waveform")]
 
 
-def take_videos(resp: RolloutResp, track: str, count: int) -> tuple[list[Tensor], float | None]:
-    """The first decoded videos of a response, uint8 [F, 3, H, W] each, and their frames per second; none of images
-    (runs where the response lies)."""
-    decoded = resp.tracks[track].decoded
-    if not isinstance(decoded, Videos):
-        return [], None
-    videos = [pixel_bytes(video).cpu() for video in _first_videos(decoded, count)]
-    return videos, decoded.fps
+def _excerpt(video: Video) -> Video:
+    places = torch.linspace(0, len(video.frames) - 1, min(STRIP_FRAMES, len(video.frames))).round().long()
+    return dataclasses.replace(video, frames=video.frames[places])
 
 
-def _first_videos(decoded: Videos, count: int) -> list[Tensor]:
-    return decoded.slice(0, min(count, decoded.batch_size)).unpack("frames")
+def _given(primitives: Mapping[str, Primitive], rows: Sequence[int]) -> list[tuple[Medium, ...]]:
+    """The images and sounds of each prompt."""
+    found: list[list[Medium]] = [[] for _ in rows]
+    for slot, value in primitives.items():
+        for place, row in enumerate(rows):
+            if slot == "image" and isinstance(value, ImageLists):
+                sources = (None,) * len(value.images[row]) if value.sources is None else value.sources[row]
+                pairs = zip(value.images[row], sources, strict=True)
+                found[place] += [Image(pixel_bytes(image).cpu().clone(), source) for image, source in pairs]
+            elif isinstance(value, Audios) and int(value.lengths[row]):
+                found[place] += _sounds(value.select([row]))
+    return [tuple(each) for each in found]
 
 
-def take_prompts(resp: RolloutResp, track: str, count: int) -> list[str]:
-    """The prompts of the first samples, empty ones where there are no texts (runs where the response lies)."""
-    own = resp.with_inputs(track)
-    texts = own.primitives.get("text")
-    return (texts.texts if isinstance(texts, Texts) else [""] * own.batch_size)[:count]
+def _drawn_from(track: RolloutTrack, row: int) -> str | None:
+    texts = track.primitives.get("thought", track.primitives.get("text"))
+    return texts.texts[row] if track.parent_track is not None and isinstance(texts, Texts) else None
 
 
-def take_pictures(resp: RolloutResp, track: str, count: int) -> list[list[Tensor]]:
-    """The pictures that the prompt of each of the first samples shows, none for a text alone (runs where the response
-    lies)."""
-    own = resp.with_inputs(track)
-    pictures = own.primitives.get("image")
-    images = pictures.images if isinstance(pictures, ImageLists) else [[]] * own.batch_size
-    return [list(each) for each in images[:count]]
-
-
-def take_drawn(resp: RolloutResp, track: str, count: int) -> list[str]:
-    """What the first samples of a track that grew from texts were drawn from, a thought or a prompt; none of a root
-    (runs where the response lies)."""
-    own = resp.track(track)
-    texts = own.primitives.get("thought", own.primitives.get("text"))
-    return texts.texts[:count] if own.parent_track is not None and isinstance(texts, Texts) else []
-
-
-def sample_values(track: RolloutTrack, sample: int) -> dict[str, float]:
-    """The reward and each component of one sample of a scored track."""
-    columns = {"reward": track.scored_rewards, **track.component_rewards}
-    return {name: float(values[sample]) for name, values in columns.items()}
-
-
-def scores_of(track: RolloutTrack, count: int) -> list[dict[str, float] | None]:
-    """The values of the first samples; None for one that could not be scored."""
-    return [sample_values(track, i) if track.reward_errors[i] is None else None for i in range(count)]
+def _end(track: RolloutTrack, row: int) -> str | None:
+    if not isinstance(track.segment, TextSegment):
+        return None
+    status = track.segment.status
+    return SegmentStatus(SegmentStatus.COMPLETED if status is None else int(status[row])).name.lower()

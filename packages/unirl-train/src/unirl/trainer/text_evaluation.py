@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from unirl.data.data_source import PromptRow
 from unirl.distributed.runtime import Runtime
-from unirl.tracking.base import TableRow
 from unirl.trainer.held_out import (
     EVAL_ROLLOUT_ID,
     BaseEvaluator,
@@ -22,13 +21,12 @@ from unirl.trainer.held_out import (
     spread_rows,
 )
 from unirl.trainer.request import build_text_request
-from unirl.trainer.samples import sample_values, take_pictures
-from unirl.types.bounds import Bounds, NonNegative, NonNegativeInt, PositiveFraction, PositiveInt, bounded
+from unirl.trainer.samples import scores_of
+from unirl.types.bounds import Bounds, NonNegative, PositiveFraction, PositiveInt, bounded
 from unirl.types.errors import ConfigError
-from unirl.types.media import ImageLists, Texts
-from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.samples import SampleRecord
 from unirl.types.sampling import ARSamplingParams
-from unirl.types.segments import SegmentStatus, TextSegment
 
 PASS_ROLLOUT_ID = EVAL_ROLLOUT_ID - 1
 """Part of every draw's key, so the samples of pass@k are none of training's."""
@@ -39,14 +37,13 @@ PASS_ROLLOUT_ID = EVAL_ROLLOUT_ID - 1
 class TextEvaluationConfig(HeldOut):
     """Greedy completions of `num_samples` prompts, and where `pass_at` names some k, sampled ones; see `HeldOut`.
 
-    max_new_tokens: None takes that of training. num_completions: kept for the table.
+    max_new_tokens: None takes that of training.
     pass_at: values of k. pass_samples: completions a prompt, at least the largest k. pass_prompts: prompts sampled.
     pass_metric: what says that a completion is right, the reward or a component, when it reaches `pass_threshold`.
     temperature, top_p: of these samples; a temperature of None takes that of training.
     """
 
     max_new_tokens: PositiveInt | None = None
-    num_completions: NonNegativeInt = 16
     pass_at: Sequence[int] = ()
     pass_samples: PositiveInt = 8
     pass_prompts: PositiveInt = 64
@@ -68,7 +65,7 @@ class TextEvaluationConfig(HeldOut):
 
     def settings(self, training: ARSamplingParams) -> dict[str, dict[str, Any]]:  # Any: plain values
         return {
-            "eval": self._without("num_completions", "max_new_tokens", "temperature", "top_p"),
+            "eval": self._without("max_new_tokens", "temperature", "top_p"),
             "sampling": {
                 "greedy": dataclasses.asdict(self.greedy(training)),
                 "sampled": dataclasses.asdict(self.sampled(training)) if self.pass_at else None,
@@ -125,9 +122,12 @@ class TextEvaluator(BaseEvaluator):
         """Greedy, and where pass@k is asked for, sampled."""
         return [self._greedy, self._sampled] if self._pass_rows else [self._greedy]
 
-    def run(self, runtime: Runtime, track: str | None = None) -> EvaluationResult:
+    def run(
+        self, runtime: Runtime, track: str | None = None, *, num_records: int = 0, num_videos: int = 0
+    ) -> EvaluationResult:
         """See `BaseEvaluator.run`. Means are of the greedy completions, `pass@k` of the sampled ones."""
-        scores, completions, pictures = Scores(), [], []
+        scores, num_rows = Scores(), 0
+        records: list[SampleRecord] = []
 
         def greedy(rows: list[PromptRow]) -> RolloutReq:
             return build_text_request(rows, self._greedy, rollout_id=EVAL_ROLLOUT_ID)
@@ -137,16 +137,9 @@ class TextEvaluator(BaseEvaluator):
 
         for batch in scored_batches(self._rows, greedy, runtime, config=self.config, track=track):
             scores.add_samples(batch)
-            wanted = min(self._options.num_completions - len(completions), len(batch.rows))
-            if wanted > 0:
-                most = wanted * batch.branch
-                taken = [row for part in batch.resp.map(take_completions, batch.name, most) for row in part]
-                taken = taken[:: batch.branch]  # one per prompt
-                scored = [i for i in range(wanted) if batch.track.reward_errors[i] is None]
-                completions += [{**taken[i], **sample_values(batch.track, i)} for i in scored]
-                shown = [each for part in batch.resp.map(take_pictures, batch.name, most) for each in part]
-                shown = shown[:: batch.branch]
-                pictures += [shown[i] for i in scored]
+            if num_rows < num_records:
+                records += batch.records(num_records - num_rows, max(0, num_videos - num_rows))
+            num_rows += len(batch.rows)
         for batch in scored_batches(
             self._pass_rows,
             sampled,
@@ -161,8 +154,7 @@ class TextEvaluator(BaseEvaluator):
             overall=scores.overall(),
             num_samples=scores.num_scored,
             num_failed=len(scores.errors),
-            completions=completions,
-            pictures=pictures,
+            records=records,
         )
 
     def _add_passes(self, scores: Scores, batch: ScoredBatch) -> None:
@@ -178,7 +170,7 @@ class TextEvaluator(BaseEvaluator):
             scores.add(row, {pass_name(k): pass_at(k, num_right, size) for k in self._options.pass_at})
 
     def _is_right(self, track: RolloutTrack, sample: int) -> bool:
-        values = sample_values(track, sample)
+        values = scores_of(track, sample)
         if self._options.pass_metric not in values:
             raise ConfigError(
                 f"eval.pass_metric = {self._options.pass_metric} is not among the scores {', '.join(values)}. "
@@ -198,26 +190,3 @@ def pass_at(k: int, num_right: int, num_samples: int) -> float:
     Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
     """
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
-
-
-def take_completions(resp: RolloutResp, track: str, count: int) -> list[TableRow]:
-    """Prompt, names of its pictures, completion, number of tokens, end and right answer of the first samples, as far as
-    there are any (runs where the response lies)."""
-    own = resp.tracks[track]
-    prompts, decoded, segment = own.primitives.get("text"), own.decoded, own.segment
-    if not (isinstance(prompts, Texts) and isinstance(decoded, Texts) and isinstance(segment, TextSegment)):
-        return []
-    lengths = segment.lengths.tolist()
-    status = [SegmentStatus.COMPLETED] * len(lengths) if segment.status is None else segment.status.tolist()
-    pictures, metadata = own.primitives.get("image"), own.metadata
-    rows: list[TableRow] = []
-    for i in range(min(count, len(lengths))):
-        row: TableRow = {"prompt": prompts.texts[i]}
-        if isinstance(pictures, ImageLists) and pictures.sources is not None:
-            row["images"] = ", ".join(pictures.sources[i])
-        row |= {"completion": decoded.texts[i], "tokens": lengths[i], "end": SegmentStatus(status[i]).name.lower()}
-        answer = (metadata[i] or {}).get("answer") if metadata else None
-        if answer is not None:
-            row["answer"] = str(answer)
-        rows.append(row)
-    return rows

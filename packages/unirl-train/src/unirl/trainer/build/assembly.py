@@ -13,7 +13,7 @@ from unirl.algorithms.advantages import Advantages
 from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
 from unirl.config.runs import ComposedRun
-from unirl.config.schema import components
+from unirl.config.schema import Samples, components
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import Tracker
@@ -102,6 +102,7 @@ def make_trainer(
         selection=SampleSelection() if run.selection is None else instantiate(run.selection.node),
         sync=runtime.role("sync", SyncRole) if _pushes(run) else None,
         scored_track=run.scored_track,
+        samples=file.samples,
         track_advantages={
             track: instantiate(policy.advantages.node)
             for policy in run.policies.values()
@@ -140,6 +141,7 @@ def assemble(
     track_advantages: Mapping[str, Advantages] | None = None,
     clock: PhaseClock | None = None,
     loop: Callable[..., Trainer] = Trainer,
+    samples: Samples | None = None,
 ) -> Trainer:
     """Collector, learner and run record on a runtime, and the loop that joins them.
 
@@ -165,7 +167,6 @@ def assemble(
     record = RunRecord(
         runtime,
         settings,
-        modality=modality,
         evaluator=evaluator,
         trackers=trackers,
         run_dir=run_dir,
@@ -173,6 +174,7 @@ def assemble(
         digests=digests or {},
         clock=clock,
         scored_track=scored_track,
+        samples=samples,
     )
     return loop(settings=settings, collector=collector, learner=learner, record=record, clock=clock, stop=stop)
 
