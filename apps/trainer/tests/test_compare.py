@@ -136,8 +136,8 @@ def test_recipes_that_are_judged_differently_are_refused(text, message, here, ca
     ("text", "message"),
     [
         ("eval: {pass_prompts: 20}", "eval.pass_prompts = 100 in llm/qwen3_arithmetic, 20 in own."),
-        ("sampling: {temperature: 0.5}", "sampling.sampled.temperature = 1.0 in llm/qwen3_arithmetic, 0.5 in own."),
-        ("sampling: {max_new_tokens: 4}", "sampling.greedy.max_new_tokens = 8 in llm/qwen3_arithmetic, 4 in own."),
+        ("sampling: {temperature: 0.5}", "sampling.passes.temperature = 1.0 in llm/qwen3_arithmetic, 0.5 in own."),
+        ("sampling: {max_new_tokens: 4}", "sampling.max_new_tokens = 8 in llm/qwen3_arithmetic, 4 in own."),
     ],
 )
 def test_texts_that_are_judged_differently_are_refused(text, message, here, capsys):

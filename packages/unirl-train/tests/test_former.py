@@ -61,3 +61,14 @@ def test_how_many_samples_of_an_evaluation_are_shown_is_a_key_of_samples_now(key
     assert former.modernised({"eval": {key: 3}, "samples": None})["samples"] == {"per_evaluation": 3}
     with pytest.raises(ConfigError, match=f"eval.{key} is called samples.per_evaluation now, and both are set"):
         former.modernised({"eval": {key: 3}, "samples": {"per_evaluation": 3}})
+
+
+def test_the_sampling_of_pass_at_k_has_keys_of_its_kind_now():
+    texts = {"_target_": "unirl.types.sampling.ARSamplingParams"}
+    recipe = {"sampling": texts, "eval": {"temperature": 0.5, "top_p": 0.9}}
+    assert former.modernised(recipe)["eval"] == {"pass_temperature": 0.5, "pass_top_p": 0.9}
+    assert recipe["eval"] == {"temperature": 0.5, "top_p": 0.9}  # the recipe itself stays
+    images_of_texts = {"eval": {"temperature": 0.5}}
+    assert former.modernised(images_of_texts) == images_of_texts
+    own = {"sampling": texts, "eval": {"_target_": "mine.Evaluation", "temperature": 0.5, "num_images": 3}}
+    assert former.modernised(own) == own

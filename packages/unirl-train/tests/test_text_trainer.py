@@ -33,11 +33,11 @@ from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack, TrainStepResult
 from unirl.trainer.build.assembly import assemble
+from unirl.trainer.evaluation import EvaluationConfig, pass_at
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.trainer.text import TextModality, count_tokens
-from unirl.trainer.text_evaluation import TextEvaluationConfig, pass_at
 from unirl.types.errors import ConfigError, ContractError, WorkerError
 from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
@@ -186,7 +186,7 @@ class Run:
         data = MultimodalRLDataSource(str(prompts), shuffle=False)
         params = sampling(samples_per_prompt=samples, max_new_tokens=3, temperature=1.0)
         options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 6, "batch_size": 5}
-        config = TextEvaluationConfig(**{**options, **(evaluation or {})})
+        config = EvaluationConfig(**{**options, **(evaluation or {})})
         defaults: dict[str, Any] = {"recipe": "fake", "seed": 3, "batch_size": 4, "num_rollouts": 2}
         self.trainer = assemble(
             self.runtime,
@@ -358,7 +358,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path):
 )
 def test_evaluations_that_cannot_work_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        TextEvaluationConfig(prompts="", **options)
+        EvaluationConfig(prompts="", **options)
 
 
 def test_an_unknown_metric_of_pass_at_k_is_named(tmp_path: Path):

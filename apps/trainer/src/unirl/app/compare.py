@@ -35,7 +35,7 @@ from unirl.types.recipe import Policy
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from unirl.trainer.held_out import Evaluates
+    from unirl.trainer.evaluation import EvaluationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Contender:
         return self.run.file.save.best_metric
 
     @functools.cached_property
-    def evaluation(self) -> Evaluates:
+    def evaluation(self) -> EvaluationConfig:
         """Its `eval` section."""
         from unirl.trainer.build.assembly import evaluation_of
 

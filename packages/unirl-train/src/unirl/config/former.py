@@ -16,29 +16,41 @@ logger = logging.getLogger(__name__)
 
 Node = dict[str, Any]  # Any: a recipe's values
 
-CLASSES: Mapping[str, str] = {}
+EVALUATION = "unirl.trainer.evaluation.EvaluationConfig"
+CLASSES: Mapping[str, str] = {
+    "unirl.trainer.text_evaluation.TextEvaluationConfig": EVALUATION,
+    "unirl.trainer.composed_evaluation.ComposedEvaluationConfig": EVALUATION,
+}
 """Import path of the last release -> the present one."""
 KEYWORDS: Mapping[str, Mapping[str, str]] = {}
 """Present import path -> keyword of the last release -> the present one."""
-_PER_EVALUATION = "samples.per_evaluation"
 FORMER_COUNTS = ("num_images", "num_completions")
 """Keys of `eval` that said how many samples of an evaluation are shown."""
 
 
-def _shown_of_evaluations(recipe: Node) -> list[str]:
+def _options_of_evaluations(recipe: Node) -> list[str]:
+    evaluation = dict(recipe.get("eval") or {})
+    if evaluation.get(TARGET, EVALUATION) != EVALUATION:
+        return []
+    samples = dict(recipe.get("samples") or {})
+    moves = [(key, samples, "samples", "per_evaluation") for key in FORMER_COUNTS]
+    moves.append(("top_p", evaluation, "eval", "pass_top_p"))
+    if str((recipe.get("sampling") or {}).get(TARGET)).endswith(".ARSamplingParams"):
+        moves.append(("temperature", evaluation, "eval", "pass_temperature"))
     lines = []
-    for key in FORMER_COUNTS:
-        if key in (recipe.get("eval") or {}):
-            if (recipe.get("samples") or {}).get("per_evaluation") is not None:
-                raise ConfigError(f"eval.{key} is called {_PER_EVALUATION} now, and both are set. Remove eval.{key}.")
-            evaluation = dict(recipe["eval"])
-            recipe["samples"] = {**(recipe.get("samples") or {}), "per_evaluation": evaluation.pop(key)}
-            recipe["eval"] = evaluation
-            lines.append(f"eval.{key} is called {_PER_EVALUATION} now.")
+    for old, section, name, new in moves:
+        if old not in evaluation:
+            continue
+        if section.get(new) is not None:
+            raise ConfigError(f"eval.{old} is called {name}.{new} now, and both are set. Remove eval.{old}.")
+        section[new] = evaluation.pop(old)
+        lines.append(f"eval.{old} is called {name}.{new} now.")
+    if lines:
+        recipe.update(eval=evaluation, **({"samples": samples} if samples else {}))
     return lines
 
 
-MOVES: tuple[Callable[[Node], list[str]], ...] = (_shown_of_evaluations,)
+MOVES: tuple[Callable[[Node], list[str]], ...] = (_options_of_evaluations,)
 """Functions that move sections of a recipe, in place, each returning a line per change."""
 
 _said: set[str] = set()

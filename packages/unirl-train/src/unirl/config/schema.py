@@ -254,7 +254,9 @@ class Recipe:
     residency: Residency = Residency()
     eval: Annotated[
         Node | None,
-        Component(kind="unirl.trainer.held_out.HeldOut", default="unirl.trainer.evaluation.EvaluationConfig"),
+        Component(
+            kind="unirl.trainer.evaluation.EvaluationConfig", default="unirl.trainer.evaluation.EvaluationConfig"
+        ),
     ] = None
     guardrails: Annotated[
         Node | None,

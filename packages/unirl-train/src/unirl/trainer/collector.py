@@ -18,7 +18,7 @@ from unirl.distributed.runtime import Runtime
 from unirl.train.names import joined
 from unirl.trainer.balance import balanced_order
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.held_out import BaseEvaluator
+from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality, ParamsT
 from unirl.trainer.roles import EngineRole, RewardRole, StackRole
 from unirl.trainer.settings import TrainerSettings
@@ -88,7 +88,7 @@ class Collector(Generic[ParamsT]):
         self._num_dropped_groups = 0
         self._unfinished: dict[int, dict[str, Any]] = {}
 
-    def prepare(self, evaluator: BaseEvaluator | None) -> None:
+    def prepare(self, evaluator: Evaluator | None) -> None:
         """Tell the engine what the whole run will ask of it. Called once, before training or resuming."""
         self._modality.prepare(self._runtime, self._data, self._sampling, evaluator)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from unirl.data.data_source import MultimodalRLDataSource, PromptRow
+from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import Runtime
-from unirl.trainer.held_out import BaseEvaluator
+from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality
-from unirl.trainer.request import build_request, inputs_of, shortened
+from unirl.trainer.request import inputs_of
 from unirl.trainer.roles import DiffusionEngineRole
-from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
 
 ROWS_AHEAD = 32
@@ -25,7 +22,7 @@ class DiffusionModality(Modality[DiffusionSamplingParams]):
         runtime: Runtime,
         data: MultimodalRLDataSource,
         sampling: DiffusionSamplingParams,
-        evaluator: BaseEvaluator | None,
+        evaluator: Evaluator | None,
     ) -> None:
         """Give every prompt of the run with its pictures to an engine that encodes them first, to drop its encoders."""
         engine = runtime.role("engine", DiffusionEngineRole)
@@ -39,12 +36,3 @@ class DiffusionModality(Modality[DiffusionSamplingParams]):
             for start in range(0, len(distinct), ROWS_AHEAD):
                 engine.encode_ahead(inputs_of(distinct[start : start + ROWS_AHEAD]), params)
         engine.drop_text_encoders()
-
-    def request(
-        self, runtime: Runtime, rows: Sequence[PromptRow], sampling: DiffusionSamplingParams, rollout_id: int
-    ) -> RolloutReq:
-        """A request with the stochastic steps of this rollout, pinned sigmas and the ids of every noise."""
-        params = sampling.resolved(rollout_id)
-        plan = runtime.role("engine", DiffusionEngineRole).plan(params)
-        params, sigmas = shortened(params, plan.sigmas)
-        return build_request(rows, params, sigmas=sigmas, latent_shape=plan.latent_shape, rollout_id=rollout_id)

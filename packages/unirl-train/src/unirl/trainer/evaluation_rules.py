@@ -1,4 +1,5 @@
-"""What a held-out evaluation needs: prompts, and a policy that somebody keeps. See `unirl.types.recipe`."""
+"""What a held-out evaluation needs: prompts, a policy that is kept, options of what is sampled. See
+`unirl.types.recipe`."""
 
 from __future__ import annotations
 
@@ -67,5 +68,32 @@ def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
         yield from media_reaches_the_model("eval.prompts", str(path), rows, run)
 
 
-RULES = (evaluated_policy_exists,)
+CONFIG = "unirl.trainer.evaluation.EvaluationConfig"
+OF_LATENTS = ("num_inference_steps", "guidance_scale", "guidance_scale_2", "distilled_guidance_scale", "post_solver")
+OF_TEXTS = ("temperature", "max_new_tokens")
+OF_TEXTS_ALONE = (
+    *("pass_at", "pass_samples", "pass_prompts", "pass_metric", "pass_threshold", "pass_temperature", "pass_top_p"),
+)
+OF_SEVERAL = ("without_writer",)
+
+
+def options_fit_what_is_sampled(own: Part, run: Run) -> Messages:
+    """No option is for a kind of samples that the run does not make."""
+    if CONFIG not in (own.path, *own.lineage):
+        return
+    kind = run.sampling.ability("samples_tokens")
+    made = {True: "texts", False: "images or videos", None: "texts and images of them"}[kind]
+    for options, of, fits in (
+        (OF_LATENTS, "images and videos", kind is not True),
+        (OF_TEXTS, "texts", kind is not False),
+        (OF_TEXTS_ALONE, "texts that are scored themselves", kind is True),
+        (OF_SEVERAL, "images of texts that a model writes", kind is None),
+    ):
+        given = [name for name in options if own.node.get(name) not in (None, False)]
+        if given and not fits:
+            shown = ", ".join(f"eval.{name}" for name in given)
+            yield f"{shown}: of {of}, but this run samples {made}. Remove {'it' if len(given) == 1 else 'them'}."
+
+
+RULES = (evaluated_policy_exists, options_fit_what_is_sampled)
 MACHINE_RULES = (prompts_exist,)

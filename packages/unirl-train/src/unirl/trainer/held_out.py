@@ -3,86 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, ClassVar, Protocol
 
 from unirl.data.data_source import PromptRow, epoch_order
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
 from unirl.trainer.roles import EngineRole, RewardRole
 from unirl.trainer.samples import scores_of, take
-from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, Seed
-from unirl.types.errors import ConfigError, RewardError
+from unirl.types.errors import RewardError
 from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.samples import SampleRecord
 
 EVAL_ROLLOUT_ID = -1
 """Part of every noise id, so evaluation noise never equals training noise."""
-SCHEDULING = ("before", "interval", "interval_cpu_s", "policy")
-"""Options of every evaluation that say when it happens and of which weights, not what it measures."""
-
-
-class Evaluates(Protocol):
-    """How a recipe's `eval` section is evaluated: what `eval._target_` names."""
-
-    @property
-    def prompts(self) -> str:
-        """File of prompts."""
-        ...
-
-    @property
-    def columns(self) -> Sequence[str]:
-        """Names of held-out means that a comparison shows beside the one it judges by."""
-        ...
-
-    def settings(self, training: Any) -> Mapping[str, Mapping[str, Any]]:  # Any: the trainer's parameters; plain values
-        """All that the means depend on besides weights and scorers, by section of the recipe."""
-        ...
-
-    def evaluator(self, rows: Sequence[PromptRow], training: Any) -> BaseEvaluator:  # Any: the trainer's parameters
-        """The evaluation of these prompts by a policy that trains with sampling parameters `training`."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """What evaluations of every modality have.
-
-    prompts: file of prompts. num_samples: in all, spread evenly over the prompts. interval: rollouts between
-    evaluations; 0 evaluates only before and after. interval_cpu_s: in its place, CPU seconds of training between
-    evaluations. batch_size: samples a request. seed: of the sampling. policy: named copy of the weights to evaluate,
-    None the policy being trained. before: whether there is an evaluation before training."""
-
-    recipe_rules: ClassVar[str] = "unirl.trainer.evaluation_rules"
-    """Module with the rules of recipes, see `unirl.types.recipe`."""
-    prompts: str
-    num_samples: PositiveInt = 512
-    interval: NonNegativeInt = 0
-    interval_cpu_s: Positive | None = None
-    batch_size: PositiveInt = 128
-    seed: Seed = 1234
-    policy: str | None = None
-    before: bool = True
-
-    def __post_init__(self) -> None:
-        if self.interval_cpu_s is not None and self.interval > 0:
-            raise ConfigError(
-                f"eval.interval = {self.interval} rollouts and eval.interval_cpu_s = {self.interval_cpu_s} both say "
-                "when to evaluate. Set interval: 0 or interval_cpu_s: null."
-            )
-
-    @property
-    def columns(self) -> Sequence[str]:
-        """See `Evaluates.columns`: none."""
-        return ()
-
-    def _without(self, *names: str) -> dict[str, Any]:  # Any: plain values
-        """The options but those of `SCHEDULING` and `names`."""
-        left_out = {*SCHEDULING, *names}
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
 
 @dataclass(frozen=True)
@@ -159,23 +94,24 @@ def scored_batches(
     build: Callable[[list[PromptRow]], RolloutReq],
     runtime: Runtime,
     *,
-    config: HeldOut,
-    samples_per_prompt: int = 1,
-    track: str | None = None,
+    batch_size: int,
+    policy: str | None,
+    samples_per_prompt: int,
+    track: str | None,
 ) -> Iterator[ScoredBatch]:
-    """Generate and score all rows, `config.batch_size` samples at a time. A batch is released where the next begins.
+    """Generate and score all rows, `batch_size` samples at a time. A batch is released where the next begins.
 
     track: the one that is scored; None is the root, which else is credited with the scores of what grew from it.
     """
     engine, reward = runtime.role("engine", EngineRole), runtime.role("reward", RewardRole)
-    step = max(1, config.batch_size // samples_per_prompt)
+    step = max(1, batch_size // samples_per_prompt)
     for start in range(0, len(rows), step):
         part = list(rows[start : start + step])
         padded = list(part)
         while (len(padded) * samples_per_prompt) % runtime.num_shards:
             padded.append(part[0])
         req = build(padded)
-        with engine.generate(req, policy=config.policy) as resp:
+        with engine.generate(req, policy=policy) as resp:
             name = track or resp.meta.root_name()
             reward.score_track(resp, name, is_shaped=False)
             resp.refresh()
@@ -222,30 +158,3 @@ class Scores:
         names = {name: None for columns in self._totals.values() for name in columns}
         pooled = {name: [v for columns in self._totals.values() for v in columns.get(name, [])] for name in names}
         return {name: sum(values) / len(values) for name, values in pooled.items()}
-
-
-class BaseEvaluator(ABC):
-    """Scores the policy on held-out prompts."""
-
-    config: HeldOut
-
-    @property
-    @abstractmethod
-    def rows(self) -> list[PromptRow]:
-        """Every prompt that an evaluation uses, as often as it does."""
-
-    @property
-    @abstractmethod
-    def all_params(self) -> list[Any]:  # Any: sampling parameters of the modality
-        """Every way in which it samples."""
-
-    @abstractmethod
-    def run(
-        self, runtime: Runtime, track: str | None = None, *, num_records: int = 0, num_videos: int = 0
-    ) -> EvaluationResult:
-        """Generate and score every evaluation sample.
-
-        track: the one whose media are scored; None is the root. num_records: prompts whose samples are recorded, the
-        first `num_videos` of them with whole videos.
-        Raises what the engine or a scorer raises, and RewardError where no sample could be scored.
-        """

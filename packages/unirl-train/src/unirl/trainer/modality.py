@@ -9,7 +9,8 @@ from typing import ClassVar, Generic, TypeVar
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
-from unirl.trainer.held_out import BaseEvaluator
+from unirl.trainer.evaluation import Evaluator
+from unirl.trainer.request import pinned_request
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import BaseSamplingParams
 
@@ -24,13 +25,13 @@ class Modality(ABC, Generic[ParamsT]):
 
     @abstractmethod
     def prepare(
-        self, runtime: Runtime, data: MultimodalRLDataSource, sampling: ParamsT, evaluator: BaseEvaluator | None
+        self, runtime: Runtime, data: MultimodalRLDataSource, sampling: ParamsT, evaluator: Evaluator | None
     ) -> None:
         """Called once, before training or resuming: what the engine must know of the whole run."""
 
-    @abstractmethod
     def request(self, runtime: Runtime, rows: Sequence[PromptRow], sampling: ParamsT, rollout_id: int) -> RolloutReq:
         """A request for samples of some prompts, with everything pinned."""
+        return pinned_request(runtime, rows, sampling, rollout_id)
 
     def training_costs(self, resp: Held, track: str) -> list[int] | None:
         """What each sample costs to train, by which they are dealt to devices; None leaves them where they are."""

@@ -16,7 +16,7 @@ from unirl.tracking.base import Tracker
 from unirl.tracking.gallery import EVALUATION, Gallery
 from unirl.tracking.sample_files import SampleFiles
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.held_out import BaseEvaluator
+from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.resuming import Changes, Digests
 from unirl.trainer.roles import CheckpointerRole
 from unirl.trainer.samples import first_roots, take, whole_groups
@@ -41,7 +41,7 @@ class RunRecord:
         runtime: Runtime,
         settings: TrainerSettings,
         *,
-        evaluator: BaseEvaluator | None,
+        evaluator: Evaluator | None,
         trackers: Sequence[Tracker],
         run_dir: Path,
         config: Mapping[str, Any],

@@ -1,4 +1,4 @@
-"""From prompt rows to a rollout request: ids, repetition, pinned sigmas, noise ids. Pure functions."""
+"""From prompt rows to a rollout request: ids, repetition, pinned sigmas, noise ids."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from unirl.data.datasets import AUDIO
 from unirl.data.media import SLOTS
 from unirl.data.pictures import prompt_pictures
 from unirl.data.sounds import prompt_sounds
+from unirl.distributed.runtime import Runtime
 from unirl.sde.schedule import compressed_tail
+from unirl.trainer.roles import DiffusionEngineRole
+from unirl.types.errors import ContractError
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_keys
 from unirl.types.rollout import RolloutReq
-from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
+from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
 
 
 def unique_ids(ids: Sequence[str]) -> list[str]:
@@ -131,3 +134,29 @@ def build_composed_request(
         init_noise_latent_shape=list(latent_shape),
         rollout_id=rollout_id,
     )
+
+
+def pinned_request(
+    runtime: Runtime, rows: Sequence[PromptRow], params: BaseSamplingParams, rollout_id: int
+) -> RolloutReq:
+    """A request for samples of some prompts, with the stochastic steps of this rollout, sigmas and the ids of every
+    noise. Raises ContractError for sampling parameters of another kind."""
+    if isinstance(params, ARSamplingParams):
+        return build_text_request(rows, params, rollout_id=rollout_id)
+    if isinstance(params, DiffusionSamplingParams):
+        resolved, sigmas, shape = _pinned(runtime, params, rollout_id)
+        return build_request(rows, resolved, sigmas=sigmas, latent_shape=shape, rollout_id=rollout_id)
+    if isinstance(params, ComposedSamplingParams):
+        resolved, sigmas, shape = _pinned(runtime, params.diffusion, rollout_id)
+        staged = dataclasses.replace(params, diffusion=resolved)
+        return build_composed_request(rows, staged, sigmas=sigmas, latent_shape=shape, rollout_id=rollout_id)
+    raise ContractError(f"no request is known of samples by {type(params).__name__}")
+
+
+def _pinned(
+    runtime: Runtime, params: DiffusionSamplingParams, rollout_id: int
+) -> tuple[DiffusionSamplingParams, Tensor, tuple[int, ...]]:
+    """Parameters with the steps of this rollout, their sigmas, and the shape of one latent."""
+    resolved = params.resolved(rollout_id)
+    plan = runtime.role("engine", DiffusionEngineRole).plan(resolved)
+    return *shortened(resolved, plan.sigmas), plan.latent_shape

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
-from unirl.data.data_source import MultimodalRLDataSource, PromptRow
+from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
-from unirl.trainer.held_out import BaseEvaluator
+from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality
 from unirl.trainer.request import build_text_request
 from unirl.trainer.roles import EngineRole
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.rollout import RolloutResp
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
@@ -37,19 +36,13 @@ class TextModality(Modality[ARSamplingParams]):
         runtime: Runtime,
         data: MultimodalRLDataSource,
         sampling: ARSamplingParams,
-        evaluator: BaseEvaluator | None,
+        evaluator: Evaluator | None,
     ) -> None:
         """Let the engine look at every prompt of texts alone, so that none that is too long stops the run later.
 
         Raises ConfigError naming the file.
         """
         refuse_long_prompts(runtime, data, sampling)
-
-    def request(
-        self, runtime: Runtime, rows: Sequence[PromptRow], sampling: ARSamplingParams, rollout_id: int
-    ) -> RolloutReq:
-        """A request for completions."""
-        return build_text_request(rows, sampling, rollout_id=rollout_id)
 
     def training_costs(self, resp: Held, track: str) -> list[int] | None:
         """Tokens of each prompt and its completion."""

@@ -21,8 +21,8 @@ from unirl.tracking.console import scorer_weights
 from unirl.trainer.base import Trainer
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import Collector
+from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
-from unirl.trainer.held_out import BaseEvaluator, Evaluates
 from unirl.trainer.learner import Learner
 from unirl.trainer.modality import Modality
 from unirl.trainer.policy import build_part, role_name
@@ -34,12 +34,12 @@ from unirl.trainer.settings import TrainerSettings
 from unirl.types.recipe import Part
 
 
-def evaluation_of(run: ComposedRun) -> Evaluates | None:
+def evaluation_of(run: ComposedRun) -> EvaluationConfig | None:
     """The `eval` section built, or None where the recipe has none."""
     return None if run.evaluation is None else instantiate(run.evaluation.node)
 
 
-def make_evaluator(run: ComposedRun) -> BaseEvaluator | None:
+def make_evaluator(run: ComposedRun) -> Evaluator | None:
     """The held-out evaluation of the recipe, or None where it has none."""
     config = evaluation_of(run)
     if config is None:
@@ -128,7 +128,7 @@ def assemble(
     data: MultimodalRLDataSource,
     sampling: Any,  # Any: parameters of the modality
     advantages: Advantages,
-    evaluator: BaseEvaluator | None,
+    evaluator: Evaluator | None,
     guardrails: Callable[..., Guardrails],
     trackers: Sequence[Tracker],
     run_dir: Path,
