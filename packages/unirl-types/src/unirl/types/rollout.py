@@ -60,6 +60,9 @@ class RolloutReq(Batch):
     stage_config: dict[str, Any] = shared(default_factory=dict)  # Any: model routing values
     sigmas: Tensor | None = shared(default=None)
     """[T+1] float32. The single owner of the noise levels: engines use them verbatim and echo them."""
+    plans: dict[str, DiffusionPlan] = shared(default_factory=dict)
+    """Where several stages sample: what is pinned for each that denoises, by track, in place of `sigmas` and
+    `init_noise_latent_shape`."""
     init_noise_group_ids: list[str] = per_sample(default_factory=list)
     """Ids of the initial noise; equal ids start equal."""
     init_noise_latent_shape: list[int] | None = shared(default=None)

@@ -326,4 +326,30 @@ class ComposedSamplingParams(BaseSamplingParams):
         return self.ar.samples_per_prompt
 
 
-SamplingParams = DiffusionSamplingParams | ARSamplingParams | ComposedSamplingParams
+@dataclass(frozen=True, kw_only=True)
+class StagedSamplingParams(BaseSamplingParams):
+    """Sampling of several stages, each of its own kind (`unirl.types.stages`)."""
+
+    samples_tokens: ClassVar[bool | None] = None
+    samples_per_prompt: int = dataclasses.field(init=False, default=1)
+    """Samples of the first stage per prompt, which are the rows of a request; it cannot be set."""
+    stages: dict[str, DiffusionSamplingParams | ARSamplingParams]
+    """By track, parents first. Of a later stage, `samples_per_prompt` counts samples per sample of its parent."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.stages), "stages is empty; name at least one track")
+        object.__setattr__(self, "samples_per_prompt", next(iter(self.stages.values())).samples_per_prompt)
+        super().__post_init__()
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether every stage is."""
+        return all(params.is_float32 for params in self.stages.values())
+
+    @property
+    def samples_made_together(self) -> int:
+        """Those of the first stage."""
+        return next(iter(self.stages.values())).samples_made_together
+
+
+SamplingParams = DiffusionSamplingParams | ARSamplingParams | ComposedSamplingParams | StagedSamplingParams

@@ -35,12 +35,13 @@ from unirl.types.conditions import (
 from unirl.types.errors import ConfigError, ContractError, DataError
 from unirl.types.media import Audios, Embeddings, ImageLists, Images, Modality, SizedImages, Texts, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
-from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import (
     ARSamplingParams,
     BaseSamplingParams,
     ComposedSamplingParams,
     DiffusionSamplingParams,
+    StagedSamplingParams,
 )
 from unirl.types.segments import LatentSegment, SegmentStatus, SizedLatents, TextSegment
 
@@ -54,8 +55,9 @@ _CLASSES: dict[str, type] = {
         *(TextEmbedCondition, TextTokenCondition, PromptCondition, ImagePatchCondition, ExpertCondition),
         *(ImageLatentCondition, ImageEmbedCondition),
         *(TextSegment, LatentSegment, SizedLatents),
-        *(RolloutReq, RolloutTrack, RolloutResp, RewardRequest, RewardResponse),
+        *(DiffusionPlan, RolloutReq, RolloutTrack, RolloutResp, RewardRequest, RewardResponse),
         *(BaseSamplingParams, DiffusionSamplingParams, ARSamplingParams, ComposedSamplingParams),
+        StagedSamplingParams,
     )
 }
 _ENUMS: dict[str, type[Enum]] = {cls.__name__: cls for cls in (Modality, SegmentStatus)}

@@ -1,0 +1,1 @@
+"""Several engines as one: what a request goes through, stage by stage."""

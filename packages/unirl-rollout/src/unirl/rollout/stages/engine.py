@@ -1,0 +1,222 @@
+"""The engines of several stages as one: P prompts become P x N texts and P x N x M images of them, or any such tree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+
+from unirl.rollout.engine.base import BaseRolloutEngine
+from unirl.rollout.stages.reading import texts_of
+from unirl.types.batch import rows_by
+from unirl.types.copies import Copies, copy_of
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.noise import noise_keys
+from unirl.types.protocols.engines import DiffusionRolloutEngine
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, StagedSamplingParams
+from unirl.types.stages import Above, BuiltStage, Reading, Size
+
+StageParams = ARSamplingParams | DiffusionSamplingParams
+
+
+class StagesEngine(BaseRolloutEngine):
+    """Asks the engine of each stage in turn; what a stage makes is a track that grows from its parent's
+    (`RolloutTrack.fork`), `samples_per_prompt` samples of each of the parent's.
+
+    The first track holds what the user asked for, which a scorer sees. A request may name some of the stages: one whose
+    parent is not among them reads the request itself, so images without a writer can be had too.
+    Counted of every sample of latents: `cut_tokens` of its prompt that the model does not read.
+
+    stages: by track, each after its parent.
+    """
+
+    def __init__(self, stages: Mapping[str, BuiltStage]) -> None:
+        self._stages = dict(stages)
+        self._pipelines = {track: stage.pipeline for track, stage in stages.items()}
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def plans(self, params: StagedSamplingParams) -> dict[str, DiffusionPlan]:
+        """Sigmas, latent shape and kernel of every stage of latents.
+
+        Raises ConfigError where noise levels depend on a size that a stage above may choose.
+        """
+        found = {}
+        for track, own in params.stages.items():
+            if isinstance(own, DiffusionSamplingParams):
+                found[track] = cast("DiffusionRolloutEngine", self._stage(track).engine).plan(own)
+                self._check_sizes(track, own, found[track])
+        return found
+
+    def _check_sizes(self, track: str, params: DiffusionSamplingParams, plan: DiffusionPlan) -> None:
+        stage = self._stages[track]
+        if stage.grows_from is None:
+            return
+        for height, width in stage.reader.possible_sizes(self._pipelines[stage.grows_from]):
+            sized = dataclasses.replace(params, height=height, width=width)
+            if not torch.equal(stage.pipeline.sigmas(sized), plan.sigmas):
+                raise ConfigError(
+                    f"the stage {stage.grows_from} chooses the size of what {track} draws, and the noise levels of "
+                    f"{height} x {width} pixels are not those of {params.height} x {params.width}, while a rollout has "
+                    f"one schedule. Set chooses_size: false in the pipeline of {stage.grows_from}, or a schedule that "
+                    "does not depend on the resolution."
+                )
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def check_prompts(self, req: RolloutReq) -> None:
+        """Raise ConfigError where the first stage cannot read a prompt."""
+        track, params = next(iter(_staged(req).stages.items()))
+        stage = self._stage(track)
+        stage.engine.check_prompts(_of_prompt(req, params, stage.reader.of_prompt(req.primitives)))
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: Copies = None) -> RolloutResp:
+        """The tracks of the stages that the request names, for every row of this rank's request.
+
+        policy: named copies of the weights, by track or policy. Raises what the engines raise, ConfigError for a stage
+        that is not there, and ContractError for a request of one stage.
+        """
+        tracks: dict[str, RolloutTrack] = {}
+        for track, params in _staged(req).stages.items():
+            stage = self._stage(track)
+            copy = copy_of(policy, track, stage.policy)
+            if stage.grows_from in tracks:
+                self._grow(tracks, track, req, params, copy)
+            else:
+                tracks[track] = self._root(track, req, params, copy)
+        return RolloutResp(tracks=tracks)
+
+    def _stage(self, track: str) -> BuiltStage:
+        if track not in self._stages:
+            raise ConfigError(f"the request names a stage {track!r}; there are {', '.join(self._stages)}.")
+        return self._stages[track]
+
+    def _root(self, track: str, req: RolloutReq, params: StageParams, copy: str | None) -> RolloutTrack:
+        """The track of a stage that reads the request."""
+        stage = self._stages[track]
+        is_first = stage.grows_from is None
+        reading = stage.reader.of_prompt(req.primitives) if is_first else Reading(inputs=dict(req.primitives))
+        asked = _pinned(_of_prompt(req, params, reading), req.plans.get(track), params)
+        made = _made(stage.engine.generate(asked, copy), track)
+        return self._counted(made, track, asked, params).replace(primitives=dict(req.primitives))
+
+    def _grow(
+        self, tracks: dict[str, RolloutTrack], track: str, req: RolloutReq, params: StageParams, copy: str | None
+    ) -> None:
+        """Add the track of a stage that grows from another, and to that one what was counted of it."""
+        stage = self._stages[track]
+        parent = stage.grows_from or ""
+        reading = stage.reader.of_tracks(self._above(tracks, parent, req))
+        tracks[parent] = tracks[parent].replace(counts={**tracks[parent].counts, **reading.counts})
+        branch = params.samples_per_prompt
+        children = tracks[parent].fork(parent, track, branch)
+        asked = RolloutReq(
+            sample_ids=children.sample_ids,
+            group_ids=children.group_ids,
+            primitives={slot: value.repeat_interleave(branch) for slot, value in reading.inputs.items()},
+            sampling_params=params,
+            rollout_id=req.rollout_id,
+        )
+        asked = _pinned(asked, req.plans.get(track), params)
+        if reading.sizes is None or not isinstance(params, DiffusionSamplingParams):
+            made = _made(stage.engine.generate(asked, copy), track)
+        else:
+            own = params.height, params.width
+            made = self._made_by_size(
+                track, asked, params, [size or own for size in reading.sizes for _ in range(branch)], copy
+            )
+        tracks[track] = dataclasses.replace(
+            self._counted(made, track, asked, params), parent_track=parent, parent_ids=list(children.group_ids)
+        )
+
+    def _above(self, tracks: Mapping[str, RolloutTrack], parent: str, req: RolloutReq) -> Above:
+        """What a stage that grows from `parent` can read; rows of the tracks further up and of the request are those of
+        the ancestors of each sample."""
+        above = {parent: tracks[parent]}
+        rows = list(range(tracks[parent].batch_size))
+        name = parent
+        while (up := tracks[name].parent_track) is not None:
+            places = {sample: row for row, sample in enumerate(tracks[up].sample_ids)}
+            rows = [places[tracks[name].group_ids[row]] for row in rows]
+            above[up] = tracks[up].select(rows)
+            name = up
+        asked = {slot: value.select(rows) for slot, value in req.primitives.items()}
+        return Above(asked=asked, tracks=above, pipelines=self._pipelines)
+
+    def _made_by_size(
+        self,
+        track: str,
+        req: RolloutReq,
+        params: DiffusionSamplingParams,
+        sizes: Sequence[Size],
+        copy: str | None,
+    ) -> RolloutTrack:
+        """Images whose rows have these sizes: the engine is asked once for each size, in order of first appearance."""
+        stage, made = self._stages[track], []
+        for (height, width), own in rows_by(sizes).items():
+            of_size = dataclasses.replace(params, height=height, width=width)
+            shape = list(stage.pipeline.latent_shape(of_size))
+            asked = req.select(own).replace(sampling_params=of_size, init_noise_latent_shape=shape)
+            made.append((own, _made(stage.engine.generate(asked, copy), track).sized(params)))
+        return RolloutTrack.concat_rows(made)
+
+    def _counted(self, made: RolloutTrack, track: str, req: RolloutReq, params: StageParams) -> RolloutTrack:
+        if not isinstance(params, DiffusionSamplingParams):
+            return made
+        texts = texts_of(req.primitives)
+        distinct = list(dict.fromkeys(texts))
+        cut = dict(zip(distinct, self._pipelines[track].cut_tokens(distinct, params), strict=True))
+        return made.replace(counts={**made.counts, "cut_tokens": torch.tensor([float(cut[text]) for text in texts])})
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def sleep(self) -> None:
+        """All engines."""
+        for stage in self._stages.values():
+            stage.engine.sleep()
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def wake_up(self) -> None:
+        """All engines."""
+        for stage in self._stages.values():
+            stage.engine.wake_up()
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def shutdown(self) -> None:
+        """All engines."""
+        for stage in self._stages.values():
+            stage.engine.shutdown()
+
+
+def _staged(req: RolloutReq) -> StagedSamplingParams:
+    params = req.sampling_params
+    if not isinstance(params, StagedSamplingParams):
+        raise ContractError(f"this engine has several stages, the request has {type(params).__name__}")
+    return params
+
+
+def _of_prompt(req: RolloutReq, params: StageParams, reading: Reading) -> RolloutReq:
+    return req.replace(primitives=dict(reading.inputs), sampling_params=params, plans={})
+
+
+def _pinned(req: RolloutReq, plan: DiffusionPlan | None, params: StageParams) -> RolloutReq:
+    """The request of one stage with the noise levels and the ids of its noise, where it denoises."""
+    if not isinstance(params, DiffusionSamplingParams):
+        return req
+    if plan is None:
+        raise ContractError("a request for a stage of latents needs its plan")
+    return req.replace(
+        sigmas=plan.sigmas,
+        init_noise_group_ids=noise_keys(
+            req.rollout_id, req.sample_ids, req.group_ids, same_noise=params.init_same_noise
+        ),
+        init_noise_latent_shape=list(plan.latent_shape),
+    )
+
+
+def _made(resp: RolloutResp, track: str) -> RolloutTrack:
+    if resp.root_name() != track:
+        raise ContractError(f"the engine of the stage {track!r} made a track {resp.root_name()!r}")
+    return resp.root_track()
