@@ -23,6 +23,9 @@ class StopAfter:
     def image(self, name, picture, step, captions):
         pass
 
+    def sound(self, name, files, step, captions):
+        pass
+
     def video(self, name, files, step, captions):
         pass
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 import torch
 from hypothesis import given, settings
@@ -119,6 +120,9 @@ def test_videos_lie_as_files_that_play_with_their_sound_beside(tmp_path: Path):
     assert isinstance(back.media, Video) and isinstance(back.media.sound, Sound)
     assert back.media.frames.shape == frames.shape and back.media.sound.waveform.shape == (80, 2)
     assert (back.media.frames.float() - frames.float()).abs().mean() < 3  # H.264 is lossy
+    with av.open(str(tmp_path / "rollout-000001" / "image-0000.mp4")) as container:
+        heard = sum(frame.samples for frame in container.decode(audio=0))
+        assert container.streams.audio[0].layout.name == "stereo" and heard >= 80
     line = json.loads((tmp_path / "rollout-000001.jsonl").read_text())
     assert (line["media"]["num_frames"], line["media"]["fps"]) == (5, 4.0)
     assert line["media"]["file"].endswith(".mp4") and line["media"]["sound"]["file"].endswith("-sound.wav")

@@ -177,6 +177,7 @@ class Notes:
     def __init__(self) -> None:
         self.images: dict[tuple[str, int], list[str]] = {}
         self.tables: dict[tuple[str, int], list[TableRow]] = {}
+        self.sounds: dict[tuple[str, int], list[tuple[str, str]]] = {}
 
     def start(self, config: Mapping[str, Any], run_dir: Path, step: int) -> None: ...
 
@@ -186,6 +187,9 @@ class Notes:
         self.images[name, step] = list(captions)
 
     def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None: ...
+
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        self.sounds[name, step] = [(file.name, text) for file, text in zip(files, captions, strict=True)]
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         self.tables[name, step] = list(rows)
@@ -246,3 +250,12 @@ def test_a_folder_that_cannot_be_written_is_said_and_the_run_continues(
     Gallery(tmp_path / "samples", [notes], "reward").show("eval", 0, records, files)
     assert files == {} and list(notes.images) == [("eval", 0)]  # trackers still get their image
     assert "samples cannot be kept" in caplog.text and "eval-000000.png cannot be written" in caplog.text
+
+
+def test_sounds_reach_the_trackers_as_files(tmp_path: Path):
+    heard = Audios.pack(waveform=[torch.zeros(8)] * 6, sample_rate=8000)
+    track = RolloutTrack(sample_ids=list("abcdef"), decoded=heard, rewards=torch.arange(6.0))
+    records = [each for own in taken(RolloutResp(tracks={"sound": track}), "abcdef").values() for each in own]
+    notes, files = Notes(), SampleFiles(tmp_path).write("rollout", 2, records)
+    Gallery(tmp_path, [notes], "reward").show("rollout", 2, records, files)
+    assert notes.sounds == {("rollout", 2): [(f"sound-000{i}.wav", f": reward {i}") for i in range(4)]}

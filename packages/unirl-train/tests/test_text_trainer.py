@@ -63,6 +63,9 @@ class Notes:
     def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
         raise AssertionError("a trainer of texts shows no video")
 
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        raise AssertionError("nothing here makes sounds")
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         self.tables[name, step] = list(rows)
 

@@ -16,10 +16,12 @@ from unirl.tracking import video
 from unirl.tracking.console import ConsoleTracker, reward_formula, sparkline
 from unirl.tracking.jsonl import ALERTS, JsonlTracker, read_metrics
 from unirl.tracking.media import GREEN, RED, answered, before_after, grid, marks
+from unirl.tracking.media_files import write_medium
 from unirl.tracking.swanlab import SwanLabTracker
 from unirl.tracking.video import strip
 from unirl.tracking.wandb import WandbTracker
 from unirl.types.errors import ContractError
+from unirl.types.samples import Sound
 
 CONFIG = {"recipe": "diffusion/test", "num_rollouts": 3}
 RESUMED = {**CONFIG, "resume": "auto"}
@@ -187,6 +189,24 @@ def test_tensorboard_writes_scalars_and_pictures_and_purges_on_resume(tmp_path, 
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("x")] == [(0, 10), (1, 21), (2, 22), (3, 33)]
     assert "eval" in events.Tags()["images"]
+
+
+def test_tensorboard_plays_sounds(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from unirl.tracking.tensorboard import FOLDER, TensorBoardTracker
+
+    heard = Sound(torch.linspace(-1, 1, 100), 8000)
+    write_medium(heard, tmp_path, "a")
+    tracker = TensorBoardTracker()
+    tracker.start(CONFIG, tmp_path, 0)
+    tracker.sound("rollout", [tmp_path / "a.wav"], 3, ["a cat: pass"])
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / FOLDER / "test"))
+    events.Reload()
+    (event,) = events.Audio("rollout/0")
+    assert (event.step, event.sample_rate, event.length_frames) == (3, 8000, 100)
 
 
 def test_tensorboard_has_the_recipe_as_hyper_parameters_and_captions_in_a_run_of_its_name(tmp_path):
@@ -467,12 +487,17 @@ def test_without_an_encoder_a_video_is_a_gif(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("module", ["wandb", "swanlab"])
-def test_videos_reach_the_services_as_files(tmp_path, monkeypatch, module):
+def test_videos_and_sounds_reach_the_services_as_files(tmp_path, monkeypatch, module):
     logged = []
     run = types.SimpleNamespace(log=lambda values, step: logged.append((values, step)))
     fake = types.SimpleNamespace(init=lambda **_: run, Video=lambda file, caption: (file, caption))
+    fake.Audio = fake.Video
     monkeypatch.setitem(sys.modules, module, fake)
     tracker = WandbTracker() if module == "wandb" else SwanLabTracker()
     tracker.start({"recipe": "a"}, tmp_path, 0)
     tracker.video("eval", [tmp_path / "a.mp4"], 3, ["a cat: pass"])
-    assert logged == [({"samples/eval/video": [(str(tmp_path / "a.mp4"), "a cat: pass")]}, 3)]
+    tracker.sound("eval", [tmp_path / "a.wav"], 3, ["a cat: pass"])
+    assert logged == [
+        ({"samples/eval/video": [(str(tmp_path / "a.mp4"), "a cat: pass")]}, 3),
+        ({"samples/eval/sound": [(str(tmp_path / "a.wav"), "a cat: pass")]}, 3),
+    ]

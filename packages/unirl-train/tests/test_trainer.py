@@ -126,6 +126,9 @@ class Notes:
         """Names of the files."""
         self.videos.append((name, step, [file.name for file in files], list(captions)))
 
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        raise AssertionError("nothing here makes sounds")
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Images come as pictures."""
         raise AssertionError("a trainer of images shows no table")

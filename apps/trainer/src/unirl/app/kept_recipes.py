@@ -49,6 +49,9 @@ class KeptRecipes:
     def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
         """Samples are elsewhere."""
 
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Samples are elsewhere."""
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Tables are for others."""
 

@@ -35,6 +35,11 @@ class Tracker(Protocol):
         captions: what each is, as text. Called by runs of video models alone."""
         ...
 
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Samples that are heard, as WAV files of the run directory. captions: what each is, as text. Called by runs of
+        sounds alone; those of videos are in their files."""
+        ...
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Samples of text with their prompts and scores; they also lie in the run directory."""
         ...

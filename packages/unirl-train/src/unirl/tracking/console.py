@@ -136,6 +136,9 @@ class ConsoleTracker:
     def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
         """Files are not for a terminal."""
 
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Files are not for a terminal."""
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """The first rows, above the live display."""
         from rich.table import Table as RichTable

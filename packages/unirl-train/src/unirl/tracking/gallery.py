@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from PIL import Image as PillowImage
@@ -20,15 +21,15 @@ from unirl.tracking.base import TableRow, Tracker
 from unirl.tracking.media import Mark, answered, before_after, grid, marks
 from unirl.tracking.video import STRIP_FRAMES, strip
 from unirl.types.media import pixel_floats
-from unirl.types.samples import Image, SampleRecord, Text, Unshown, Video
+from unirl.types.samples import Image, SampleRecord, Sound, Text, Unshown, Video
 
 logger = logging.getLogger(__name__)
 
 EVALUATION = "eval"
 FIRST_IMAGES = "eval-000000.safetensors"
 """The images from before training, kept so that a resumed run can still show them side by side."""
-NUM_VIDEOS = 4
-"""Videos that trackers get at a time; a grid shows frames of all."""
+NUM_PLAYED = 4
+"""Videos or sounds that trackers get at a time; a grid shows frames of all videos."""
 
 
 class Gallery:
@@ -63,6 +64,8 @@ class Gallery:
             match own[0].media if own else None:
                 case Image() | Video():
                     self._show_images(name if track in leaves else f"{name}-{track}", step, own, files)
+                case Sound():
+                    self._play("sound", name if track in leaves else f"{name}-{track}", step, own, files)
                 case Text() if track in leaves:
                     self._show_texts(name, step, [record for record in own if record.error is None])
                 case Unshown(kind) if track not in self._unshown:
@@ -72,15 +75,29 @@ class Gallery:
     def _show_images(self, name: str, step: int, records: Sequence[SampleRecord], files: Mapping[str, Path]) -> None:
         said, prompts = _said(records, self._metric), [record.prompt for record in records]
         self._publish(name, step, image_grid(records, self._metric), prompts, said)
-        videos = [(files[record.sample_id], place) for place, record in enumerate(records) if _plays(record, files)]
-        if videos := videos[:NUM_VIDEOS]:
-            captions = [f"{prompts[place]}: {said[place][0]}" for _, place in videos]
-            for tracker in self._trackers:
-                tracker.video(name, [file for file, _ in videos], step, captions)
+        self._play("video", name, step, [record for record in records if isinstance(record.media, Video)], files)
         if name == EVALUATION and step == 0:
             self._keep_first(sheet(records), said)
         elif name == EVALUATION:
             self._compare_with_first(sheet(records), prompts, said, _given_images(records))
+
+    def _play(
+        self,
+        kind: Literal["video", "sound"],
+        name: str,
+        step: int,
+        records: Sequence[SampleRecord],
+        files: Mapping[str, Path],
+    ) -> None:
+        """The first few that have files, for the trackers."""
+        said = zip(records, _said(records, self._metric), strict=True)
+        playing = [
+            (files[each.sample_id], f"{each.prompt}: {mark[0]}") for each, mark in said if each.sample_id in files
+        ]
+        if playing:
+            paths, captions = map(list, zip(*playing[:NUM_PLAYED], strict=True))
+            for tracker in self._trackers:
+                (tracker.video if kind == "video" else tracker.sound)(name, paths, step, captions)
 
     def _keep_first(self, images: Tensor, said: Sequence[Mark]) -> None:
         self._write(FIRST_IMAGES, lambda file: save_file({"images": images}, file, metadata={"said": json.dumps(said)}))
@@ -217,7 +234,3 @@ def _given_images(records: Sequence[SampleRecord]) -> list[list[Tensor]]:
     """The images that each prompt shows, in [0, 1]; empty where none shows any."""
     given = [[pixel_floats(item.pixels) for item in record.given if isinstance(item, Image)] for record in records]
     return given if any(given) else []
-
-
-def _plays(record: SampleRecord, files: Mapping[str, Path]) -> bool:
-    return isinstance(record.media, Video) and record.sample_id in files

@@ -60,6 +60,9 @@ class JsonlTracker:
     def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
         """Files stay where they are."""
 
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Files stay where they are."""
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """Tables lie beside the metrics; nothing to write here."""
 

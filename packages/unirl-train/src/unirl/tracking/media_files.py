@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import wave
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ def write_medium(medium: Medium, folder: Path, stem: str, image_format: ImageFor
             described = {"kind": "image", "file": _from(above, file), "height": height, "width": width}
             return described if medium.source is None else {**described, "source": medium.source}
         case Video():
-            file = write_video(folder, stem, medium.frames, medium.fps)
+            file = write_video(folder, stem, medium.frames, medium.fps, medium.sound)
             height, width = medium.frames.shape[-2:]
             sound = None if medium.sound is None else write_medium(medium.sound, folder, f"{stem}-sound")
             return {
@@ -80,7 +81,7 @@ def read_medium(described: Description, above: Path) -> Medium:
             assert sound is None or isinstance(sound, Sound)  # noqa: S101 - written so
             return Video(frames, described["fps"], described["num_frames"], sound)
         case "sound":
-            return _read_wav(above / described["file"], described["rate"])
+            return replace(read_wav(above / described["file"]), rate=described["rate"])
         case other:
             raise DataError(f"media of kind {other!r} are unknown here; read them with the version that wrote them.")
 
@@ -117,9 +118,10 @@ def _write_wav(file: Path, sound: Sound) -> None:
         out.writeframes(numbers.numpy().astype("<i2").tobytes())
 
 
-def _read_wav(file: Path, rate: int | None) -> Sound:
+def read_wav(file: Path) -> Sound:
+    """The sound of a WAV file of 16 bits."""
     with wave.open(str(file), "rb") as read:
-        channels = read.getnchannels()
+        channels, rate = read.getnchannels(), read.getframerate()
         numbers = np.frombuffer(read.readframes(read.getnframes()), dtype="<i2").astype(np.float32) / _PCM
     waveform = torch.from_numpy(numbers)
     return Sound(waveform if channels == 1 else waveform.view(-1, channels), rate)

@@ -63,6 +63,11 @@ class SwanLabTracker:
         videos = [self._swanlab.Video(str(file), caption=text) for file, text in zip(files, captions, strict=True)]
         self._run.log({f"samples/{name}/video": videos}, step=step)
 
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Each file."""
+        sounds = [self._swanlab.Audio(str(file), caption=text) for file, text in zip(files, captions, strict=True)]
+        self._run.log({f"samples/{name}/sound": sounds}, step=step)
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """One text, a Markdown table."""
         self._run.log({f"samples/{name}": self._swanlab.Text(markdown(rows))}, step=step)

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.media_files import read_wav
 from unirl.tracking.tables import markdown, numbered
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ContractError
@@ -68,6 +69,13 @@ class TensorBoardTracker:
 
     def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
         """TensorBoard plays no files; it shows the frames (`image`)."""
+
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Each sound, and its caption as a text of the same name."""
+        for place, (file, text) in enumerate(zip(files, captions, strict=True)):
+            sound = read_wav(file)
+            self._open().add_audio(f"{name}/{place}", sound.waveform, step, sample_rate=sound.rate)
+            self._open().add_text(f"{name}/{place}/caption", text, step)
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """One text, a Markdown table."""

@@ -18,12 +18,15 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 
 from unirl.types.errors import ContractError, DataError
+from unirl.types.samples import Sound
 
 logger = logging.getLogger(__name__)
 
 STRIP_FRAMES = 6
 """Most frames of a video that a grid shows."""
 CODEC = "libx264"
+AAC_RATES = (8000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 64_000, 88_200, 96_000)
+"""Hertz that AAC knows; a sound of another rate lies beside its video alone."""
 DEFAULT_FPS = 8.0
 """Frames per second of videos that do not say."""
 
@@ -39,11 +42,12 @@ def strip(frames: Tensor, count: int = STRIP_FRAMES) -> Tensor:
     return torch.cat(list(frames[places]), dim=-1)
 
 
-def write_video(folder: Path, name: str, frames: Tensor, fps: float | None) -> Path:
+def write_video(folder: Path, name: str, frames: Tensor, fps: float | None, sound: Sound | None = None) -> Path:
     """Write frames [F, 3, H, W], uint8 or float in [0, 1], as `name`.mp4 where PyAV is installed (extra `video`), else
     as `name`.gif. Returns the file.
 
-    fps: frames per second; None plays at DEFAULT_FPS. An odd side loses its last row or column in mp4.
+    fps: frames per second; None plays at DEFAULT_FPS. An odd side loses its last row or column in mp4. sound: heard in
+    mp4, as far as AAC takes its rate and channels.
     """
     pixels = frames if frames.dtype == torch.uint8 else frames.float().clamp(0, 1).mul(255).round().byte()
     pictures = [Image.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy(), "RGB") for frame in pixels]
@@ -54,7 +58,7 @@ def write_video(folder: Path, name: str, frames: Tensor, fps: float | None) -> P
         pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=round(1000 / rate), loop=0)
         return path
     path = folder / f"{name}.mp4"
-    _write_mp4(av, path, pictures, rate)
+    _write_mp4(av, path, pictures, rate, sound)
     return path
 
 
@@ -72,16 +76,24 @@ def read_video(path: Path) -> Tensor:
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous()
 
 
-def _write_mp4(av: ModuleType, path: Path, pictures: Sequence[Image.Image], fps: float) -> None:
+def _write_mp4(av: ModuleType, path: Path, pictures: Sequence[Image.Image], fps: float, sound: Sound | None) -> None:
     width, height = (side // 2 * 2 for side in pictures[0].size)  # the pixel format has a colour per 2 x 2 pixels
     with av.open(str(path), "w") as container:
         stream = container.add_stream(CODEC, rate=fractions.Fraction(fps).limit_denominator(1000))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.options = {"crf": "18"}
+        heard = None if sound is None or sound.rate not in AAC_RATES or not len(sound.waveform) else sound
+        track = None if heard is None else container.add_stream("aac", rate=heard.rate)
         for picture in pictures:
             frame = av.VideoFrame.from_image(picture.crop((0, 0, width, height)))
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+        if heard is not None and track is not None:
+            waveform = heard.waveform.float().clamp(-1, 1).view(len(heard.waveform), -1)[:, :2].T.contiguous()
+            frame = av.AudioFrame.from_ndarray(waveform.numpy(), "fltp", "mono" if len(waveform) == 1 else "stereo")
+            frame.sample_rate = heard.rate
+            container.mux(track.encode(frame))
+            container.mux(track.encode())
 
 
 @cache

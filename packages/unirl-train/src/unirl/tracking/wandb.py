@@ -63,6 +63,11 @@ class WandbTracker:
         videos = [self._wandb.Video(str(file), caption=text) for file, text in zip(files, captions, strict=True)]
         self._run.log({f"samples/{name}/video": videos}, step=step)
 
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Each file, on the axis of its step."""
+        sounds = [self._wandb.Audio(str(file), caption=text) for file, text in zip(files, captions, strict=True)]
+        self._run.log({f"samples/{name}/sound": sounds}, step=step)
+
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """One table, on the axis of its step."""
         names = columns(rows)
