@@ -35,14 +35,17 @@ def painters(recipe):
     policies["sketcher"]["stack"]["track"] = "sketch"
     policies["painter"]["stack"]["track"] = "painting"
     policies["painter"]["backend"]["optimizer"]["learning_rate"] *= 2
-    engine = {"_target_": "two_painters.TwoPainters", "forward_batch_size": 4}
-    reward = {**flat["reward"], "track": "painting"}
+    sampling, engine = flat.pop("sampling"), flat.pop("engine")
+    once = {**sampling, "samples_per_prompt": 1}
     return {
         **flat,
         "eval": None,
         "advantages": {"center": "batch", "scale": "batch"},
-        "engine": engine,
-        "reward": reward,
+        "stages": {
+            "sketch": {"policy": "sketcher", "engine": engine, "sampling": sampling},
+            "painting": {"policy": "painter", "grows_from": "sketch", "engine": engine, "sampling": once},
+        },
+        "reward": {**flat["reward"], "track": "painting"},
         "policies": policies,
     }
 

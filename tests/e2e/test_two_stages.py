@@ -65,7 +65,7 @@ def test_a_resumed_run_continues_both_policies_bit_for_bit_and_exports_them_by_n
         assert all(torch.equal(value, two[name]) for name, value in one.items())
     with pytest.raises(ConfigError, match="policy 'poet': this run has the policies writer, painter"):
         export_recipe(run_of(recipe), tmp_path / "whole", tmp_path / "c", merged=True, policy="poet")
-    result = evaluate_recipe(run_of(small("eval.policy=painter/old")), tmp_path / "whole", checkpoint="newest")
+    result = evaluate_recipe(run_of(small("eval.policy={painter:old}")), tmp_path / "whole", checkpoint="newest")
     assert "shapes/strict" in result.overall
 
 

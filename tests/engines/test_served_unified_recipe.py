@@ -9,8 +9,8 @@ NUM_ROLLOUTS = 2
 SMALL = [
     f"num_rollouts={NUM_ROLLOUTS}",
     "batch_size=2",
-    "sampling.ar.samples_per_prompt=2",
-    "sampling.diffusion.samples_per_prompt=2",
+    "stages.text.sampling.samples_per_prompt=2",
+    "stages.image.sampling.samples_per_prompt=2",
     "stack.micro_batch_size=8",
     "stack.num_updates_per_batch=2",
     "eval.interval=0",
@@ -22,7 +22,9 @@ SMALL = [
 def run(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "served"
     python = SERVED["vllm_omni"].python
-    finish(train(run_dir, "unified_model/bagel_shapes_vllmomni", f"engine.python={python}", *SMALL), run_dir)
+    finish(
+        train(run_dir, "unified_model/bagel_shapes_vllmomni", f"stages.image.engine.python={python}", *SMALL), run_dir
+    )
     return records(run_dir)
 
 
@@ -31,8 +33,8 @@ def direct_run(tmp_path_factory):
     """The same by the model that trains, for both tracks."""
     run_dir = tmp_path_factory.mktemp("runs") / "direct"
     words = [
-        "engine._target_=unirl.rollout.engine.unified.engine.UnifiedEngine",
-        *(f"~engine.{name}" for name in ("model", "python", "dtype")),
+        "stages.image.engine._target_=unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine",
+        *(f"~stages.image.engine.{name}" for name in ("model", "python", "dtype")),
         "~sync",
     ]
     finish(train(run_dir, "unified_model/bagel_shapes_vllmomni", *words, *SMALL), run_dir)

@@ -21,14 +21,18 @@ from unirl.models.bagel.bundle import BagelBundle
 from unirl.models.bagel.pipeline import BagelPipeline, BagelTextPipeline
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.models.text_pipeline import AutoregressivePipeline
-from unirl.rollout.engine.unified.engine import UnifiedEngine
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.rollout.engine.trainside.text import TrainsideTextEngine
+from unirl.rollout.stages.engine import StagesEngine
+from unirl.rollout.stages.reading import Asked, Thought
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack
 from unirl.train.track_loss import TrackLoss
-from unirl.trainer.request import build_composed_request
+from unirl.trainer.request import build_staged_request
 from unirl.types.rollout import RolloutResp, RolloutTrack
-from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, StagedSamplingParams
+from unirl.types.stages import BuiltStage
 
 tiny_bagel: Any = importlib.import_module("packages.unirl-models.tests.tiny_bagel")
 
@@ -99,12 +103,16 @@ def rollout(
     """Two thoughts per prompt, two images per thought, with advantages of both signs."""
     rows = [PromptRow(prompt, prompt, {}) for prompt in PROMPTS]
     store: Any = OneProcess()
-    engine = UnifiedEngine(
-        {"default": {"text": writer, "image": painter}}, {"default": store}, text_batch_size=4, forward_batch_size=4
+    texts = TrainsideTextEngine(writer, store, forward_batch_size=4)
+    images = TrainsideRolloutEngine(painter, store, forward_batch_size=4)
+    engine = StagesEngine(
+        {
+            "text": BuiltStage(engine=texts, pipeline=writer, reader=Asked(), policy="default"),
+            "image": BuiltStage(engine=images, pipeline=painter, reader=Thought(), policy="default", grows_from="text"),
+        }
     )
-    params = ComposedSamplingParams(ar=thinking, diffusion=drawing)
-    plan = engine.plan(params)
-    asked = build_composed_request(rows, params, sigmas=plan.sigmas, latent_shape=plan.latent_shape, rollout_id=0)
+    params = StagedSamplingParams(stages={"text": thinking, "image": drawing})
+    asked = build_staged_request(rows, params, engine.plans(params), rollout_id=0)
     made, generator = engine.generate(asked), torch.Generator().manual_seed(0)
     return {
         name: track.replace(advantages=torch.randn(track.batch_size, generator=generator))

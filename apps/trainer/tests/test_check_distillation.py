@@ -25,9 +25,9 @@ def recipes():
 @pytest.mark.parametrize("name", [IMAGES, TEXTS])
 def test_a_teacher_stands_beside_flat_sections_and_changes_no_name_of_the_run(recipes, name):
     run = run_of(recipes[name])
-    assert list(run.all_policies) == ["default"] and not run.frozen and not run.is_composed
+    assert list(run.all_policies) == ["default"] and not run.frozen and not run.is_staged
     teacher = run.teachers["teacher"]
-    assert not teacher.trains and teacher.engine is None
+    assert not teacher.trains and len(run.stages) == 1
     assert teacher.pipeline.node == run.policy.pipeline.node
     assert run.policy_of(teacher.bundle) is teacher
     assert any(part is teacher.bundle for part in run.parts())
@@ -46,7 +46,7 @@ def test_a_teacher_stands_beside_flat_sections_and_changes_no_name_of_the_run(re
         (
             TEXTS,
             {"algorithm.teacher": "master"},
-            "policies.teacher.trains: false needs an engine of the policy's own, or an algorithm that asks it",
+            "policies.teacher.trains: false needs a stage that samples from it, or an algorithm that asks it",
         ),
         (
             TEXTS,

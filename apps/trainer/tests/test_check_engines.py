@@ -189,7 +189,7 @@ def findings(name, *overrides):
         (
             "unified_model/bagel_shapes_vllmomni",
             [LORA_SYNC, "parts/train=lora"],
-            "VLLMOmniUnifiedEngine does not take of BagelBundle as they are. Set sync._target_: unirl.distributed."
+            "VLLMOmniEngine does not take of BagelBundle as they are. Set sync._target_: unirl.distributed."
             "weight_sync.full.FullWeightSync, which merges them.",
         ),
         (

@@ -10,6 +10,9 @@ from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
 from unirl.types.errors import ConfigError
 
+TEXTS, IMAGES = "stages.text.sampling", "stages.image.sampling"
+BATCH = "stages.image.engine.forward_batch_size"
+
 
 @pytest.fixture(scope="module")
 def recipe():
@@ -29,16 +32,15 @@ def changed(recipe, changes):
     return made
 
 
-def test_each_algorithm_is_judged_by_how_its_track_is_sampled(recipe):
+def test_each_part_is_judged_by_its_stage(recipe):
     check_recipe(recipe)
     run = run_of(recipe)
     seen = {track: run.seen_by(part) for track, part in run.policy.algorithms.items()}
-    assert {track: each.sampling.at for track, each in seen.items()} == {
-        "text": "sampling.ar",
-        "image": "sampling.diffusion",
-    }
-    assert run.seen_by(run.policy.bundle).sampling.at == "sampling.diffusion"
-    assert run.seen_by(run.reward) is run and run.samples_per_prompt == recipe["sampling"]["ar"]["samples_per_prompt"]
+    assert {track: each.sampling.at for track, each in seen.items()} == {"text": TEXTS, "image": IMAGES}
+    assert run.seen_by(run.policy.bundle).sampling.at == IMAGES
+    assert run.seen_by(run.policy.pipelines["text"]).engine.name == "TrainsideTextEngine"
+    assert run.seen_by(run.reward) is run
+    assert run.samples_per_prompt == recipe["stages"]["text"]["sampling"]["samples_per_prompt"]
 
 
 @pytest.mark.parametrize("track", ["text", "image"])
@@ -54,39 +56,26 @@ def test_a_track_may_rest(recipe, track):
     [
         ({"algorithms": {"image": "gone"}}, "algorithms.image = 'gone' must be a mapping"),
         ({"algorithms": {"text": None, "image": None}}, "algorithm is missing from the recipe. Add it .or algorithms"),
-        ({"sampling.ar.top_p": 0.9}, "draws from a part of the vocabulary, and replay scores under"),
-        ({"sampling.ar.temperature": 0}, "temperature = 0 is greedy"),
-        ({"sampling.diffusion.height": 520}, "sampling.height = 520 is not divisible by 16. The nearest that is: 512"),
-        ({"sampling.diffusion.samples_per_prompt": 1}, "sampling.diffusion.samples_per_prompt = 1: a group of one"),
-        ({"sampling.ar.samples_per_prompt": 1}, "sampling.ar.samples_per_prompt = 1: a group of one"),
+        ({f"{TEXTS}.top_p": 0.9}, "draws from a part of the vocabulary, and replay scores under"),
+        ({f"{TEXTS}.temperature": 0}, "temperature = 0 is greedy"),
+        ({f"{IMAGES}.height": 520}, "sampling.height = 520 is not divisible by 16. The nearest that is: 512"),
+        ({f"{IMAGES}.samples_per_prompt": 1}, f"{IMAGES}.samples_per_prompt = 1: a group of one"),
+        ({f"{TEXTS}.samples_per_prompt": 1}, f"{TEXTS}.samples_per_prompt = 1: a group of one"),
         ({"algorithms.image.num_timesteps": 15}, "num_timesteps = 15 exceeds sampling.num_inference_steps = 14"),
-        ({"reward.track": "text"}, "reward.track = text, but the track of the images is image"),
         (
-            {"engine": {"_target_": "two_tracks.OneCopy", "forward_batch_size": 4}},
-            r"sample from different copies \(text: the policy that trains, image: old\), but OneCopy samples all",
+            {"reward.track": "text"},
+            r"algorithms.image: the track image trains, but rewards are of text \(reward.track = text\) and of what it",
         ),
         ({"stack.losses": {"poem": {}}}, r"names tracks \['poem'\], which no algorithm trains"),
+        (
+            {"stages.image.reads": {}, "stages.image.grows_from": "text", "pipelines.text": None},
+            "pipelines.text = None",
+        ),
     ],
 )
-def test_mistakes_have_their_message(recipe, changes, message, tmp_path, monkeypatch):
-    (tmp_path / "two_tracks.py").write_text(
-        "from unirl.rollout.engine.base import BaseRolloutEngine\n\n\n"
-        "class OneCopy(BaseRolloutEngine):\n"
-        "    def __init__(self, pipelines, stores, *, forward_batch_size, tracks=('text', 'image')):\n"
-        "        pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
+def test_mistakes_have_their_message(recipe, changes, message):
     with pytest.raises(ConfigError, match=message):
         check_recipe(changed(recipe, changes))
-
-
-def test_the_engine_wants_both_pipelines_and_two_stages(recipe):
-    lacking = changed(recipe, {"pipelines": {"image": recipe["pipelines"]["image"]}, "algorithms.text": None})
-    with pytest.raises(ConfigError, match="samples the pipelines text and image, there is image. Add pipelines.text"):
-        check_recipe(lacking)
-    flat = changed(recipe, {"sampling": recipe["sampling"]["diffusion"]})
-    with pytest.raises(ConfigError, match="makes texts and images, but sampling._target_ = .*DiffusionSamplingParams"):
-        check_recipe(flat)
 
 
 def test_sizes_that_thoughts_choose_need_one_image_per_forward_on_several_devices():
@@ -94,7 +83,7 @@ def test_sizes_that_thoughts_choose_need_one_image_per_forward_on_several_device
     recipe = changed(resolve(compose("unified_model/hi3_think_recaption", [])), {"pipelines.text.chooses_size": True})
     check_recipe(recipe)
     for changes, message in (
-        ({"engine.forward_batch_size": 2}, "8 devices must run equally many: engine.forward_batch_size = 2 must be 1"),
+        ({BATCH: 2}, f"8 devices must run equally many: {BATCH} = 2 must be 1"),
         ({"stack.micro_batch_size": 2}, "stack.micro_batch_size = 2 must be 1. Set stack.micro_batch_size: 1, or"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -60,7 +60,8 @@ def test_a_recipe_evaluates_as_its_model_is_used(recipes, name):
     recipe = recipes[name]
     part = recipe["policies"]["painter"] if "policies" in recipe else recipe
     hub_id = part["bundle"]["pretrained_model"]
-    sampling = recipe["sampling"].get("diffusion", recipe["sampling"])
+    own = recipe.get("stages", {}).get("image", {})
+    sampling = own.get("sampling") or part["sampling"]
     steps, guidance = RELEASED[hub_id]
     if any(word in name for word in WITHOUT_GUIDANCE):
         assert sampling["guidance_scale"] == 1.0

@@ -55,9 +55,7 @@ def test_the_model_that_scores_videos_is_counted():
 
 
 def test_what_is_not_images_alone_has_no_estimate():
-    with pytest.raises(
-        ConfigError, match="for images and videos alone, this recipe's sampling is ComposedSamplingParams"
-    ):
+    with pytest.raises(ConfigError, match="for images and videos alone, this recipe has several stages"):
         found("unified_model/bagel_flowgrpo_think")
 
 

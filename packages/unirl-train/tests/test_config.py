@@ -297,8 +297,8 @@ def test_suggestions_are_empty_where_nothing_is_known():
 class Taking:
     """A component that takes what it may be given."""
 
-    def __init__(self, pipelines, device, *, rank=0, size=1):
-        self.got = {"pipelines": pipelines, "device": device, "rank": rank, "size": size}
+    def __init__(self, pipeline, device, *, rank=0, size=1):
+        self.got = {"pipeline": pipeline, "device": device, "rank": rank, "size": size}
 
 
 def test_a_build_adds_the_keywords_that_the_checker_expects():
@@ -307,9 +307,8 @@ def test_a_build_adds_the_keywords_that_the_checker_expects():
     component = Component(
         injected=frozenset({"pipeline", "device"}),
         if_taken=frozenset({"rank", "bundle"}),
-        of_all={"pipeline": ("pipelines",), "device": ("devices",)},
         own_keys=frozenset({"policy"}),
     )
     part = part_of({"_target_": f"{__name__}.Taking", "size": 3, "policy": "writer"}, "engine", component)
-    offered = {"pipeline": 1, "pipelines": {"a": 1}, "device": "cpu", "devices": ["cpu"], "rank": 2, "bundle": None}
-    assert build_part(part, component, offered).got == {"pipelines": {"a": 1}, "device": "cpu", "rank": 2, "size": 3}
+    offered = {"pipeline": 1, "device": "cpu", "rank": 2, "bundle": None}
+    assert build_part(part, component, offered).got == {"pipeline": 1, "device": "cpu", "rank": 2, "size": 3}

@@ -34,6 +34,7 @@ from unirl.algorithms.selection import SampleSelection
 from unirl.algorithms.weighted_matching import WeightedMatching
 from unirl.sde.kernels import CPSSDEStrategy, SDEStrategy
 from unirl.trainer.request import build_request
+from unirl.types.copies import copy_of
 from unirl.types.segments import LatentSegment
 
 BEST_MEAN = 1.0
@@ -137,7 +138,8 @@ def trained(way: Way) -> tuple[list[float], int]:
             latent_shape=SHAPE,
             rollout_id=rollout_id,
         )
-        resp = engine.generate(req, made.stack.rollout_policy())
+        copies = made.stack.rollout_policy()
+        resp = engine.generate(req, copy_of(copies, "image", "default"))
         rewards = -(clean(resp.tracks["image"].segment) - BEST_MEAN).square().mean(dim=(1, 2, 3))
         advantages = way.advantages(rewards, req.group_ids)
         rows = way.selection.rows(advantages, req.group_ids, way.updates)

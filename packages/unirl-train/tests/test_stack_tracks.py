@@ -122,7 +122,7 @@ def test_tracks_of_two_kinds_train_on_one_step():
     track = resp.tracks["image"].replace(advantages=some_advantages(6))
     nft = DiffusionNFT(FieldPipeline(made.pipeline.model), made.backend)
     apart = TrainStack(made.backend, {"image": made.algorithm, "again": nft}, micro_batch_size=4)
-    assert apart.rollout_policy() == "again/old"  # what trains is not named
+    assert apart.rollout_policy() == {"again": "old"}  # what trains is not named
     scripted = Scripted(FieldPipeline(made.pipeline.model), made.backend)
     stack = TrainStack(made.backend, {"image": made.algorithm, "again": scripted}, micro_batch_size=4)
     metrics = stack.train(RolloutResp(tracks={"image": track, "again": track}), progress=0.0).metrics

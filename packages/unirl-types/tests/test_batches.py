@@ -23,7 +23,7 @@ from unirl.types.conditions import (
 from unirl.types.errors import ContractError
 from unirl.types.media import Audios, Embeddings, ImageLists, Images, Texts, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
-from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.segments import LatentSegment, TextSegment
 
 FEW = settings(max_examples=12, deadline=None)
@@ -123,7 +123,7 @@ def request(lengths):
         primitives={"text": texts(lengths), "video": videos(lengths)},
         request_conditions={"initial_latents": image_latents(lengths)},
         metadata=[{"i": i} if i % 2 else None for i in range(len(lengths))],
-        stage_config={"task": "t2i"},
+        plans={"image": DiffusionPlan(torch.tensor([1.0, 0.0]), (2, 2), "flow_sde")},
         sigmas=torch.tensor([1.0, 0.0]),
         rollout_id=3,
     )

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,29 @@ from unirl.types.conditions import (
 )
 from unirl.types.errors import ContractError, DataError
 from unirl.types.media import Audios, Embeddings, Images, Modality, Texts, Videos
-from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
-from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
+from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, StagedSamplingParams
 from unirl.types.segments import LatentSegment, SegmentStatus, TextSegment
 from unirl.types.storage import flatten_response, load_rollout, rebuild_response, save_rollout
 
 
 def latents(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator)
+
+
+ENDED = SegmentStatus.TRUNCATED
+
+
+def holding(values: dict[str, Any]) -> RolloutReq:
+    """A request of one sample with these values in its row of data."""
+    return RolloutReq(sample_ids=["a"], metadata=[values])
+
+
+def held_by(req: RolloutReq) -> dict[str, Any]:
+    """The values of `holding`."""
+    (row,) = req.metadata
+    assert row is not None
+    return row
 
 
 def rollout() -> tuple[RolloutResp, RolloutReq]:
@@ -36,13 +52,25 @@ def rollout() -> tuple[RolloutResp, RolloutReq]:
         sample_ids=ids,
         group_ids=["p", "p", "q"],
         primitives={"text": Texts(texts=["a", "", "\u00e9\U0001f600 \ud800"])},
-        metadata=[{"n": 1, "score": float("nan"), "box": (1, 2.5), "deep": {"x": [float("-inf"), None]}}, None, {}],
-        sampling_params=ComposedSamplingParams(
-            diffusion=DiffusionSamplingParams(num_inference_steps=4, sde_indices=[0, 2], samples_per_prompt=2),
-            ar=ARSamplingParams(temperature=0.7, stop_token_ids=(1, 2)),
+        metadata=[
+            {
+                "n": 1,
+                "score": float("nan"),
+                "box": (1, 2.5),
+                "deep": {"x": [float("-inf"), None]},
+                "status": SegmentStatus.TRUNCATED,
+            },
+            None,
+            {},
+        ],
+        sampling_params=StagedSamplingParams(
+            stages={
+                "text": ARSamplingParams(temperature=0.7, stop_token_ids=(1, 2)),
+                "image": DiffusionSamplingParams(num_inference_steps=4, sde_indices=[0, 2], samples_per_prompt=2),
+            }
         ),
-        stage_config={"task": "t2i", "by_number": {3: True}, "status": SegmentStatus.TRUNCATED},
         sigmas=sigmas,
+        plans={"image": DiffusionPlan(sigmas, (2, 3, 3), "flow_sde")},
         init_noise_latent_shape=[2, 3, 3],
         rollout_id=2**40,
     )
@@ -124,7 +152,7 @@ def test_a_response_and_its_request_come_back_bit_for_bit(tmp_path):
     assert again_req.sampling_params == req.sampling_params
     row = again_req.metadata[0]
     assert row is not None and type(row["box"]) is tuple
-    assert again_req.stage_config["status"] is SegmentStatus.TRUNCATED
+    assert row["status"] is ENDED
     assert list(again.tracks) == ["text", "image"]
 
 
@@ -151,25 +179,25 @@ def test_a_response_alone_comes_back_without_a_request(tmp_path):
 def test_every_dtype_survives_strides_scalars_and_empty_tensors(tmp_path, dtype):
     base = torch.arange(24).reshape(4, 6).to(dtype)
     tensors = {"t": base.t(), "step": base[:, ::2], "one": base[1], "scalar": base[0, 0], "none": base[:0], "all": base}
-    save_rollout(tmp_path / "a", RolloutResp(), RolloutReq(stage_config=tensors))
+    save_rollout(tmp_path / "a", RolloutResp(), holding(tensors))
     again = loaded_request(tmp_path / "a")
-    assert again.equals(RolloutReq(stage_config=tensors))
+    assert again.equals(holding(tensors))
 
 
 def test_one_tensor_in_two_places_is_stored_once(tmp_path):
     shared = torch.arange(5)
-    save_rollout(tmp_path / "a", RolloutResp(), RolloutReq(stage_config={"a": shared, "b": shared}))
-    again = loaded_request(tmp_path / "a")
-    assert again.stage_config["a"] is again.stage_config["b"]
+    save_rollout(tmp_path / "a", RolloutResp(), holding({"a": shared, "b": shared}))
+    again = held_by(loaded_request(tmp_path / "a"))
+    assert again["a"] is again["b"]
     assert len(load_file(tmp_path / "a")) == 1
 
 
 def test_gradients_are_left_behind_and_loaded_tensors_can_be_written(tmp_path):
-    save_rollout(tmp_path / "a", RolloutResp(), RolloutReq(stage_config={"w": torch.ones(3, requires_grad=True)}))
-    loaded = loaded_request(tmp_path / "a").stage_config["w"]
+    save_rollout(tmp_path / "a", RolloutResp(), holding({"w": torch.ones(3, requires_grad=True)}))
+    loaded = held_by(loaded_request(tmp_path / "a"))["w"]
     assert not loaded.requires_grad
     loaded.add_(1)
-    assert torch.equal(loaded_request(tmp_path / "a").stage_config["w"], torch.ones(3))
+    assert torch.equal(held_by(loaded_request(tmp_path / "a"))["w"], torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -214,8 +242,8 @@ class Other(Texts):
 
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", Path("x"), Other(), 1j, torch.zeros(2, dtype=torch.complex128)])
 def test_what_the_format_cannot_hold_is_refused_by_its_place(tmp_path, value):
-    with pytest.raises(ContractError, match=r"req\.stage_config\['deep'\]\[1\]"):
-        save_rollout(tmp_path / "a", RolloutResp(), RolloutReq(stage_config={"deep": [0, value]}))
+    with pytest.raises(ContractError, match=r"req\.metadata\[0\]\['deep'\]\[1\]"):
+        save_rollout(tmp_path / "a", RolloutResp(), holding({"deep": [0, value]}))
     assert os.listdir(tmp_path) == []
 
 
@@ -277,8 +305,8 @@ def test_one_flipped_bit_of_a_tensor_is_found(tmp_path):
 def test_a_changed_structure_is_found(tmp_path):
     path = stored(tmp_path / "a")
     content = path.read_bytes()
-    assert content.count(b"t2i") == 1
-    path.write_bytes(content.replace(b"t2i", b"t2v"))
+    assert content.count(b"flow_sde") == 1
+    path.write_bytes(content.replace(b"flow_sde", b"flow_sdf"))
     with pytest.raises(DataError, match="a is damaged: its structure"):
         load_rollout(path)
 

@@ -16,7 +16,7 @@ from unirl.types.errors import ConfigError, UniRLError, WeightSyncError, WorkerE
 from unirl.types.protocols.engines import RolloutEngine
 from unirl.types.protocols.rewards import Scorer
 from unirl.types.roles import Collect, Dispatch, RemoteMethod, distributed, remote_method
-from unirl.types.sampling import ARSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, StagedSamplingParams
 from unirl.types.weights import WeightBucket, peft_names, plain_names, tensor_checksum, weight_buckets, weight_spec
 
 
@@ -140,14 +140,17 @@ def test_guidance_is_used_above_one():
     assert not DiffusionSamplingParams(guidance_scale=1).uses_guidance
 
 
-def test_composed_samples_are_the_product_and_cannot_be_set():
+def test_samples_of_stages_are_those_of_the_first_and_cannot_be_set():
     ar = ARSamplingParams(temperature=1.0, samples_per_prompt=3)
-    composed = ComposedSamplingParams(diffusion=DiffusionSamplingParams(samples_per_prompt=2), ar=ar)
-    assert composed.samples_per_prompt == 6
-    assert dataclasses.replace(composed, ar=dataclasses.replace(ar, samples_per_prompt=1)).samples_per_prompt == 2
-    arguments: dict[str, Any] = {"diffusion": composed.diffusion, "ar": ar, "samples_per_prompt": 5}
+    staged = StagedSamplingParams(stages={"text": ar, "image": DiffusionSamplingParams(samples_per_prompt=2)})
+    assert staged.samples_per_prompt == 3
+    alone = dataclasses.replace(staged, stages={"image": staged.stages["image"]})
+    assert (alone.samples_per_prompt, alone.is_float32) == (2, False)
+    arguments: dict[str, Any] = {"stages": staged.stages, "samples_per_prompt": 5}
     with pytest.raises(TypeError, match="samples_per_prompt"):
-        ComposedSamplingParams(**arguments)
+        StagedSamplingParams(**arguments)
+    with pytest.raises(ConfigError, match="stages is empty"):
+        StagedSamplingParams(stages={})
 
 
 # Roles

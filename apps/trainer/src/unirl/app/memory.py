@@ -55,9 +55,8 @@ def phases(run: ComposedRun) -> list[Phase]:
             f"{', '.join(sorted(released))}."
         )
     if run.sampling.get("height") is None:
-        raise ConfigError(
-            f"memory is estimated for images and videos alone, this recipe's sampling is {run.sampling.name}."
-        )
+        shown = "has several stages" if run.is_staged else f"has the sampling {run.sampling.name}"
+        raise ConfigError(f"memory is estimated for images and videos alone, this recipe {shown}.")
     return _Estimate(run, sizes).phases()
 
 

@@ -25,7 +25,7 @@ def weights_name_scorers(own: Part, run: Run) -> Messages:
 
 def scorers_have_what_they_read(own: Part, run: Run) -> Messages:
     """An engine that decodes nothing has scorers that need no media."""
-    if all(stage.engine.get("decode", True) for stage in run.stages()):
+    if all(stage.engine.get("decode", True) for stage in run.stages):
         return
     for name, scorer in own.inside("scorers").items():
         if scorer.ability("reads_media"):

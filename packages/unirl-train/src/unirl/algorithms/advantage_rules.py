@@ -9,16 +9,15 @@ def groups_have_several(own: Part, run: Run) -> Messages:
     """A sample that is compared with its group is not alone in it."""
     if not own.ability("needs_groups") or own.node.get("center", "group") != "group":
         return
-    for stage in run.stages():
-        algorithms = [part for policy in stage.policies.values() for part in policy.algorithms.values()]
-        for sampling in stage.samplings if stage.advantages is own else ():
-            makes_tokens = sampling.ability("samples_tokens")
-            is_trained = any(makes_tokens in (None, part.ability("trains_tokens")) for part in algorithms)
-            if is_trained and sampling.get("samples_per_prompt", 1) == 1:
-                yield (
-                    f"{sampling.at}.samples_per_prompt = 1: a group of one has no advantage, so nothing would be "
-                    "learnt. Set it to 2 or more."
-                )
+    for view in run.views():
+        algorithms = [part for policy in view.policies.values() for part in policy.algorithms.values()]
+        makes_tokens = view.sampling.ability("samples_tokens")
+        is_trained = any(makes_tokens is part.ability("trains_tokens") for part in algorithms)
+        if view.advantages is own and is_trained and view.sampling.get("samples_per_prompt", 1) == 1:
+            yield (
+                f"{view.sampling.at}.samples_per_prompt = 1: a group of one has no advantage, so nothing would be "
+                "learnt. Set it to 2 or more."
+            )
 
 
 RULES = (groups_have_several,)

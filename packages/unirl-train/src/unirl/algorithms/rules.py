@@ -32,8 +32,6 @@ def samples_are_on_policy(own: Part, run: Run) -> Messages:
 def tokens_meet_their_parts(own: Part, run: Run) -> Messages:
     """An algorithm on tokens has completions to train on, and the other way round."""
     trains, samples = own.ability("trains_tokens"), run.sampling.ability("samples_tokens")
-    if samples is None:  # stages of several kinds
-        return
     if trains != samples:
         yield (
             f"{own.name} trains on {'tokens' if trains else 'images'}, but sampling._target_ = {run.sampling.path}. "

@@ -29,7 +29,14 @@ from unirl.config.runs import (
     policy_sections,
     run_of,
 )
-from unirl.config.schema import Component, PolicySections, StageSections, components, plain_sections
+from unirl.config.schema import (
+    Component,
+    NamedPolicySections,
+    PolicySections,
+    StageSections,
+    components,
+    plain_sections,
+)
 from unirl.config.signatures import KEYWORDS_OF, NUM_INPUTS, Target, lies_in, read_target
 from unirl.config.suggestions import did_you_mean
 from unirl.types.errors import ConfigError
@@ -49,6 +56,8 @@ ENABLED = "enabled"
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 
 
+SAMPLED = ("sampling", "engine")
+"""Sections that a recipe without stages must have."""
 UNASKED = ("data", "eval", "reward")
 """Sections that an export does not need: prompts and scorers may be missing where a model is taken from a run."""
 
@@ -151,14 +160,11 @@ def build_values(run: ComposedRun) -> None:
 
     Imports torch, loads no model. Raises ConfigError naming the place.
     """
-    for section in ("sampling", "advantages"):
-        if run.resolved.get(section):
-            instantiate_at(section, run.resolved[section])
-    for policy in run.policies.values():
-        if policy.advantages is not None:
-            instantiate_at(policy.advantages.at, policy.advantages.node)
+    for stage in run.stages:
+        for part in (stage.sampling, stage.advantages, *((stage.reads,) if stage.reads else ())):
+            instantiate_at(part.at, part.node)
     of_policies = [part for policy in run.all_policies.values() for part in policy.parts()]
-    for part in (*of_policies, run.engine):
+    for part in (*of_policies, *(stage.engine for stage in run.stages)):
         if part.at.endswith(("bundle", "sync")):
             continue
         for key, value in part.node.items():
@@ -175,12 +181,13 @@ def _keys(recipe: Resolved) -> Iterator[str]:
     for key in recipe:
         if key not in TOP_LEVEL:
             yield f"unknown key {key!r} in the recipe. {did_you_mean(str(key), (*TOP_LEVEL, 'defaults'))}"
+    yield from _stage_keys(recipe)
     of_policies = list(policy_sections(recipe).values()) if isinstance(recipe.get("policies", {}), Mapping) else []
-    required = {"": schema.required(schema.Recipe)}
+    required = {"": (*schema.required(schema.Recipe), *(() if recipe.get("stages") else SAMPLED))}
     for prefix, sections in of_policies:
         needed = [key for key in schema.required(PolicySections) if _is_built(key, prefix, sections)]
         required[prefix] = (*required.get(prefix, ()), *needed)
-        known = (*OF_POLICIES, *schema.keys(StageSections)) if prefix else OF_POLICIES
+        known = (*OF_POLICIES, *schema.keys(NamedPolicySections)) if prefix else OF_POLICIES
         for key in sections:
             if key not in known:
                 yield f"{prefix}{key}: unknown key. {did_you_mean(str(key), known)}"
@@ -193,7 +200,7 @@ def _keys(recipe: Resolved) -> Iterator[str]:
     for prefix, sections in of_policies:
         yield from _plain_values(PolicySections, sections, prefix)
         if prefix:
-            yield from _plain_values(StageSections, sections, prefix)
+            yield from _plain_values(NamedPolicySections, sections, prefix)
         for key, several in schema.SEVERAL.items():
             if _is_built(key, prefix, sections):
                 yield from _is_one_or_several(sections, prefix, key, several)
@@ -208,6 +215,25 @@ def _keys(recipe: Resolved) -> Iterator[str]:
         yield f"resume = {resume!r} must be auto or the folder of a run; there is no such folder."
     if recipe.get("resume_changes") == "allow" and recipe.get("resume") is None:
         yield "resume_changes = 'allow' does nothing without resume. Set resume=auto, or leave it out."
+
+
+def _stage_keys(recipe: Resolved) -> Iterator[str]:
+    """Keys of stages, unknown or of the wrong type, and what does nothing without stages."""
+    stages, policies, known = recipe.get("stages") or {}, recipe.get("policies"), schema.keys(StageSections)
+    for name, own in policies.items() if isinstance(policies, Mapping) and not stages else ():
+        for key in (key for key in schema.OF_STAGE if isinstance(own, Mapping) and own.get(key)):
+            yield f"policies.{name}.{key}: no stage samples from {name}. Add stages, or remove it."
+    for key in (key for key in SAMPLED if stages and policies and recipe.get(key)):
+        if all(prefix for prefix, _ in policy_sections(recipe).values()):
+            yield f"{key}: each stage has its own, or its policy's. Move it to stages.{next(iter(stages))}.{key}."
+    for track, stage in stages.items() if isinstance(stages, Mapping) else ():
+        at = f"stages.{track}"
+        if not isinstance(stage, Mapping):
+            yield f"{at} = {stage!r} must be a mapping of {', '.join(known)}."
+            continue
+        for key in (key for key in stage if key not in known):
+            yield f"{at}.{key}: unknown key. {did_you_mean(str(key), known)}"
+        yield from _plain_values(StageSections, stage, f"{at}.")
 
 
 def _is_built(key: str, prefix: str, sections: Resolved) -> bool:
@@ -271,9 +297,13 @@ def _component_nodes(recipe: Resolved) -> Iterator[tuple[str, Resolved, Componen
     for key, component in components(schema.Recipe).items():
         if recipe.get(key) or (key in schema.required(schema.Recipe)):
             yield key, recipe[key], component
+    for track, stage in (recipe.get("stages") or {}).items():
+        for key, component in components(StageSections).items():
+            if stage.get(key) is not None:
+                yield f"stages.{track}.{key}", stage[key], component
     for prefix, sections in policy_sections(recipe).values():
-        of_stage = components(StageSections) if prefix else {}
-        for key, component in {**components(PolicySections), **of_stage}.items():
+        own = components(NamedPolicySections) if prefix else {}
+        for key, component in {**components(PolicySections), **own}.items():
             if not _is_built(key, prefix, sections):
                 continue
             if key in schema.SEVERAL:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unirl.config.former_stages import to_stages
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import TARGET
 
@@ -50,7 +51,7 @@ def _options_of_evaluations(recipe: Node) -> list[str]:
     return lines
 
 
-MOVES: tuple[Callable[[Node], list[str]], ...] = (_options_of_evaluations,)
+MOVES: tuple[Callable[[Node], list[str]], ...] = (to_stages, _options_of_evaluations)
 """Functions that move sections of a recipe, in place, each returning a line per change."""
 
 _said: set[str] = set()

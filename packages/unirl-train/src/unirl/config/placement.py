@@ -147,10 +147,10 @@ def engine_elsewhere_has_own_weights(run: ComposedRun) -> Messages:
     """An engine that samples with the weights that train is where they are."""
     if _share(run, "train", "rollout"):
         return
-    if run.is_composed:
+    if run.is_staged:
         yield (
-            f"placement.rollout = {run.file.placement.rollout}, but {run.engine.name} is composed of engines beside "
-            "what trains. Remove placement.rollout."
+            f"placement.rollout = {run.file.placement.rollout}, but the engines of stages stand beside what trains. "
+            "Remove placement.rollout."
         )
     elif not run.engine.ability("has_own_weights"):
         yield (
@@ -171,7 +171,7 @@ def async_reward_is_with_the_engine(run: ComposedRun) -> Messages:
 
 def one_worker_speaks_to_a_running_server(run: ComposedRun) -> Messages:
     """A server that runs already has one worker that pushes to it."""
-    for engine in (stage.engine for stage in run.stages()):
+    for engine in (stage.engine for stage in run.stages):
         url = engine.get("url")
         for group in groups_of_run(run):
             if url is not None and "rollout" in group.holds and len(group.devices) > 1:
@@ -215,9 +215,10 @@ def samples_divide_over_every_group(run: ComposedRun) -> Messages:
 
 def push_transport_fits_the_placement(run: ComposedRun) -> Messages:
     """A transport crosses to workers that are elsewhere, and has what it needs there."""
-    for stage in run.stages():
-        if stage.policy.sync is not None:
-            yield from _transport_fits(stage.policy.sync, stage.engine, run)
+    for stage in run.stages:
+        sync = run.all_policies[stage.policy].sync
+        if sync is not None and stage.engine.ability("has_own_weights"):
+            yield from _transport_fits(sync, stage.engine, run)
 
 
 def _transport_fits(sync: Part, engine: Part, run: ComposedRun) -> Messages:

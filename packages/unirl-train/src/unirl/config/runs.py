@@ -6,7 +6,7 @@ Reads the classes from their source; imports none. `check`, the rules and `unirl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from unirl.config.schema import (
     DEFAULT_POLICY,
     DEFAULT_TRACK,
     LEARNING,
+    OF_STAGE,
     SEVERAL,
     Component,
     PolicySections,
@@ -25,9 +26,12 @@ from unirl.config.schema import (
 )
 from unirl.config.signatures import Target, read_target
 from unirl.types.errors import ConfigError
-from unirl.types.recipe import TARGET, Part, Policy, Run
+from unirl.types.recipe import TARGET, Part, Policy, Run, Stage
 
 Resolved = Mapping[str, Any]  # Any: a resolved recipe's values
+
+STAGES_MODALITY = "unirl.trainer.stages.StagesModality"
+"""What the requests of several stages are made by."""
 
 _POLICY_NAME = re.compile(r"\w[\w-]*")
 
@@ -76,15 +80,18 @@ def run_of(recipe: Resolved) -> ComposedRun:
     """The run of a recipe whose keys and signatures are right.
 
     Raises ConfigError for a policy without a pipeline or an algorithm, or with one in two places, for policies of which
-    none trains, and for an engine that does not say which of several policies it samples from.
+    none trains, for stages that do not follow from one another, and for an engine that does not say which of several
+    policies it samples from.
     """
     everyone = {name: _policy(name, prefix, sections) for name, (prefix, sections) in policy_sections(recipe).items()}
-    teachers = _teachers(everyone)
+    of_stages = [stage.get("policy") for stage in (recipe.get("stages") or {}).values()]
+    teachers = _teachers(everyone, of_stages)
     policies = {name: policy for name, policy in everyone.items() if name not in teachers}
-    _engines_match(recipe, policies)
     if not any(policy.trains for policy in policies.values()):
         raise ConfigError(f"policies: {', '.join(policies)} all have trains: false. Let one of them train.")
     found = components(Recipe)
+    advantages = _section(recipe, "advantages", found["advantages"])
+    stages = _stages(recipe, policies, advantages) if recipe.get("stages") else (_only(recipe, policies, advantages),)
     optional = {key: _section(recipe, key, found[key]) if recipe.get(key) else None for key in _OPTIONAL}
     return ComposedRun(
         seed=recipe["seed"],
@@ -95,19 +102,24 @@ def run_of(recipe: Resolved) -> ComposedRun:
         policies={name: policy for name, policy in policies.items() if policy.trains},
         frozen={name: policy for name, policy in policies.items() if not policy.trains},
         teachers=teachers,
-        sampled=_sampled(recipe, policies),
-        samples_all=_samples_all(recipe),
+        stages=stages,
+        is_staged=bool(recipe.get("stages")),
+        sampled=stages[0].policy,
+        sampling=stages[0].sampling,
+        engine=stages[0].engine,
+        advantages=advantages,
         scored_track=recipe["reward"].get("track"),
         evaluation=optional["eval"],
         guardrails=optional["guardrails"],
         selection=optional["selection"],
         file=built(Recipe, {key: value for key, value in recipe.items() if key in keys(Recipe)}),
         resolved=recipe,
+        modality=_modality(recipe, found["modality"]),
         **{key: _section(recipe, key, found[key]) for key in _ALWAYS},
     )
 
 
-_ALWAYS = ("data", "sampling", "engine", "reward", "advantages", "trainer", "modality")
+_ALWAYS = ("data", "reward", "trainer")
 _OPTIONAL = ("eval", "guardrails", "selection")
 
 
@@ -132,24 +144,18 @@ def one_or_several(sections: Resolved, prefix: str, key: str) -> dict[str, tuple
 
 def injected_into(target: Target, component: Component) -> frozenset[str]:
     """Keywords that the trainer adds when it builds a class as this component."""
-    has = set(target.parameters)
-    always = {next((name for name in component.of_all.get(key, ()) if name in has), key) for key in component.injected}
-    return frozenset(always | (component.if_taken & has))
+    return component.injected | (component.if_taken & set(target.parameters))
 
 
 def _policy(name: str, prefix: str, sections: Resolved) -> Policy:
     found = components(PolicySections)
 
     trains = does_train(prefix, sections)
-    known = {**found, **components(StageSections)}
 
     def part(key: str) -> Part:
         if not trains and key in LEARNING:
             return Part(at=f"{prefix}{key}", path="", node={})
-        return part_of(sections[key], f"{prefix}{key}", known[key])
-
-    def own(key: str) -> Part | None:
-        return part(key) if prefix and sections.get(key) else None
+        return part_of(sections[key], f"{prefix}{key}", found[key])
 
     def parts(key: str) -> dict[str, Part]:
         nodes = one_or_several(sections, prefix, key)
@@ -169,9 +175,6 @@ def _policy(name: str, prefix: str, sections: Resolved) -> Policy:
         resting=tuple(str(name) for name, node in (sections.get("algorithms") or {}).items() if node is None),
         sync=part("sync") if trains and sections.get("sync") else None,
         trains=trains,
-        engine=own("engine"),
-        sampling=own("sampling"),
-        advantages=own("advantages"),
     )
     for track in policy.algorithms:
         policy.pipeline_of(track)
@@ -189,61 +192,130 @@ def teacher_of(algorithm: Part) -> str | None:
     return None if option is None else algorithm.get(str(option))
 
 
-def _teachers(policies: Mapping[str, Policy]) -> dict[str, Policy]:
+def _teachers(policies: Mapping[str, Policy], sampled: Collection[str]) -> dict[str, Policy]:
     """The policies that an algorithm asks and that neither train nor sample."""
     asked = {teacher_of(part) for policy in policies.values() for part in policy.algorithms.values()}
-    return {name: p for name, p in policies.items() if name in asked and not p.trains and p.engine is None}
+    return {name: p for name, p in policies.items() if name in asked and not p.trains and name not in sampled}
 
 
-def _engines_match(recipe: Resolved, policies: Mapping[str, Policy]) -> None:
-    """Every policy has an engine and sampling of its own where the run's engine is composed, and nowhere else."""
-    is_composed = "engines" in read_target(str(recipe["engine"].get(TARGET))).parameters
+def _only(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) -> Stage:
+    """The stage of a recipe with one engine. Raises ConfigError where several policies, or pipelines of one, could be
+    sampled and nothing says which."""
+    found = components(Recipe)
+    engine = _section(recipe, "engine", found["engine"])
     for policy in policies.values():
-        for key, part in (("engine", policy.engine), ("sampling", policy.sampling)):
-            if is_composed and part is None:
-                raise ConfigError(
-                    f"{policy.prefix or 'policies.<name>.'}{key} is missing: engine._target_ is composed of the "
-                    "engines of all policies. Add it there."
-                )
-            if not is_composed and part is not None:
-                raise ConfigError(
-                    f"{part.at}: the run's engine samples for all policies, so this does nothing. Set engine._target_: "
-                    "unirl.rollout.engine.composed.engine.ComposedEngine, or remove it."
-                )
-        if not is_composed and not policy.trains:
+        if not policy.trains:
             raise ConfigError(
-                f"{policy.prefix}trains: false needs an engine of the policy's own, or an algorithm that asks it "
-                "(algorithm.teacher). Set engine._target_: unirl.rollout.engine.composed.engine.ComposedEngine, or "
-                "remove it."
+                f"{policy.prefix}trains: false needs a stage that samples from it, or an algorithm that asks it "
+                "(algorithm.teacher). Add a stage to stages, or remove it."
             )
+    named = recipe["engine"].get("policy")
+    if named is not None and named not in policies:
+        raise ConfigError(f"engine.policy = {named!r} is no policy of this recipe; there are {', '.join(policies)}.")
+    if named is None and len(policies) > 1:
+        raise ConfigError(
+            f"the engine samples from one policy, the recipe has {', '.join(policies)}. Set engine.policy to one of "
+            "them, or give stages an engine for each."
+        )
+    sampled = policies[next(iter(policies)) if named is None else named]
+    if len(sampled.pipelines) > 1:
+        raise ConfigError(
+            f"the engine takes one pipeline, {sampled.prefix}pipelines has {', '.join(sampled.pipelines)}. Give stages "
+            "an engine for each."
+        )
+    return Stage(
+        track=engine.get("track"),
+        policy=sampled.name,
+        engine=engine,
+        sampling=_section(recipe, "sampling", found["sampling"]),
+        advantages=advantages,
+    )
+
+
+def _stages(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) -> tuple[Stage, ...]:
+    """The stages of a recipe, parents first. Raises ConfigError for a policy or a parent that is not there, a circle,
+    and a policy without a stage."""
+    found, nodes = components(StageSections), recipe["stages"]
+    sections = policy_sections(recipe)
+    made: dict[str, Stage] = {}
+    for track, node in nodes.items():
+        at = f"stages.{track}"
+        policy = _policy_of_stage(at, node.get("policy"), policies)
+        parent = node.get("grows_from")
+        if parent is not None and parent not in nodes:
+            raise ConfigError(
+                f"{at}.grows_from = {parent}: no stage makes that track; there are {', '.join(nodes)}. Name one of "
+                "them, or null for the request."
+            )
+        prefix, of_policy = sections[policy.name]
+        own = _of_stage(at, node, prefix, of_policy if prefix else recipe)
+        made[str(track)] = Stage(
+            track=str(track),
+            policy=policy.name,
+            engine=own["engine"],
+            sampling=own["sampling"],
+            advantages=own.get("advantages", advantages),
+            reads=part_of(node.get("reads") or {}, f"{at}.reads", found["reads"]),
+            grows_from=parent,
+        )
+        policy.pipeline_of(str(track))
+    unused = [name for name in policies if name not in {stage.policy for stage in made.values()}]
+    if unused:
+        raise ConfigError(
+            f"policies.{unused[0]}: no stage samples from it; the stages sample from "
+            f"{', '.join(dict.fromkeys(stage.policy for stage in made.values()))}. Give it a stage, or remove it."
+        )
+    return _parents_first(made)
+
+
+def _of_stage(at: str, node: Resolved, prefix: str, of_policy: Resolved) -> dict[str, Part]:
+    """Engine, sampling and, where there are any, advantages of a stage: its own, else its policy's."""
+    found = components(StageSections)
+    places = {key: (f"{prefix}{key}", of_policy[key]) for key in OF_STAGE if of_policy.get(key)}
+    if not prefix:  # the run's, which are not of this policy alone
+        places.pop("advantages", None)
+    places.update({key: (f"{at}.{key}", node[key]) for key in OF_STAGE if node.get(key)})
+    for key in ("engine", "sampling"):
+        if key not in places:
+            raise ConfigError(f"{at}.{key} is missing, and so is {prefix}{key}, which it would take. Add one of them.")
+    return {key: part_of(value, place, found[key]) for key, (place, value) in places.items()}
+
+
+def _policy_of_stage(at: str, named: str | None, policies: Mapping[str, Policy]) -> Policy:
+    if named is None and len(policies) > 1:
+        raise ConfigError(f"{at}.policy is missing; name the policy that it samples from: {', '.join(policies)}.")
+    name = next(iter(policies)) if named is None else named
+    if name not in policies:
+        raise ConfigError(f"{at}.policy = {name}: there is no such policy; there are {', '.join(policies)}.")
+    return policies[name]
+
+
+def _parents_first(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
+    ordered: dict[str | None, Stage] = {}
+    while len(ordered) < len(stages):
+        ready = [s for s in stages.values() if s.track not in ordered and s.grows_from in (None, *ordered)]
+        if not ready:
+            left = [f"{track} <- {stage.grows_from}" for track, stage in stages.items() if track not in ordered]
+            raise ConfigError(
+                f"stages grow from each other: {', '.join(left)}. Let one of them grow from the request "
+                "(grows_from: null)."
+            )
+        ordered.update({stage.track: stage for stage in ready})
+    roots = [str(stage.track) for stage in ordered.values() if stage.grows_from is None]
+    if len(roots) > 1:
+        raise ConfigError(
+            f"stages: {', '.join(roots)} all grow from the request; one does, and the others from it. Set grows_from."
+        )
+    return tuple(ordered.values())
+
+
+def _modality(recipe: Resolved, component: Component) -> Part:
+    default = replace(component, default=STAGES_MODALITY) if recipe.get("stages") else component
+    return part_of(recipe.get("modality") or {}, "modality", default)
 
 
 def _without(node: Resolved, key: str) -> Resolved:
     return {name: value for name, value in node.items() if name != key}
-
-
-def _sampled(recipe: Resolved, policies: Mapping[str, Policy]) -> str:
-    named = recipe["engine"].get("policy")
-    if named is not None and named not in policies:
-        raise ConfigError(f"engine.policy = {named!r} is no policy of this recipe; there are {', '.join(policies)}.")
-    samples_all = _samples_all(recipe)
-    if named is None and len(policies) > 1 and not samples_all:
-        raise ConfigError(
-            f"the engine samples from one policy, the recipe has {', '.join(policies)}. Set engine.policy to one of "
-            "them, or take an engine with the arguments pipelines and stores, which get all policies'."
-        )
-    sampled = policies[next(iter(policies)) if named is None else named]
-    if len(sampled.pipelines) > 1 and not samples_all:
-        raise ConfigError(
-            f"the engine takes one pipeline, {sampled.prefix}pipelines has {', '.join(sampled.pipelines)}. Take an "
-            "engine with the arguments pipelines and stores."
-        )
-    return sampled.name
-
-
-def _samples_all(recipe: Resolved) -> bool:
-    parameters = read_target(str(recipe["engine"].get(TARGET))).parameters
-    return "pipelines" in parameters or "engines" in parameters
 
 
 def named_copy(run: Run, given: str) -> tuple[str, str]:

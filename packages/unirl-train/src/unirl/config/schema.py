@@ -35,8 +35,6 @@ class Component:
     """Keywords that the trainer adds, so that a recipe may not set them."""
     if_taken: frozenset[str] = frozenset()
     """Keywords that the trainer adds where the constructor has them."""
-    of_all: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Injected keyword -> those that a constructor may have in its place, which get all policies' by name."""
     own_keys: frozenset[str] = frozenset()
     """Keys that the trainer reads itself; they are no keywords of the constructor."""
 
@@ -97,16 +95,11 @@ _ENGINE = Component(
     kind="unirl.rollout.engine.base.BaseRolloutEngine",
     injected=frozenset({"pipeline", "policies"}),
     if_taken=frozenset({"device", "rank", "bundle"}),
-    of_all={"pipeline": ("pipelines",), "policies": ("stores", "engines")},
     own_keys=frozenset({"policy"}),
 )
+_STAGE_ENGINE = dataclasses.replace(_ENGINE, injected=_ENGINE.injected | {"track"}, own_keys=frozenset())
 _SAMPLING = Component(
-    kind="unirl.types.sampling.BaseSamplingParams",
-    inner_kinds={
-        "scheduler": "unirl.sde.windows.StepWindow",
-        "ar": "unirl.types.sampling.BaseSamplingParams",
-        "diffusion": "unirl.types.sampling.BaseSamplingParams",
-    },
+    kind="unirl.types.sampling.BaseSamplingParams", inner_kinds={"scheduler": "unirl.sde.windows.StepWindow"}
 )
 _ADVANTAGES = Component(
     kind="unirl.algorithms.advantages.AdvantageConfig", default="unirl.algorithms.advantages.AdvantageConfig"
@@ -114,20 +107,40 @@ _ADVANTAGES = Component(
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageSections:
-    """What a policy of `policies` may have besides `PolicySections`, where the engine is composed of one per policy."""
+class NamedPolicySections:
+    """What a policy of `policies` may have besides `PolicySections`."""
 
     trains: bool = True
     """False: it samples with the weights of its bundle, and its backend, algorithm, stack and sync, where they are
     given, are not built."""
-    engine: Annotated[Node | None, _ENGINE] = None
-    """Samples the tracks of this policy."""
+    engine: Annotated[Node | None, _STAGE_ENGINE] = None
+    """Of its stages; `sampling` and `advantages` too."""
     sampling: Annotated[Node | None, _SAMPLING] = None
-    """How they are sampled; the run's `sampling` has the same parameters."""
     advantages: Annotated[Node | None, _ADVANTAGES] = None
-    """Of the tracks of this policy; None: the run's."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageSections:
+    """One stage of `stages`, which makes the track that it is called as."""
+
+    policy: str | None = None
+    """The policy that it samples from; None: the only one."""
+    grows_from: str | None = None
+    """The track that it grows from; None: the request."""
+    reads: Annotated[
+        Node | None,
+        Component(kind="unirl.rollout.stages.reading.Asked", default="unirl.rollout.stages.reading.Asked"),
+    ] = None
+    """What it reads of the tracks above it; None: what the user asked for."""
+    engine: Annotated[Node | None, _STAGE_ENGINE] = None
+    """None: its policy's; so with `sampling` and `advantages`, the last of which may also be the run's."""
+    sampling: Annotated[Node | None, _SAMPLING] = None
+    """`samples_per_prompt` of a stage that grows from a track counts samples per sample of that track."""
+    advantages: Annotated[Node | None, _ADVANTAGES] = None
+
+
+OF_STAGE = ("engine", "sampling", "advantages")
+"""Keys that a stage takes from its policy where it has none itself."""
 LEARNING = ("backend", "algorithm", "algorithms", "stack", "sync")
 """Keys of a policy that only one that trains needs."""
 SEVERAL = {"pipeline": "pipelines", "algorithm": "algorithms"}
@@ -222,9 +235,6 @@ class Recipe:
     """Prompts per rollout."""
     num_rollouts: PositiveInt
     data: Annotated[Node, Component(kind="unirl.data.data_source.MultimodalRLDataSource", injected=frozenset({"seed"}))]
-    sampling: Annotated[Node, _SAMPLING]
-    engine: Annotated[Node, _ENGINE]
-    """`engine.policy` names the policy that it samples from, where there are several."""
     reward: Annotated[
         Node,
         Component(
@@ -236,8 +246,14 @@ class Recipe:
     ]
     """`reward.track` names the track whose media are scored where it is not the root; those above it are credited."""
 
+    sampling: Annotated[Node | None, _SAMPLING] = None
+    engine: Annotated[Node | None, _ENGINE] = None
+    """`engine.policy` names the policy that it samples from, where there are several."""
+    stages: Mapping[str, StageSections] = dataclasses.field(default_factory=dict)
+    """What a request goes through, by track; absent: one engine makes one track."""
     policies: Mapping[str, PolicySections] = dataclasses.field(default_factory=dict)
-    """Several policies, by name, each with keys of `StageSections` too; absent: the flat sections are the only one."""
+    """Several policies, by name, each with keys of `NamedPolicySections` too; absent: the flat sections are the only
+    one."""
     cluster: Cluster = Cluster()
     placement: Placement = Placement()
     media_interval: NonNegativeInt = 0
@@ -285,6 +301,7 @@ RUN_RULES = (
     "unirl.config.placement",
     "unirl.distributed.rules",
     "unirl.trainer.rules",
+    "unirl.trainer.stage_rules",
     "unirl.trainer.residency_rules",
 )
 """Modules with the rules of a run as a whole, whose rules take the run alone; see `unirl.types.recipe`."""

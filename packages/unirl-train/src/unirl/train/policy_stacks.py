@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from unirl.train.names import below, joined
 from unirl.train.stack import TrainStack, TrainStepResult
-from unirl.types.copies import copies_word
+from unirl.types.copies import Copies
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp
 
@@ -39,12 +39,15 @@ class PolicyStacks:
         return [track for stack in self._stacks.values() for track in stack.trained_tracks()]
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def rollout_policy(self) -> str | None:
-        """See `TrainStack.rollout_policy`; of the policy that is sampled from, or of all in the words of
-        `unirl.types.copies`."""
+    def rollout_policy(self) -> Copies:
+        """See `TrainStack.rollout_policy`; of the policy that is sampled from, or of all by policy and track."""
         if self._sampled is not None:
             return self._stacks[self._sampled].rollout_policy()
-        return copies_word({name: stack.rollout_policy() for name, stack in self._stacks.items()})
+        copies: dict[str, str] = {}
+        for name, stack in self._stacks.items():
+            own = stack.rollout_policy()
+            copies.update({name: own} if isinstance(own, str) else own or {})
+        return copies or None
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def old_logp(self) -> str | None:

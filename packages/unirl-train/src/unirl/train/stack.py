@@ -24,7 +24,7 @@ from unirl.train.names import below
 from unirl.train.slicing import training_slices
 from unirl.train.track_loss import TrackLoss, track_losses
 from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
-from unirl.types.copies import copies_word
+from unirl.types.copies import Copies, merged_copies
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.training import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -115,11 +115,10 @@ class TrainStack:
         return [part.name for part in self._parts]
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def rollout_policy(self) -> str | None:
-        """Named policy that rollouts must be sampled from; None is the policy being trained. Where tracks differ, each
-        with its own in the words of `unirl.types.copies`."""
-        wanted = {part.name: part.algorithm.rollout_policy for part in self._parts}
-        return next(iter(wanted.values())) if len(set(wanted.values())) == 1 else copies_word(wanted)
+    def rollout_policy(self) -> Copies:
+        """Named copies of the policy that rollouts must be sampled from, by track where tracks differ; None is the
+        policy being trained."""
+        return merged_copies({part.name: part.algorithm.rollout_policy for part in self._parts})
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def old_logp(self) -> str | None:

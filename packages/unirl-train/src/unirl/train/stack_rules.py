@@ -22,18 +22,6 @@ def losses_are_of_tracks(own: Part, run: Run) -> Messages:
         yield str(error)
 
 
-def tracks_have_their_copies(own: Part, run: Run) -> Messages:
-    """Tracks that are sampled from different copies of the policy have an engine that samples them apart."""
-    wanted = {track: part.ability("rollout_policy") for track, part in run.policy_of(own).algorithms.items()}
-    if len(set(wanted.values())) > 1 and not run.engine.ability("takes_copies_by_track"):
-        shown = ", ".join(f"{track}: {copy or 'the policy that trains'}" for track, copy in wanted.items())
-        yield (
-            f"the algorithms of {own.at} sample from different copies ({shown}), but {run.engine.name} samples all "
-            "tracks from one. Choose algorithms that sample from one, or an engine with takes_copies_by_track "
-            "(unirl.rollout.engine.unified.engine.UnifiedEngine)."
-        )
-
-
 def balance_compares_several(own: Part, run: Run) -> Messages:
     """Gradients of tracks are compared where there are several."""
     tracks = list(run.policy_of(own).algorithms)
@@ -44,4 +32,4 @@ def balance_compares_several(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (losses_are_of_tracks, balance_compares_several, tracks_have_their_copies)
+RULES = (losses_are_of_tracks, balance_compares_several)

@@ -184,6 +184,8 @@ class Trainer:
         changes = self._changes_since(state)
         refuse_changes(changes, self._record.config)
         changed = {key.partition(".")[0] for key in changes}
+        if any("advantages" in key.split(".")[1:] for key in changes):
+            changed.add("track_advantages")
         self._done = int(state["next_rollout"])
         self.collector.load_state_dict(state, changed=changed)
         self._learner.load_state_dict(state, changed=changed)

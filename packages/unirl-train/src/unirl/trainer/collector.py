@@ -22,6 +22,7 @@ from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality, ParamsT
 from unirl.trainer.roles import EngineRole, RewardRole, StackRole
 from unirl.trainer.settings import TrainerSettings
+from unirl.types.copies import Copies
 from unirl.types.errors import ConfigError, RewardError
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.segments import TextSegment
@@ -49,7 +50,7 @@ class ScoredRollout:
 class Collector(Generic[ParamsT]):
     """Makes rollouts. The driver moves ids and numbers; samples stay with the workers or go from one to another.
 
-    rollout_policy: named copy of the weights that is sampled from; None is the policy being trained.
+    rollout_policy: named copies of the weights that are sampled from; None is the policy being trained.
     scored_track: the track whose media are scored; None is the root. Those that it grew from are credited.
     track_advantages: in the place of `advantages`, for the tracks that are named.
     A rollout is unfinished from `collect` until `finished` is called; `state_dict` is the state before the oldest
@@ -67,7 +68,7 @@ class Collector(Generic[ParamsT]):
         advantages: Advantages,
         clock: PhaseClock,
         selection: SampleSelection | None = None,
-        rollout_policy: str | None = None,
+        rollout_policy: Copies = None,
         scored_track: str | None = None,
         track_advantages: Mapping[str, Advantages] | None = None,
     ) -> None:
@@ -175,7 +176,7 @@ class Collector(Generic[ParamsT]):
     def _fresh_groups(self, rollout_id: int, num_groups: int) -> RolloutReq:
         """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""
         whole = self._runtime.num_shards * self._sampling.samples_made_together
-        while (num_groups * self._sampling.root_samples_per_prompt) % whole:
+        while (num_groups * self._sampling.samples_per_prompt) % whole:
             num_groups += 1
         fresh = self.request(rollout_id, num_groups)
         prefix = f"refill{self._num_dropped_groups}:"
@@ -276,13 +277,14 @@ class Collector(Generic[ParamsT]):
     def load_state_dict(self, state: Mapping[str, Any], *, changed: set[str]) -> None:
         """Restore `state_dict`; what was remembered of other rows or other rewards begins anew.
 
-        changed: sections of the recipe that differ from the run that was saved.
+        changed: sections of the recipe that differ from the run that was saved, and "track_advantages" where those of a
+            stage do.
         """
         if not changed & {"seed", "data"}:
             self._data.load_state_dict(state["data"])
         if not changed & {"reward", "advantages"}:
             self._advantages.load_state_dict(state["advantages"])
-        if not changed & {"reward", "policies"}:
+        if not changed & {"reward", "track_advantages"}:
             for track, each in self._track_advantages.items():
                 each.load_state_dict(state["track_advantages"][track])
         self._num_dropped_groups = state["num_dropped_groups"]

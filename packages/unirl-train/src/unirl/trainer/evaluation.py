@@ -36,9 +36,9 @@ from unirl.types.samples import SampleRecord
 from unirl.types.sampling import (
     ARSamplingParams,
     BaseSamplingParams,
-    ComposedSamplingParams,
     DiffusionSamplingParams,
     PostSolver,
+    StagedSamplingParams,
 )
 
 PASS_ROLLOUT_ID = EVAL_ROLLOUT_ID - 1
@@ -82,7 +82,8 @@ class EvaluationConfig:
     prompts: file of prompts. num_samples: in all, spread evenly over the prompts. interval: rollouts between
         evaluations; 0 evaluates only before and after. interval_cpu_s: instead, CPU seconds of training between
         evaluations. batch_size: samples per request. seed: of the sampling. policy: named copy of the weights to
-        evaluate, None the policy being trained. before: whether there is an evaluation before training.
+        evaluate, of several policies by their names; None the policy being trained. before: whether there is an
+        evaluation before training.
     Of images and videos: num_inference_steps and the three scales; None takes training's. post_solver: of every step,
         as `DiffusionSamplingParams.post_solver`.
     Of texts: max_new_tokens, None takes training's. temperature: 0 takes the most probable token each time.
@@ -100,7 +101,7 @@ class EvaluationConfig:
     interval_cpu_s: Positive | None = None
     batch_size: PositiveInt = 128
     seed: Seed = 1234
-    policy: str | None = None
+    policy: str | Mapping[str, str] | None = None
     before: bool = True
     num_inference_steps: PositiveInt | None = None
     guidance_scale: NonNegative | None = None
@@ -153,8 +154,8 @@ class EvaluationConfig:
                 return self.latents(training)
             case ARSamplingParams():
                 return self.texts(training)
-            case ComposedSamplingParams():
-                return ComposedSamplingParams(ar=self.texts(training.ar), diffusion=self.latents(training.diffusion))
+            case StagedSamplingParams():
+                return StagedSamplingParams(stages={track: self.params(own) for track, own in training.stages.items()})
         raise ContractError(f"no evaluation is known of samples by {type(training).__name__}")
 
     def latents(self, training: DiffusionSamplingParams) -> DiffusionSamplingParams:
@@ -269,7 +270,7 @@ class Evaluator:
             runtime,
             batch_size=self.config.batch_size,
             policy=self.config.policy,
-            samples_per_prompt=params.root_samples_per_prompt,
+            samples_per_prompt=params.samples_per_prompt,
             track=track,
         )
 
@@ -294,9 +295,12 @@ class Evaluator:
         return values[self.config.pass_metric] >= self.config.pass_threshold
 
     def _without_writer(self) -> BaseSamplingParams:
-        if not isinstance(self.params, ComposedSamplingParams):
+        if not isinstance(self.params, StagedSamplingParams):
             raise ContractError(f"{type(self.params).__name__} has no writer to do without")
-        return self.params.diffusion
+        stages = self.params.stages.items()
+        return StagedSamplingParams(
+            stages={track: own for track, own in stages if isinstance(own, DiffusionSamplingParams)}
+        )
 
     def _beside_direct(self, written: EvaluationResult, runtime: Runtime, track: str | None) -> EvaluationResult:
         """The result with means of images of the prompts themselves."""
@@ -336,6 +340,6 @@ def _described(params: BaseSamplingParams) -> dict[str, Any]:  # Any: plain valu
     match params:
         case DiffusionSamplingParams():
             return {name: getattr(params, name) for name in EVALUATED_SAMPLING}
-        case ComposedSamplingParams():
-            return {"ar": _described(params.ar), **_described(params.diffusion)}
+        case StagedSamplingParams():
+            return {track: _described(own) for track, own in params.stages.items()}
     return dataclasses.asdict(params)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from unirl.data.datasets import read_numbered_rows
@@ -17,17 +18,23 @@ def evaluated_policy_exists(own: Part, run: Run) -> Messages:
     policy = own.node.get("policy")
     if policy is None:
         return
-    kept = {stage.sampled: _kept_copies(stage) for stage in run.stages() if stage.policy.trains}
-    words = {f"{name}/{copy}": name for name, copies in kept.items() for copy in copies - {"default"}}
-    if not run.is_composed:
-        words = dict.fromkeys(kept[run.sampled], run.sampled)
-    for word in str(policy).split(",") if run.is_composed else [policy]:
-        if word not in words:
-            name = str(word).partition("/")[0]
+    kept: dict[str, set[str]] = {}
+    for view in run.views():
+        if view.policy.trains:
+            kept[view.sampled] = kept.get(view.sampled, set()) | _kept_copies(view)
+    if not isinstance(policy, Mapping):
+        if len(kept) > 1:
+            shown = ", ".join(f"{name}: {policy}" for name in kept)
+            yield f"eval.policy = {policy!r}: this recipe trains several policies. Say of which: {{{shown}}}."
+            return
+        policy = dict.fromkeys(kept, policy)
+    for name, copy in policy.items():
+        if copy not in kept.get(name, ()):
             backend = run.policies.get(name, run.policy).backend
-            hint = f" Set {backend.at}.ema to keep an average." if str(word).endswith("ema") else ""
-            there = ", ".join(sorted(words)) or "none"
-            yield f"eval.policy = {policy!r} is not kept by this recipe; there are {there}.{hint}"
+            hint = f" Set {backend.at}.ema to keep an average." if copy == "ema" else ""
+            shown, prefix = (f"{{{name}: {copy}}}", "{own}: ") if len(kept) > 1 else (repr(copy), "")
+            there = [prefix.format(own=own) + each for own, copies in kept.items() for each in sorted(copies)]
+            yield f"eval.policy = {shown} is not kept by this recipe; there are {', '.join(there) or 'none'}.{hint}"
 
 
 def _kept_copies(run: Run) -> set[str]:
@@ -81,13 +88,13 @@ def options_fit_what_is_sampled(own: Part, run: Run) -> Messages:
     """No option is for a kind of samples that the run does not make."""
     if CONFIG not in (own.path, *own.lineage):
         return
-    kind = run.sampling.ability("samples_tokens")
-    made = {True: "texts", False: "images or videos", None: "texts and images of them"}[kind]
+    kinds = {bool(stage.sampling.ability("samples_tokens")) for stage in run.stages}
+    made = "texts and images of them" if len(kinds) > 1 else "texts" if True in kinds else "images or videos"
     for options, of, fits in (
-        (OF_LATENTS, "images and videos", kind is not True),
-        (OF_TEXTS, "texts", kind is not False),
-        (OF_TEXTS_ALONE, "texts that are scored themselves", kind is True),
-        (OF_SEVERAL, "images of texts that a model writes", kind is None),
+        (OF_LATENTS, "images and videos", False in kinds),
+        (OF_TEXTS, "texts", True in kinds),
+        (OF_TEXTS_ALONE, "texts that are scored themselves", kinds == {True} and not run.is_staged),
+        (OF_SEVERAL, "images of texts that a model writes", len(kinds) > 1),
     ):
         given = [name for name in options if own.node.get(name) not in (None, False)]
         if given and not fits:

@@ -12,6 +12,7 @@ from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
 from unirl.trainer.roles import EngineRole, RewardRole
 from unirl.trainer.samples import scores_of, take
+from unirl.types.copies import Copies
 from unirl.types.errors import RewardError
 from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.samples import SampleRecord
@@ -95,7 +96,7 @@ def scored_batches(
     runtime: Runtime,
     *,
     batch_size: int,
-    policy: str | None,
+    policy: Copies,
     samples_per_prompt: int,
     track: str | None,
 ) -> Iterator[ScoredBatch]:

@@ -12,6 +12,7 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import ScoredRollout
 from unirl.trainer.guardrails import ALARMS, CHANGED_TENSORS, Alarm, Guardrails
 from unirl.trainer.roles import StackRole, SyncRole
+from unirl.types.copies import Copies
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ class Learner:
         self._clock = clock
         self._guardrails = guardrails
         self._alarmed: frozenset[str] = frozenset()
-        self._pushed: tuple[int, str | None] | None = None
-        self._known_pushes: set[str | None] = set()
+        self._pushed: tuple[int, Copies] | None = None
+        self._known_pushes: list[Copies] = []
         """Policies pushed since the weights last came from anywhere but training."""
         self._changed: dict[str, float] = {}
         """Changed tensors of the pushes since the last rollout that was watched."""
@@ -72,7 +73,7 @@ class Learner:
         """Where the log-probs before the first update come from, for people."""
         return self._stack.old_logp()
 
-    def push(self, done: int, policy: str | None) -> dict[str, float]:
+    def push(self, done: int, policy: Copies) -> dict[str, float]:
         """Let an engine with weights of its own sample from a policy after `done` rollouts; returns what was pushed.
 
         policy: named copy of the weights; None is the policy being trained. Evaluation and rollout of one policy share
@@ -86,7 +87,8 @@ class Learner:
         if policy in self._known_pushes:
             for name in (name for name in pushed if name.endswith(CHANGED_TENSORS)):
                 self._changed[name] = min(pushed[name], self._changed.get(name, pushed[name]))
-        self._known_pushes.add(policy)
+        else:
+            self._known_pushes.append(policy)
         return pushed
 
     def train(self, rollout: ScoredRollout) -> dict[str, float]:

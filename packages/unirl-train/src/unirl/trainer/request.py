@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,12 +15,12 @@ from unirl.data.pictures import prompt_pictures
 from unirl.data.sounds import prompt_sounds
 from unirl.distributed.runtime import Runtime
 from unirl.sde.schedule import compressed_tail
-from unirl.trainer.roles import DiffusionEngineRole
+from unirl.trainer.roles import DiffusionEngineRole, StagesEngineRole
 from unirl.types.errors import ContractError
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_keys
-from unirl.types.rollout import RolloutReq
-from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, ComposedSamplingParams, DiffusionSamplingParams
+from unirl.types.rollout import DiffusionPlan, RolloutReq
+from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, DiffusionSamplingParams, StagedSamplingParams
 
 
 def unique_ids(ids: Sequence[str]) -> list[str]:
@@ -114,25 +114,16 @@ def build_request(
     )
 
 
-def build_composed_request(
-    rows: Sequence[PromptRow],
-    params: ComposedSamplingParams,
-    *,
-    sigmas: Tensor,
-    latent_shape: tuple[int, ...],
-    rollout_id: int,
+def build_staged_request(
+    rows: Sequence[PromptRow], params: StagedSamplingParams, plans: Mapping[str, DiffusionPlan], *, rollout_id: int
 ) -> RolloutReq:
-    """A request with `params.ar.samples_per_prompt` texts of every row; see `repeated` for ids and pictures. The engine
-    makes images of each text, whose noise follows from their ids.
+    """A request whose rows are the first stage's, `params.samples_per_prompt` of each prompt; see `repeated` for ids
+    and pictures. The noise of later stages follows from the ids of their samples.
 
-    params: `params.diffusion` is resolved for this rollout (stochastic steps written down).
+    params: resolved for this rollout (stochastic steps written down). plans: of the stages that denoise.
     """
     return RolloutReq(
-        **repeated(rows, params.root_samples_per_prompt),
-        sampling_params=params,
-        sigmas=sigmas,
-        init_noise_latent_shape=list(latent_shape),
-        rollout_id=rollout_id,
+        **repeated(rows, params.samples_per_prompt), sampling_params=params, plans=dict(plans), rollout_id=rollout_id
     )
 
 
@@ -146,10 +137,8 @@ def pinned_request(
     if isinstance(params, DiffusionSamplingParams):
         resolved, sigmas, shape = _pinned(runtime, params, rollout_id)
         return build_request(rows, resolved, sigmas=sigmas, latent_shape=shape, rollout_id=rollout_id)
-    if isinstance(params, ComposedSamplingParams):
-        resolved, sigmas, shape = _pinned(runtime, params.diffusion, rollout_id)
-        staged = dataclasses.replace(params, diffusion=resolved)
-        return build_composed_request(rows, staged, sigmas=sigmas, latent_shape=shape, rollout_id=rollout_id)
+    if isinstance(params, StagedSamplingParams):
+        return _staged_request(runtime, rows, params, rollout_id)
     raise ContractError(f"no request is known of samples by {type(params).__name__}")
 
 
@@ -160,3 +149,19 @@ def _pinned(
     resolved = params.resolved(rollout_id)
     plan = runtime.role("engine", DiffusionEngineRole).plan(resolved)
     return *shortened(resolved, plan.sigmas), plan.latent_shape
+
+
+def _staged_request(
+    runtime: Runtime, rows: Sequence[PromptRow], params: StagedSamplingParams, rollout_id: int
+) -> RolloutReq:
+    stages = {
+        track: own.resolved(rollout_id) if isinstance(own, DiffusionSamplingParams) else own
+        for track, own in params.stages.items()
+    }
+    plans = runtime.role("engine", StagesEngineRole).plans(StagedSamplingParams(stages=stages))
+    for track, plan in plans.items():
+        own = stages[track]
+        assert isinstance(own, DiffusionSamplingParams)  # noqa: S101 - only these have plans
+        stages[track], sigmas = shortened(own, plan.sigmas)
+        plans[track] = dataclasses.replace(plan, sigmas=sigmas)
+    return build_staged_request(rows, StagedSamplingParams(stages=stages), plans, rollout_id=rollout_id)

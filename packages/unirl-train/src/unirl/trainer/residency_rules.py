@@ -11,7 +11,7 @@ from unirl.types.recipe import Messages
 
 def residency_moves_something(run: ComposedRun) -> Messages:
     """Every knob finds memory to free on this device, and an engine's own knob for sleep is not left idle."""
-    residency, engines = run.file.residency, [stage.engine for stage in run.stages()]
+    residency, engines = run.file.residency, [stage.engine for stage in run.stages]
     asked = [field.name for field in dataclasses.fields(residency) if getattr(residency, field.name)]
     if run.device == "cpu":
         for name in asked:

@@ -20,6 +20,8 @@ from unirl.types.errors import CheckpointError
 
 COMPARED = ("seed", "reward", "data", "sampling", "advantages", "selection")
 """Sections of a recipe that say what is sampled and how it is judged."""
+OF_COMPARED_STAGE = ("policy", "grows_from", "reads", "sampling", "advantages")
+"""Keys of a stage that say so."""
 _FREE = ("data.path", "reward.is_async")
 """A data source compares the rows themselves, wherever they lie; asynchronous scoring gives the same rewards."""
 MAX_SHOWN = 6
@@ -92,12 +94,14 @@ def _digest(key: str, value: Any) -> str:  # Any: as in Recipe
 
 
 def _compared(recipe: Recipe) -> Iterator[Iterator[tuple[str, Any]]]:  # Any: as in Recipe
-    """The compared leaves, by section; of policies their own advantages (their sampling is the run's), and the model of
-    one that does not train."""
+    """The compared leaves, by section; of stages and policies how they sample, and the model of one that does not
+    train."""
     yield from (_leaves(section, recipe.get(section)) for section in COMPARED)
+    for track, stage in (recipe.get("stages") or {}).items():
+        yield from (_leaves(f"stages.{track}.{key}", stage.get(key)) for key in OF_COMPARED_STAGE)
     for prefix, sections in policy_sections(recipe).values():
         if prefix:
-            yield _leaves(f"{prefix}advantages", sections.get("advantages"))
+            yield from (_leaves(f"{prefix}{key}", sections.get(key)) for key in ("sampling", "advantages"))
         if not does_train(prefix, sections):
             yield _leaves(f"{prefix}bundle", sections.get("bundle"))
 

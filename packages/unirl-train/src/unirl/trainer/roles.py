@@ -12,16 +12,17 @@ from typing import Any, Protocol
 
 from unirl.distributed.held import Held
 from unirl.train.stack import TrainStepResult
+from unirl.types.copies import Copies
 from unirl.types.media import Primitive
 from unirl.types.rollout import DiffusionPlan, RolloutReq
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.sampling import DiffusionSamplingParams, StagedSamplingParams
 from unirl.types.training import OFFLOADABLE, Offloadable
 
 
 class EngineRole(Protocol):
     """See unirl.types.protocols.engines.RolloutEngine."""
 
-    def generate(self, req: RolloutReq, policy: str | None = None) -> Held:
+    def generate(self, req: RolloutReq, policy: Copies = None) -> Held:
         """Samples of a request, held where they were made."""
         ...
 
@@ -58,6 +59,14 @@ class DiffusionEngineRole(EngineRole, Protocol):
         ...
 
 
+class StagesEngineRole(EngineRole, Protocol):
+    """See unirl.rollout.stages.engine.StagesEngine."""
+
+    def plans(self, params: StagedSamplingParams) -> dict[str, DiffusionPlan]:
+        """What is pinned on requests of these parameters, by track."""
+        ...
+
+
 class RewardRole(Protocol):
     """See unirl.reward.service.RewardService."""
 
@@ -85,8 +94,8 @@ class StackRole(Protocol):
         """The tracks that algorithms train."""
         ...
 
-    def rollout_policy(self) -> str | None:
-        """Named copy of the weights to sample from; None: the policy that trains."""
+    def rollout_policy(self) -> Copies:
+        """Named copies of the weights to sample from; None: the policy that trains."""
         ...
 
     def old_logp(self) -> str | None:
@@ -157,6 +166,6 @@ class SyncRole(Protocol):
         """Return when the engine can be pushed to."""
         ...
 
-    def push(self, policy: str | None = None) -> dict[str, float]:
+    def push(self, policy: Copies = None) -> dict[str, float]:
         """Make the engine sample from a policy; returns metrics."""
         ...

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
-from unirl.types.recipe import TARGET, Machine, Messages, Part
+from unirl.types.recipe import TARGET, Machine, Messages, Stage
 
 
 def geometry_divides(run: ComposedRun) -> Messages:
@@ -44,11 +44,11 @@ def geometry_divides(run: ComposedRun) -> Messages:
 def tracks_have_algorithms(run: ComposedRun) -> Messages:
     """Every track that the engine makes is trained, unless its policy only samples or the recipe leaves it out, and the
     track of every algorithm is made."""
-    of_stages = {stage.sampled: made_tracks(stage.engine) for stage in run.stages()}
-    made = [track for tracks in of_stages.values() for track in tracks or ()]
-    if None in of_stages.values():
+    of_stages = {track: stage.policy for stage in run.stages for track in made_tracks(stage)}
+    made = list(of_stages)
+    if not made:
         return
-    left = {track for name in run.frozen for track in of_stages.get(name) or ()}
+    left = {track for track, name in of_stages.items() if name in run.frozen}
     left.update(track for policy in run.policies.values() for track in policy.resting)
     trained = {track: policy for policy in run.policies.values() for track in policy.algorithms}
     wrong = [track for track in trained if track not in made]
@@ -74,10 +74,10 @@ def tracks_have_algorithms(run: ComposedRun) -> Messages:
             )
 
 
-def made_tracks(engine: Part) -> list[str] | None:
-    """Tracks that an engine makes: those of its argument `tracks` or `track`; None where it has neither."""
-    several, one = engine.get("tracks"), engine.get("track")
-    return list(several) if several else None if one is None else [one]
+def made_tracks(stage: Stage) -> list[str]:
+    """Tracks that a stage makes; of an engine with an argument `tracks` those, none where its class does not say."""
+    several = stage.engine.get("tracks")
+    return list(several) if several else [stage.track] if stage.track is not None else []
 
 
 def one_policy_names_one(run: ComposedRun) -> Messages:
@@ -99,7 +99,7 @@ def cpu_seconds_are_of_one_process(run: ComposedRun) -> Messages:
     for name, value in (("max_cpu_s", run.file.max_cpu_s), ("eval.interval_cpu_s", evaluated)):
         if value is not None and run.runtime != "local":
             yield f"{name} = {value} counts CPU seconds of one process. Set runtime: local, or {name}: null."
-        for engine in [stage.engine for stage in run.stages() if value is not None and run.runtime == "local"]:
+        for engine in [stage.engine for stage in run.stages if value is not None and run.runtime == "local"]:
             if engine.ability("has_own_weights"):
                 yield (
                     f"{name} = {value} counts CPU seconds of the trainer's process, {engine.name} samples in "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 from unirl.data.data_source import MultimodalRLDataSource
@@ -10,12 +9,12 @@ from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
 from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality
-from unirl.trainer.request import build_text_request
+from unirl.trainer.request import repeated
 from unirl.trainer.roles import EngineRole
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.rollout import RolloutResp
-from unirl.types.sampling import ARSamplingParams
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import ARSamplingParams, BaseSamplingParams
 from unirl.types.segments import TextSegment
 
 
@@ -51,14 +50,14 @@ class TextModality(Modality[ARSamplingParams]):
         return [count for part in resp.map(count_tokens, track) for count in part]
 
 
-def refuse_long_prompts(runtime: Runtime, data: MultimodalRLDataSource, sampling: ARSamplingParams) -> None:
+def refuse_long_prompts(runtime: Runtime, data: MultimodalRLDataSource, sampling: BaseSamplingParams) -> None:
     """Let the engine look at every prompt of texts alone. Raises ConfigError naming the file."""
     rows = [row for row in data.rows if not row.media]
     if not rows:
         return
-    once = dataclasses.replace(sampling, samples_per_prompt=1)
+    once = RolloutReq(**repeated(rows, 1), sampling_params=sampling, rollout_id=0)
     try:
-        runtime.role("engine", EngineRole).check_prompts(build_text_request(rows, once, rollout_id=0))
+        runtime.role("engine", EngineRole).check_prompts(once)
     except ConfigError as error:
         raise ConfigError(f"{data.path}: {error}") from error
 

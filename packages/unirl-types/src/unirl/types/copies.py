@@ -1,10 +1,8 @@
-"""Named copies of the weights of a rollout: by track or policy, or in one word, "painter/old,writer/ema"."""
+"""Which named copies of the weights a rollout is sampled from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from unirl.types.errors import ConfigError
 
 Copies = str | Mapping[str, str] | None
 """A copy such as "old" or "ema" for all that is sampled; or copies by track or by policy, where a track counts before
@@ -24,22 +22,3 @@ def merged_copies(copies: Mapping[str, str | None]) -> Copies:
     if len(distinct) <= 1:
         return next(iter(distinct), None)
     return {track: copy for track, copy in copies.items() if copy is not None}
-
-
-def copies_word(copies: Mapping[str, str | None]) -> str | None:
-    """The word for the copy of each policy, None for one that is sampled as it trains."""
-    return ",".join(f"{policy}/{copy}" for policy, copy in copies.items() if copy is not None) or None
-
-
-def copies_of(word: str | None) -> dict[str, str]:
-    """Policy -> copy. Raises ConfigError where a part of the word is no <policy>/<copy>."""
-    found: dict[str, str] = {}
-    for part in () if word is None else word.split(","):
-        policy, separator, copy = part.partition("/")
-        if not (policy and separator and copy) or policy in found:
-            raise ConfigError(
-                f"{word!r} names no copies of several policies. Write <policy>/<copy>, each policy once, such as "
-                "writer/ema, with commas between them."
-            )
-        found[policy] = copy
-    return found

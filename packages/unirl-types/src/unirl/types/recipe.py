@@ -107,11 +107,6 @@ class Policy:
     """Tracks of its own that the recipe leaves untrained: `algorithms.<track>: null`."""
     sync: Part | None = None
     trains: bool = True
-    engine: Part | None = None
-    """Its own engine and `sampling`, where the run's engine is composed of one per policy."""
-    sampling: Part | None = None
-    advantages: Part | None = None
-    """Of its tracks; None: the run's."""
 
     def pipeline_of(self, track: str) -> Part:
         """The pipeline of a track. Raises ConfigError as `pipeline_name`."""
@@ -139,7 +134,29 @@ class Policy:
         yield from self.pipelines.values()
         if self.trains:
             yield from (self.backend, *self.algorithms.values(), self.stack)
-        yield from (part for part in (self.sync, self.engine, self.sampling, self.advantages) if part is not None)
+        if self.sync is not None:
+            yield self.sync
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What makes one track: an engine that samples from a policy."""
+
+    track: str | None
+    """None where the class of the only engine does not say what its track is called."""
+    policy: str
+    engine: Part
+    sampling: Part
+    advantages: Part
+    """Of its track: its own, else the run's."""
+    reads: Part | None = None
+    """How it reads the tracks above it; None for the only stage."""
+    grows_from: str | None = None
+    """The parent track; None: the request."""
+
+    def parts(self) -> Iterator[Part]:
+        """Every component."""
+        yield from (self.sampling, self.engine, self.advantages, *((self.reads,) if self.reads else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,17 +175,21 @@ class Run:
     """Those that only sample, by name."""
     teachers: Mapping[str, Policy] = field(default_factory=dict)
     """Those that neither train nor sample, by name: algorithms ask them."""
+    stages: tuple[Stage, ...]
+    """What makes the tracks, each after the stage that it grows from; of flat sections one."""
+    is_staged: bool = False
+    """Whether the recipe has `stages`, even if only one."""
     sampled: str
-    """Name of the policy that the engine samples from; of several, of the first."""
-    samples_all: bool
-    """Whether the engine gets the pipelines of all policies."""
+    """Name of the policy that `engine` samples from."""
     scored_track: str | None
     """The track whose media are scored; None: the root."""
     data: Part
     sampling: Part
+    """Of the first stage, which reads the prompts; so is `engine`."""
     engine: Part
-    reward: Part
     advantages: Part
+    """Of the tracks whose stage has none of its own."""
+    reward: Part
     trainer: Part
     modality: Part
     evaluation: Part | None
@@ -186,66 +207,80 @@ class Run:
         return {**self.policies, **self.frozen}
 
     @property
-    def is_composed(self) -> bool:
-        """Whether the engine is composed of one per policy."""
-        return any(policy.engine is not None for policy in self.all_policies.values())
-
-    @property
     def samples_per_prompt(self) -> int:
-        """Samples of the root track per prompt."""
-        root = self.sampling.ability("root_stage")
-        return (self.sampling if root is None else self.sampling.inner[root]).get("samples_per_prompt", 1)
+        """Samples of the first track per prompt."""
+        return self.sampling.get("samples_per_prompt", 1)
 
     @property
     def samples_key(self) -> str:
         """Place of `samples_per_prompt` in the recipe."""
-        root = self.sampling.ability("root_stage")
-        return ".".join([self.sampling.at, *([] if root is None else [root]), "samples_per_prompt"])
+        return f"{self.sampling.at}.samples_per_prompt"
 
-    @property
-    def samplings(self) -> list[Part]:
-        """How each kind of sample is made: the stages of `sampling`, or where it has none itself."""
-        inner = [part for part in self.sampling.inner.values() if "samples_tokens" in part.abilities]
-        return inner or [self.sampling]
+    def stage_of(self, track: str | None) -> Stage:
+        """The stage that makes a track. Raises ContractError where there is none."""
+        for stage in self.stages:
+            if stage.track == track:
+                return stage
+        raise ContractError(f"no stage makes the track {track!r}; there are {[stage.track for stage in self.stages]}")
 
-    def stages(self) -> list[Self]:
-        """The run as each policy with an engine of its own sees it; the run itself where there is one engine.
+    def views(self) -> list[Self]:
+        """The run as each stage sees it; the run itself where there is only one engine.
 
-        A stage's engine, sampling and advantages are the policy's, which is the one that it samples from.
+        The engine, sampling and advantages of a view are those of the stage, its only policy is the one that the stage
+        samples from, with the pipeline and the algorithms of its track.
         """
-        if not self.is_composed:
-            return [self]
-        return [self._stage(policy) for policy in self.all_policies.values()]
+        return [self._view(stage, of_track=True) for stage in self.stages] if self.is_staged else [self]
 
-    def _stage(self, policy: Policy) -> Self:
-        alone = {policy.name: dataclasses.replace(policy, engine=None, sampling=None, advantages=None)}
+    def _view(self, stage: Stage, *, of_track: bool) -> Self:
+        policy = self.all_policies[stage.policy]
+        if of_track:
+            name = policy.pipeline_name(str(stage.track))
+            policy = dataclasses.replace(
+                policy,
+                pipelines={name: policy.pipelines[name]},
+                algorithms={track: part for track, part in policy.algorithms.items() if track == stage.track},
+                sync=policy.sync if stage is self.pushed_stage(policy) else None,
+            )
+        alone = {policy.name: policy}
         return dataclasses.replace(
             self,
             policies=alone if policy.trains else {},
             frozen={} if policy.trains else alone,
+            stages=(stage,),
+            is_staged=False,
             sampled=policy.name,
-            samples_all=False,
-            engine=policy.engine or self.engine,
-            sampling=policy.sampling or self.sampling,
-            advantages=policy.advantages or self.advantages,
+            engine=stage.engine,
+            sampling=stage.sampling,
+            advantages=stage.advantages,
         )
 
     def seen_by(self, part: Part) -> Self:
-        """The run as the rules of a part judge it: of a policy with an engine of its own, its stage.
+        """The run as the rules of a part judge it.
 
-        Of a policy whose samples have two stages, an algorithm on tokens is judged by how texts are sampled, all else
-        by how images are.
+        A part of one track is judged by its stage; what the tracks of a policy share, by the stage that the policy is
+        pushed to, else by its last one; everything else by the run as a whole.
         """
-        owner = next(
-            (policy for policy in self.all_policies.values() if any(part is own for own in policy.parts())), None
-        )
-        if owner is None:
+        if not self.is_staged:
             return self
-        if self.is_composed:
-            return self._stage(owner)
-        is_of_texts = part.abilities.get("trains_tokens", False)
-        fitting = [each for each in self.samplings if each.ability("samples_tokens") is is_of_texts]
-        return dataclasses.replace(self, sampling=fitting[0]) if len(self.samplings) > 1 and fitting else self
+        own = [stage for stage in self.stages if any(part is each for each in self._of_track(stage))]
+        if len(own) == 1:
+            return self._view(own[0], of_track=True)
+        owners = [policy for policy in self.all_policies.values() if any(part is each for each in policy.parts())]
+        shared = self.pushed_stage(owners[0]) if owners else None
+        return self if shared is None else self._view(shared, of_track=False)
+
+    def _of_track(self, stage: Stage) -> Iterator[Part]:
+        policy, track = self.all_policies[stage.policy], str(stage.track)
+        yield from stage.parts()
+        yield policy.pipeline_of(track)
+        if track in policy.algorithms:
+            yield policy.algorithms[track]
+
+    def pushed_stage(self, policy: Policy) -> Stage | None:
+        """The stage of a policy whose engine has weights of its own, else its last stage; None where it has none."""
+        stages = [stage for stage in self.stages if stage.policy == policy.name]
+        served = [stage for stage in stages if stage.engine.ability("has_own_weights")]
+        return next(iter([*served, *reversed(stages)]), None)
 
     def policy_of(self, part: Part) -> Policy:
         """The policy that a part belongs to. Raises ContractError for a part of the run as a whole."""
@@ -255,11 +290,14 @@ class Run:
         raise ContractError(f"{part.at} belongs to no policy")
 
     def parts(self) -> Iterator[Part]:
-        """Every component outside the trackers."""
-        yield from (self.data, self.sampling)
-        if not self.is_composed:  # else they are those of the policies
-            yield from (part for part in self.samplings if part is not self.sampling)
+        """Every component outside the trackers, each once."""
+        yield self.data
+        yield from (stage.sampling for stage in self.stages)
         for policy in (*self.all_policies.values(), *self.teachers.values()):
             yield from policy.parts()
-        yield from (self.engine, self.reward, self.advantages, self.trainer, self.modality)
+        yield from (part for stage in self.stages for part in (stage.engine, stage.reads) if part is not None)
+        yield self.reward
+        yield self.advantages
+        yield from (stage.advantages for stage in self.stages if stage.advantages is not self.advantages)
+        yield from (self.trainer, self.modality)
         yield from (part for part in (self.evaluation, self.guardrails, self.selection) if part is not None)

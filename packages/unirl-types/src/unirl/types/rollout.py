@@ -57,7 +57,6 @@ class RolloutReq(Batch):
     """Conditions computed beforehand; "initial_latents" is used verbatim as the start."""
     metadata: list[dict[str, Any] | None] = per_sample(default_factory=list)  # Any: rows of a user's data file
     sampling_params: BaseSamplingParams | None = shared(default=None)
-    stage_config: dict[str, Any] = shared(default_factory=dict)  # Any: model routing values
     sigmas: Tensor | None = shared(default=None)
     """[T+1] float32. The single owner of the noise levels: engines use them verbatim and echo them."""
     plans: dict[str, DiffusionPlan] = shared(default_factory=dict)

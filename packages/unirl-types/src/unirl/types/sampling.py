@@ -53,8 +53,6 @@ class BaseSamplingParams:
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     samples_tokens: ClassVar[bool | None] = False
     """Whether tokens are sampled; None where several stages sample different things."""
-    root_stage: ClassVar[str | None] = None
-    """Field with the parameters of the root track, where several stages sample."""
     samples_per_prompt: int = 1
 
     def __post_init__(self) -> None:
@@ -64,11 +62,6 @@ class BaseSamplingParams:
     def is_float32(self) -> bool:
         """Whether these parameters leave the model's own precision as it is or ask for float32."""
         return True
-
-    @property
-    def root_samples_per_prompt(self) -> int:
-        """Samples of the root track per prompt, which are the rows of a request."""
-        return self.samples_per_prompt
 
     @property
     def samples_made_together(self) -> int:
@@ -305,28 +298,6 @@ class ARSamplingParams(BaseSamplingParams):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComposedSamplingParams(BaseSamplingParams):
-    """Text first, then images of each text."""
-
-    samples_tokens: ClassVar[bool | None] = None
-    root_stage: ClassVar[str | None] = "ar"
-    samples_per_prompt: int = dataclasses.field(init=False, default=1)
-    """Images of each prompt: the product of the two; it cannot be set."""
-    diffusion: DiffusionSamplingParams
-    ar: ARSamplingParams
-
-    def __post_init__(self) -> None:
-        product = self.ar.samples_per_prompt * self.diffusion.samples_per_prompt
-        object.__setattr__(self, "samples_per_prompt", product)
-        super().__post_init__()
-
-    @property
-    def root_samples_per_prompt(self) -> int:
-        """Texts of each prompt."""
-        return self.ar.samples_per_prompt
-
-
-@dataclass(frozen=True, kw_only=True)
 class StagedSamplingParams(BaseSamplingParams):
     """Sampling of several stages, each of its own kind (`unirl.types.stages`)."""
 
@@ -352,4 +323,4 @@ class StagedSamplingParams(BaseSamplingParams):
         return next(iter(self.stages.values())).samples_made_together
 
 
-SamplingParams = DiffusionSamplingParams | ARSamplingParams | ComposedSamplingParams | StagedSamplingParams
+SamplingParams = DiffusionSamplingParams | ARSamplingParams | StagedSamplingParams

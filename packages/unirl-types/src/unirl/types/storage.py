@@ -39,7 +39,6 @@ from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutT
 from unirl.types.sampling import (
     ARSamplingParams,
     BaseSamplingParams,
-    ComposedSamplingParams,
     DiffusionSamplingParams,
     StagedSamplingParams,
 )
@@ -56,8 +55,7 @@ _CLASSES: dict[str, type] = {
         *(ImageLatentCondition, ImageEmbedCondition),
         *(TextSegment, LatentSegment, SizedLatents),
         *(DiffusionPlan, RolloutReq, RolloutTrack, RolloutResp, RewardRequest, RewardResponse),
-        *(BaseSamplingParams, DiffusionSamplingParams, ARSamplingParams, ComposedSamplingParams),
-        StagedSamplingParams,
+        *(BaseSamplingParams, DiffusionSamplingParams, ARSamplingParams, StagedSamplingParams),
     )
 }
 _ENUMS: dict[str, type[Enum]] = {cls.__name__: cls for cls in (Modality, SegmentStatus)}
@@ -290,6 +288,15 @@ def _decode_tagged(value: dict[str, Any], tensors: dict[str, Tensor], path: Path
             return _ENUMS[value["type"]][value["name"]]
         case "object":
             fields = {name: _decode(item, tensors, path) for name, item in value["fields"].items()}
-            return _CLASSES[value["type"]](**fields)
+            return _built(value["type"], fields)
         case other:
             raise DataError(f"{path} holds an unknown tag {other!r}")
+
+
+def _built(name: str, fields: dict[str, Any]) -> Any:
+    """The object of a class of the format; of files from before stages were a mapping, too."""
+    if name == "ComposedSamplingParams":
+        return StagedSamplingParams(stages={"text": fields["ar"], "image": fields["diffusion"]})
+    if name == "RolloutReq":
+        fields.pop("stage_config", None)
+    return _CLASSES[name](**fields)

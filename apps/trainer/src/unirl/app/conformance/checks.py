@@ -18,6 +18,7 @@ from torch import Tensor
 from unirl.distributed.runtime import LocalRuntime
 from unirl.rollout.checks import diffusion_params, noise_recipe, starting_latents, step_noise_keys
 from unirl.trainer.base import Trainer
+from unirl.types.copies import Copies
 from unirl.types.errors import ContractError
 from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.segments import LatentSegment, TextSegment
@@ -54,7 +55,7 @@ class Running:
         params: Any = req.sampling_params  # Any: of the run's modality
         return dataclasses.replace(req, sampling_params=dataclasses.replace(params, **changes))
 
-    def sampled(self, req: RolloutReq, policy: str | None = None) -> RolloutTrack:
+    def sampled(self, req: RolloutReq, policy: Copies = None) -> RolloutTrack:
         """The root track of the engine's answer."""
         return self.engine.generate(req, policy).root_track()
 

@@ -64,9 +64,8 @@ class BaseRolloutEngine(ABC):
     """Whether images and videos of a request reach the model."""
     takes_audio: ClassVar[bool] = False
     """Whether sounds of a request reach the model."""
-    takes_copies_by_track: ClassVar[bool] = False
-    """Whether the copy of the weights that `generate` is asked for may differ from track to track, as in
-    `unirl.types.copies`."""
+    takes_sizes: ClassVar[bool] = False
+    """Of diffusion: whether a stage may draw every image in a size of its own."""
     needs_images: ClassVar[bool] = False
     """Whether it takes images that the data brings (`unirl.types.preference`) in the place of samples."""
 

@@ -22,8 +22,6 @@ def images_are_given(own: Part, run: Run) -> Messages:
 
 def engine_gets_its_weights(own: Part, run: Run) -> Messages:
     """An engine with weights of its own is pushed the policy; one that samples with the trained model is not."""
-    if run.is_composed:  # this is what joins the engines; each of them is judged by its own stage
-        return
     has_own, policy = own.ability("has_own_weights"), run.policy
     if has_own and policy.sync is None and policy.trains:
         yield (

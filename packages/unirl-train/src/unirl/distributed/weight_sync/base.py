@@ -27,7 +27,6 @@ from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.sampling import (
     ARSamplingParams,
     BaseSamplingParams,
-    ComposedSamplingParams,
     DiffusionSamplingParams,
     Precision,
 )
@@ -198,11 +197,6 @@ def _canary(
         case DiffusionSamplingParams():
             return TransitionCanary(
                 cast("DiffusionPipeline", pipeline), sampling, backend.device, primitives, tolerance
-            )
-        case ComposedSamplingParams():
-            # Only images come from an engine that is pushed to; `pipeline` is theirs.
-            return TransitionCanary(
-                cast("DiffusionPipeline", pipeline), sampling.diffusion, backend.device, primitives, tolerance
             )
         case other:
             raise ConfigError(f"a push of a policy that is sampled by {type(other).__name__} has no canary")

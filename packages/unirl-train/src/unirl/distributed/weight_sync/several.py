@@ -6,15 +6,22 @@ from collections.abc import Mapping
 
 from unirl.distributed.weight_sync.base import Metrics, WeightSync
 from unirl.train.names import joined
-from unirl.types.copies import copies_of
+from unirl.types.copies import Copies, copy_of
 from unirl.types.roles import Collect, Dispatch, distributed
 
 
 class PolicySyncs:
-    """syncs: by policy. Metrics are called `<policy>/sync/...`."""
+    """syncs, tracks: by policy, the track being that of the engine.
 
-    def __init__(self, syncs: Mapping[str, WeightSync]) -> None:
+    names_metrics: whether metrics are called `<policy>/sync/...`, as those of a run of several policies.
+    """
+
+    def __init__(
+        self, syncs: Mapping[str, WeightSync], tracks: Mapping[str, str], *, names_metrics: bool = True
+    ) -> None:
         self._syncs = dict(syncs)
+        self._tracks = dict(tracks)
+        self._names_metrics = names_metrics
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:
@@ -22,7 +29,7 @@ class PolicySyncs:
             sync.prepare()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def push(self, policy: str | None = None) -> Metrics:
-        """See `WeightSync.push`; policy: in the words of `unirl.types.copies`."""
-        copies = copies_of(policy)
-        return joined({name: sync.push(copies.get(name)) for name, sync in self._syncs.items()})
+    def push(self, policy: Copies = None) -> Metrics:
+        """See `WeightSync.push`. policy: the copy of each that its engine shall sample from."""
+        pushed = {name: sync.push(copy_of(policy, self._tracks[name], name)) for name, sync in self._syncs.items()}
+        return joined(pushed) if self._names_metrics else next(iter(pushed.values()))

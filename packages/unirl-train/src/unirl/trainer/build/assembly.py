@@ -32,6 +32,7 @@ from unirl.trainer.resuming import Digests, Recipe, digests_of
 from unirl.trainer.roles import StackRole, SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.recipe import Part
+from unirl.types.sampling import StagedSamplingParams
 
 
 def evaluation_of(run: ComposedRun) -> EvaluationConfig | None:
@@ -45,7 +46,13 @@ def make_evaluator(run: ComposedRun) -> Evaluator | None:
     if config is None:
         return None
     rows = MultimodalRLDataSource(config.prompts, shuffle=False).rows
-    return config.evaluator(rows, instantiate(run.sampling.node))
+    return config.evaluator(rows, sampling_of(run))
+
+
+def sampling_of(run: ComposedRun) -> Any:  # Any: parameters of the modality
+    """How the recipe samples: the parameters of its one stage, or those of all by track."""
+    own = {str(stage.track): instantiate(stage.sampling.node) for stage in run.stages}
+    return StagedSamplingParams(stages=own) if run.is_staged else next(iter(own.values()))
 
 
 def make_trainer(
@@ -85,7 +92,7 @@ def make_trainer(
         settings,
         modality=instantiate(run.modality.node),
         data=build_part(run.data, components()["data"], {"seed": run.seed}),
-        sampling=instantiate(run.sampling.node),
+        sampling=sampling_of(run),
         advantages=instantiate(run.advantages.node),
         evaluator=evaluator,
         guardrails=functools.partial(
@@ -104,10 +111,9 @@ def make_trainer(
         scored_track=run.scored_track,
         samples=file.samples,
         track_advantages={
-            track: instantiate(policy.advantages.node)
-            for policy in run.policies.values()
-            if policy.advantages is not None
-            for track in policy.algorithms
+            str(stage.track): instantiate(stage.advantages.node)
+            for stage in run.stages
+            if stage.advantages is not run.advantages and stage.track in run.all_policies[stage.policy].algorithms
         },
         clock=clock,
         loop=lambda **parts: build_part(run.trainer, components()["trainer"], parts),
@@ -116,8 +122,7 @@ def make_trainer(
 
 def _pushes(run: ComposedRun) -> bool:
     """Whether a policy is pushed to its engine."""
-    sampled = run.policies.values() if run.is_composed else [run.policy]
-    return any(policy.sync is not None for policy in sampled)
+    return any(run.all_policies[stage.policy].sync is not None for stage in run.stages)
 
 
 def assemble(
@@ -182,7 +187,7 @@ def assemble(
 def _residency_plan(run: ComposedRun) -> dict[Resident, Stay]:
     return residency_plan(
         run.file.residency,
-        has_own_weights=all(stage.engine.ability("has_own_weights") for stage in run.stages()),
+        has_own_weights=all(stage.engine.ability("has_own_weights") for stage in run.stages),
         is_scored_meanwhile=bool(run.reward.get("is_async")),
         trains_through_reward=any(algorithm.ability("requires_reward_gradient") for algorithm in _algorithms(run)),
     )

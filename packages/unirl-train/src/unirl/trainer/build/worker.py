@@ -19,7 +19,11 @@ from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.policy_stacks import PolicyStacks
 from unirl.train.saved_policies import SavedPolicies
 from unirl.trainer.policy import Built, BuiltModel, BuiltPolicy, build_model, build_part, build_pipelines, build_policy
-from unirl.types.recipe import Part, Policy
+from unirl.types.recipe import TARGET, Stage
+from unirl.types.stages import BuiltStage
+
+STAGES_ENGINE = "unirl.rollout.stages.engine.StagesEngine"
+"""Joins the engines of several stages."""
 
 
 def build_components(
@@ -47,25 +51,12 @@ def build_components(
     models = {**policies, **{name: build_model(plan, context.device) for name, plan in run.frozen.items()}}
     wanted = run.teachers if asks_teachers else {}
     teachers = {name: build_model(plan, context.device) for name, plan in wanted.items()}
-    engines: dict[str, Built] = {}
-    engine = None
+    engines: list[Built] = []
     if "rollout" in holds and not is_exported:
-        if run.is_composed:
-            engines = {name: _build_stage_engine(run, model, context) for name, model in models.items()}
-        engine = _build_engine(run, policies, models, engines, context)
-    for name, policy in policies.items():
-        own_engine = engines.get(name, engine if name == run.sampled or run.samples_all else None)
-        sampling = instantiate((policy.plan.sampling or run.sampling).node)
-        replays_exactly = own_engine is not None and own_engine.has_trainer_logp and policy.backend.computes_in_float32
-        for track, algorithm in policy.algorithms.items():
-            asked = teacher_of(policy.plan.algorithms[track])
-            if asked is not None and asks_teachers:
-                teacher = teachers[asked]
-                algorithm.use_teacher(teacher.pipelines[teacher.plan.pipeline_name(track)], sampling)
-            if reward is not None:
-                algorithm.use_reward(reward)
-            if replays_exactly and sampling.is_float32:
-                algorithm.trust_rollout()
+        engines = [_build_engine(run, stage, models.get(stage.policy), context) for stage in run.stages]
+    for policy in policies.values():
+        _prepare_algorithms(run, policy, engines, reward, teachers if asks_teachers else None)
+    engine = _joined(run, engines, models)
     if engine is not None:
         _announce(run, engine, reward)
     roles: dict[str, object] = {"reward": reward, "engine": engine}
@@ -73,40 +64,59 @@ def build_components(
         roles.update(model.roles(models))
     if len(models) > 1:
         stacks = {name: policy.stack for name, policy in policies.items()}
-        roles["stack"] = PolicyStacks(stacks, None if run.is_composed else run.sampled)
-    roles["sync"] = None if is_exported else _build_sync(run, policies, engines, engine, context)
+        roles["stack"] = PolicyStacks(stacks, None if run.is_staged else run.sampled)
+    roles["sync"] = None if is_exported else _build_sync(run, policies, engines, context)
     roles["checkpointer"] = _build_checkpointer(run, policies, run_dir)
     return {name: component for name, component in roles.items() if component is not None}
 
 
-def _build_sync(
+def _prepare_algorithms(
     run: ComposedRun,
-    policies: Mapping[str, BuiltPolicy],
-    engines: Mapping[str, Built],
-    engine: Built,
-    context: WorkerContext,
+    policy: BuiltPolicy,
+    engines: Sequence[Built],
+    reward: Built,
+    teachers: Mapping[str, BuiltModel] | None,
+) -> None:
+    """Hand the algorithms of a policy what they ask for: teacher, reward, and the rollout's own log-probs where every
+    engine that samples from the policy computes them as a replay does."""
+    pairs = zip(run.stages, engines, strict=bool(engines))
+    own = [engine for stage, engine in pairs if stage.policy == policy.plan.name]
+    replays_exactly = bool(own) and policy.backend.computes_in_float32 and all(e.has_trainer_logp for e in own)
+    for track, algorithm in policy.algorithms.items():
+        sampling = instantiate((run.stage_of(track) if run.is_staged else run.stages[0]).sampling.node)
+        asked = teacher_of(policy.plan.algorithms[track])
+        if asked is not None and teachers is not None:
+            teacher = teachers[asked]
+            algorithm.use_teacher(teacher.pipelines[teacher.plan.pipeline_name(track)], sampling)
+        if reward is not None:
+            algorithm.use_reward(reward)
+        if replays_exactly and sampling.is_float32:
+            algorithm.trust_rollout()
+
+
+def _build_sync(
+    run: ComposedRun, policies: Mapping[str, BuiltPolicy], engines: Sequence[Built], context: WorkerContext
 ) -> Built:
-    """The weight sync of the policy that the engine samples from, or those of all policies with an engine of their own
-    as one; None where nothing is pushed."""
+    """The weight sync of the policy that the engine samples from, or of stages those of all policies as one; None where
+    nothing is pushed."""
     component = components(PolicySections)["sync"]
-    syncs = {
-        name: build_part(
-            policy.plan.sync,
-            component,
-            {
-                "backend": policy.backend,
-                "engine": engines.get(name, engine),
-                # Of a policy with two tracks, that of what is scored, which is drawn by an engine of its own.
-                "pipeline": policy.pipelines.get(run.scored_track or "", policy.pipeline),
-                "rank": context.rank,
-                "sampling": instantiate((policy.plan.sampling or run.sampling).node),
-            },
-        )
-        for name, policy in policies.items()
-        if policy.plan.sync is not None
-    }
-    if run.is_composed:
-        return PolicySyncs(syncs) if syncs else None
+    by_track = dict(zip((stage.track for stage in run.stages), engines, strict=bool(engines)))
+    syncs, tracks = {}, {}
+    for name, policy in policies.items():
+        stage = run.pushed_stage(policy.plan)
+        if policy.plan.sync is None or stage is None:
+            continue
+        track = stage.track or policy.plan.stack.get("track")
+        offered = {
+            "backend": policy.backend,
+            "engine": by_track.get(stage.track),
+            "pipeline": policy.pipelines[policy.plan.pipeline_name(str(track))],
+            "rank": context.rank,
+            "sampling": instantiate(stage.sampling.node),
+        }
+        syncs[name], tracks[name] = build_part(policy.plan.sync, component, offered), str(track)
+    if run.is_staged:
+        return PolicySyncs(syncs, tracks, names_metrics=len(run.all_policies) > 1) if syncs else None
     return syncs.get(run.sampled)
 
 
@@ -131,7 +141,7 @@ def _build_beside_training(run: ComposedRun, context: WorkerContext, holds: Sequ
         made["reward"] = reward
     if "rollout" in holds:
         seed_everything(run.seed)  # again, as where it trains
-        made["engine"] = _build_engine(run, {}, {}, {}, context)
+        made["engine"] = _build_engine(run, run.stages[0], None, context)
         _announce(run, made["engine"], reward)
     return made
 
@@ -151,49 +161,48 @@ def _announce(run: ComposedRun, engine: Built, reward: Built) -> None:
         engine.announce_to(reward.take)
 
 
-def _build_engine(
-    run: ComposedRun,
-    policies: Mapping[str, BuiltPolicy],
-    models: Mapping[str, BuiltModel],
-    engines: Mapping[str, Built],
-    context: WorkerContext,
-) -> Built:
-    """The engine of the run. models: of all policies. engines: by policy, where it is composed of them."""
-    offered: dict[str, object] = {
-        "policies": policies[run.sampled].backend if run.sampled in policies else None,
-        "pipelines": {name: model.pipelines for name, model in models.items()},
-        "stores": {name: policy.backend for name, policy in policies.items()},
-        "engines": engines,
-    }
-    if engines:
-        return build_part(run.engine, components()["engine"], {**offered, **_place(context)})
-    return _engine_of(run.engine, run.policy, models.get(run.sampled), offered, context)
+def _build_engine(run: ComposedRun, stage: Stage, model: BuiltModel | None, context: WorkerContext) -> Built:
+    """The engine of a stage. One with a model of its own, or in a worker that trains nothing, gets a bundle for itself
+    and a pipeline over it.
 
-
-def _build_stage_engine(run: ComposedRun, model: BuiltModel, context: WorkerContext) -> Built:
-    """The engine of one policy's own."""
-    policies = model.backend if isinstance(model, BuiltPolicy) else None
-    assert model.plan.engine is not None  # noqa: S101 - `run_of` refuses a composed engine without
-    return _engine_of(model.plan.engine, model.plan, model, {"policies": policies}, context)
-
-
-def _engine_of(
-    part: Part, plan: Policy, model: BuiltModel | None, offered: Mapping[str, object], context: WorkerContext
-) -> Built:
-    """An engine for one model. One with a model of its own, or in a worker that trains nothing, gets a bundle for
-    itself and a pipeline over it."""
+    model: of the policy that it samples from; None in a worker that trains nothing.
+    """
+    plan, part = run.all_policies[stage.policy], stage.engine
+    name = plan.pipeline_name(str(stage.track)) if run.is_staged else next(iter(plan.pipelines))
     if model is not None and not part.ability("has_own_model"):
-        bundle, pipeline = model.bundle, model.pipeline
+        bundle, pipeline = model.bundle, model.pipelines[name]
     else:
         with torch.random.fork_rng():  # what is drawn after it is the same with any engine
             bundle = build_part(plan.bundle, components(PolicySections)["bundle"], {"device": context.device})
-            pipeline = next(iter(build_pipelines(plan, bundle).values()))
-    own = {"bundle": bundle, "pipeline": pipeline, **_place(context)}
-    return build_part(part, components(StageSections)["engine"], {**offered, **own})
+            pipeline = build_pipelines(plan, bundle)[name]
+    offered = {
+        "policies": model.backend if isinstance(model, BuiltPolicy) else None,
+        "bundle": bundle,
+        "pipeline": pipeline,
+        "device": context.device,
+        "rank": context.rank,
+    }
+    if run.is_staged:
+        return build_part(part, components(StageSections)["engine"], {**offered, "track": stage.track})
+    return build_part(part, components()["engine"], offered)
 
 
-def _place(context: WorkerContext) -> dict[str, object]:
-    return {"device": context.device, "rank": context.rank}
+def _joined(run: ComposedRun, engines: Sequence[Built], models: Mapping[str, BuiltModel]) -> Built:
+    """The engine of the run: the only one, or those of all stages as one; None without engines."""
+    if not engines or not run.is_staged:
+        return next(iter(engines), None)
+    built = {}
+    for stage, engine in zip(run.stages, engines, strict=True):
+        model, track = models[stage.policy], str(stage.track)
+        assert stage.reads is not None  # noqa: S101 - of a recipe with stages
+        built[track] = BuiltStage(
+            engine=engine,
+            pipeline=model.pipelines[model.plan.pipeline_name(track)],
+            reader=instantiate(stage.reads.node),
+            policy=stage.policy,
+            grows_from=stage.grows_from,
+        )
+    return instantiate({TARGET: STAGES_ENGINE}, stages=built)
 
 
 def seed_everything(seed: int) -> None:

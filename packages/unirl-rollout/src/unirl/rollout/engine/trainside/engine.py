@@ -45,6 +45,7 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
     """
 
     shares_steps: ClassVar[bool] = True
+    takes_sizes: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Texts and images of them: requests for two stages."""
+"""Several stages, such as a text of each prompt and images of the text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from unirl.distributed.runtime import Runtime
 from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality
 from unirl.trainer.text import refuse_long_prompts
-from unirl.types.sampling import ComposedSamplingParams
+from unirl.types.sampling import StagedSamplingParams
 
 
-class ComposedModality(Modality[ComposedSamplingParams]):
-    """A text of each prompt, and images of the text."""
+class StagesModality(Modality[StagedSamplingParams]):
+    """Several stages of any kind."""
 
     trains_tokens: ClassVar[bool] = True
 
@@ -21,11 +21,11 @@ class ComposedModality(Modality[ComposedSamplingParams]):
         self,
         runtime: Runtime,
         data: MultimodalRLDataSource,
-        sampling: ComposedSamplingParams,
+        sampling: StagedSamplingParams,
         evaluator: Evaluator | None,
     ) -> None:
-        """Let the writer look at every prompt, so that none that is too long stops the run later.
+        """Let the first stage look at every prompt, so that none that is too long stops the run later.
 
         Raises ConfigError naming the file.
         """
-        refuse_long_prompts(runtime, data, sampling.ar)
+        refuse_long_prompts(runtime, data, sampling)

@@ -1,1 +1,0 @@
-"""A text engine and a diffusion engine as one: texts first, then images of each text."""

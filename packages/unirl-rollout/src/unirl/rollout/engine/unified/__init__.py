@@ -1,1 +1,0 @@
-"""One policy that writes and draws."""
