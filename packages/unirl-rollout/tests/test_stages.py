@@ -12,12 +12,14 @@ from test_trainside_text import Backend, FiveWords
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.rollout.stages.engine import StagesEngine
-from unirl.rollout.stages.reading import Asked, Instruction, Thought, WrittenPrompt
+from unirl.rollout.stages.reading import Asked, Instruction, Redraw, Thought, WrittenPrompt
+from unirl.sde.noise import initial_noise
 from unirl.sde.schedule import linear_sigmas
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.copies import Copies as NamedCopies
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
+from unirl.types.noise import noise_keys
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, StagedSamplingParams
 from unirl.types.stages import BuiltStage
@@ -343,3 +345,30 @@ def test_mistakes_have_their_message():
     other = {**run.stages, "image": dataclasses.replace(run.stages["image"], engine=painter)}
     with pytest.raises(ContractError, match="the engine of the stage 'image' made a track 'picture'"):
         StagesEngine(other).generate(request())
+
+
+def test_a_redrawn_image_begins_from_the_one_above_at_its_noise_level():
+    run = Run()
+    painter = TrainsideRolloutEngine(cast_any(run.field), forward_batch_size=4, track="redraw")
+    stages = {
+        **run.stages,
+        "redraw": dataclasses.replace(
+            run.stages["image"], engine=painter, reader=Redraw(strength=0.25), grows_from="image"
+        ),
+    }
+    engine = StagesEngine(stages)
+    params = {"text": TEXTS, "image": IMAGES, "redraw": dataclasses.replace(IMAGES, samples_per_prompt=2)}
+    plans = engine.plans(StagedSamplingParams(stages=cast_any(params)))
+    assert torch.equal(plans["redraw"].sigmas, plans["image"].sigmas * 0.25)
+    asked = dataclasses.replace(request(stages=params), plans=plans)
+    image, redraw = (tracks(engine.generate(asked))[name] for name in ("image", "redraw"))
+    assert redraw.sample_ids == [f"{name}/r{j}" for name in image.sample_ids for j in range(2)]
+    assert redraw.primitives["text"].texts == [text for text in image.primitives["text"].texts for _ in range(2)]
+    keys = noise_keys(5, redraw.sample_ids, redraw.parent_ids, same_noise=False)
+    noise = initial_noise(keys, IMAGES.seed, list(SHAPE))
+    clean = image.segment.clean_latents.repeat_interleave(2, dim=0)
+    first = redraw.segment.latents[:, redraw.segment.indices.index(0)]
+    torch.testing.assert_close(first, 0.75 * clean + 0.25 * noise)
+    # Without the image above there is nothing to begin from: the stage reads the request.
+    alone = engine.generate(dataclasses.replace(request("redraw", stages=params), plans=plans))
+    assert list(alone.tracks) == ["redraw"]

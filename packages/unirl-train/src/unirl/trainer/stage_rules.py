@@ -25,6 +25,29 @@ def texts_are_there_to_read(run: ComposedRun) -> Messages:
             )
 
 
+def latents_are_there_to_begin_from(run: ComposedRun) -> Messages:
+    """A stage that begins from the latents above grows from one that makes latents of the same kind."""
+    for stage, reads in _readers(run):
+        if not reads.ability("reads_latents"):
+            continue
+        parent = None if stage.grows_from is None else run.stage_of(stage.grows_from)
+        if parent is None or parent.sampling.ability("samples_tokens"):
+            yield (
+                f"{reads.at}: {reads.name} begins from the latents of the stage above, but stages.{stage.track} grows "
+                f"from {stage.grows_from or 'the request'}. Set stages.{stage.track}.grows_from to a stage of images."
+            )
+        elif any(parent.sampling.get(key) != stage.sampling.get(key) for key in ("height", "width", "num_frames")):
+            yield (
+                f"{stage.sampling.at} and {parent.sampling.at} have different heights, widths or numbers of frames, "
+                f"but {reads.name} begins from the latents of {parent.track}. Set them to the same values."
+            )
+        elif not stage.engine.ability("takes_initial_latents"):
+            yield (
+                f"{reads.at}: {reads.name} begins from latents, but {stage.engine.name} draws its own noise. Choose "
+                "another engine."
+            )
+
+
 def prompts_are_known_before_the_run(run: ComposedRun) -> Messages:
     """Text encoders are dropped only where every prompt is known, which one that is written in the run is not."""
     for stage, reads in _readers(run):
@@ -128,6 +151,7 @@ def _readers(run: ComposedRun) -> Iterator[tuple[Stage, Part]]:
 
 RULES = (
     texts_are_there_to_read,
+    latents_are_there_to_begin_from,
     prompts_are_known_before_the_run,
     tracks_are_of_their_policy,
     trained_tracks_have_rewards,

@@ -45,6 +45,8 @@ class Reading:
     """[B] float32 each: what was counted of each sample of the parent, for the metrics."""
     sizes: Sequence[Size | None] | None = None
     """Height and width of each row's image; None stands for those of the sampling parameters, of one row or of all."""
+    start: Tensor | None = None
+    """[B, ...] clean latents that the stage begins from, mixed with its noise at its first noise level; None: noise."""
 
 
 class StageReader(Protocol):
@@ -60,6 +62,10 @@ class StageReader(Protocol):
 
     def possible_sizes(self, parent: Any) -> Sequence[Size]:  # Any: the pipeline of the parent
         """Every size that `Reading.sizes` may hold; empty where images have those of the sampling parameters."""
+        ...
+
+    def levels(self, sigmas: Tensor) -> Tensor:
+        """[T+1] noise levels of the stage, from those of its schedule."""
         ...
 
 

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
+from torch import Tensor
 
+from unirl.rollout.checks import diffusion_params, noise_recipe, pinned_sigmas, starting_latents
 from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.stages.reading import texts_of
 from unirl.types.batch import rows_by
+from unirl.types.conditions import ImageLatentCondition
 from unirl.types.copies import Copies, copy_of
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.noise import noise_keys
@@ -47,8 +50,11 @@ class StagesEngine(BaseRolloutEngine):
         found = {}
         for track, own in params.stages.items():
             if isinstance(own, DiffusionSamplingParams):
-                found[track] = cast("DiffusionRolloutEngine", self._stage(track).engine).plan(own)
-                self._check_sizes(track, own, found[track])
+                stage = self._stage(track)
+                plan = cast("DiffusionRolloutEngine", stage.engine).plan(own)
+                self._check_sizes(track, own, plan)
+                grows = stage.grows_from in params.stages
+                found[track] = dataclasses.replace(plan, sigmas=stage.reader.levels(plan.sigmas)) if grows else plan
         return found
 
     def _check_sizes(self, track: str, params: DiffusionSamplingParams, plan: DiffusionPlan) -> None:
@@ -121,6 +127,8 @@ class StagesEngine(BaseRolloutEngine):
             rollout_id=req.rollout_id,
         )
         asked = _pinned(asked, req.plans.get(track), params)
+        if reading.start is not None:
+            asked = _begun(asked, reading.start.repeat_interleave(branch, dim=0))
         if reading.sizes is None or not isinstance(params, DiffusionSamplingParams):
             made = _made(stage.engine.generate(asked, copy), track)
         else:
@@ -214,6 +222,14 @@ def _pinned(req: RolloutReq, plan: DiffusionPlan | None, params: StageParams) ->
         ),
         init_noise_latent_shape=list(plan.latent_shape),
     )
+
+
+def _begun(req: RolloutReq, clean: Tensor) -> RolloutReq:
+    """The request that starts from clean latents [B, ...], mixed with its noise at the first level."""
+    params = diffusion_params(req)
+    noise, sigmas = starting_latents(noise_recipe(req, params)), pinned_sigmas(req, params)
+    start = torch.lerp(clean.to(noise), noise, float(sigmas[0]))
+    return req.replace(request_conditions={"initial_latents": ImageLatentCondition(latents=start)})
 
 
 def _made(resp: RolloutResp, track: str) -> RolloutTrack:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.bounds import PositiveFraction, PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
 from unirl.types.rollout import RolloutTrack
-from unirl.types.segments import TextSegment
+from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.stages import Above, Inputs, Reading, Size
 
 PLACE = "{prompt}"
@@ -30,6 +31,8 @@ class Asked:
 
     reads_text: ClassVar[bool] = False
     """Whether the stage above must have made texts."""
+    reads_latents: ClassVar[bool] = False
+    """Whether the stage above must have made latents, which this one begins from."""
     reads_sizes: ClassVar[bool] = False
     """Whether the texts above may choose the size of each image (`chooses_size` of their pipeline)."""
 
@@ -41,6 +44,9 @@ class Asked:
 
     def possible_sizes(self, parent: Any) -> Sequence[Size]:  # Any: as in StageReader
         return ()
+
+    def levels(self, sigmas: Tensor) -> Tensor:
+        return sigmas
 
 
 @bounded("reads")
@@ -144,6 +150,29 @@ class Thought(Asked):
 
     def possible_sizes(self, parent: Any) -> Sequence[Size]:
         return parent.image_sizes
+
+
+@bounded("reads")
+class Redraw(Asked):
+    """Reads the image above and the prompt that it was drawn from: the stage goes on from the image with noise in it
+    (SDEdit, arXiv 2108.01073). For flow-matching models whose trajectories start from plain noise.
+
+    strength: noise level at which the stage begins, 1 being noise alone; its levels are those of the schedule times it.
+    """
+
+    reads_latents: ClassVar[bool] = True
+
+    def __init__(self, strength: PositiveFraction) -> None:
+        self._strength = strength
+
+    def of_tracks(self, above: Above) -> Reading:
+        drawn = above.parent
+        if not isinstance(drawn.segment, LatentSegment):
+            raise ContractError(f"the stage above holds {type(drawn.segment).__name__}, not latents of one size")
+        return Reading(inputs=dict(drawn.primitives), start=drawn.segment.clean_latents)
+
+    def levels(self, sigmas: Tensor) -> Tensor:
+        return sigmas * self._strength
 
 
 def texts_of(inputs: Inputs) -> list[str]:
