@@ -369,6 +369,6 @@ def test_old_keywords_of_engines_are_taken_with_a_message(caplog, name, old, new
 
 def test_an_old_keyword_beside_its_new_one_is_refused():
     register_resolvers()
-    both = resolve(compose(SGLANG, ["+engine.server_args={a: 1}"]))
+    both = compose(SGLANG, ["+engine.server_args={a: 1}"])
     with pytest.raises(ConfigError, match="engine.server_args is the old name of engine.engine_args, and both are set"):
-        check_recipe(both)
+        resolve(both)

@@ -7,8 +7,8 @@ import pytest
 
 from unirl.config import instantiate
 from unirl.config.annotations import mismatch
+from unirl.config.former import modernised
 from unirl.config.instantiation import instantiate_at
-from unirl.config.renamed import in_present_words
 from unirl.config.runs import part_of
 from unirl.config.schema import Component
 from unirl.config.signatures import read_target
@@ -116,13 +116,11 @@ def test_options_that_go_to_another_class_bring_its_keywords(some_models):
 
 def test_keywords_under_their_old_names_are_taken_with_a_message_each(some_models, caplog):
     old = {"model": {"_target_": f"{some_models}.Wrapping", "breadth": 2, "is_slow": True, "gone": 3, "depth": 4}}
-    assert in_present_words(old) == {
-        "model": {"_target_": f"{some_models}.Wrapping", "width": 2, "kind": "slow", "depth": 4}
-    }
+    assert modernised(old) == {"model": {"_target_": f"{some_models}.Wrapping", "width": 2, "kind": "slow", "depth": 4}}
     for message in ("model.breadth is called model.width now", "model.is_slow is called", "model.gone does nothing"):
         assert message in caplog.text
     with pytest.raises(ConfigError, match="model.breadth is the old name of model.width, and both are set"):
-        in_present_words({"model": {**old["model"], "width": 1}})
+        modernised({"model": {**old["model"], "width": 1}})
 
 
 @pytest.mark.parametrize("opening", ["with anything:", "if True:", "try:"])

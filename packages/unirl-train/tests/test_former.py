@@ -1,46 +1,59 @@
 """Names of the last release are taken once more, with a message, and never beside the present ones."""
 
 import logging
+from typing import ClassVar
 
 import pytest
 
 from unirl.config import former
+from unirl.types import renamed
 from unirl.types.errors import ConfigError
 
 
+class Engine:
+    """A class with a keyword that was renamed."""
+
+    renamed_keywords: ClassVar = {"num_gpus": "num_devices"}
+
+    def __init__(self, num_devices: int = 1) -> None:
+        self.num_devices = num_devices
+
+
+PRESENT = f"{__name__}.Engine"
+
+
 @pytest.fixture(autouse=True)
-def renamed(monkeypatch):
-    monkeypatch.setattr(former, "CLASSES", {"old.Engine": "new.Engine"})
-    monkeypatch.setattr(former, "KEYWORDS", {"new.Engine": {"num_gpus": "num_devices"}})
-    monkeypatch.setattr(former, "_said", set())
+def fresh(monkeypatch):
+    monkeypatch.setattr(former, "CLASSES", {**former.CLASSES, "old.Engine": PRESENT})
+    monkeypatch.setattr(renamed, "_said", set())
 
 
 def test_classes_and_keywords_get_their_present_names_and_are_said_once(caplog):
-    recipe = {"engine": {"_target_": "old.Engine", "num_gpus": 2}, "list": [{"_target_": "new.Engine", "num_gpus": 3}]}
+    recipe = {"engine": {"_target_": "old.Engine", "num_gpus": 2}, "list": [{"_target_": PRESENT, "num_gpus": 3}]}
     with caplog.at_level(logging.WARNING):
         made = former.modernised(recipe)
         assert former.modernised(recipe) == made
     assert made == {
-        "engine": {"_target_": "new.Engine", "num_devices": 2},
-        "list": [{"_target_": "new.Engine", "num_devices": 3}],
+        "engine": {"_target_": PRESENT, "num_devices": 2},
+        "list": [{"_target_": PRESENT, "num_devices": 3}],
     }
     assert recipe["engine"] == {"_target_": "old.Engine", "num_gpus": 2}
-    assert [record.getMessage().partition(" This")[0] for record in caplog.records] == [
-        "engine._target_: old.Engine is new.Engine now.",
-        "engine.num_gpus is called engine.num_devices now.",
-        "list[0].num_gpus is called list[0].num_devices now.",
+    assert [record.getMessage().partition(" now.")[0] for record in caplog.records] == [
+        f"engine._target_: old.Engine is {PRESENT}",
+        "engine.num_gpus is called engine.num_devices",
+        "list[0].num_gpus is called list[0].num_devices",
     ]
 
 
 def test_present_names_stay_and_nothing_is_said(caplog):
-    recipe = {"engine": {"_target_": "new.Engine", "num_devices": 2}, "other": {"num_gpus": 2}}
+    recipe = {"engine": {"_target_": PRESENT, "num_devices": 2}, "other": {"num_gpus": 2}}
     assert former.modernised(recipe) == recipe
     assert not caplog.records
 
 
 def test_both_names_are_refused():
-    recipe = {"engine": {"_target_": "new.Engine", "num_gpus": 2, "num_devices": 2}}
-    with pytest.raises(ConfigError, match=r"engine.num_gpus is called engine.num_devices now, and both are set. Remov"):
+    recipe = {"engine": {"_target_": PRESENT, "num_gpus": 2, "num_devices": 2}}
+    with pytest.raises(ConfigError, match=r"engine.num_gpus is the old name of engine.num_devices, and both are set."):
         former.modernised(recipe)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 from unirl.config import schema
 from unirl.config.annotations import mismatch
 from unirl.config.instantiation import RESERVED, TARGET, instantiate_at
-from unirl.config.renamed import in_present_words
 from unirl.config.runs import (
     ComposedRun,
     Resolved,
@@ -84,7 +83,6 @@ def check_recipe(
     is_exported: whether only weights are taken from the run, see `exported`. Rules between sections, which it passed
         when it began, are not asked then, nor is the machine for prompts.
     """
-    recipe = in_present_words(recipe)
     for stage in (_keys, _signatures):
         _refuse(stage(recipe))
     run = run_of(recipe)

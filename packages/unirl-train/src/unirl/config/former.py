@@ -5,15 +5,14 @@ What stays here longer than one release is removed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from unirl.config.former_stages import to_stages
+from unirl.config.signatures import read_target
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import TARGET
-
-logger = logging.getLogger(__name__)
+from unirl.types.renamed import RENAMED, present_keywords, say_once
 
 Node = dict[str, Any]  # Any: a recipe's values
 
@@ -23,8 +22,6 @@ CLASSES: Mapping[str, str] = {
     "unirl.trainer.composed_evaluation.ComposedEvaluationConfig": EVALUATION,
 }
 """Import path of the last release -> the present one."""
-KEYWORDS: Mapping[str, Mapping[str, str]] = {}
-"""Present import path -> keyword of the last release -> the present one."""
 FORMER_COUNTS = ("num_images", "num_completions")
 """Keys of `eval` that said how many samples of an evaluation are shown."""
 
@@ -54,7 +51,7 @@ def _options_of_evaluations(recipe: Node) -> list[str]:
 MOVES: tuple[Callable[[Node], list[str]], ...] = (to_stages, _options_of_evaluations)
 """Functions that move sections of a recipe, in place, each returning a line per change."""
 
-_said: set[str] = set()
+STILL = "This release still takes the old name; change the recipe."
 
 
 def modernised(recipe: Mapping[str, Any]) -> Node:  # Any: as in Node
@@ -62,34 +59,35 @@ def modernised(recipe: Mapping[str, Any]) -> Node:  # Any: as in Node
 
     Raises ConfigError where an old name and its present one are both there.
     """
-    made = {key: _renamed(value, str(key)) for key, value in recipe.items()}
+    made = {str(key): _everywhere(value, str(key), _present_class) for key, value in recipe.items()}
     for move in MOVES:
         for line in move(made):
-            _say(line)
-    return made
+            say_once(f"{line} {STILL}")
+    return {key: _everywhere(value, key, _with_present_keywords) for key, value in made.items()}
 
 
-def _renamed(value: Any, at: str) -> Any:  # Any: as in Node
+def _everywhere(value: Any, at: str, change: Callable[[Node, str], Node]) -> Any:  # Any: as in Node
+    """The value with every mapping in it changed, the inner ones first."""
     if isinstance(value, list):
-        return [_renamed(item, f"{at}[{index}]") for index, item in enumerate(value)]
+        return [_everywhere(item, f"{at}[{index}]", change) for index, item in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    node = {str(key): _renamed(item, f"{at}.{key}") for key, item in value.items()}
+    return change({key: _everywhere(item, f"{at}.{key}", change) for key, item in value.items()}, at)
+
+
+def _present_class(node: Node, at: str) -> Node:
     path = str(node.get(TARGET))
-    if path in CLASSES:
-        _say(f"{at}.{TARGET}: {path} is {CLASSES[path]} now.")
-        node[TARGET] = path = CLASSES[path]
-    for old, new in KEYWORDS.get(path, {}).items():
-        if old not in node:
-            continue
-        if new in node:
-            raise ConfigError(f"{at}.{old} is called {at}.{new} now, and both are set. Remove {at}.{old}.")
-        _say(f"{at}.{old} is called {at}.{new} now.")
-        node[new] = node.pop(old)
-    return node
+    if path not in CLASSES:
+        return node
+    say_once(f"{at}.{TARGET}: {path} is {CLASSES[path]} now. {STILL}")
+    return {**node, TARGET: CLASSES[path]}
 
 
-def _say(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        logger.warning("%s This release still takes the old name; change the recipe.", line)
+def _with_present_keywords(node: Node, at: str) -> Node:
+    """Classes say by RENAMED which keywords they renamed."""
+    path = node.get(TARGET)
+    try:
+        renamed = read_target(path).constants.get(RENAMED) if isinstance(path, str) else None
+    except ConfigError:
+        return node  # the check of signatures says what is wrong with the path
+    return present_keywords(node, renamed, at) if isinstance(renamed, Mapping) else node

@@ -29,10 +29,20 @@ def present_keywords(given: Mapping[str, Any], renamed: Renamed, at: str) -> dic
             continue
         new, values = renamed[name] if isinstance(renamed[name], (tuple, list)) else (renamed[name], {})
         if new is None:
-            logger.warning("%s.%s does nothing any more. Remove it: the next release refuses it.", at, name)
+            say_once(f"{at}.{name} does nothing any more. Remove it: the next release refuses it.")
             continue
         if new in given or new in present:
             raise ConfigError(f"{at}.{name} is the old name of {at}.{new}, and both are set. Remove the first.")
-        logger.warning("%s.%s is called %s.%s now. Rename it: the next release refuses it.", at, name, at, new)
+        say_once(f"{at}.{name} is called {at}.{new} now. Rename it: the next release refuses it.")
         present[new] = values.get(value, value) if isinstance(value, (str, int)) else value
     return present
+
+
+_said: set[str] = set()
+
+
+def say_once(line: str) -> None:
+    """Log a warning, once per process."""
+    if line not in _said:
+        _said.add(line)
+        logger.warning("%s", line)
