@@ -1,5 +1,6 @@
 """A writer and a painter learn from one rollout: together, each alone, resumed, exported and on Ray."""
 
+import json
 import math
 
 import pytest
@@ -67,6 +68,28 @@ def test_a_resumed_run_continues_both_policies_bit_for_bit_and_exports_them_by_n
         export_recipe(run_of(recipe), tmp_path / "whole", tmp_path / "c", merged=True, policy="poet")
     result = evaluate_recipe(run_of(small("eval.policy={painter:old}")), tmp_path / "whole", checkpoint="newest")
     assert "shapes/strict" in result.overall
+
+
+@pytest.mark.slow
+def test_three_stages_train_both_policies_and_resume_bit_for_bit(tmp_path):
+    """The painter draws twice: its second image goes on from the first, which is credited with its reward."""
+    register_resolvers()
+    words = [word.replace("algorithm.num_timesteps", "algorithms.image.num_timesteps") for word in SMALL_STAGES]
+    words += ["stages.redraw.sampling.num_inference_steps=2", "eval=null", "save.best_metric=reward"]
+    recipe = resolve(compose("pe/shapes_redraw", words))
+    _, whole = run(recipe, tmp_path / "whole")
+    _, first = run(recipe, tmp_path / "parts", after=1)
+    _, second = run({**recipe, "resume": "auto"}, tmp_path / "parts")
+    assert {**first, **second} == whole and set(whole) == {1, 2}
+    metrics = whole[1]
+    assert metrics["writer/train/grad_norm"] > 0 and metrics["painter/train/grad_norm"] > 0
+    assert metrics["redraw/rollout/cut_tokens"] == 0 and metrics["image/group/count"] == 4
+    with (tmp_path / "whole" / "samples" / "rollout-000001.jsonl").open() as lines:
+        records = {record["sample_id"]: record for record in map(json.loads, lines)}
+    redrawn = next(record for record in records.values() if record["track"] == "redraw")
+    drawn = records[redrawn["parent_id"]]
+    assert (drawn["track"], records[drawn["parent_id"]]["track"]) == ("image", "text")
+    assert drawn["scores"] == redrawn["scores"] and drawn["drawn_from"] == redrawn["drawn_from"]
 
 
 @pytest.mark.slow
