@@ -138,6 +138,8 @@ class WeightBucket:
     """Of the tensors."""
     kept: tuple[WeightSpec, ...] = ()
     """Of tensors that do not travel because the receiver has them from an earlier push."""
+    file: str | None = None
+    """Path of a safetensors file (`unirl.types.bucket_files`) with these tensors, good until the next push begins."""
 
     @property
     def num_bytes(self) -> int:

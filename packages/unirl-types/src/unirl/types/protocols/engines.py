@@ -103,7 +103,8 @@ class WeightReceiver(Protocol):
 
     def receive_weights(self, bucket: WeightBucket) -> None:
         """Take some of the announced tensors and compare them with their checksums; those that it keeps from an earlier
-        push (`WeightBucket.kept`) too, where its class `takes_partial_pushes`."""
+        push (`WeightBucket.kept`) too, where its class `takes_partial_pushes`. The tensors stay as they are until the
+        push ends."""
         ...
 
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:

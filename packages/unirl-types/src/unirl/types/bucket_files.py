@@ -1,0 +1,187 @@
+"""A bucket of weights as a safetensors file: one process writes it, others read it in place or give it to an engine.
+
+The files of a push are written again by the next one, through mappings that both sides keep: memory that is new takes
+several times as long as the copy into it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from unirl.types.errors import WeightSyncError, as_sentence
+
+MEMORY = "/dev/shm"
+"""Folder of files that are in memory, which the processes of one machine share."""
+_ALIGNMENT = 64
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def is_memory(folder: Path | str) -> bool:
+    """Whether a folder is in the memory of this machine."""
+    return Path(folder).resolve().is_relative_to(MEMORY)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where the tensors of a bucket lie in a safetensors file."""
+
+    header: bytes
+    spans: tuple[tuple[str, torch.dtype, tuple[int, ...], int, int], ...]
+    """Name, dtype, shape, start and stop of each tensor, in bytes of the file."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """The places of these tensors. The format allows no gaps, so those of larger elements come first."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        place = 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+            stop = place + tensor.numel() * tensor.element_size()
+            entries[name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [place, stop],
+            }
+            place = stop
+        text = json.dumps(entries).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        return cls.parse(len(text).to_bytes(8, "little") + text)
+
+    @classmethod
+    def parse(cls, header: bytes) -> Self:
+        """The layout that the first bytes of a file say, those of the tensors not needed."""
+        begin = 8 + int.from_bytes(header[:8], "little")
+        entries = json.loads(header[8:begin])
+        entries.pop("__metadata__", None)
+        return cls(
+            header[:begin],
+            tuple(
+                (name, _DTYPES[said["dtype"]], tuple(said["shape"]), *(begin + end for end in said["data_offsets"]))
+                for name, said in entries.items()
+            ),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the file."""
+        return max((stop for *_, stop in self.spans), default=len(self.header))
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors in the bytes of a file, uint8, whose memory they share."""
+        return {name: buffer[start:stop].view(dtype).view(shape) for name, dtype, shape, start, stop in self.spans}
+
+    def write(self, tensors: Mapping[str, Tensor], buffer: Tensor) -> None:
+        """Copy the header and the tensors into a buffer, uint8 [at least num_bytes]."""
+        buffer[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
+        for name, place in self.views(buffer).items():
+            place.copy_(tensors[name])
+
+
+class BucketFiles:
+    """The numbered files of one writer in a folder: in memory written through mappings, else as files are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_mapped = is_memory(folder)
+        self._buffers: dict[int, Tensor] = {}
+
+    def write(self, number: int, tensors: Mapping[str, Tensor]) -> Path:
+        """Write tensors over what file `number` held. Raises WeightSyncError where there is no room."""
+        layout = BucketLayout.of(tensors)
+        path = self._folder / f"bucket-{number}.safetensors"
+        try:
+            if self._is_mapped:
+                layout.write(tensors, self._buffer(number, path, layout.num_bytes))
+            else:
+                _write_file(path, layout, tensors)
+        except OSError as error:
+            raise WeightSyncError(
+                f"a bucket of {layout.num_bytes / 1e6:.1f} MB cannot be written to {path}: {as_sentence(error)} Free "
+                "space there, or set another transfer_dir (of sync or engine) or a smaller sync.bucket_bytes."
+            ) from error
+        return path
+
+    def _buffer(self, number: int, path: Path, num_bytes: int) -> Tensor:
+        """The mapped bytes of a file of exactly this size; its memory is reserved, since a write could not fail."""
+        present = self._buffers.get(number)
+        if present is None or present.numel() != num_bytes:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.ftruncate(descriptor, num_bytes)
+                os.posix_fallocate(descriptor, 0, num_bytes)
+                present = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+            finally:
+                os.close(descriptor)
+            self._buffers[number] = present
+        return present
+
+
+def _write_file(path: Path, layout: BucketLayout, tensors: Mapping[str, Tensor]) -> None:
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.write(layout.header)
+        for name, *_ in layout.spans:
+            own = tensors[name].detach().cpu().contiguous()
+            file.write(own.flatten().view(torch.uint8).numpy())
+        file.truncate(layout.num_bytes)
+
+
+class MappedBuckets:
+    """Reads the files of `BucketFiles` in place; those in memory stay mapped for the next push."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[tuple[int, int, int], Tensor]] = {}
+
+    def tensors(self, path: str) -> dict[str, Tensor]:
+        """The tensors of a file. They share its memory, must not be written to, and last until the next push begins.
+
+        Raises WeightSyncError where the file cannot be read.
+        """
+        try:
+            with Path(path).open("rb") as file:
+                found = os.fstat(file.fileno())
+                key = (found.st_dev, found.st_ino, found.st_size)
+                last, buffer = self._kept.get(path, (None, None))
+                if last != key or buffer is None or not is_memory(path):
+                    buffer = _mapped(file.fileno())
+                    self._kept[path] = key, buffer
+            length = 8 + int.from_bytes(bytes(buffer[:8].numpy()), "little")
+            layout = BucketLayout.parse(bytes(buffer[:length].numpy()))
+            if layout.num_bytes != buffer.numel():
+                raise ValueError(f"it holds {buffer.numel()} bytes, expected {layout.num_bytes}")
+            return layout.views(buffer)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise WeightSyncError(f"weights cannot be read from {path}: {as_sentence(error)}") from error
+
+    def forget_removed(self) -> None:
+        """Give back the memory of files that are gone."""
+        self._kept = {path: kept for path, kept in self._kept.items() if Path(path).exists()}
+
+
+def _mapped(descriptor: int) -> Tensor:
+    """The bytes of a file, uint8; torch warns that they cannot be written to, which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
