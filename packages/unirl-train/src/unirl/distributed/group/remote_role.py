@@ -25,7 +25,7 @@ class RemoteRole:
     timeout_s: float
 
     def call(self, method: str, *args: Any) -> list[Any]:  # Any: as the component's methods
-        """The method's results, one per worker. Arguments leave this process once, through Ray's object store.
+        """The method's results, one per worker. Arguments leave this process once.
 
         Raises what a worker raises where it is an error of ours, else WorkerError.
         """
@@ -34,7 +34,8 @@ class RemoteRole:
     def submit(self, method: str, *args: Any) -> Callable[[], list[Any]]:  # Any: as the component's methods
         """Call the method without waiting; what is returned waits as `call` does. Workers answer in order."""
         ray = ray_module()
-        references = [ray.put(outgoing(value)) for value in args]
+        values = [outgoing(value) for value in args]
+        references = values if len(self.actors) == 1 else [ray.put(value) for value in values]
         pending = {
             actor.call_component.remote(self.name, method, *references): worker
             for actor, worker in zip(self.actors, self.workers, strict=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from unirl.distributed.group.remote_role import RemoteRole
-from unirl.distributed.weight_sync.transports.base import ObjectTransport, WeightTransport
+from unirl.distributed.weight_sync.transports.base import NUM_UNDER_WAY, ObjectTransport, WeightTransport
 from unirl.types.errors import UniRLError, WeightSyncError
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
@@ -44,6 +44,7 @@ class RemoteEngines:
 
     def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
         """See PushTarget; to all engines."""
+        self._num_sent = 0
         with self._dropping():
             self._role.call("begin_weights", policy_version, list(specs))
 
@@ -61,6 +62,7 @@ class RemoteEngines:
 
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
         """See PushTarget; to all engines."""
+        self._num_sent = 0
         with self._dropping():
             self._send("load_adapter", bucket, config, policy)
             return self._agreed(self._take_answers())
@@ -78,19 +80,19 @@ class RemoteEngines:
         self._transport.drop()
 
     def _send(self, method: str, bucket: WeightBucket, *args: object) -> None:
-        while len(self._on_their_way) >= self._transport.num_slots:
+        while len(self._on_their_way) >= NUM_UNDER_WAY:
             self._take_answers()
-        slot = self._num_sent % self._transport.num_slots
+        number = self._num_sent
         self._num_sent += 1
-        parcel = self._transport.pack(bucket, slot)
-        self._on_their_way.append((slot, self._role.submit(method, parcel, *args)))
-        self._transport.depart(slot)
+        parcel = self._transport.pack(bucket, number)
+        self._on_their_way.append((number, self._role.submit(method, parcel, *args)))
+        self._transport.depart(number)
 
     def _take_answers(self) -> list[Any]:  # Any: as the component's methods
         """Wait for the engines to answer the oldest bucket."""
-        slot, wait = self._on_their_way.popleft()
+        number, wait = self._on_their_way.popleft()
         answers = wait()
-        self._transport.arrived(slot)
+        self._transport.arrived(number)
         return answers
 
     @contextmanager

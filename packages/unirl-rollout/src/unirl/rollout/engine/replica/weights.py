@@ -48,8 +48,6 @@ class ReplicaWeights:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
         self.pushes = PushReceiver(shapes, str(dtype), policy_version)
         self._received: dict[str, Tensor] = {}
-        self._scratch: dict[str, Tensor] = {}
-        """Host memory of the last push, for the next: new memory takes longer than the copy into it."""
         self._adapted: list[_Adapted] = []
         self._is_asleep = False
 
@@ -59,26 +57,20 @@ class ReplicaWeights:
         self.pushes.announce(policy_version, specs)
 
     def receive(self, bucket: WeightBucket) -> None:
-        """Keep a copy of the bucket's tensors until all are there."""
+        """Keep the bucket's tensors, which stay as they are until the next push begins."""
         with self.pushes.receiving(bucket, self._tensors() if bucket.kept else {}):
-            self._received.update({name: self._copied(name, tensor) for name, tensor in bucket.tensors.items()})
+            self._received.update(bucket.tensors)
 
     @torch.no_grad()
     def finish(self, policy_version: int, policy: str | None) -> WeightReceipt:
-        """Put what was received in the place of the weights, and take an adapter off. Where memory is alike the two
-        change places, and the weights of before are the next push's."""
+        """Copy what was received into the weights, and take an adapter off."""
         received, self._received = self._received, {}
         push = self.pushes.finish(policy_version)
-        parameters = qualified({name: dict(module.named_parameters()) for name, module in self._modules.items()})
         own = self._tensors()
         with self.pushes.loading(policy_version, policy):
             self._remove_adapter()
             for name, tensor in received.items():
-                if name in parameters and _are_alike(parameters[name], tensor):
-                    received[name], parameters[name].data = parameters[name].data, tensor
-                else:
-                    own[name].copy_(tensor)
-        self._scratch = {name: tensor for name, tensor in received.items() if tensor.device.type == "cpu"}
+                own[name].copy_(tensor)
         return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, push.num_tensors)
 
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None) -> WeightReceipt:
@@ -101,7 +93,6 @@ class ReplicaWeights:
     def sleep(self) -> None:
         """Move the weights to host memory. Pushes are taken all the same."""
         self._is_asleep = True
-        self._scratch = {}
         self._move(torch.device("cpu"))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -115,12 +106,6 @@ class ReplicaWeights:
         """Raise ContractError between `sleep` and `wake_up`."""
         if self._is_asleep:
             raise ContractError("generate while the engine sleeps: call wake_up() first")
-
-    def _copied(self, name: str, tensor: Tensor) -> Tensor:
-        place = self._scratch.pop(name, None)
-        if place is None or place.device != tensor.device:
-            return tensor.clone()
-        return place.copy_(tensor)
 
     def _move(self, device: torch.device) -> None:
         for module in self._modules.values():
@@ -144,10 +129,6 @@ def _with_adapter(
     """W x + (alpha / r) B A x in peft's order of operations, so that the bits are those of the trainer."""
     low_rank = functional.linear(inputs[0].to(factors[_A].dtype), factors[_A])
     return (output + functional.linear(low_rank, factors[_B]) * scale).to(output.dtype)
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return (one.device, one.dtype, one.shape, one.stride()) == (other.device, other.dtype, other.shape, other.stride())
 
 
 def _device(module: nn.Module) -> torch.device:

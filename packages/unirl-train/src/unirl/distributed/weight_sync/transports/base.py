@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
+from unirl.distributed.weight_sync.transports.flat import roomy
+from unirl.types.bucket_files import BucketLayout
 from unirl.types.weights import WeightBucket, WeightSpec
 
 TransportName = Literal["ray", "files", "ipc", "nccl"]
@@ -22,35 +24,36 @@ class Parcel(ABC):
 
     @abstractmethod
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: buffers and connections, each transport's own
-        """The bucket, in the worker of an engine. Its tensors are good until the engine has answered.
+        """The bucket, in the worker of an engine. Its tensors are good until the next push begins.
 
         kept: what this worker keeps between parcels; written here.
         Raises WeightSyncError where the tensors cannot be had.
         """
 
 
-class WeightTransport(ABC):
-    """Sender of parcels. At most `num_slots` are on their way at once, each in a slot of its own: one is filled while
-    the engines still take the other.
+NUM_UNDER_WAY = 2
+"""Parcels that are on their way at once at most: one is packed while the engines still take the other."""
 
-        parcel = transport.pack(bucket, slot)
-        ...                                     # the parcel is handed to every engine; the tensors may change then
-        transport.depart(slot)
-        ...                                     # every engine has answered
-        transport.arrived(slot)
+
+class WeightTransport(ABC):
+    """Sender of the parcels of a push, which are numbered from 0.
+
+    parcel = transport.pack(bucket, number)
+    ...                                     # the parcel is handed to every engine
+    transport.depart(number)
+    ...                                     # every engine has answered
+    transport.arrived(number)
     """
 
-    num_slots: ClassVar[int] = 2
-
     @abstractmethod
-    def pack(self, bucket: WeightBucket, slot: int) -> Parcel:
+    def pack(self, bucket: WeightBucket, number: int) -> Parcel:
         """Make a bucket ready to leave."""
 
-    def depart(self, slot: int) -> None:  # noqa: B027 (most leave with their parcel)
+    def depart(self, number: int) -> None:  # noqa: B027 (most leave with their parcel)
         """Send what does not travel with the parcel itself, once the engines have been told of it."""
 
-    def arrived(self, slot: int) -> None:  # noqa: B027
-        """Every engine has taken the parcel of this slot."""
+    def arrived(self, number: int) -> None:  # noqa: B027
+        """Every engine has taken this parcel."""
 
     def drop(self) -> None:  # noqa: B027
         """Forget what is on its way, after a failure; the next parcel begins anew."""
@@ -58,8 +61,9 @@ class WeightTransport(ABC):
 
 @dataclass(frozen=True)
 class ObjectParcel(Parcel):
-    """The bytes of the tensors as numpy arrays, which Ray copies into its object store once and reads in place."""
+    """The bytes of the tensors as numpy arrays, which Ray copies into its object store once."""
 
+    number: int
     policy_version: int
     arrays: tuple[Any, ...]  # Any: numpy's uint8 arrays, one per tensor
     layouts: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
@@ -68,22 +72,26 @@ class ObjectParcel(Parcel):
     kept: tuple[WeightSpec, ...]
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
-        """See Parcel. The tensors are in memory that must not be written."""
+        """See Parcel. The tensors are copied, so that the object store holds no more than is under way."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            tensors = {
+            stored = {
                 name: torch.from_numpy(array).view(dtype).view(shape)
                 for array, (name, dtype, shape) in zip(self.arrays, self.layouts, strict=True)
             }
-        return WeightBucket(self.policy_version, tensors, self.specs, self.kept)
+        layout, place = BucketLayout.of(stored), f"ray {self.number}"
+        buffer = kept[place] = roomy(kept.get(place), layout.num_bytes, torch.device("cpu"))
+        layout.write(stored, buffer)
+        return WeightBucket(self.policy_version, layout.views(buffer), self.specs, self.kept)
 
 
 class ObjectTransport(WeightTransport):
     """Tensors as bytes in Ray's object store, which each node fetches once: neither memory nor files are shared."""
 
-    def pack(self, bucket: WeightBucket, slot: int) -> Parcel:
+    def pack(self, bucket: WeightBucket, number: int) -> Parcel:
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.tensors.items()}
         return ObjectParcel(
+            number,
             bucket.policy_version,
             tuple(tensor.flatten().view(torch.uint8).numpy() for tensor in own.values()),
             tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed
 from torch import Tensor
 
 from unirl.distributed.group.framework import ray_module
-from unirl.distributed.weight_sync.transports.base import Parcel, WeightTransport
+from unirl.distributed.weight_sync.transports.base import NUM_UNDER_WAY, Parcel, WeightTransport
 from unirl.distributed.weight_sync.transports.flat import FlatBucket, roomy
 from unirl.types.errors import WeightSyncError, as_sentence
 from unirl.types.weights import WeightBucket
@@ -54,11 +55,20 @@ class Meeting:
         return torch.distributed.ProcessGroupGloo(store, rank, self.num_members, timeout)
 
 
-def _broadcast(group: Any, buffer: Tensor) -> Any:  # Any: torch's backends and their work share no public class
-    """Start a broadcast of the trainer's buffer."""
+def _broadcast(group: Any, pieces: Sequence[Tensor], timeout_s: float) -> None:  # Any: see Meeting.group
+    """Take part in broadcasts of the trainer's pieces."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
-    return group.broadcast([buffer], options)
+    works = [group.broadcast([piece], options) for piece in pieces]
+    for work in works:
+        work.wait(timedelta(seconds=timeout_s))
+
+
+def _pieces(bucket: FlatBucket, buffer: Tensor) -> list[Tensor]:
+    """What crosses of a bucket that lies in a buffer: on a GPU all of it at once, else each tensor by itself."""
+    if buffer.is_cuda:
+        return [buffer[: bucket.num_bytes]] if bucket.specs else []
+    return [buffer[start:stop] for *_, start, stop in bucket.layout.spans if stop > start]
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class BroadcastParcel(Parcel):
 
     meeting: Meeting
     bucket: FlatBucket
-    slot: int
+    number: int
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
         place = f"broadcast {self.meeting.name}"
@@ -76,7 +86,7 @@ class BroadcastParcel(Parcel):
         try:
             if place not in kept:
                 kept[place] = _Receiver(self.meeting)
-            buffer = kept[place].receive(self.slot, self.bucket.num_bytes)
+            buffer = kept[place].receive(self.number, self.bucket)
         except RuntimeError as error:
             kept[place] = None  # what follows in the same group need not wait
             raise WeightSyncError(
@@ -89,24 +99,24 @@ class _Receiver:
     """An engine's side of one group."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self._timeout = timedelta(seconds=meeting.timeout_s)
+        self._timeout_s = meeting.timeout_s
         self._device = torch.device(meeting.device)
         self._store = meeting.store(is_master=False)
         self._group = meeting.group(self._store, self._store.add(_JOINED, 1))
         self._buffers: dict[int, Tensor] = {}
 
-    def receive(self, slot: int, num_bytes: int) -> Tensor:
-        """The next broadcast, in the buffer of a slot."""
-        buffer = self._buffers[slot] = roomy(self._buffers.get(slot), num_bytes, self._device)
-        if num_bytes:
-            _broadcast(self._group, buffer[:num_bytes]).wait(self._timeout)
+    def receive(self, number: int, bucket: FlatBucket) -> Tensor:
+        """The next broadcast, in the buffer of this number."""
+        buffer = self._buffers[number] = roomy(self._buffers.get(number), bucket.num_bytes, self._device)
+        _broadcast(self._group, _pieces(bucket, buffer), self._timeout_s)
         return buffer
 
 
 class BroadcastTransport(WeightTransport):
-    """Broadcasts each bucket to all engines at once, from one of two buffers: one is filled while the other leaves.
+    """Broadcasts each bucket to all engines at once: from a GPU out of one of two buffers, of which one is filled while
+    the other leaves, else tensor by tensor from where they lie.
 
-    device: of the buffers, so "cuda" for NCCL and "cpu" for gloo. num_engines: how many take part, each with a device
+    device: "cuda" for NCCL, "cpu" for gloo. num_engines: how many take part, each with a device
     that neither the trainer nor another engine has. timeout_s: of the group's forming and of each broadcast.
     """
 
@@ -115,30 +125,37 @@ class BroadcastTransport(WeightTransport):
         self._num_members = num_engines + 1
         self._timeout_s = timeout_s
         self._sender: _Sender | None = None
-        self._flat: dict[int, tuple[FlatBucket, Tensor]] = {}
+        self._buffers: dict[int, Tensor] = {}
+        self._leaving: dict[int, list[Tensor]] = {}
 
-    def pack(self, bucket: WeightBucket, slot: int) -> Parcel:
+    def pack(self, bucket: WeightBucket, number: int) -> Parcel:
+        slot = number % NUM_UNDER_WAY
         if self._sender is None:
             self._sender = _Sender(self._device.type, self._num_members, self._timeout_s)
         flat = FlatBucket.of(bucket)
-        buffer = roomy(self._flat[slot][1] if slot in self._flat else None, flat.num_bytes, self._device)
-        flat.layout.write(bucket.tensors, buffer)
-        self._flat[slot] = (flat, buffer)
-        return BroadcastParcel(self._sender.meeting, flat, slot)
+        if self._device.type == "cuda":
+            buffer = self._buffers[slot] = roomy(self._buffers.get(slot), flat.num_bytes, self._device)
+            flat.layout.write(bucket.tensors, buffer)
+            self._leaving[slot] = _pieces(flat, buffer)
+        else:
+            whole = [bucket.tensors[name].detach().cpu().contiguous() for name, *_ in flat.layout.spans]
+            self._leaving[slot] = [tensor.flatten().view(torch.uint8) for tensor in whole if tensor.numel()]
+        return BroadcastParcel(self._sender.meeting, flat, number)
 
-    def depart(self, slot: int) -> None:
-        flat, buffer = self._flat[slot]
-        if self._sender is not None and flat.num_bytes:
-            self._sender.start(slot, buffer[: flat.num_bytes])
+    def depart(self, number: int) -> None:
+        slot = number % NUM_UNDER_WAY
+        if self._sender is not None and self._leaving[slot]:
+            self._sender.start(slot, self._leaving[slot])
 
-    def arrived(self, slot: int) -> None:
+    def arrived(self, number: int) -> None:
         """See WeightTransport. Raises WeightSyncError where the broadcast failed on this side."""
         if self._sender is not None:
-            self._sender.wait(slot)
+            self._sender.wait(number % NUM_UNDER_WAY)
 
     def drop(self) -> None:
         self._sender = None
-        self._flat.clear()  # a broadcast that hangs may still read them
+        self._buffers.clear()  # a broadcast that hangs may still read them
+        self._leaving.clear()
 
 
 class _Sender:
@@ -155,14 +172,14 @@ class _Sender:
         self._last: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def start(self, slot: int, buffer: Tensor) -> None:
-        """Broadcast a buffer after those before it."""
-        self._last = threading.Thread(target=self._send, args=(buffer, self._last), daemon=True)
+    def start(self, slot: int, pieces: Sequence[Tensor]) -> None:
+        """Broadcast the pieces of a slot after those before them."""
+        self._last = threading.Thread(target=self._send, args=(pieces, self._last), daemon=True)
         self._threads[slot] = self._last
         self._last.start()
 
     def wait(self, slot: int) -> None:
-        """Return when the buffer of a slot has left. Raises WeightSyncError where it could not."""
+        """Return when the pieces of a slot have left. Raises WeightSyncError where it could not."""
         thread = self._threads.pop(slot, None)
         if thread is not None:
             thread.join(2 * self.meeting.timeout_s)
@@ -173,7 +190,7 @@ class _Sender:
                 "NCCL_SOCKET_IFNAME for GPUs."
             ) from self._error
 
-    def _send(self, buffer: Tensor, before: threading.Thread | None) -> None:
+    def _send(self, pieces: Sequence[Tensor], before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
         if self._error is not None:
@@ -181,6 +198,6 @@ class _Sender:
         try:
             if self._group is None:
                 self._group = self.meeting.group(self._store, 0)
-            _broadcast(self._group, buffer).wait(timedelta(seconds=self.meeting.timeout_s))
+            _broadcast(self._group, pieces, self.meeting.timeout_s)
         except RuntimeError as error:
             self._error = error

@@ -8,7 +8,8 @@ from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.weight_sync.transports.base import ObjectTransport, TransportName, WeightTransport
 from unirl.distributed.weight_sync.transports.broadcast import BroadcastTransport
 from unirl.distributed.weight_sync.transports.files import FileTransport
-from unirl.distributed.weight_sync.transports.ipc import SharedMemoryTransport
+from unirl.distributed.weight_sync.transports.ipc import DeviceTransport
+from unirl.types.bucket_files import MEMORY
 
 
 def make_transport(
@@ -19,9 +20,17 @@ def make_transport(
         case "ray":
             return ObjectTransport()
         case "files":
-            return FileTransport(folder)
-        case "ipc":
+            return FileTransport(
+                folder,
+                "Set sync.transfer_dir to a folder that what trains and the engines both see, or choose another "
+                "sync.transport.",
+            )
+        case "ipc" if shares_device and device.type == "cuda":
             # A worker sees no GPU but its own, so another worker can map the memory of a GPU that both have.
-            return SharedMemoryTransport(device if shares_device else torch.device("cpu"))
+            return DeviceTransport(device)
+        case "ipc":
+            return FileTransport(
+                MEMORY, "ipc needs what trains and the engines on one node; otherwise set sync.transport: nccl."
+            )
         case "nccl":
             return BroadcastTransport(device, len(engines.workers), engines.timeout_s)

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from unirl.distributed.tensor.flat import FlatLayout
+from unirl.types.bucket_files import BucketLayout
 from unirl.types.weights import WeightBucket, WeightSpec
 
 
@@ -19,12 +19,12 @@ class FlatBucket:
     policy_version: int
     specs: tuple[WeightSpec, ...]
     kept: tuple[WeightSpec, ...]
-    layout: FlatLayout
+    layout: BucketLayout
 
     @classmethod
     def of(cls, bucket: WeightBucket) -> Self:
         """The places of a bucket's tensors."""
-        return cls(bucket.policy_version, bucket.specs, bucket.kept, FlatLayout.of(bucket.tensors))
+        return cls(bucket.policy_version, bucket.specs, bucket.kept, BucketLayout.of(bucket.tensors))
 
     @property
     def num_bytes(self) -> int:
