@@ -73,8 +73,8 @@ class SGLangInstance(WeightsHost):
     """A server that is started with the object, by `start(folder)`, and loads meanwhile; or one that runs already.
 
     Pushed weights are safetensors files that it reads. SGLang calls a push a success whatever it left out. So tensors
-    are compared with the model's checkpoint here, SGLang fills its parameters with noise before it reads, and then its
-    own checksum of every one must have changed, and that of no constant.
+    are compared with the model's checkpoint here, and SGLang's own checksum of every parameter must have changed, and
+    that of no constant. Where one has not, and in the first push, it fills them with noise and reads again.
     folder: of this instance alone, for the server's log and what it reads.
     """
 
@@ -95,6 +95,8 @@ class SGLangInstance(WeightsHost):
         self._ready: ServerReady | None = None
         self._adapter: str | None = None
         self._push_folder = self._folder / "weights"
+        self._loaded: list[dict[str, str]] | None = None
+        """SGLang's checksums after the last push; None where its weights may be others since."""
         self._pushes = PushReceiver(checkpoint_shapes(launch.model), launch.dtype, launch.policy_version)
         self._aborts = Aborts()
         self._generating: list[int] = []
@@ -207,10 +209,21 @@ class SGLangInstance(WeightsHost):
             save_file(own, kept, {"format": "pt"})
 
     def _load_kept(self, push: CompletePush) -> int:
-        version = push.policy_version
-        began = checksums(self._check_weights("checksum"))
-        self._check_weights("reset_tensors", skip_tensor_list=CONSTANTS)
-        noise = checksums(self._check_weights("checksum"))
+        last, self._loaded = self._loaded, None
+        ready, began = self.ready(), last or self._checksums()
+        found = None if last is None else self._updated(push.policy_version)
+        if last is None or found is None or kept_parameters(last, found):
+            self._check_weights("reset_tensors", skip_tensor_list=CONSTANTS)
+            noise = self._checksums()
+            found = self._updated(push.policy_version)
+            hosts = f"; each of its {ready.num_hosts} hosts must see {self._push_folder}" if ready.num_hosts > 1 else ""
+            refuse(f"parameters of SGLang's model took no value{hosts}", kept_parameters(noise, found))
+        refuse("constants of SGLang's model changed", changed_constants(began, found))
+        self._loaded = found
+        return num_parameters(found)
+
+    def _updated(self, version: int) -> list[dict[str, str]]:
+        """Let the server read the push; its checksums then. Raises WeightSyncError where it says that it could not."""
         self._must(
             "/update_weights_from_disk",
             {
@@ -221,13 +234,13 @@ class SGLangInstance(WeightsHost):
             },
         )
         self._check_version(version)
-        found = checksums(self._check_weights("checksum"))
-        ready = self.ready()
-        refuse_unproved(found, ready.num_ranks)
-        hosts = f"; each of its {ready.num_hosts} hosts must see {self._push_folder}" if ready.num_hosts > 1 else ""
-        refuse(f"parameters of SGLang's model took no value{hosts}", kept_parameters(noise, found))
-        refuse("constants of SGLang's model changed", changed_constants(began, found))
-        return num_parameters(found)
+        found = self._checksums()
+        refuse_unproved(found, self.ready().num_ranks)
+        return found
+
+    def _checksums(self) -> list[dict[str, str]]:
+        """SGLang's own of every parameter, a mapping for each of its ranks."""
+        return checksums(self._check_weights("checksum"))
 
     def _finish_push(self, policy_version: int) -> Loaded:
         loaded = super()._finish_push(policy_version)
@@ -256,6 +269,7 @@ class SGLangInstance(WeightsHost):
         del level
         self._post("/release_memory_occupation", {"tags": _TAGS})
         self._pushes.invalidate("its weights were freed by sleep")
+        self._loaded = None
 
     def _wake_up(self) -> None:
         self._post("/resume_memory_occupation", {"tags": _TAGS})
