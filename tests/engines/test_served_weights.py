@@ -73,15 +73,6 @@ def adapted(served, shapes):
     engine.shutdown()
 
 
-def test_the_tensor_call_pushes_the_same(served, shapes, other):
-    engine = served.start(shapes, CHECKPOINT, push_transport="tensor")
-    try:
-        push(engine, state(other), 1)
-        assert gap(engine, other) < TOLERANCE
-    finally:
-        engine.shutdown()
-
-
 def adapter(pipeline, version, scale):
     """LoRA factors of projections of attention of SD3, and the model with them merged."""
     transformer, generator = pipeline.bundle.transformer, torch.Generator().manual_seed(version)

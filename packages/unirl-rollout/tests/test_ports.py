@@ -42,5 +42,5 @@ def test_sglangs_scheduler_listens_where_the_system_sends_nobody(monkeypatch, tm
 
     monkeypatch.setattr(host, "_SGLang", lambda: SimpleNamespace(generator=Generator))
     with pytest.raises(ConfigError, match="no further"):
-        host.EngineHost(Start(str(tmp_path), {"push_transport": "disk"}, 0, str(tmp_path)))
+        host.EngineHost(Start(str(tmp_path), {}, 0, str(tmp_path)))
     assert all(20_000 <= told[0][name] < 32_768 for name in ("scheduler_port", "master_port"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from unirl.rollout.engine.child.pool import InstancePool
 from unirl.rollout.engine.child.process import interpreter
 from unirl.rollout.engine.child.rules import sleeps_otherwise
 from unirl.rollout.engine.push import check_version, refuse_other, refuse_unkept
+from unirl.types.bucket_files import BucketFiles
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
 from unirl.types.owned_folder import OwnedFolder
 from unirl.types.protocols.training import PolicyStore
@@ -42,7 +44,7 @@ _MAX_ATTEMPTS = 4
 
 
 class ChildEngine(BaseRolloutEngine):
-    """An engine whose model lives in other processes, where the policy is pushed as files. Implements WeightReceiver of
+    """An engine whose model lives in other processes, which read a pushed policy in place. Implements WeightReceiver of
     unirl.types.protocols.engines.
 
     The processes start with the object and load while the trainer does; the first call waits for them. Another takes
@@ -125,7 +127,7 @@ class ChildEngine(BaseRolloutEngine):
         self._policy: str | None = None
         self._ready: Any = None  # Any: the engine's own message
         self._calls = itertools.count()
-        self._num_files = itertools.count()
+        self._num_adapters = itertools.count()
         self._push: list[Message] = []
         """The last push, of which the files are kept: a process that starts later takes them too."""
         self._proof: tuple[Message, Any] | None = None  # Any: what `_read` gives
@@ -134,6 +136,7 @@ class ChildEngine(BaseRolloutEngine):
         """What the process that started last answered to the end of that push."""
         self._owned = OwnedFolder("unirl-engine-", processes.transfer_dir)
         self._folder = self._owned.path
+        self._files = BucketFiles(self._folder)
         self._pool = InstancePool(make_instances(self._folder), self._restore)
 
     @abstractmethod
@@ -244,18 +247,21 @@ class ChildEngine(BaseRolloutEngine):
         self._pool.heal()
         begin = BeginWeights(policy_version, list(specs))
         self._ask_all(begin)
-        self._drop_pushed()
         self._push = [begin]
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def receive_weights(self, bucket: WeightBucket) -> None:
         """Hand a bucket over, see WeightReceiver."""
         refuse_unkept(bucket)
-        path = self._folder / f"bucket-{next(self._num_files)}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in bucket.tensors.items()}, path, {"format": "pt"})
-        message = ReceiveWeights(bucket.policy_version, str(path), list(bucket.specs))
+        message = ReceiveWeights(bucket.policy_version, self._file_of(bucket), list(bucket.specs))
         self._ask_all(message)
         self._push.append(message)
+
+    def _file_of(self, bucket: WeightBucket) -> str:
+        """Where the processes read a bucket: the file that it came in, if their folder is of the same file system."""
+        if bucket.file is not None and os.stat(bucket.file).st_dev == os.stat(self._folder).st_dev:
+            return bucket.file
+        return str(self._files.write(len(self._push) - 1, bucket.tensors))
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
@@ -265,7 +271,7 @@ class ChildEngine(BaseRolloutEngine):
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
         """Swap the LoRA adapter, see WeightReceiver."""
-        folder = self._folder / f"adapter-{next(self._num_files)}"
+        folder = self._folder / f"adapter-{next(self._num_adapters)}"
         folder.mkdir()
         prefixed = {name: tensor.contiguous() for name, tensor in peft_names(bucket.tensors).items()}
         save_file(prefixed, folder / "adapter_model.safetensors")
@@ -304,11 +310,6 @@ class ChildEngine(BaseRolloutEngine):
         """What the living instances answer, perhaps none."""
         self.ready()
         return self._pool.broadcast(message)
-
-    def _drop_pushed(self) -> None:
-        self._push = []
-        for path in self._folder.glob("bucket-*.safetensors"):
-            path.unlink()
 
 
 def _version_of(policies: PolicyStore | None) -> int:

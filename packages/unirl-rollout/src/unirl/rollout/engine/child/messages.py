@@ -1,6 +1,6 @@
 """What a trainer's process and an engine's process say to each other: frozen dataclasses of plain values, sent as JSON.
 
-Large tensors never pass here: they lie in safetensors files of which a message names the path.
+Large tensors never pass here: a message names the path of a safetensors file, in memory that both sides map.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from unirl.types.errors import ContractError
 from unirl.types.weights import WeightSpec
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Raised with every change of a message; both sides compare."""
 
 
@@ -58,7 +58,7 @@ class BeginWeights:
 
 @dataclass(frozen=True)
 class ReceiveWeights:
-    """Some of the announced tensors, in a safetensors file that the receiver may read until the push ends."""
+    """Some of the announced tensors, in a file of `unirl.types.bucket_files` that lasts until the next push begins."""
 
     policy_version: int
     path: str

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import ClassVar
-
-from safetensors.torch import load_file
 
 from unirl.rollout.engine.child.adapter import SentAdapter, read_adapter
 from unirl.rollout.engine.child.messages import (
@@ -20,6 +19,7 @@ from unirl.rollout.engine.child.messages import (
     WakeUp,
 )
 from unirl.rollout.engine.push import CompletePush, PushReceiver
+from unirl.types.bucket_files import MappedBuckets
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.weights import WeightBucket
 
@@ -31,6 +31,11 @@ class WeightsHost(ABC):
     """As errors name it."""
     _pushes: PushReceiver
     """Made by the subclass, which knows the engine's model."""
+
+    @cached_property
+    def _mapped(self) -> MappedBuckets:
+        """The files of pushes."""
+        return MappedBuckets()
 
     @property
     def _takes_adapters(self) -> bool:
@@ -66,9 +71,11 @@ class WeightsHost(ABC):
         match message:
             case BeginWeights():
                 self._pushes.announce(message.policy_version, message.specs)
+                self._mapped.forget_removed()
                 self._begin_push()
             case ReceiveWeights():
-                bucket = WeightBucket(message.policy_version, load_file(message.path), tuple(message.specs))
+                tensors = self._mapped.tensors(message.path)
+                bucket = WeightBucket(message.policy_version, tensors, tuple(message.specs))
                 with self._pushes.receiving(bucket):
                     self._keep(message.path, bucket)
             case FinishWeights():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -47,14 +47,14 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.sglang_diffusion.rules"
     sleep_levels: ClassVar[tuple[int, ...]] = (1,)
-    renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices"}
+    renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices", "push_transport": None}
     codec: ClassVar[MessageCodec] = CODEC
     module: ClassVar[str] = "unirl.rollout.engine.sglang_diffusion.server"
     environment: ClassVar[str] = "environments/sglang-cpu"
     versions: ClassVar[tuple[str, ...]] = (SGLANG_DIFFUSION.version,)
     owned_options: ClassVar[frozenset[str]] = frozenset(
         # A replica of its own that SGLang answers with would not be pushed to: num_instances are ours.
-        {"model_path", "model_id", "backend", "num_gpus", "push_transport", "dp_size"}
+        {"model_path", "model_id", "backend", "num_gpus", "dp_size"}
     )
     logp_gap_float32: ClassVar[float | None] = 1e-6
     kernels: ClassVar[dict[str, str]] = {"flow": "sde", "cps": "cps"}
@@ -65,7 +65,6 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
         policies: PolicyStore | None = None,
         *,
         forward_batch_size: PositiveInt,
-        push_transport: Literal["disk", "tensor"] = "disk",
         drop_text_encoders: bool = False,
         track: str = "image",
         **processes: Any,  # Any: see EngineProcesses
@@ -83,7 +82,6 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
         options = {
             "model_id": self._family.model_id,
             "num_gpus": own.num_devices,
-            "push_transport": push_transport,
             "sleep_on_idle": True,  # or its scheduler would spin a core while the policy trains
             **({} if own.is_cpu else _PLACES),
             **self._family.split(own.num_devices, own.options),

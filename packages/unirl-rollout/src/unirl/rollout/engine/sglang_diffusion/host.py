@@ -30,7 +30,7 @@ from unirl.rollout.engine.served_latents.call import (
 )
 from unirl.rollout.engine.served_latents.host import TRANSFORMER, LatentsHost
 from unirl.rollout.engine.sglang_diffusion.messages import Ready
-from unirl.rollout.engine.sglang_diffusion.worker_ext import DESCRIBE, GIVEN
+from unirl.rollout.engine.sglang_diffusion.worker_ext import CHECKSUM, DESCRIBE, GIVEN
 from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 
@@ -50,7 +50,6 @@ class EngineHost(LatentsHost):
         self._sgl = _SGLang()
         self._folder = Path(start.model)
         options = dict(start.engine_args)
-        self._transport: str = options.pop("push_transport")
         # Engines that start at one time on one host would all find SGLang's own choice free.
         ports = {"scheduler_port": free_port(), "master_port": free_port()}
         self._generator = self._sgl.generator.from_pretrained(
@@ -137,17 +136,6 @@ class EngineHost(LatentsHost):
     # Weights ----------------------------------------------------------------------------------------------------
 
     def _load(self, paths: Sequence[str]) -> int:
-        if self._transport == "disk":
-            self._load_from_disk(paths)
-        else:
-            tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
-            self._must(self._tensor_request(tensors))
-        return self._facts["num_parameters"]
-
-    def _checksums(self) -> Sequence[str]:
-        return self._facts_of(TRANSFORMER).split()
-
-    def _load_from_disk(self, paths: Sequence[str]) -> None:
         folder = self._scratch / "push"
         shutil.rmtree(folder, ignore_errors=True)
         (folder / TRANSFORMER).mkdir(parents=True)
@@ -159,6 +147,10 @@ class EngineHost(LatentsHost):
         request = self._sgl.structs.UpdateWeightFromDiskReqInput(model_path=str(folder), target_modules=[TRANSFORMER])
         self._must(request)
         # The files are read, but SGLang remembers the folder as the one to return to where a later load fails.
+        return self._facts["num_parameters"]
+
+    def _checksums(self) -> Sequence[str]:
+        return self._facts_of(CHECKSUM).split()
 
     def _act_with(self, adapter: SentAdapter) -> int:
         """Merges it into the weights that the engine was started with."""

@@ -7,22 +7,29 @@ trainer's side proves their effect on every answer.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 from collections import Counter
 from typing import Any
 
+import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from unirl.rollout.engine.served_latents.ranks import failures, of_all_ranks
 from unirl.rollout.engine.served_latents.tokens import as_tokens
 from unirl.sde.noise import step_noise
+from unirl.types.weights import tensor_checksum
 
 GIVEN = "unirl"
 """Key of `Req.extra`, whose value is a dict of `noise_keys`, `noise_seed`, `noise_shape`, `token_side` and
 `distilled_guidance`."""
 DESCRIBE = "unirl:describe"
 """Module name that makes SGLang's request for checksums answer what it runs instead."""
+
+CHECKSUM = "unirl:checksum"
+"""Module name that makes it answer one checksum per rank of the transformer, in a tenth of the time of SGLang's own."""
 
 _ROOT = "sglang.multimodal_gen.runtime"
 _STAGES = f"{_ROOT}.pipelines_core.stages"
@@ -95,7 +102,9 @@ def leave_undecoded(decode: Any, stage: Any, batch: Any, server_args: Any) -> An
 
 
 def describe(checksums: Any, worker: Any, module_names: list[str] | None = None) -> dict[str, str]:
-    """What runs here, where `DESCRIBE` is asked for; otherwise checksums, of each rank one behind the other."""
+    """What `DESCRIBE` or `CHECKSUM` asks for; otherwise SGLang's checksums, of each rank one behind the other."""
+    if module_names == [CHECKSUM]:
+        return {CHECKSUM: " ".join(_of_all_ranks(_checksum(worker.pipeline.get_module("transformer"))))}
     if module_names != [DESCRIBE]:
         found = _of_all_ranks(checksums(worker, module_names=module_names))
         return {name: " ".join(rank[name] for rank in found) for name in found[0]}
@@ -113,8 +122,20 @@ def describe(checksums: Any, worker: Any, module_names: list[str] | None = None)
     return {DESCRIBE: json.dumps(found)}
 
 
+def _checksum(transformer: Any) -> str:
+    """Of all parameters of this rank, where they are offloaded too."""
+    offload: Any = importlib.import_module(f"{_ROOT}.managers.memory_managers.layerwise_offload")
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(offload.iter_materialized_weights(transformer), key=lambda item: item[0]):
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name} {tensor_checksum(own)}\n".encode())
+    return digest.hexdigest()
+
+
 def load_on_all(update: Any, worker: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     """What updating said on every rank; SGLang gives what its first one says."""
+    if not gc.get_freeze_count():
+        gc.freeze()  # SGLang collects garbage in every update, half a second of looking at what was imported
     said = _of_all_ranks(update(worker, *args, **kwargs))
     error = failures([None if success else message for success, message in said])
     messages = [message for _, message in said]

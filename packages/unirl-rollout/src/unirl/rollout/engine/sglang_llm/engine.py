@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from unirl.rollout.engine.checkpoint import local_folder
+from unirl.rollout.engine.child.devices import KEEPS_MEMORY
 from unirl.rollout.engine.child.messages import Message, MessageCodec
 from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.child.process import interpreter
@@ -230,7 +231,7 @@ def _check_cpu(own: EngineProcesses, kv_cache_tokens: int | None) -> None:
 def _cpu_variables(num_threads: int, num_ranks: int) -> dict[str, str]:
     """Threads of each process. Several ranks on one NUMA node must be told their cores, or SGLang refuses them; and
     that there is no NCCL, which torch brings along without a GPU too."""
-    threads = {"OMP_NUM_THREADS": str(num_threads)}
+    threads = {"OMP_NUM_THREADS": str(num_threads), **KEEPS_MEMORY}
     if num_ranks == 1:
         return threads
     cores = sorted(os.sched_getaffinity(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
+from unirl.rollout.engine.child.devices import KEEPS_MEMORY
 from unirl.rollout.engine.child.messages import Message, MessageCodec
 from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.served_text.call import Limits
@@ -111,11 +112,15 @@ def _variables(own: EngineProcesses) -> dict[str, str]:
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     if not own.is_cpu:
         return common
-    return common | {
-        "OMP_NUM_THREADS": str(own.num_threads),
-        # Bound threads would share their cores with the trainer's while others stand idle.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # vLLM compiles a small function at the first token, which takes longer than it saves in a short run.
-        "TORCH_COMPILE_DISABLE": "1",
-    }
+    return (
+        common
+        | KEEPS_MEMORY
+        | {
+            "OMP_NUM_THREADS": str(own.num_threads),
+            # Bound threads would share their cores with the trainer's while others stand idle.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # vLLM compiles a small function at the first token, which takes longer than it saves in a short run.
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+    )

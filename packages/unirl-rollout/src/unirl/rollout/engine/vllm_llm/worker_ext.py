@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
+
+from unirl.types.bucket_files import MappedBuckets
+
+_MAPPED = MappedBuckets()
 
 
 class WeightSyncExtension:
@@ -37,6 +40,7 @@ class WeightSyncExtension:
             self.reload_weights(weights_iterator=_tensors(paths))
         finally:
             del model.load_weights
+            _MAPPED.forget_removed()
         return len(bound & names), sorted(names - bound)
 
     def unirl_adapter(self, adapter_id: int) -> tuple[int, list[str]]:
@@ -55,4 +59,4 @@ class WeightSyncExtension:
 
 def _tensors(paths: list[str]) -> Iterator[tuple[str, Tensor]]:
     for path in paths:
-        yield from load_file(path).items()
+        yield from _MAPPED.tensors(path).items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -44,7 +44,7 @@ class VLLMOmniEngine(ServedLatentsEngine):
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.vllm_omni.rules"
     sleep_levels: ClassVar[tuple[int, ...]] = (1,)
-    renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices"}
+    renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices", "push_transport": None}
     codec: ClassVar[MessageCodec] = CODEC
     module: ClassVar[str] = "unirl.rollout.engine.vllm_omni.server"
     environment: ClassVar[str] = "environments/vllm-omni-cpu"
@@ -58,7 +58,6 @@ class VLLMOmniEngine(ServedLatentsEngine):
             "trust_remote_code",
             "worker_extension_cls",
             "enable_sleep_mode",
-            "push_transport",
             # A custom pipeline is not split over the tokens, whatever these say.
             "ulysses_degree",
             "ring_degree",
@@ -74,7 +73,6 @@ class VLLMOmniEngine(ServedLatentsEngine):
         policies: PolicyStore | None = None,
         *,
         forward_batch_size: PositiveInt,
-        push_transport: Literal["files", "tensor"] = "files",
         drop_text_encoders: bool = False,
         track: str = "image",
         **processes: Any,  # Any: see EngineProcesses
@@ -97,7 +95,6 @@ class VLLMOmniEngine(ServedLatentsEngine):
         self._drops_text_encoders = drop_text_encoders
         options = {
             "dtype": str(self._dtype).removeprefix("torch."),
-            "push_transport": push_transport,
             **({"enable_sleep_mode": True} if own.sleep_level else {}),
             **({"tensor_parallel_size": own.num_devices} if own.num_devices > 1 else {}),
             **own.options,

@@ -39,7 +39,6 @@ class EngineHost(LatentsHost):
     def __init__(self, start: Start) -> None:
         self._omni = _VLLMOmni()
         options = dict(start.engine_args)
-        self._transport: str = options.pop("push_transport")
         family, folder = family_of(Path(start.model)), Path(start.model)
         if family.topology is not None:
             stages = Path(start.scratch_dir) / "stages.yaml"
@@ -81,10 +80,7 @@ class EngineHost(LatentsHost):
         return SampledLatents(self._pushes.policy_version, str(path))
 
     def _load(self, paths: Sequence[str]) -> int:
-        if self._transport == "files":
-            return sum(found["num_bound"] for found in self._ask("unirl_load_files", list(paths)))
-        tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
-        return sum(found["num_bound"] for found in self._ask("unirl_load_tensors", tensors))
+        return sum(found["num_bound"] for found in self._ask("unirl_load_files", list(paths)))
 
     def _checksums(self) -> Sequence[str]:
         return [found["checksum"] for found in self._ask("unirl_checksum")]

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors.torch import load_file
-from torch import Tensor
 
 from unirl.rollout.engine.served_latents.ranks import of_all_ranks
+from unirl.types.bucket_files import MappedBuckets
 from unirl.types.weights import tensor_checksum
 
 _EXTENSION: Any = importlib.import_module("vllm_omni.diffusion.worker.diffusion_worker").CustomPipelineWorkerExtension
 _LORA: Any = importlib.import_module("vllm_omni.lora.request").LoRARequest
+
+_MAPPED = MappedBuckets()
 
 Facts = dict[str, Any]  # Any: JSON
 """What a method says: `error`, or what it found. An exception would end vLLM-Omni."""
@@ -47,11 +48,10 @@ class PushExtension(_EXTENSION):
         }
 
     def unirl_load_files(self, paths: list[str]) -> Facts:
-        """Load all weights from safetensors files, names as in the checkpoint."""
-        return self.unirl_load_tensors({name: tensor for path in paths for name, tensor in load_file(path).items()})
-
-    def unirl_load_tensors(self, tensors: dict[str, Tensor]) -> Facts:
-        """Load all weights; `error` where a parameter took none, which vLLM-Omni itself does not say."""
+        """Load all weights from safetensors files, names as in the checkpoint; `error` where a parameter took none,
+        which vLLM-Omni itself does not say."""
+        _MAPPED.forget_removed()
+        tensors = {name: tensor for path in paths for name, tensor in _MAPPED.tensors(path).items()}
         pipeline: Any = self.model_runner.pipeline
         try:
             loaded = pipeline.load_weights((pipeline.weight_prefix + name, tensor) for name, tensor in tensors.items())
