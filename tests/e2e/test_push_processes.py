@@ -13,7 +13,7 @@ from pushed_weights import ForwardPipeline, build_copy, build_training, make_tra
 
 from unirl.config.runs import run_of
 from unirl.distributed.group.ray_runtime import RayRuntime
-from unirl.distributed.group.start import GroupPlan, start_groups
+from unirl.distributed.group.start import GroupPlan, Push, start_groups
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.tracking.jsonl import JsonlTracker
 from unirl.trainer.build.assembly import make_trainer
@@ -70,7 +70,7 @@ def test_groups_on_one_device_or_two_push_by_what_they_share(ray_of_two_cores, t
         GroupPlan("rollout", build_copy, (rollout,), roles=("engine",)),
     ]
     with start_groups(
-        plans, num_devices=1 + rollout, device=device, timeout_s=300, pushes_from="sync", pushes_to="engine"
+        plans, num_devices=1 + rollout, device=device, timeout_s=300, pushes=[Push("rollout", "engine")]
     ) as groups:
         for _ in range(3):
             expected = groups.role("trainee").train()

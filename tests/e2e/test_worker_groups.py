@@ -29,7 +29,7 @@ def test_three_groups_train_to_the_bits_of_one(recipe, tmp_path):
     build = functools.partial(build_components, run_of(small), str(tmp_path / "checkpoints"))
     expected = metrics_of(small, LocalRuntime(build), tmp_path / "together")
     train, rollout, reward = (
-        LocalRuntime(functools.partial(build, holds=(held,))) for held in ("train", "rollout", "reward")
+        LocalRuntime(functools.partial(build, holds=(held,))) for held in ("train", "engine", "reward")
     )
     train.role("sync").connect(rollout.component("engine"))
     apart = WorkerGroups(train, {"engine": rollout, "reward": reward})

@@ -172,7 +172,7 @@ def findings(name, *overrides):
         (
             VLLM,
             ["+placement.train=0-15", "+placement.rollout=16-31"],
-            "residency.sleep_engine: true makes room for nobody: placement.rollout shares no device",
+            "residency.sleep_engine: true frees memory that no other group needs: placement.rollout = ",
         ),
         (VLLM, [LORA_SYNC], "LoraWeightSync pushes LoRA adapters, but backend.lora is null"),
         (
@@ -226,7 +226,7 @@ def findings(name, *overrides):
         (
             REPLICA,
             [*APART[:2], "device=cuda", "+placement.train=0-1", "+placement.rollout=1", "+sync.transport=nccl"],
-            "sync.transport = nccl needs GPUs of its own for each side, but devices [1] are shared. Set ipc",
+            "sync.transport = nccl needs separate GPUs for each side, but devices [1] are shared. Set ipc",
         ),
     ],
 )

@@ -107,7 +107,27 @@ MISTAKES = [
     ),
     (
         {"runtime": "ray", "num_devices": 2, "placement": {"train": 0, "rollout": 1}},
-        "placement.rollout = 1, but the engines of stages stand beside what trains. Remove placement.rollout.",
+        "placement.rollout = 1 gives the engine of stages.text separate workers, but TrainsideTextEngine samples with "
+        "the very weights that train.",
+    ),
+    (
+        {"runtime": "ray", "num_devices": 2, "pools": {"train": {"devices": 0}}, "stages.image.pool": "painter"},
+        "stages.image.pool = painter: there is no such pool; there are train. Add it to pools.",
+    ),
+    ({"pools": {"train": {"devices": 0}, "idle": {"devices": None}}}, "pools.idle has no devices. Name some in"),
+    ({"pools": {"train": {"gpus": 0}}}, "pools.train.gpus: unknown key"),
+    (
+        {"runtime": "ray", "pools": {"train": {"devices": 0}}, "placement.train": 0},
+        "placement.train = 0: placement is the short form of pools, and both are there. Move it to pools.train.devices",
+    ),
+    (
+        {"runtime": "ray", "num_devices": 2, "pools": {"train": {"devices": 0}, "idle": {"devices": 1}}},
+        "pools.idle.devices = 1: nothing stands in the pool idle. Name it in stages.<track>.pool, engine.pool or",
+    ),
+    (
+        {"runtime": "ray", "num_devices": 4, "pools": {"train": {"devices": 0}, "judge": {"devices": "1-3"}}}
+        | {"reward.pool": "judge"},
+        "samples do not divide over the 3 devices of pools.judge.devices = 1-3. Change one of them.",
     ),
     ({"reward.is_async": True}, "the engines of stages make whole responses only. Set reward.is_async: false."),
     (

@@ -328,7 +328,7 @@ PLACEMENT_MISTAKES = [
     (
         {"engine._target_": "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine", "engine.dtype": ...}
         | {"placement.train": "0", "placement.rollout": "1"},
-        "placement.rollout = 1 gives the engine workers of its own, but TrainsideRolloutEngine samples with the very "
+        "placement.rollout = 1 gives the engine separate workers, but TrainsideRolloutEngine samples with the very "
         "weights that train. Take an engine that is pushed to",
     ),
     (
@@ -356,7 +356,7 @@ def test_groups_may_share_devices_whose_memory_they_give_back(recipes):
     (message,) = groups_that_overlap_take_turns(run_of(sleepless))
     assert message == (
         "placement.train and placement.rollout both have devices [2, 3], but TrainsideRolloutEngine cannot give their "
-        "memory back (can_sleep). Give each group devices of its own."
+        "memory back (can_sleep). Give each group separate devices."
     )
 
 
@@ -375,6 +375,7 @@ def test_every_key_that_a_message_names_exists(recipes):
     named -= {("sampling", "ar"), ("sampling", "diffusion")}  # of the last release
     assert ("cluster", "timeout_s") in named and ("sampling", "samples_per_prompt") in named
     known = {(section, key) for section, inner in plain_sections().items() for key in vars(built(inner, {}))}
+    known |= {(section, key) for section, component in components().items() for key in component.own_keys}
     known |= {("stages", track) for recipe in recipes.values() for track in recipe.get("stages") or {}}
     known |= {("pipelines", track) for recipe in recipes.values() for track in recipe.get("pipelines") or {}}
     targets = {target for recipe in recipes.values() for target in _targets(recipe)}

@@ -6,18 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.config.placement import cluster_shape, devices_of, shared_devices, worker_groups
-from unirl.config.schema import Cluster, Placement
+from unirl.config.placement import Given, cluster_shape, devices_of, shared_devices, worker_groups
+from unirl.config.schema import Cluster
 from unirl.types.errors import ConfigError
 
+ONE_ENGINE = {"engine": None, "reward": None}
 
-def groups(num_devices: int, cluster: dict[str, Any] | None = None, **placement: Any) -> dict[str, tuple[Any, Any]]:
-    found = worker_groups(num_devices, Cluster(**(cluster or {})), Placement(**placement))
+
+def groups(
+    num_devices: int, cluster: dict[str, Any] | None = None, members: dict[str, str | None] = ONE_ENGINE, **pools: Any
+) -> dict[str, tuple[Any, Any]]:
+    given = {name: Given(f"placement.{name}", devices) for name, devices in pools.items()}
+    found = worker_groups(num_devices, Cluster(**(cluster or {})), given, members)
     return {group.name: (group.holds, group.devices) for group in found}
 
 
 def test_without_a_placement_every_device_holds_everything() -> None:
-    assert groups(3) == {"worker": (("train", "rollout", "reward"), (0, 1, 2))}
+    assert groups(3) == {"worker": (("train", "engine", "reward"), (0, 1, 2))}
 
 
 @pytest.mark.parametrize(
@@ -38,19 +43,37 @@ def test_devices_of_a_node_group_are_counted_within_it() -> None:
 def test_what_is_not_placed_is_with_the_engine_or_with_what_trains() -> None:
     assert groups(4, train="0-1", rollout="2-3") == {
         "train": (("train",), (0, 1)),
-        "rollout": (("rollout", "reward"), (2, 3)),
+        "rollout": (("engine", "reward"), (2, 3)),
     }
     assert groups(4, train="0-2", reward="3") == {
-        "train": (("train", "rollout"), (0, 1, 2)),
+        "train": (("train", "engine"), (0, 1, 2)),
         "reward": (("reward",), (3,)),
     }
     assert groups(4, train="all", rollout="0-3", reward="0-3") == {
-        "train": (("train", "rollout", "reward"), (0, 1, 2, 3))
+        "train": (("train", "engine", "reward"), (0, 1, 2, 3))
+    }
+
+
+CHAIN = {"stages.text": "writer", "stages.image": "painter", "reward": None}
+
+
+def test_stages_stand_in_the_pools_that_they_name_and_the_reward_with_the_last() -> None:
+    assert groups(4, members=CHAIN, train="0-1", writer="2", painter="3") == {
+        "train": (("train",), (0, 1)),
+        "writer": (("stages.text",), (2,)),
+        "painter": (("stages.image", "reward"), (3,)),
+    }
+    together = groups(4, members={**CHAIN, "reward": "judge"}, judge="3", painter="2,3", writer="2-3", train="0-1")
+    assert together == {
+        "train": (("train",), (0, 1)),
+        "writer": (("stages.text", "stages.image"), (2, 3)),
+        "judge": (("reward",), (3,)),
     }
 
 
 def test_groups_that_share_some_devices_are_named_with_them() -> None:
-    found = worker_groups(4, Cluster(), Placement(train="0-2", rollout="2-3", reward="3"))
+    placed = {"train": Given("a", "0-2"), "rollout": Given("b", "2-3"), "reward": Given("c", 3)}
+    found = worker_groups(4, Cluster(), placed, ONE_ENGINE)
     pairs = {(one.name, other.name): devices for one, other, devices in shared_devices(found)}
     assert pairs == {("train", "rollout"): (2,), ("rollout", "reward"): (3,)}
 
@@ -93,3 +116,20 @@ def test_eight_devices_make_a_node_where_nothing_else_is_said() -> None:
 def test_a_placement_that_cannot_be_is_refused(num_devices, cluster, placement, message) -> None:
     with pytest.raises(ConfigError, match=message):
         groups(num_devices, cluster, **placement)
+
+
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        (
+            {"train": 0, "writer": 1},
+            r"stages.image.pool = painter: there is no such pool; there are train, writer. Add",
+        ),
+        ({"train": 0, "writer": 1, "painter": 2, "spare": 3}, "placement.spare = 3: nothing stands in the pool spare"),
+        ({"writer": 1, "painter": 2}, "placement.writer is given, placement.train is not"),
+        ({}, "stages.text.pool = writer: there is no such pool; there are none"),
+    ],
+)
+def test_pools_that_do_not_fit_their_members_are_refused(pools, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        groups(4, members=CHAIN, **pools)

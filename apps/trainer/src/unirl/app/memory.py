@@ -165,7 +165,7 @@ class _Estimate:
     def engine_weights(self) -> float:
         """The copy of the model that an engine samples with, where it is on the devices that train."""
         group, engine = groups_of_run(self.run)[0], self.run.engine
-        if "rollout" not in group.holds or not engine.ability("has_own_weights"):
+        if self.run.stages[0].at not in group.holds or not engine.ability("has_own_weights"):
             return 0.0
         return self.sizes.trained * _BYTES[engine.get("dtype", "bf16")] * GB
 

@@ -32,6 +32,7 @@ from unirl.config.schema import (
     Component,
     NamedPolicySections,
     PolicySections,
+    Pool,
     StageSections,
     components,
     plain_sections,
@@ -180,6 +181,7 @@ def _keys(recipe: Resolved) -> Iterator[str]:
         if key not in TOP_LEVEL:
             yield f"unknown key {key!r} in the recipe. {did_you_mean(str(key), (*TOP_LEVEL, 'defaults'))}"
     yield from _stage_keys(recipe)
+    yield from _pool_keys(recipe)
     of_policies = list(policy_sections(recipe).values()) if isinstance(recipe.get("policies", {}), Mapping) else []
     required = {"": (*schema.required(schema.Recipe), *(() if recipe.get("stages") else SAMPLED))}
     for prefix, sections in of_policies:
@@ -232,6 +234,21 @@ def _stage_keys(recipe: Resolved) -> Iterator[str]:
         for key in (key for key in stage if key not in known):
             yield f"{at}.{key}: unknown key. {did_you_mean(str(key), known)}"
         yield from _plain_values(StageSections, stage, f"{at}.")
+
+
+def _pool_keys(recipe: Resolved) -> Iterator[str]:
+    """Keys of pools, unknown, missing or of the wrong type."""
+    pools, known = recipe.get("pools") or {}, schema.keys(Pool)
+    for name, pool in pools.items() if isinstance(pools, Mapping) else ():
+        at = f"pools.{name}"
+        if not isinstance(pool, Mapping):
+            yield f"{at} = {pool!r} must be a mapping of {', '.join(known)}."
+            continue
+        for key in (key for key in pool if key not in known):
+            yield f"{at}.{key}: unknown key. {did_you_mean(str(key), known)}"
+        if pool.get("devices") is None:
+            yield f"{at} has no devices. Name some in {at}.devices, such as 0-3, or remove the pool."
+        yield from _plain_values(Pool, pool, f"{at}.")
 
 
 def _is_built(key: str, prefix: str, sections: Resolved) -> bool:

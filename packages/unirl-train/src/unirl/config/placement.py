@@ -1,4 +1,4 @@
-"""Which devices each worker group of a run has: the grammar of `placement`, and the shape of the cluster.
+"""Which devices each worker group of a run has: the grammar of `pools` and `placement`, and the shape of the cluster.
 
 Devices are counted through all nodes, from 0: with two nodes of four, node 1 has devices 4 to 7. Imports no torch.
 """
@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from unirl.config.runs import ComposedRun
-from unirl.config.schema import Cluster, Placement
+from unirl.config.schema import Cluster, Recipe
 from unirl.types.errors import ConfigError
-from unirl.types.recipe import Messages, Part
+from unirl.types.recipe import Messages, Part, Stage
 
 DEVICES_PER_NODE = 8
 """Where neither the nodes nor their devices are counted, a run of more devices than this fills nodes of as many."""
 
-EVERYTHING = ("train", "rollout", "reward")
-"""What can be placed."""
+TRAIN, REWARD = "train", "reward"
+"""What stands in a pool besides engines, which are called by their place: `engine` or `stages.<track>`."""
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -39,13 +39,34 @@ class ClusterShape:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a recipe says of devices, and where."""
+
+    at: str
+    devices: str | int
+
+    @property
+    def shown(self) -> str:
+        """As messages say it."""
+        return f"{self.at} = {self.devices}"
+
+
+@dataclass(frozen=True)
 class WorkerGroup:
     """Workers that hold the same components, one on each of some devices."""
 
-    name: str
+    pools: tuple[str, ...]
+    """Those with these devices."""
     holds: tuple[str, ...]
-    """What of "train", "rollout" and "reward" they hold."""
+    """TRAIN, places of engines (`Stage.at`), REWARD."""
     devices: tuple[int, ...]
+    given: Given
+    """Of its first pool."""
+
+    @property
+    def name(self) -> str:
+        """Of its first pool."""
+        return self.pools[0]
 
 
 def cluster_shape(num_devices: int, cluster: Cluster) -> ClusterShape:
@@ -76,7 +97,7 @@ def cluster_shape(num_devices: int, cluster: Cluster) -> ClusterShape:
 
 
 def devices_of(text: str | int, key: str, shape: ClusterShape) -> tuple[int, ...]:
-    """The devices that a placement names, in rising order: "0-3", "4,5", "all", or of some nodes "big:0-7", "big:all".
+    """The devices that a pool names, in rising order: "0-3", "4,5", "all", or of some nodes "big:0-7", "big:all".
 
     Raises ConfigError, naming `key`, for what is no such thing, devices that are not there and unknown node groups.
     """
@@ -94,32 +115,69 @@ def devices_of(text: str | int, key: str, shape: ClusterShape) -> tuple[int, ...
     return tuple(devices[number] for number in chosen)
 
 
-def worker_groups(num_devices: int, cluster: Cluster, placement: Placement) -> list[WorkerGroup]:
-    """The worker groups of a run, `train` first. Groups that are given the same devices share their workers.
+def worker_groups(
+    num_devices: int, cluster: Cluster, pools: Mapping[str, Given], members: Mapping[str, str | None]
+) -> list[WorkerGroup]:
+    """The worker groups of a run, that of the pool `train` first. Pools with the same devices share their workers.
 
-    Without a placement one group holds everything. Where `rollout` is not placed the engine is with what trains;
-    where `reward` is not placed it is with the engine, so that samples are scored where they lie.
-    Raises ConfigError as `cluster_shape` and `devices_of` do, and where something is placed but `train` is not.
+    pools: by name. Without any, one group holds everything.
+    members: place of each stage or engine in the recipe, then "reward" -> the pool that it names. Without one an engine
+        is in the pool `rollout`, else with what trains; the reward in the pool `reward`, else with the last engine, so
+        that samples are scored where they lie.
+    Raises ConfigError as `cluster_shape` and `devices_of` do, for an unknown pool, one that nothing stands in, and for
+    pools without `train`.
     """
-    shape = cluster_shape(num_devices, cluster)
-    placed = {item.name: getattr(placement, item.name) for item in fields(placement)}
-    placed = {name: text for name, text in placed.items() if text is not None}
-    if not placed:
-        return [WorkerGroup("worker", EVERYTHING, tuple(range(num_devices)))]
-    if "train" not in placed:
-        raise ConfigError(f"placement.{next(iter(placed))} is given, placement.train is not. Name its devices too.")
-    devices = {name: devices_of(text, f"placement.{name}", shape) for name, text in placed.items()}
-    devices.setdefault("rollout", devices["train"])
-    devices.setdefault("reward", devices["rollout"])
-    holders: dict[tuple[int, ...], list[str]] = {}
-    for name in EVERYTHING:
-        holders.setdefault(devices[name], []).append(name)
-    return [WorkerGroup(names[0], tuple(names), own) for own, names in holders.items()]
+    shape, known = cluster_shape(num_devices, cluster), ", ".join(pools) or "none"
+    for place, pool in members.items():
+        if pool is not None and pool not in pools:
+            raise ConfigError(f"{place}.pool = {pool}: there is no such pool; there are {known}. Add it to pools.")
+    if not pools:
+        return [
+            WorkerGroup(("worker",), (TRAIN, *members), tuple(range(num_devices)), Given("num_devices", num_devices))
+        ]
+    if TRAIN not in pools:
+        at = next(iter(pools.values())).at
+        raise ConfigError(f"{at} is given, {at.replace(next(iter(pools)), TRAIN)} is not. Name its devices too.")
+    devices = {name: devices_of(given.devices, given.at, shape) for name, given in pools.items()}
+    default, pool_of = "rollout" if "rollout" in pools else TRAIN, {TRAIN: TRAIN}
+    for place, pool in members.items():
+        last = next(reversed(pool_of.values()))
+        pool_of[place] = pool or (default if place != REWARD else REWARD if REWARD in pools else last)
+    for name, given in pools.items():
+        if name not in pool_of.values():
+            raise ConfigError(
+                f"{given.shown}: nothing stands in the pool {name}. Name it in stages.<track>.pool, engine.pool or "
+                "reward.pool, or remove it."
+            )
+    sharing: dict[tuple[int, ...], list[str]] = {}
+    for name in dict.fromkeys(pool_of.values()):  # `train` first
+        sharing.setdefault(devices[name], []).append(name)
+    return [
+        WorkerGroup(
+            tuple(names), tuple(place for place, pool in pool_of.items() if pool in names), own, pools[names[0]]
+        )
+        for own, names in sharing.items()
+    ]
 
 
 def groups_of_run(run: ComposedRun) -> list[WorkerGroup]:
-    """The worker groups of a recipe. Raises as `worker_groups` does."""
-    return worker_groups(run.num_devices, run.file.cluster, run.file.placement)
+    """The worker groups of a recipe. Raises as `worker_groups` does, and ConfigError for `pools` beside `placement`."""
+    members = {stage.at: stage.pool for stage in run.stages}
+    members[REWARD] = run.resolved[REWARD].get("pool")
+    return worker_groups(run.num_devices, run.file.cluster, pools_of(run.file), members)
+
+
+def pools_of(file: Recipe) -> dict[str, Given]:
+    """The pools of a recipe by name: `pools`, or what `placement` means. Raises ConfigError for both."""
+    short = {item.name: getattr(file.placement, item.name) for item in fields(file.placement)}
+    placed = {name: Given(f"placement.{name}", text) for name, text in short.items() if text is not None}
+    named = {str(name): Given(f"pools.{name}.devices", pool["devices"]) for name, pool in file.pools.items()}
+    if placed and named:
+        raise ConfigError(
+            f"{next(iter(placed.values())).shown}: placement is the short form of pools, and both are there. Move it "
+            f"to pools.{next(iter(placed))}.devices."
+        )
+    return placed or named
 
 
 def shared_devices(groups: Sequence[WorkerGroup]) -> Iterator[tuple[WorkerGroup, WorkerGroup, tuple[int, ...]]]:
@@ -136,69 +194,83 @@ def shared_devices(groups: Sequence[WorkerGroup]) -> Iterator[tuple[WorkerGroup,
 
 def groups_need_ray(run: ComposedRun) -> Messages:
     """Workers of several groups are processes."""
-    if run.runtime != "ray" and len(groups_of_run(run)) > 1:
+    groups = groups_of_run(run)
+    if run.runtime != "ray" and len(groups) > 1:
         yield (
-            f"placement.train = {run.file.placement.train}: groups of workers need runtime: ray; runtime is "
-            f"{run.runtime}. Change one of them."
+            f"{groups[0].given.shown}: groups of workers need runtime: ray; runtime is {run.runtime}. Change one of "
+            "them."
         )
 
 
 def engine_elsewhere_has_own_weights(run: ComposedRun) -> Messages:
     """An engine that samples with the weights that train is where they are."""
-    if _share(run, "train", "rollout"):
-        return
-    if run.is_staged:
-        yield (
-            f"placement.rollout = {run.file.placement.rollout}, but the engines of stages stand beside what trains. "
-            "Remove placement.rollout."
-        )
-    elif not run.engine.ability("has_own_weights"):
-        yield (
-            f"placement.rollout = {run.file.placement.rollout} gives the engine workers of its own, but "
-            f"{run.engine.name} samples with the very weights that train. Take an engine that is pushed to "
-            "(parts/engine=replica), or remove placement.rollout."
-        )
+    train = groups_of_run(run)[0]
+    for stage in run.stages:
+        is_trained = stage.policy in run.policies
+        if stage.at not in train.holds and is_trained and not stage.engine.ability("has_own_weights"):
+            yield (
+                f"{group_of(run, stage.at).given.shown} gives {_named(stage)} separate workers, but "
+                f"{stage.engine.name} samples with the very weights that train. Take an engine that is pushed to "
+                f"(parts/engine=replica), or let it stand in the pool train."
+            )
+
+
+def sizes_are_read_where_they_are_chosen(run: ComposedRun) -> Messages:
+    """The sizes that a text chooses are read by the pipeline that wrote it."""
+    for stage in run.stages:
+        if stage.reads is None or stage.grows_from is None or not stage.reads.ability("reads_sizes"):
+            continue
+        parent = run.stage_of(stage.grows_from)
+        if group_of(run, parent.at) != group_of(run, stage.at):
+            yield (
+                f"{stage.at}.pool: {stage.reads.name} reads sizes with the pipeline of {parent.track}, which stands on "
+                f"other devices ({group_of(run, parent.at).given.shown}). Let both stand in one pool."
+            )
 
 
 def async_reward_is_with_the_engine(run: ComposedRun) -> Messages:
     """Samples are handed over as they are made within a worker."""
-    if run.reward.get("is_async") and not _share(run, "rollout", "reward"):
+    reward = group_of(run, REWARD)
+    if run.reward.get("is_async") and not all(stage.at in reward.holds for stage in run.stages):
         yield (
-            f"reward.is_async hands samples over within a worker, but placement.reward = {run.file.placement.reward} "
-            "is not where the engine is. Set reward.is_async: false, or remove placement.reward."
+            f"reward.is_async hands samples over within a worker, but {reward.given.shown} is not where the engine is. "
+            "Set reward.is_async: false, or let the reward stand with the engine."
         )
 
 
 def one_worker_speaks_to_a_running_server(run: ComposedRun) -> Messages:
     """A server that runs already has one worker that pushes to it."""
-    for engine in (stage.engine for stage in run.stages):
-        url = engine.get("url")
-        for group in groups_of_run(run):
-            if url is not None and "rollout" in group.holds and len(group.devices) > 1:
-                yield (
-                    f"{engine.at}.url = {url} is one server, to which each of {len(group.devices)} workers would push. "
-                    "Give the engine one worker, which asks for all samples: name what trains in placement.train, and "
-                    f"set placement.rollout={group.devices[0]}; or remove {engine.at}.url."
-                )
+    for stage in run.stages:
+        url, group = stage.engine.get("url"), group_of(run, stage.at)
+        if url is not None and len(group.devices) > 1:
+            yield (
+                f"{stage.engine.at}.url = {url} is one server, to which each of {len(group.devices)} workers would "
+                "push. Give the engine one worker, which asks for all samples: name what trains in placement.train, "
+                f"and set placement.rollout={group.devices[0]}; or remove {stage.engine.at}.url."
+            )
 
 
 def groups_that_overlap_take_turns(run: ComposedRun) -> Messages:
     """On a GPU that an engine shares with what trains, the engine gives the memory back; a server that runs already has
-    devices of its own."""
-    is_elsewhere = run.engine.get("url") is not None
-    if run.device != "cuda" or is_elsewhere or (run.engine.ability("can_sleep") and run.file.residency.sleep_engine):
-        return
-    for one, other, both in shared_devices(groups_of_run(run)):
-        if "rollout" not in (*one.holds, *other.holds):
-            continue
-        clash = f"placement.{one.name} and placement.{other.name} both have devices {list(both)}"
-        if run.engine.ability("can_sleep"):
-            yield f"{clash}, where they take turns. Set residency.sleep_engine: true, or give each devices of its own."
-        else:
+    separate devices. Engines of different groups are awake at the same time."""
+    for one, other, both in shared_devices(groups_of_run(run)) if run.device == "cuda" else ():
+        here = [s for s in run.stages if s.at in (*one.holds, *other.holds) and s.engine.get("url") is None]
+        clash = f"{one.given.at} and {other.given.at} both have devices {list(both)}"
+        if all(any(stage.at in group.holds for stage in here) for group in (one, other)):
             yield (
-                f"{clash}, but {run.engine.name} cannot give their memory back (can_sleep). Give each group devices of "
-                "its own."
+                f"{clash}, and engines of both are awake while samples are made. Give each separate devices, or both "
+                "the same, so that they share their workers."
             )
+        for stage in here:
+            if not stage.engine.ability("can_sleep"):
+                yield (
+                    f"{clash}, but {stage.engine.name} cannot give their memory back (can_sleep). Give each group "
+                    "separate devices."
+                )
+            elif not run.file.residency.sleep_engine:
+                yield (
+                    f"{clash}, where they take turns. Set residency.sleep_engine: true, or give each separate devices."
+                )
 
 
 def samples_divide_over_every_group(run: ComposedRun) -> Messages:
@@ -208,8 +280,8 @@ def samples_divide_over_every_group(run: ComposedRun) -> Messages:
     for group in groups_of_run(run)[1:]:
         if (prompts * repeats) % len(group.devices):
             yield (
-                f"{product} samples do not divide over the {len(group.devices)} devices of placement.{group.name} = "
-                f"{getattr(run.file.placement, group.name)}. Change one of them."
+                f"{product} samples do not divide over the {len(group.devices)} devices of {group.given.shown}. Change "
+                "one of them."
             )
 
 
@@ -218,43 +290,47 @@ def push_transport_fits_the_placement(run: ComposedRun) -> Messages:
     for stage in run.stages:
         sync = run.all_policies[stage.policy].sync
         if sync is not None and stage.engine.ability("has_own_weights"):
-            yield from _transport_fits(sync, stage.engine, run)
+            yield from _transport_fits(sync, stage, run)
 
 
-def _transport_fits(sync: Part, engine: Part, run: ComposedRun) -> Messages:
+def _transport_fits(sync: Part, stage: Stage, run: ComposedRun) -> Messages:
     transport, folder = sync.get("transport"), sync.get("transfer_dir")
     if folder is not None and transport != "files":
         yield f"{sync.at}.transfer_dir does nothing with transport = {transport or 'ray'}. Set files, or remove it."
     if transport is None:
         return
-    if _share(run, "train", "rollout"):
+    groups = groups_of_run(run)
+    if stage.at in groups[0].holds:
         yield (
-            f"{sync.at}.transport = {transport} does nothing: {engine.name} is with what trains. Remove it, or "
-            "give the engine workers of its own (placement.train, placement.rollout)."
+            f"{sync.at}.transport = {transport} does nothing: {stage.engine.name} is with what trains. Remove it, or "
+            "give the engine separate workers (placement.train, placement.rollout)."
         )
         return
     num_nodes = cluster_shape(run.num_devices, run.file.cluster).num_nodes
     if transport == "ipc" and num_nodes > 1:
         yield f"{sync.at}.transport = ipc shares memory of one node, cluster.num_nodes = {num_nodes}. Set nccl or ray."
-    shared = [
-        both for one, other, both in shared_devices(groups_of_run(run)) if "rollout" in (*one.holds, *other.holds)
-    ]
+    shared = [both for one, other, both in shared_devices(groups) if stage.at in (*one.holds, *other.holds)]
     if transport == "nccl" and run.device == "cuda" and shared:
         yield (
-            f"{sync.at}.transport = nccl needs GPUs of its own for each side, but devices {list(shared[0])} are "
-            "shared. Set ipc, or another placement.rollout."
+            f"{sync.at}.transport = nccl needs separate GPUs for each side, but devices {list(shared[0])} are shared. "
+            f"Set ipc, or another {group_of(run, stage.at).given.at}."
         )
 
 
-def _share(run: ComposedRun, one: str, other: str) -> bool:
-    """Whether two things that can be placed are with the same workers."""
-    return any(one in group.holds and other in group.holds for group in groups_of_run(run))
+def group_of(run: ComposedRun, place: str) -> WorkerGroup:
+    """The workers that hold TRAIN, REWARD or the engine of a stage (`Stage.at`)."""
+    return next(group for group in groups_of_run(run) if place in group.holds)
+
+
+def _named(stage: Stage) -> str:
+    return "the engine" if stage.reads is None else f"the engine of {stage.at}"
 
 
 RULES = (
     groups_need_ray,
     push_transport_fits_the_placement,
     engine_elsewhere_has_own_weights,
+    sizes_are_read_where_they_are_chosen,
     async_reward_is_with_the_engine,
     one_worker_speaks_to_a_running_server,
     groups_that_overlap_take_turns,

@@ -226,6 +226,7 @@ def _only(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) ->
     return Stage(
         track=engine.get("track"),
         policy=sampled.name,
+        pool=recipe["engine"].get("pool"),
         engine=engine,
         sampling=_section(recipe, "sampling", found["sampling"]),
         advantages=advantages,
@@ -257,6 +258,7 @@ def _stages(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) 
             advantages=own.get("advantages", advantages),
             reads=part_of(node.get("reads") or {}, f"{at}.reads", found["reads"]),
             grows_from=parent,
+            pool=node.get("pool"),
         )
         policy.pipeline_of(str(track))
     unused = [name for name in policies if name not in {stage.policy for stage in made.values()}]

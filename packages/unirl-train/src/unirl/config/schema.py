@@ -95,7 +95,7 @@ _ENGINE = Component(
     kind="unirl.rollout.engine.base.BaseRolloutEngine",
     injected=frozenset({"pipeline", "policies"}),
     if_taken=frozenset({"device", "rank", "bundle"}),
-    own_keys=frozenset({"policy"}),
+    own_keys=frozenset({"policy", "pool"}),
 )
 _STAGE_ENGINE = dataclasses.replace(_ENGINE, injected=_ENGINE.injected | {"track"}, own_keys=frozenset())
 _SAMPLING = Component(
@@ -127,6 +127,8 @@ class StageSections:
     """The policy that it samples from; None: the only one."""
     grows_from: str | None = None
     """The track that it grows from; None: the request."""
+    pool: str | None = None
+    """The pool whose workers hold its engine; None: the pool `rollout` where there is one, else `train`."""
     reads: Annotated[
         Node | None,
         Component(kind="unirl.rollout.stages.reading.Asked", default="unirl.rollout.stages.reading.Asked"),
@@ -173,11 +175,19 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Devices of each worker group: 0-3, or 4,5, or all, or of a node group big:0-7. None at all: all hold everything.
+class Pool:
+    """Devices with a name. What stands on them says so: `stages.<track>.pool`, `engine.pool`, `reward.pool`.
 
-    Groups with the same devices share their workers; where only some are the same, they take turns there.
+    Pools with the same devices share their workers; where only some are the same, they take turns there.
     """
+
+    devices: str | int
+    """0-3, or 4,5, or all, or of a node group big:0-7."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Short form of the pools `train`, `rollout` and `reward`: devices of each. None at all: all hold everything."""
 
     train: str | int | None = None
     """What trains, and its checkpoints."""
@@ -241,14 +251,17 @@ class Recipe:
             kind="unirl.reward.service.RewardService",
             inner_kinds={"scorers": "unirl.reward.base.LocalScorer"},
             injected=frozenset({"device"}),
-            own_keys=frozenset({"track"}),
+            own_keys=frozenset({"track", "pool"}),
         ),
     ]
-    """`reward.track` names the track whose media are scored where it is not the root; those above it are credited."""
+    """`reward.track` names the track whose media are scored where it is not the root; those above it are credited.
+    `reward.pool` names the pool whose workers score; absent: the pool `reward` where there is one, else that of the
+    last stage."""
 
     sampling: Annotated[Node | None, _SAMPLING] = None
     engine: Annotated[Node | None, _ENGINE] = None
-    """`engine.policy` names the policy that it samples from, where there are several."""
+    """`engine.policy` names the policy that it samples from, where there are several, `engine.pool` the pool of its
+    workers."""
     stages: Mapping[str, StageSections] = dataclasses.field(default_factory=dict)
     """What a request goes through, by track; absent: one engine makes one track."""
     policies: Mapping[str, PolicySections] = dataclasses.field(default_factory=dict)
@@ -256,6 +269,8 @@ class Recipe:
     one."""
     cluster: Cluster = Cluster()
     placement: Placement = Placement()
+    pools: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: each has the keys of `Pool`
+    """By name, any number; `train` is the pool of what trains."""
     media_interval: NonNegativeInt = 0
     """Rollouts between those whose samples are kept and shown; 0 shows none."""
     samples: Samples = Samples()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unirl.distributed.held import Held
-from unirl.distributed.runtime import Role, Runtime
+from unirl.distributed.runtime import Runtime
 from unirl.distributed.worker import ComponentInfo, Usage
 from unirl.types.errors import ContractError
 from unirl.types.roles import MeshPlace
@@ -18,11 +18,17 @@ class WorkerGroups(Runtime):
 
     A held value moves, from worker to worker, to the group whose role is called with it; `gather` and `hold` give their
     results to `main`. The groups are closed together, and `on_close` is called after them.
+    led: roles that several groups play together, by name: objects of this process with the methods of the role.
     Raises ContractError where a group lacks its role.
     """
 
     def __init__(
-        self, main: Runtime, elsewhere: Mapping[str, Runtime], *, on_close: Callable[[], None] = lambda: None
+        self,
+        main: Runtime,
+        elsewhere: Mapping[str, Runtime],
+        *,
+        led: Mapping[str, object] | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         for name, runtime in elsewhere.items():
@@ -30,13 +36,18 @@ class WorkerGroups(Runtime):
                 raise ContractError(f"the workers that should hold {name!r} have {sorted(runtime._infos())}")
         self._main = main
         self._elsewhere = dict(elsewhere)
+        self._led = dict(led or {})
         self._groups = list(dict.fromkeys((main, *elsewhere.values())))
         self._on_close = on_close
         for runtime in self._groups:
             runtime.neighbours = frozenset(self._groups) - {runtime}
 
-    def _role(self, name: str) -> Role:
-        return self._elsewhere.get(name, self._main).role(name)
+    def _role(self, name: str) -> Any:  # Any: a Role, or what plays one
+        return self._led[name] if name in self._led else self._elsewhere.get(name, self._main).role(name)
+
+    def has_role(self, name: str) -> bool:
+        """See Runtime; of any group."""
+        return name in self._led or super().has_role(name)
 
     def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
         """See Runtime; on the workers of `main`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from unirl.config.placement import groups_of_run
+from unirl.config.placement import REWARD, TRAIN, group_of
 from unirl.config.runs import ComposedRun
 from unirl.types.recipe import Messages
 
@@ -48,19 +48,20 @@ def residency_moves_something(run: ComposedRun) -> Messages:
 
 
 def what_leaves_makes_room(run: ComposedRun) -> Messages:
-    """Groups of workers with devices of their own have nothing to make room for."""
-    residency = run.file.residency
-    devices = {name: set(group.devices) for group in groups_of_run(run) for name in group.holds}
+    """Groups of workers with separate devices have nothing to make room for."""
+    residency, places = run.file.residency, tuple(stage.at for stage in run.stages)
     for knob, own, others in (
-        ("sleep_engine", "rollout", ("train",)),
-        ("offload_weights", "train", ("rollout",)),
-        ("offload_optimizer", "train", ("rollout", "reward")),
-        ("offload_reward", "reward", ("rollout", "train")),
+        ("sleep_engine", places, (TRAIN,)),
+        ("offload_weights", (TRAIN,), places),
+        ("offload_optimizer", (TRAIN,), (*places, REWARD)),
+        ("offload_reward", (REWARD,), (*places, TRAIN)),
     ):
-        if getattr(residency, knob) and not any(devices[own] & devices[other] for other in others):
+        here, there = ([group_of(run, place) for place in both] for both in (own, others))
+        needed = {device for group in there for device in group.devices}
+        if getattr(residency, knob) and not any(needed.intersection(group.devices) for group in here):
             yield (
-                f"residency.{knob}: true makes room for nobody: placement.{own} shares no device with "
-                f"{' or '.join(others)}. Remove it."
+                f"residency.{knob}: true frees memory that no other group needs: {here[0].given.shown} shares no "
+                f"device with {' or '.join(dict.fromkeys(group.name for group in there))}. Remove it."
             )
 
 

@@ -22,7 +22,7 @@ COMPARED = ("seed", "reward", "data", "sampling", "advantages", "selection")
 """Sections of a recipe that say what is sampled and how it is judged."""
 OF_COMPARED_STAGE = ("policy", "grows_from", "reads", "sampling", "advantages")
 """Keys of a stage that say so."""
-_FREE = ("data.path", "reward.is_async")
+_FREE = ("data.path", "reward.is_async", "reward.pool")
 """A data source compares the rows themselves, wherever they lie; asynchronous scoring gives the same rewards."""
 MAX_SHOWN = 6
 

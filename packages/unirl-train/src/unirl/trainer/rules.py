@@ -18,10 +18,9 @@ def geometry_divides(run: ComposedRun) -> Messages:
     if best_of is not None and best_of > repeats:
         yield f"selection.best_of = {best_of} exceeds {per_prompt} = {repeats}. Lower it."
         return
-    total, devices = prompts * repeats, len(groups_of_run(run)[0].devices)
-    placed = run.file.placement.train
-    over = "num_devices" if placed is None else f"devices of placement.train = {placed}"
-    key = "num_devices" if placed is None else "placement.train"
+    group = groups_of_run(run)[0]
+    total, devices, key = prompts * repeats, len(group.devices), group.given.at
+    over = key if key == "num_devices" else f"devices of {group.given.shown}"
     product = f"batch_size * {per_prompt} = {prompts} * {repeats} = {total}"
     is_cut = best_of is None and total % devices
     for policy in run.policies.values():
@@ -37,7 +36,7 @@ def geometry_divides(run: ComposedRun) -> Messages:
                 f"of: batch_size, {per_prompt}, {name}."
             )
     if total % devices:
-        count = f"num_devices = {devices}" if placed is None else f"the {devices} {over}"
+        count = group.given.shown if key == "num_devices" else f"the {devices} {over}"
         yield (f"{product} is not divisible by {count}. Change one of: batch_size, {per_prompt}, {key}.")
 
 

@@ -153,6 +153,13 @@ class Stage:
     """How it reads the tracks above it; None for the only stage."""
     grows_from: str | None = None
     """The parent track; None: the request."""
+    pool: str | None = None
+    """The pool of its engine; None: "rollout" where there is one, else "train"."""
+
+    @property
+    def at(self) -> str:
+        """Where it stands in the recipe."""
+        return "engine" if self.reads is None else f"stages.{self.track}"
 
     def parts(self) -> Iterator[Part]:
         """Every component."""

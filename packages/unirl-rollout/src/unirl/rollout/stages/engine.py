@@ -59,8 +59,8 @@ class StagesEngine(BaseRolloutEngine):
 
     def _check_sizes(self, track: str, params: DiffusionSamplingParams, plan: DiffusionPlan) -> None:
         stage = self._stages[track]
-        if stage.grows_from is None:
-            return
+        if stage.grows_from not in self._pipelines:
+            return  # a stage whose parent stands elsewhere reads no sizes
         for height, width in stage.reader.possible_sizes(self._pipelines[stage.grows_from]):
             sized = dataclasses.replace(params, height=height, width=width)
             if not torch.equal(stage.pipeline.sigmas(sized), plan.sigmas):
@@ -79,13 +79,14 @@ class StagesEngine(BaseRolloutEngine):
         stage.engine.check_prompts(_of_prompt(req, params, stage.reader.of_prompt(req.primitives)))
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
-    def generate(self, req: RolloutReq, policy: Copies = None) -> RolloutResp:
+    def generate(self, req: RolloutReq, policy: Copies = None, above: RolloutResp | None = None) -> RolloutResp:
         """The tracks of the stages that the request names, for every row of this rank's request.
 
-        policy: named copies of the weights, by track or policy. Raises what the engines raise, ConfigError for a stage
+        policy: named copies of the weights, by track or policy. above: what engines of stages elsewhere have made of
+        this rank's request; its tracks are part of the response. Raises what the engines raise, ConfigError for a stage
         that is not there, and ContractError for a request of one stage.
         """
-        tracks: dict[str, RolloutTrack] = {}
+        tracks: dict[str, RolloutTrack] = {} if above is None else dict(above.tracks)
         for track, params in _staged(req).stages.items():
             stage = self._stage(track)
             copy = copy_of(policy, track, stage.policy)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unirl.distributed.group.device_pool import Device, DevicePool
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.groups import WorkerGroups
 from unirl.distributed.runtime import Runtime
+from unirl.distributed.stages import LedStages
 from unirl.distributed.tensor.planes.base import DataPlane, ObjectPlane
 from unirl.distributed.worker import Builder
 
@@ -25,6 +26,17 @@ class GroupPlan:
     """Roles that are found here rather than in the first group."""
 
 
+@dataclass(frozen=True)
+class Push:
+    """Engines that the component "sync" of the first group pushes to."""
+
+    group: str
+    engine: str
+    """Name of the component."""
+    policy: str | None = None
+    """Where the sync is of several policies, the one that goes there."""
+
+
 def start_groups(
     plans: Sequence[GroupPlan],
     *,
@@ -35,14 +47,14 @@ def start_groups(
     address: str = "auto",
     timeout_s: float = 3600.0,
     start_timeout_s: float = 300.0,
-    pushes_from: str | None = None,
-    pushes_to: str | None = None,
+    pushes: Sequence[Push] = (),
+    stages: Mapping[str, str] | None = None,
     plane: DataPlane | None = None,
 ) -> Runtime:
     """Start the groups one after the other, the first one first. Groups that have the same device take turns there.
 
-    pushes_from, pushes_to: the weight sync of the first group and the engine that it pushes to, where that is with
-    other workers; both are names of components. The other arguments: see `DevicePool` and `RayRuntime`.
+    stages: track -> the group whose component "engine" makes it, where several make one response (`LedStages`).
+    The other arguments: see `DevicePool` and `RayRuntime`.
     Raises what they raise, and leaves nothing behind.
     """
     with contextlib.ExitStack() as unfinished:
@@ -69,12 +81,16 @@ def start_groups(
                 plane=plane,
             )
             unfinished.callback(started[plan.name].close)
-        elsewhere = {role: started[plan.name] for plan in plans for role in plan.roles}
-        if pushes_from is not None and pushes_to in elsewhere and started[plans[0].name].has_role(pushes_from):
-            engines = elsewhere[pushes_to].remote_role(pushes_to)
-            (to,) = (plan for plan in plans if pushes_to in plan.roles)
-            shares_device = len(to.devices) == 1 and list(to.devices) == list(plans[0].devices)
-            started[plans[0].name].role(pushes_from).connect_elsewhere(engines, shares_device)
-        groups = WorkerGroups(started[plans[0].name], elsewhere, on_close=pool.close)
+        first = plans[0]
+        main, devices = started[first.name], {plan.name: list(plan.devices) for plan in plans}
+        for push in pushes if main.has_role("sync") else ():
+            engines = started[push.group].remote_role(push.engine)
+            shares_device = len(first.devices) == 1 and devices[push.group] == list(first.devices)
+            own = (engines, shares_device) if push.policy is None else (engines, shares_device, push.policy)
+            main.role("sync").connect_elsewhere(*own)
+        elsewhere = {role: started[plan.name] for plan in plans[1:] for role in plan.roles}
+        engine_of = {group: started[group].role("engine") for group in (stages or {}).values()}
+        led = {"engine": LedStages({track: engine_of[group] for track, group in stages.items()})} if stages else {}
+        groups = WorkerGroups(main, elsewhere, led=led, on_close=pool.close)
         unfinished.pop_all()
     return groups

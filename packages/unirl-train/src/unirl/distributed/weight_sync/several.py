@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.weight_sync.base import Metrics, WeightSync
 from unirl.train.names import joined
 from unirl.types.copies import Copies, copy_of
@@ -22,6 +23,16 @@ class PolicySyncs:
         self._syncs = dict(syncs)
         self._tracks = dict(tracks)
         self._names_metrics = names_metrics
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def connect_elsewhere(self, engines: RemoteRole, shares_device: bool, policy: str) -> None:
+        """See `WeightSync.connect_elsewhere`. policy: which one goes there."""
+        self._syncs[policy].connect_elsewhere(engines, shares_device)
+
+    def close(self) -> None:
+        """See `WeightSync.close`."""
+        for sync in self._syncs.values():
+            sync.close()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:

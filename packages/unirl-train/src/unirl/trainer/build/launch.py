@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unirl.config.placement import cluster_shape, groups_of_run
+from unirl.config.placement import REWARD, WorkerGroup, cluster_shape, groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.distributed.runtime import LocalRuntime, Runtime
 from unirl.trainer.build.worker import build_components
 from unirl.types.errors import ConfigError
-
-ROLE_OF = {"rollout": "engine", "reward": "reward"}
-"""What is placed -> the component that it means."""
 
 
 def make_runtime(run: ComposedRun, run_dir: Path, *, asks_teachers: bool = True, is_exported: bool = False) -> Runtime:
@@ -33,7 +30,7 @@ def _start_on_ray(run: ComposedRun, builder: Callable[..., Mapping[str, object]]
     """The workers of a recipe's placement on its cluster, engines elsewhere connected to what trains."""
     # Ray is heavy and optional; a local run never imports it.
     from unirl.distributed.group.ray_runtime import RayRuntime
-    from unirl.distributed.group.start import GroupPlan, start_groups
+    from unirl.distributed.group.start import GroupPlan, Push, start_groups
     from unirl.distributed.tensor.planes.choice import make_plane
 
     cluster = run.file.cluster
@@ -50,13 +47,29 @@ def _start_on_ray(run: ComposedRun, builder: Callable[..., Mapping[str, object]]
     groups = groups_of_run(run)
     if len(groups) == 1 and len(groups[0].devices) == run.num_devices:
         return RayRuntime(builder, **options)
+    train, *others = groups
     plans = [
-        GroupPlan(
-            group.name,
-            functools.partial(builder, holds=group.holds),
-            group.devices,
-            [ROLE_OF[held] for held in group.holds if held in ROLE_OF],
-        )
+        GroupPlan(group.name, functools.partial(builder, holds=group.holds), group.devices, _roles(run, group))
         for group in groups
     ]
-    return start_groups(plans, pushes_from="sync", pushes_to="engine", **options)
+    pushes = [
+        Push(group.name, stage.at, policy.name if run.is_staged else None)
+        for policy in run.policies.values()
+        for stage in [run.pushed_stage(policy)]
+        for group in others
+        if policy.sync is not None and stage is not None and stage.at in group.holds
+    ]
+    return start_groups(plans, pushes=pushes, stages=_led(run, groups), **options)
+
+
+def _roles(run: ComposedRun, group: WorkerGroup) -> list[str]:
+    """What is found in a group rather than in the first one."""
+    engines = [stage.at for stage in run.stages if stage.at in group.holds]
+    joined = ["engine"] if len(engines) == len(run.stages) else []
+    return [*dict.fromkeys([*joined, *engines]), *([REWARD] if REWARD in group.holds else [])]
+
+
+def _led(run: ComposedRun, groups: Sequence[WorkerGroup]) -> dict[str, str]:
+    """Track -> name of the group that makes it, where several groups make one response."""
+    found = {str(s.track): group.name for s in run.stages for group in groups if s.at in group.holds}
+    return found if len(set(found.values())) > 1 else {}

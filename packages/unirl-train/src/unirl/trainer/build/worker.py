@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from unirl.config import instantiate
-from unirl.config.placement import EVERYTHING
+from unirl.config.placement import REWARD, TRAIN
 from unirl.config.runs import ComposedRun, teacher_of
 from unirl.config.schema import PolicySections, StageSections, components
 from unirl.distributed.weight_sync.several import PolicySyncs
@@ -18,7 +18,7 @@ from unirl.distributed.worker import WorkerContext
 from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.policy_stacks import PolicyStacks
 from unirl.train.saved_policies import SavedPolicies
-from unirl.trainer.policy import Built, BuiltModel, BuiltPolicy, build_model, build_part, build_pipelines, build_policy
+from unirl.trainer.policy import Built, BuiltModel, BuiltPolicy, build_model, build_part, build_policy
 from unirl.types.recipe import TARGET, Stage
 from unirl.types.stages import BuiltStage
 
@@ -30,30 +30,33 @@ def build_components(
     run: ComposedRun,
     run_dir: str,
     context: WorkerContext,
-    holds: Sequence[str] = EVERYTHING,
+    holds: Sequence[str] | None = None,
     *,
     asks_teachers: bool = True,
     is_exported: bool = False,
 ) -> dict[str, object]:
     """The components of one worker: reward, engine, checkpointer, and of each policy bundle, pipeline, backend, ...
 
-    holds: what of "train", "rollout" and "reward" the worker is for (`unirl.config.placement`).
+    holds: what the worker is for (`WorkerGroup.holds`); None: everything.
     asks_teachers: whether the run trains; without, teachers are neither built nor handed over.
     is_exported: whether only weights are taken from the run: neither reward, nor engine, nor sync is built then.
     """
     seed_everything(run.seed)
-    if "train" not in holds:
+    if holds is None:
+        holds = (TRAIN, *(stage.at for stage in run.stages), REWARD)
+    if TRAIN not in holds:
         return _build_beside_training(run, context, holds)
     # First, since a reward server that is not there or has other rewards shall be known before models load.
     reward = None if is_exported else _build_reward(run, context, holds)
     seed_everything(run.seed)  # again, so that models are the same with any reward
     policies = {name: build_policy(plan, context.device) for name, plan in run.policies.items()}
-    models = {**policies, **{name: build_model(plan, context.device) for name, plan in run.frozen.items()}}
+    here = [stage for stage in run.stages if stage.at in holds]
+    sampled = {stage.policy for stage in here}
+    still = {name: build_model(plan, context.device) for name, plan in run.frozen.items() if name in sampled}
+    models: dict[str, BuiltModel] = {**policies, **still}
     wanted = run.teachers if asks_teachers else {}
     teachers = {name: build_model(plan, context.device) for name, plan in wanted.items()}
-    engines: list[Built] = []
-    if "rollout" in holds and not is_exported:
-        engines = [_build_engine(run, stage, models.get(stage.policy), context) for stage in run.stages]
+    engines = {} if is_exported else {stage.at: _build_engine(run, stage, models, context) for stage in here}
     for policy in policies.values():
         _prepare_algorithms(run, policy, engines, reward, teachers if asks_teachers else None)
     engine = _joined(run, engines, models)
@@ -61,8 +64,8 @@ def build_components(
         _announce(run, engine, reward)
     roles: dict[str, object] = {"reward": reward, "engine": engine}
     for model in models.values():
-        roles.update(model.roles(models))
-    if len(models) > 1:
+        roles.update(model.roles(run.all_policies))
+    if len(run.all_policies) > 1:
         stacks = {name: policy.stack for name, policy in policies.items()}
         roles["stack"] = PolicyStacks(stacks, None if run.is_staged else run.sampled)
     roles["sync"] = None if is_exported else _build_sync(run, policies, engines, context)
@@ -73,15 +76,14 @@ def build_components(
 def _prepare_algorithms(
     run: ComposedRun,
     policy: BuiltPolicy,
-    engines: Sequence[Built],
+    engines: Mapping[str, Built],
     reward: Built,
     teachers: Mapping[str, BuiltModel] | None,
 ) -> None:
     """Hand the algorithms of a policy what they ask for: teacher, reward, and the rollout's own log-probs where every
-    engine that samples from the policy computes them as a replay does."""
-    pairs = zip(run.stages, engines, strict=bool(engines))
-    own = [engine for stage, engine in pairs if stage.policy == policy.plan.name]
-    replays_exactly = bool(own) and policy.backend.computes_in_float32 and all(e.has_trainer_logp for e in own)
+    engine that samples from the policy computes them as a replay does. One elsewhere does not."""
+    own = [engines.get(stage.at) for stage in run.stages if stage.policy == policy.plan.name]
+    replays_exactly = policy.backend.computes_in_float32 and all(e is not None and e.has_trainer_logp for e in own)
     for track, algorithm in policy.algorithms.items():
         sampling = instantiate((run.stage_of(track) if run.is_staged else run.stages[0]).sampling.node)
         asked = teacher_of(policy.plan.algorithms[track])
@@ -95,12 +97,11 @@ def _prepare_algorithms(
 
 
 def _build_sync(
-    run: ComposedRun, policies: Mapping[str, BuiltPolicy], engines: Sequence[Built], context: WorkerContext
+    run: ComposedRun, policies: Mapping[str, BuiltPolicy], engines: Mapping[str, Built], context: WorkerContext
 ) -> Built:
     """The weight sync of the policy that the engine samples from, or of stages those of all policies as one; None where
     nothing is pushed."""
     component = components(PolicySections)["sync"]
-    by_track = dict(zip((stage.track for stage in run.stages), engines, strict=bool(engines)))
     syncs, tracks = {}, {}
     for name, policy in policies.items():
         stage = run.pushed_stage(policy.plan)
@@ -109,7 +110,7 @@ def _build_sync(
         track = stage.track or policy.plan.stack.get("track")
         offered = {
             "backend": policy.backend,
-            "engine": by_track.get(stage.track),
+            "engine": engines.get(stage.at),
             "pipeline": policy.pipelines[policy.plan.pipeline_name(str(track))],
             "rank": context.rank,
             "sampling": instantiate(stage.sampling.node),
@@ -134,14 +135,24 @@ def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], r
 
 
 def _build_beside_training(run: ComposedRun, context: WorkerContext, holds: Sequence[str]) -> dict[str, object]:
-    """An engine with weights of its own, reward models, or both, in a worker that trains nothing."""
+    """Engines with weights of their own or of policies that do not train, reward models, or both, in a worker that
+    trains nothing. The engine of each stage is a role too, which is pushed to."""
     made = {}
     reward = _build_reward(run, context, holds)
     if reward is not None:
         made["reward"] = reward
-    if "rollout" in holds:
+    here = [stage for stage in run.stages if stage.at in holds]
+    if here:
         seed_everything(run.seed)  # again, as where it trains
-        made["engine"] = _build_engine(run, run.stages[0], None, context)
+        # One model for all stages of a policy; an engine with its own model has it alone.
+        models = {
+            stage.policy: build_model(run.frozen[stage.policy], context.device)
+            for stage in here
+            if stage.policy in run.frozen and not stage.engine.ability("has_own_model")
+        }
+        engines = {stage.at: _build_engine(run, stage, models, context) for stage in here}
+        made.update(engines)
+        made["engine"] = _joined(run, engines, models)
         _announce(run, made["engine"], reward)
     return made
 
@@ -150,7 +161,7 @@ def _build_reward(run: ComposedRun, context: WorkerContext, holds: Sequence[str]
     """The reward where it scores, and where an algorithm differentiates it; None elsewhere."""
     algorithms = [part for policy in run.policies.values() for part in policy.algorithms.values()]
     differentiates = any(part.ability("requires_reward_gradient") for part in algorithms)
-    if "reward" in holds or ("train" in holds and differentiates):
+    if REWARD in holds or (TRAIN in holds and differentiates):
         return build_part(run.reward, components()["reward"], {"device": context.device})
     return None
 
@@ -161,24 +172,23 @@ def _announce(run: ComposedRun, engine: Built, reward: Built) -> None:
         engine.announce_to(reward.take)
 
 
-def _build_engine(run: ComposedRun, stage: Stage, model: BuiltModel | None, context: WorkerContext) -> Built:
-    """The engine of a stage. One with a model of its own, or in a worker that trains nothing, gets a bundle for itself
-    and a pipeline over it.
+def _build_engine(run: ComposedRun, stage: Stage, models: dict[str, BuiltModel], context: WorkerContext) -> Built:
+    """The engine of a stage. One with a model of its own, or whose policy is not among the models of this worker, gets
+    a bundle for itself and a pipeline over it.
 
-    model: of the policy that it samples from; None in a worker that trains nothing.
+    models: by policy. One that was not there is kept in it, so that other stages can read with its pipelines.
     """
     plan, part = run.all_policies[stage.policy], stage.engine
     name = plan.pipeline_name(str(stage.track)) if run.is_staged else next(iter(plan.pipelines))
-    if model is not None and not part.ability("has_own_model"):
-        bundle, pipeline = model.bundle, model.pipelines[name]
-    else:
+    model = own = models.get(stage.policy)
+    if own is None or part.ability("has_own_model"):
         with torch.random.fork_rng():  # what is drawn after it is the same with any engine
-            bundle = build_part(plan.bundle, components(PolicySections)["bundle"], {"device": context.device})
-            pipeline = build_pipelines(plan, bundle)[name]
+            own = build_model(plan, context.device)
+        models.setdefault(stage.policy, own)
     offered = {
         "policies": model.backend if isinstance(model, BuiltPolicy) else None,
-        "bundle": bundle,
-        "pipeline": pipeline,
+        "bundle": own.bundle,
+        "pipeline": own.pipelines[name],
         "device": context.device,
         "rank": context.rank,
     }
@@ -187,16 +197,16 @@ def _build_engine(run: ComposedRun, stage: Stage, model: BuiltModel | None, cont
     return build_part(part, components()["engine"], offered)
 
 
-def _joined(run: ComposedRun, engines: Sequence[Built], models: Mapping[str, BuiltModel]) -> Built:
-    """The engine of the run: the only one, or those of all stages as one; None without engines."""
+def _joined(run: ComposedRun, engines: Mapping[str, Built], models: Mapping[str, BuiltModel]) -> Built:
+    """The engine of this worker: the only one, or those of its stages as one; None without engines."""
     if not engines or not run.is_staged:
-        return next(iter(engines), None)
+        return next(iter(engines.values()), None)
     built = {}
-    for stage, engine in zip(run.stages, engines, strict=True):
+    for stage in (stage for stage in run.stages if stage.at in engines):
         model, track = models[stage.policy], str(stage.track)
         assert stage.reads is not None  # noqa: S101 - of a recipe with stages
         built[track] = BuiltStage(
-            engine=engine,
+            engine=engines[stage.at],
             pipeline=model.pipelines[model.plan.pipeline_name(track)],
             reader=instantiate(stage.reads.node),
             policy=stage.policy,

@@ -1,0 +1,80 @@
+"""Engines of stages with different groups of workers, as one engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from unirl.distributed.held import Held
+from unirl.types.copies import Copies
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.rollout import DiffusionPlan, RolloutReq
+from unirl.types.sampling import StagedSamplingParams
+
+Engine = Any  # Any: the role of a StagesEngine, whose methods follow its markers
+
+
+class LedStages:
+    """Leads a request from group to group, in the order of its stages. The response moves along, from worker to worker.
+
+    engines: by track; stages of one group have the same one.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = dict(engines)
+
+    def generate(self, req: RolloutReq, policy: Copies = None) -> Held:
+        """The tracks of all stages that the request names, held by the workers of the last one."""
+        held: Held | None = None
+        for engine, params in self._legs(req):
+            above, own = held, req.replace(sampling_params=params)
+            try:
+                held = engine.generate(own, policy=policy) if above is None else engine.generate(own, policy, above)
+            finally:
+                if above is not None:
+                    above.release()
+        if held is None:
+            raise ContractError("a request for several stages names none")
+        return held
+
+    def plans(self, params: StagedSamplingParams) -> dict[str, DiffusionPlan]:
+        """Of every stage of latents, see StagesEngine."""
+        found = {}
+        for engine in dict.fromkeys(self._engine(track) for track in params.stages):
+            own = {track: each for track, each in params.stages.items() if self._engines[track] is engine}
+            found.update(engine.plans(dataclasses.replace(params, stages=own)))
+        return {track: found[track] for track in params.stages if track in found}
+
+    def check_prompts(self, req: RolloutReq) -> None:
+        """Raise ConfigError where the first stage cannot read a prompt."""
+        engine, params = self._legs(req)[0]
+        engine.check_prompts(req.replace(sampling_params=params))
+
+    def sleep(self) -> None:
+        """All engines."""
+        for engine in dict.fromkeys(self._engines.values()):
+            engine.sleep()
+
+    def wake_up(self) -> None:
+        """All engines."""
+        for engine in dict.fromkeys(self._engines.values()):
+            engine.wake_up()
+
+    def _engine(self, track: str) -> Engine:
+        if track not in self._engines:
+            raise ConfigError(f"the request names a stage {track!r}; there are {', '.join(self._engines)}.")
+        return self._engines[track]
+
+    def _legs(self, req: RolloutReq) -> list[tuple[Engine, StagedSamplingParams]]:
+        """Stages in a row of one engine are one call."""
+        params = req.sampling_params
+        if not isinstance(params, StagedSamplingParams):
+            raise ContractError(f"this engine has several stages, the request has {type(params).__name__}")
+        legs: list[tuple[Engine, dict[str, Any]]] = []  # Any: parameters of any kind of stage
+        for track, own in params.stages.items():
+            engine = self._engine(track)
+            if not legs or legs[-1][0] is not engine:
+                legs.append((engine, {}))
+            legs[-1][1][track] = own
+        return [(engine, dataclasses.replace(params, stages=stages)) for engine, stages in legs]

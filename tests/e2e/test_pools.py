@@ -1,0 +1,73 @@
+"""Stages, what trains and the reward on separate devices of two nodes give the numbers of one worker."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stopping
+from small import SMALL_STAGES
+from stopping import comparable
+
+from unirl.app.environment import register_resolvers
+from unirl.config.check import check_recipe
+from unirl.config.recipes import compose, resolve
+
+ENGINES = {
+    "writer": ("unirl.rollout.engine.replica.text.ReplicaTextEngine", ["a crimson box =", "two of the dots ="]),
+    "painter": ("unirl.rollout.engine.replica.engine.ReplicaRolloutEngine", ["a red circle", "two blue squares"]),
+}
+
+
+def pushed(*overrides):
+    """The recipe of the phrases world with a few samples, whose engines have copies of the models in float32."""
+    register_resolvers()
+    recipe = resolve(compose("pe/shapes", [*SMALL_STAGES, "eval=null", "save.best_metric=reward", *overrides]))
+    for policy, (path, prompts) in ENGINES.items():
+        own = recipe["policies"][policy]
+        own["engine"] |= {"_target_": path, "dtype": "fp32"}
+        own["sync"] = {
+            "_target_": "unirl.distributed.weight_sync.full.FullWeightSync",
+            "dtype": "fp32",
+            "canary_prompts": prompts,
+        }
+    return recipe
+
+
+def on_two_nodes(recipe, folder):
+    """The metrics by rollout of a run on two nodes, whose Ray is that of another process."""
+    check_recipe(recipe)
+    folder.mkdir()
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    script = Path(__file__).with_name("on_two_nodes.py")
+    command = [sys.executable, str(script), str(folder / "recipe.json"), str(folder)]
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+    return json.loads((folder / "records.json").read_text())
+
+
+@pytest.mark.matrix
+def test_writer_painter_and_reward_on_three_pools_of_two_nodes_train_as_on_one_worker(tmp_path):
+    # As many images in a forward on one worker and on two: the painter's pool lies on both nodes.
+    alike = ("media_interval=0", "policies.painter.engine.forward_batch_size=4")
+    _, together = stopping.run(pushed(*alike), tmp_path / "together")
+    pools = {"train": "0", "writer": "1", "painter": "2-3", "judge": "4-5"}
+    recipe = pushed(*alike) | {"runtime": "ray", "num_devices": 6}
+    recipe["pools"] = {name: {"devices": devices} for name, devices in pools.items()}
+    recipe["stages"]["text"]["pool"], recipe["stages"]["image"]["pool"] = "writer", "painter"
+    recipe["reward"]["pool"] = "judge"
+    recipe["cluster"]["num_nodes"] = 2
+    apart = on_two_nodes(recipe, tmp_path / "apart")
+    own = {step: comparable(metrics) for step, metrics in together.items()}
+    of_machine = ("sync/seconds", "utilisation")
+    for step, metrics in own.items():
+        found = apart[str(step)]
+        assert set(found) == set(metrics)
+        assert found["writer/sync/logprob_gap_max"] < 1e-4 and found["painter/sync/logprob_gap_max"] < 1e-4
+        different = {
+            name: (value, found[name])
+            for name, value in metrics.items()
+            if found[name] != value and not name.endswith(of_machine)
+        }
+        assert not different
