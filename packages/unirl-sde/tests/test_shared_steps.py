@@ -90,7 +90,7 @@ def test_every_shared_step_is_one_forward_of_fewer_rows():
 def test_samples_are_equal_until_they_part_and_differ_from_there():
     made, _ = shared(keep="all")
     for position in range(7):
-        size = 6 if position <= 1 else 3 if position <= 3 else 1  # a step ends at the position behind it
+        size = 6 if position <= 1 else 3 if position <= 3 else 1  # a step ends at the position after it
         x = made.at([position])[:, 0]
         assert x.unique(dim=0).shape[0] == NUM_SAMPLES // size, position
         assert torch.equal(x, x[torch.arange(NUM_SAMPLES) // size * size])

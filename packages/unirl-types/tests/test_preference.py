@@ -1,4 +1,4 @@
-"""Rows that bring their own images: which sample gets which, and how a picture is named."""
+"""Rows that bring their own images: which sample gets which, and how an image is named."""
 
 import pytest
 

@@ -18,7 +18,7 @@ class Bounds:
     le: float | None = None
 
     def holds(self, number: float) -> bool:
-        """Whether the number is finite and within."""
+        """True if the number is finite and within."""
         return (
             math.isfinite(number)
             and (self.gt is None or number > self.gt)

@@ -33,7 +33,7 @@ def sample_shared(
 
     stages: (position, size) each: from `position` on, `size` consecutive samples are one, which is walked as the first
         of them. Positions ascend, the first is that of `initial`; sizes divide B and the size before, and end with 1.
-        Every stage but the first begins with a stochastic step, where those that it parts get noise of their own.
+        Every stage but the first begins with a stochastic step, where those that it parts get their own noise.
     velocity_of(rows): the velocity of these samples. step_noise(i, rows): their noise at step i, [len(rows), ...].
     Samples that share a step have the same stored latents, log-prob and mean there. One stage of size 1 is `sample`.
     Raises ValueError for stages that are not so.

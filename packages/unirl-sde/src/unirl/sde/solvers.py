@@ -25,7 +25,7 @@ class Solver(Protocol):
         ...
 
     def observe(self, x: Tensor, velocity: Tensor, index: int) -> None:
-        """Tells of latent and velocity at a position whose step somebody else takes, a stochastic one."""
+        """Record latent and velocity at a stochastic step, which the kernel takes."""
         ...
 
 
@@ -192,7 +192,7 @@ class UniPCSolver:
         return _log_snr(min(self._sigmas[index], _NEARLY_ONE))
 
 
-# What diffusers puts in the place of sigma = 1, whose log-SNR is infinite, rounded to float32 as it does.
+# What diffusers puts instead of sigma = 1, whose log-SNR is infinite, rounded to float32 as it does.
 _NEARLY_ONE = torch.tensor(1 - 1e-6, dtype=torch.float32, device="cpu").item()
 
 

@@ -55,11 +55,11 @@ class TimestepSchedule:
     steps_offset: Annotated[int, Bounds(ge=0)] = 0
     """Added to the timesteps of "leading" (SDXL 1); unused by the others."""
     rescale_betas_zero_snr: bool = False
-    """Whether the last timestep is moved to pure noise (CogVideoX)."""
+    """True if the last timestep is moved to pure noise (CogVideoX)."""
     snr_shift_scale: Annotated[float, Bounds(gt=0)] = 1.0
     """Divides the signal-to-noise ratio of every level (CogVideoX-2B 3); 1 leaves it."""
     set_alpha_to_one: bool = True
-    """Whether the last step ends without noise, at sigma = 0, as the stock pipelines of SDXL and CogVideoX do and
+    """True if the last step ends without noise, at sigma = 0, as the stock pipelines of SDXL and CogVideoX do and
     UniRL's trainer needs; otherwise it ends at the level of timestep 0."""
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class TimestepSchedule:
         return sigma_of(self.alphas_cumprod()).float()
 
     def timesteps(self, num_steps: int) -> Tensor:
-        """The T timesteps of a schedule, [T] int64, decreasing. Raises ValueError where the spacing has no such T."""
+        """The T timesteps of a schedule, [T] int64, decreasing. Raises ValueError if the spacing has no such T."""
         total = self.num_train_timesteps
         if not 1 <= num_steps <= total:
             raise ValueError(f"num_steps = {num_steps} must lie in 1 .. num_train_timesteps = {total}.")
@@ -145,7 +145,7 @@ class TimestepSchedule:
         """The schedule of a checkpoint's `scheduler_config.json`, given as a mapping.
 
         set_alpha_to_one: None takes the file's. SDXL's says false, which its stock scheduler, Euler, does not read.
-        Raises ValueError where the file names no betas, or asks for clipping, thresholding, trained betas or other
+        Raises ValueError if the file names no betas, or asks for clipping, thresholding, trained betas or other
         sigmas.
         """
         missing = [name for name in _NEEDED_SETTINGS if name not in config]

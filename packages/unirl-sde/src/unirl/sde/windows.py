@@ -32,7 +32,7 @@ class StepWindow:
     """Base of the schedulers, with what recipes are checked against."""
 
     takes_every_step: ClassVar[bool] = False
-    """Whether every step is stochastic, but for the last where `exclude_last` says so."""
+    """True if every step is stochastic, but for the last where `exclude_last` says so."""
 
 
 @dataclass(frozen=True)

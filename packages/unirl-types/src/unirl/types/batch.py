@@ -196,7 +196,7 @@ def _same_bytes(left: Tensor, right: Tensor) -> bool:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two field values are equal: tensors bit for bit on any device, batches and dataclasses field for field.
+    """True if two field values are equal: tensors bit for bit on any device, batches and dataclasses field for field.
 
     NaN equals NaN, so a value always equals its copy.
     """
@@ -256,7 +256,7 @@ class Batch:
 
     Assigning a field runs the checks again and leaves the old value where they fail; assigning anything else raises
     AttributeError. To change several fields at once, use `replace`.
-    Raises ContractError where per-sample fields disagree on the number of samples.
+    Raises ContractError if per-sample fields disagree on the number of samples.
     """
 
     _cu_seqlens: Tensor | None = dataclasses.field(default=None, repr=False, metadata={"kind": None})
@@ -334,7 +334,7 @@ class Batch:
     def pack(cls, **fields: Any) -> Self:
         """Build from per-sample lists of tensors for the packed fields; other fields are passed as they are.
 
-        Raises ContractError where two packed fields have different lengths for the same sample.
+        Raises ContractError if two packed fields have different lengths for the same sample.
         """
         kinds = cls.kinds()
         lengths: list[int] | None = None
@@ -358,7 +358,7 @@ class Batch:
         return cls(_cu_seqlens=boundaries, **ready)
 
     def unpack(self, name: str) -> list[Tensor]:
-        """The rows of one packed field, one tensor a sample (views). Raises ContractError for any other field."""
+        """The rows of one packed field, one tensor per sample (views). Raises ContractError for any other field."""
         value = getattr(self, name) if self.kinds().get(name) is Kind.PACKED else None
         if value is None:
             raise ContractError(f"{type(self).__name__}.{name} is not a packed field with a value")
@@ -404,7 +404,7 @@ class Batch:
     def concat(cls, batches: Iterable[Self]) -> Self:
         """Join shards in order; a single shard is returned as it is.
 
-        Raises ContractError where shared fields differ, or types, shapes or dtypes disagree.
+        Raises ContractError if shared fields differ, or types, shapes or dtypes disagree.
         """
         parts = list(batches)
         if not parts:

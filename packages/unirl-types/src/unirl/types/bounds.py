@@ -32,7 +32,7 @@ class Bounds:
     lt: float | None = None
     le: float | None = None
     allow_inf: bool = False
-    """Whether infinity is a value, as in "no limit"."""
+    """True if infinity is a value, as in "no limit"."""
 
     def problem(self, value: object) -> str | None:
         """What the value must be where it is outside, as in "must be {above 0}"; None where it is within."""

@@ -41,7 +41,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def is_memory(folder: Path | str) -> bool:
-    """Whether a folder is in the memory of this machine."""
+    """True if a folder is in the memory of this machine."""
     return Path(folder).resolve().is_relative_to(MEMORY)
 
 
@@ -109,7 +109,7 @@ class BucketFiles:
         self._buffers: dict[int, Tensor] = {}
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> Path:
-        """Write tensors over what file `number` held. Raises WeightSyncError where there is no room."""
+        """Write tensors over what file `number` held. Raises WeightSyncError if there is no room."""
         layout = BucketLayout.of(tensors)
         path = self._folder / f"bucket-{number}.safetensors"
         try:
@@ -157,7 +157,7 @@ class MappedBuckets:
     def tensors(self, path: str) -> dict[str, Tensor]:
         """The tensors of a file. They share its memory, must not be written to, and last until the next push begins.
 
-        Raises WeightSyncError where the file cannot be read.
+        Raises WeightSyncError if the file cannot be read.
         """
         try:
             with Path(path).open("rb") as file:

@@ -8,5 +8,5 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form owner/name. A relative path of two parts has it too: look for the folder first."""
+    """True if `name` has the form owner/name. A relative path of two parts has it too: look for the folder first."""
     return _HUB_ID.fullmatch(name) is not None

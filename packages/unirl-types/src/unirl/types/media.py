@@ -40,7 +40,7 @@ def pixel_bytes(pixels: Tensor) -> Tensor:
 
 def pixel_floats(pixels: Tensor) -> Tensor:
     """Pixels in [0, 1]; of uint8 the value / 255 in float32, floats as they are."""
-    # In place: the quotient beside the floats would take as much again.
+    # In place: the quotient next to the floats would take as much again.
     return pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels
 
 
@@ -71,7 +71,7 @@ class Images(Batch):
         return self.replace(pixels=pixel_floats(self.pixels))
 
     def sized(self) -> SizedImages:
-        """The same beside images of other sizes."""
+        """The same next to images of other sizes."""
         return SizedImages(images=list(self.pixels))
 
     @classmethod
@@ -125,7 +125,7 @@ class SizedImages(Batch):
             _check_media(image, "an image of SizedImages", "[C, H, W]", (3,), has_bytes=True)
 
     def of_one_size(self) -> Images:
-        """The same where all have one size. Raises ContractError where they differ."""
+        """The same where all have one size. Raises ContractError if they differ."""
         return Images.from_list(self.images)
 
 

@@ -31,7 +31,7 @@ def sample_place(sample_id: str) -> int:
 def given_image(metadata: Metadata, sample_id: str) -> str | None:
     """The reference of the image that the row gives to this sample; None where the row has no images.
 
-    Raises ContractError where it has too few.
+    Raises ContractError if it has too few.
     """
     return _given(metadata, IMAGES, sample_id)
 

@@ -49,7 +49,7 @@ class Part:
     lineage: tuple[str, ...] = ()
     """Import paths of its class and bases, nearest first."""
     takes_any: bool = False
-    """Whether nothing is known of its class but its path, or it takes keywords that cannot be known."""
+    """True if nothing is known of its class but its path, or it takes keywords that cannot be known."""
     rules: tuple[str, ...] = ()
     """Modules with its rules."""
     inner: Mapping[str, Part] = field(default_factory=dict)
@@ -68,13 +68,13 @@ class Part:
         return default if own is None else own
 
     def number(self, key: str) -> int | float | None:
-        """The number that the recipe gives a keyword; None where it gives none, or a class of one's own takes another
+        """The number that the recipe gives a keyword; None where it gives none, or a user's own class takes another
         type."""
         value = self.node.get(key)
         return value if isinstance(value, (int, float)) else None
 
     def ability(self, name: str) -> Any:  # Any: a literal
-        """What the class or its kind declares. Raises ContractError where neither does: a base without a default."""
+        """What the class or its kind declares. Raises ContractError if neither does: a base without a default."""
         if name not in self.abilities:
             raise ContractError(f"{self.at}: neither {self.path} nor the base class of its kind declares {name}")
         return self.abilities[name]
@@ -104,7 +104,7 @@ class Policy:
     """By the track that each trains."""
     stack: Part
     resting: tuple[str, ...] = ()
-    """Tracks of its own that the recipe leaves untrained: `algorithms.<track>: null`."""
+    """Tracks that the recipe leaves untrained: `algorithms.<track>: null`."""
     sync: Part | None = None
     trains: bool = True
 
@@ -113,7 +113,7 @@ class Policy:
         return self.pipelines[self.pipeline_name(track)]
 
     def pipeline_name(self, track: str) -> str:
-        """The pipeline that is called as a track, or the only one. Raises ConfigError where there is neither."""
+        """The pipeline that is called as a track, or the only one. Raises ConfigError if there is neither."""
         if track in self.pipelines:
             return track
         if len(self.pipelines) > 1:
@@ -185,7 +185,7 @@ class Run:
     stages: tuple[Stage, ...]
     """What makes the tracks, each after the stage that it grows from; of flat sections one."""
     is_staged: bool = False
-    """Whether the recipe has `stages`, even if only one."""
+    """True if the recipe has `stages`, even if only one."""
     sampled: str
     """Name of the policy that `engine` samples from."""
     scored_track: str | None
@@ -195,7 +195,7 @@ class Run:
     """Of the first stage, which reads the prompts; so is `engine`."""
     engine: Part
     advantages: Part
-    """Of the tracks whose stage has none of its own."""
+    """For tracks whose stage has none."""
     reward: Part
     trainer: Part
     modality: Part
@@ -224,7 +224,7 @@ class Run:
         return f"{self.sampling.at}.samples_per_prompt"
 
     def stage_of(self, track: str | None) -> Stage:
-        """The stage that makes a track. Raises ContractError where there is none."""
+        """The stage that makes a track. Raises ContractError if there is none."""
         for stage in self.stages:
             if stage.track == track:
                 return stage
@@ -284,7 +284,7 @@ class Run:
             yield policy.algorithms[track]
 
     def pushed_stage(self, policy: Policy) -> Stage | None:
-        """The stage of a policy whose engine has weights of its own, else its last stage; None where it has none."""
+        """The stage of a policy whose engine has its own weights, else its last stage; None where it has none."""
         stages = [stage for stage in self.stages if stage.policy == policy.name]
         served = [stage for stage in stages if stage.engine.ability("has_own_weights")]
         return next(iter([*served, *reversed(stages)]), None)

@@ -36,7 +36,7 @@ class RewardRequest(Batch):
 
     @property
     def prompts(self) -> list[str]:
-        """The text inputs. Raises ContractError where the request has none."""
+        """The text inputs. Raises ContractError if the request has none."""
         texts = self.primitives.get("text")
         if not isinstance(texts, Texts):
             raise ContractError(f"this request has no text input; it has {sorted(self.primitives)}")
@@ -51,7 +51,7 @@ class RewardRequest(Batch):
 
     @property
     def sources(self) -> list[list[Tensor]]:
-        """The images [C, H, W] that each sample was given, as many as it brings. Raises ConfigError where the request
+        """The images [C, H, W] that each sample was given, as many as it brings. Raises ConfigError if the request
         has none."""
         images = self.primitives.get("image")
         if isinstance(images, Images):
@@ -60,12 +60,12 @@ class RewardRequest(Batch):
             return images.images
         raise ConfigError(
             f"scorers ask for the images that samples were given; the request has the inputs "
-            f"{sorted(self.primitives)}. Give the data rows an image."
+            f"{sorted(self.primitives)}. Give the data rows per image."
         )
 
     @property
     def pixels(self) -> Tensor:
-        """Generated images [B, C, H, W] in [0, 1]. Raises ContractError where the request has none."""
+        """Generated images [B, C, H, W] in [0, 1]. Raises ContractError if the request has none."""
         images = self.generated.get("image")
         if not isinstance(images, Images):
             raise ContractError(f"this request has no generated image; it has {sorted(self.generated)}")
@@ -73,7 +73,7 @@ class RewardRequest(Batch):
 
     @property
     def texts(self) -> list[str]:
-        """Generated texts. Raises ContractError where the request has none."""
+        """Generated texts. Raises ContractError if the request has none."""
         texts = self.generated.get("text")
         if not isinstance(texts, Texts):
             raise ContractError(f"this request has no generated text; it has {sorted(self.generated)}")
@@ -127,7 +127,7 @@ def request_for_track(track: RolloutTrack, media: Primitive | None) -> RewardReq
 
     media may be the track's own decoded media or others made of its latents, with or without gradients; None where
     there are none.
-    Raises ContractError where the track does not know its inputs, or for media that have no scorers.
+    Raises ContractError if the track does not know its inputs, or for media that have no scorers.
     """
     if not track.primitives:
         raise ContractError("the track does not say what was asked for; make it with RolloutReq.make_root_track")
@@ -144,7 +144,7 @@ def reward_request(resp: RolloutResp, name: str) -> RewardRequest:
     """What scorers are asked about a track: its decoded media, where it has any, and its clean latents, where it was
     denoised, with the inputs, groups and metadata of the request, those of a child through its lineage.
 
-    Raises ContractError where there is no such track, or it has neither media nor latents.
+    Raises ContractError if there is no such track, or it has neither media nor latents.
     """
     return _request_of(resp.with_inputs(name), name)
 

@@ -46,7 +46,7 @@ class DiffusionPlan:
 
 @dataclass(kw_only=True, eq=False)
 class RolloutReq(Batch):
-    """What an engine is asked to generate. One row a sample: the driver has already repeated each prompt."""
+    """What an engine is asked to generate. One row per sample: the driver has already repeated each prompt."""
 
     sample_ids: list[str] = per_sample(default_factory=list)
     group_ids: list[str] = per_sample(default_factory=list)
@@ -141,21 +141,21 @@ class RolloutTrack(Batch):
 
     @property
     def scored_rewards(self) -> Tensor:
-        """[B] float32 rewards, NaN where `reward_errors` says why. Raises ContractError where the track has none."""
+        """[B] float32 rewards, NaN where `reward_errors` says why. Raises ContractError if the track has none."""
         if self.rewards is None:
             raise ContractError("this track has no rewards; score it first")
         return self.rewards
 
     @property
     def known_advantages(self) -> Tensor:
-        """[B] float32 advantages. Raises ContractError where the track has none."""
+        """[B] float32 advantages. Raises ContractError if the track has none."""
         if self.advantages is None:
             raise ContractError("this track has no advantages; attach them first")
         return self.advantages
 
     @property
     def has_no_reward(self) -> bool:
-        """Whether the track was scored and no sample of it could be."""
+        """True if the track was scored and no sample of it could be."""
         return bool(self.reward_errors) and None not in self.reward_errors
 
     @property
@@ -287,7 +287,7 @@ class RolloutResp(Batch):
     def select(self, indices: Indices) -> Self:
         """The root samples at `indices` with everything that grew from them, children in the order of their parents.
 
-        Raises ContractError where a root sample is asked for twice: its id would no longer be unique.
+        Raises ContractError if a root sample is asked for twice: its id would no longer be unique.
         """
         chosen = {self.root_name(): self.root_track().select(indices)}
         waiting = [name for name in self.tracks if name not in chosen]
@@ -339,7 +339,7 @@ class RolloutResp(Batch):
         how: "mean", "max" and "sum" of the children's rewards, and likewise of every component; "best_of" takes reward
         and components of the child with the highest reward, the first of equals. A parent with a child that could not
         be scored has none either: NaN and that child's error. float32, accumulated in float64.
-        Raises ContractError where `parent` is not the track that `child` grows from, has rewards already or has a
+        Raises ContractError if `parent` is not the track that `child` grows from, has rewards already or has a
         sample without children, and where `child` has no rewards.
         """
         own, above = self.track(child), self.track(parent)
@@ -374,7 +374,7 @@ class RolloutResp(Batch):
     def with_values(self, track: str, **fields: Any) -> Self:  # Any: fields of RolloutTrack, one item per sample
         """The response with other values in one of its tracks, such as `advantages` [B] of the track's samples.
 
-        Raises ContractError where there is no such track, or the values have another size.
+        Raises ContractError if there is no such track, or the values have another size.
         """
         return dataclasses.replace(self, tracks={**self.tracks, track: self.track(track).replace(**fields)})
 

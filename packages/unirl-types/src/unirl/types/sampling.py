@@ -52,7 +52,7 @@ class BaseSamplingParams:
     recipe_rules: ClassVar[str] = "unirl.types.sampling_rules"
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     samples_tokens: ClassVar[bool | None] = False
-    """Whether tokens are sampled; None where several stages sample different things."""
+    """True if tokens are sampled; None where several stages sample different things."""
     samples_per_prompt: int = 1
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class BaseSamplingParams:
 
     @property
     def is_float32(self) -> bool:
-        """Whether these parameters leave the model's own precision as it is or ask for float32."""
+        """True if these parameters leave the model's own precision as it is or ask for float32."""
         return True
 
     @property
@@ -86,7 +86,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
     seed: int = 42
     """Base seed of initial noise and of per-step noise."""
     init_same_noise: bool = False
-    """Whether the samples of a group share their initial noise."""
+    """True if the samples of a group share their initial noise."""
     eta: float = 1.0
     """Noise level of the stochastic steps; 0 is deterministic sampling. Its range depends on the kernel."""
     sde_strategy: str | None = None
@@ -97,7 +97,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
     """The stochastic steps. Wins over `scheduler`; with neither, every step is stochastic."""
     branch_steps: list[int] | None = None
     """Stochastic steps at which the trajectories of a prompt part; before the first of them all are one. None: every
-    sample has a trajectory of its own."""
+    sample has its own trajectory."""
     branch_factors: list[int] | None = None
     """Children of a node at each of `branch_steps`; their product is samples_per_prompt."""
     post_solver: PostSolver = "euler"
@@ -203,7 +203,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
 
     @property
     def branching(self) -> Branching | None:
-        """The tree of a prompt's samples; None where each has a trajectory of its own. Raises ConfigError where
+        """The tree of a prompt's samples; None where each has its own trajectory. Raises ConfigError if
         `branch_steps` and `branch_factors` do not describe one."""
         if self.branch_steps is None and self.branch_factors is None:
             return None
@@ -216,12 +216,12 @@ class DiffusionSamplingParams(BaseSamplingParams):
 
     @property
     def is_float32(self) -> bool:
-        """Whether the model runs without autocast."""
+        """True if the model runs without autocast."""
         return self.autocast_precision == "fp32"
 
     @property
     def uses_guidance(self) -> bool:
-        """Whether a step needs an unconditional prediction too."""
+        """True if a step needs an unconditional prediction too."""
         return self.guidance_scale > 1
 
     def resolve_sde_indices(self, rollout_id: int) -> list[int]:
@@ -288,12 +288,12 @@ class ARSamplingParams(BaseSamplingParams):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken instead of a drawn one."""
+        """True if the most probable token is taken instead of a drawn one."""
         return self.temperature == 0
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
+        """True if tokens are drawn from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0
 
 
@@ -314,7 +314,7 @@ class StagedSamplingParams(BaseSamplingParams):
 
     @property
     def is_float32(self) -> bool:
-        """Whether every stage is."""
+        """True if every stage is."""
         return all(params.is_float32 for params in self.stages.values())
 
     @property

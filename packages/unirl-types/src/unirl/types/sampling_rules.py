@@ -50,7 +50,7 @@ def scheduler_fits(own: Part, run: Run) -> Messages:
 
 
 def post_steps_exist(own: Part, run: Run) -> Messages:
-    """What is said of the steps behind the last stochastic one finds some."""
+    """Steps after the last stochastic one must exist if they are configured."""
     plain = {"post_solver": "euler", "post_step_ratio": 1}
     changed = [name for name, usual in plain.items() if own.get(name, usual) != usual]
     if not changed or not own.get("eta", 0.0):
@@ -124,7 +124,7 @@ def no_stochastic_steps(sampling: Part) -> str | None:
 
 
 def last_step_is_stochastic(sampling: Part) -> bool:
-    """Whether the last step is stochastic in every rollout, as far as a check can tell."""
+    """True if the last step is stochastic in every rollout, as far as a check can tell."""
     if not sampling.get("eta", 0.0):
         return False
     explicit, scheduler = sampling.get("sde_indices"), sampling.inner.get("scheduler")
@@ -136,7 +136,7 @@ def last_step_is_stochastic(sampling: Part) -> bool:
 
 
 def last_step_may_be_stochastic(sampling: Part) -> bool:
-    """Whether a window reaches the last step in some rollout, as far as a check can tell."""
+    """True if a window reaches the last step in some rollout, as far as a check can tell."""
     scheduler, steps = sampling.inner.get("scheduler"), sampling.get("num_inference_steps", 1)
     if scheduler is None or sampling.get("sde_indices") is not None:
         return False
@@ -153,7 +153,7 @@ def last_step_may_be_stochastic(sampling: Part) -> bool:
 
 
 def num_stochastic_steps(sampling: Part) -> int | None:
-    """How many steps of a rollout are stochastic; None where a scheduler of its own decides."""
+    """How many steps of a rollout are stochastic; None if its own scheduler decides."""
     steps, explicit = sampling.get("num_inference_steps", 1), sampling.get("sde_indices")
     scheduler = sampling.inner.get("scheduler")
     if isinstance(explicit, Sequence):

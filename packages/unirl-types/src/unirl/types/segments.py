@@ -1,4 +1,4 @@
-"""What a track holds: the tokens or the latent trajectory of its samples, one row a sample.
+"""What a track holds: the tokens or the latent trajectory of its samples, one row per sample.
 
 Legend: B samples, T denoising steps, K stored positions of the T+1, S stochastic steps, N tokens of all samples.
 """
@@ -162,7 +162,7 @@ class LatentSegment(Segment):
         )
 
     def sized(self) -> SizedLatents:
-        """The same beside trajectories of images of other sizes. Raises ContractError where it has no params, whose
+        """The same next to trajectories of images of other sizes. Raises ContractError if it has no params, whose
         height and width are the size."""
         if self.params is None:
             raise ContractError("a trajectory without params has no size in pixels; the engine must set its params")
@@ -204,14 +204,14 @@ class SizedLatents(Segment):
     """Of each sample [S, C, h, w], see `LatentSegment`."""
     params: DiffusionSamplingParams | None = shared(default=None)
     """What the trajectories were sampled with but for the size: height and width are those of an image whose size
-    nobody chose."""
+    was not chosen."""
 
     def rows_by_size(self) -> list[list[int]]:
         """The samples of each size, sizes in order of first appearance."""
         return list(rows_by(self.sizes).values())
 
     def of_one_size(self) -> LatentSegment:
-        """The same where all have one size, which its params name. Raises ContractError where sizes differ."""
+        """The same where all have one size, which its params name. Raises ContractError if sizes differ."""
         if len(set(self.sizes)) != 1 or self.params is None:
             raise ContractError(f"these trajectories have the sizes {sorted(set(self.sizes))}; take them apart by size")
         height, width = self.sizes[0]

@@ -141,7 +141,7 @@ def save_rollout(path: str | os.PathLike[str], resp: RolloutResp, req: RolloutRe
     """Write a response, and the request that it answers, to one file (replaced whole, or left as it was).
 
     Tensors are stored as they are, bit for bit, detached and without their device. The folder must exist.
-    Raises ContractError where a value cannot be stored, e.g. an unresolved scheduler or a class of another package.
+    Raises ContractError if a value cannot be stored, e.g. an unresolved scheduler or a class of another package.
     """
     from safetensors.torch import save_file
 

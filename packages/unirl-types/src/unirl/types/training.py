@@ -14,7 +14,7 @@ from unirl.types.errors import ConfigError
 
 Offloadable = Literal["weights", "optimizer"]
 """What a backend can move to host memory: parameters with their gradients and buffers; optimizer state, kept copies of
-the policy, and modules that an algorithm trains beside it."""
+the policy, and modules that an algorithm trains with it."""
 OFFLOADABLE: tuple[Offloadable, ...] = ("weights", "optimizer")
 
 AdamWImplementation = Literal["auto", "fused", "foreach", "loop"]

@@ -203,7 +203,7 @@ def weight_buckets(
     """Cut named tensors into buckets of at most `max_bytes` (a larger tensor gets its own).
 
     known: what the receiver has, by name. A tensor of the same shape, dtype and checksum is only described (`kept`).
-    Raises WeightSyncError where a name comes twice.
+    Raises WeightSyncError if a name comes twice.
     """
     if max_bytes < 1:
         raise WeightSyncError(f"max_bytes = {max_bytes} must be at least 1")

@@ -26,7 +26,7 @@ class RolloutEngine(Protocol):
         ...
 
     def check_prompts(self, req: RolloutReq) -> None:
-        """Raise ConfigError where a prompt cannot be sampled from. Generates nothing."""
+        """Raise ConfigError if a prompt cannot be sampled from. Generates nothing."""
         ...
 
     def announce_to(self, listener: ChunkListener) -> None:
@@ -70,7 +70,7 @@ class DiffusionRolloutEngine(RolloutEngine, Protocol):
         ...
 
     def encodes_ahead(self) -> bool:
-        """Whether the driver gives it every prompt of the run by `encode_ahead` before the first rollout."""
+        """True if the driver gives it every prompt of the run by `encode_ahead` before the first rollout."""
         ...
 
     def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
@@ -94,7 +94,7 @@ class WeightReceiver(Protocol):
         ...
 
     def wait_until_ready(self) -> None:
-        """Return when it has loaded what it starts with. Raises ConfigError or WorkerError where it cannot."""
+        """Return when it has loaded what it starts with. Raises ConfigError or WorkerError if it cannot."""
         ...
 
     def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
@@ -115,13 +115,13 @@ class WeightReceiver(Protocol):
         ...
 
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
-        """Put a LoRA adapter in the place of the last one, all at once. Names as peft saves them, without
+        """Replace the last LoRA adapter by this one, all at once. Names as peft saves them, without
         `PEFT_PREFIX`. policy: see `finish_weights`."""
         ...
 
 
 class PushTarget(WeightReceiver, Protocol):
-    """An engine with weights of its own, or several that are pushed to as one."""
+    """An engine with its own weights, or several that are pushed to as one."""
 
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """One sample for every row of the request, in its order; of several engines, once each.

@@ -53,7 +53,7 @@ class DiffusionPipeline(Protocol):
         ...
 
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
-        """Shape of ONE latent. Raises ConfigError where the geometry does not divide."""
+        """Shape of ONE latent. Raises ConfigError if the geometry does not divide."""
         ...
 
     def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
@@ -106,7 +106,7 @@ class DiffusionPipeline(Protocol):
     def velocity(
         self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
     ) -> Tensor:
-        """Velocity at R rows; `conditions` has one row a row. Guidance as in `params`."""
+        """Velocity at R rows; `conditions` has one row per row. Guidance as in `params`."""
         ...
 
     def encode_texts(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> Conditions:
@@ -119,7 +119,7 @@ class DiffusionPipeline(Protocol):
 
     @property
     def encoders_rest(self) -> bool:
-        """Whether text encoders rest in host memory and are on the device only while prompts are encoded."""
+        """True if text encoders rest in host memory and are on the device only while prompts are encoded."""
         ...
 
     def visiting_encoders(self) -> AbstractContextManager[None]:
@@ -156,7 +156,7 @@ class TextCodec(Protocol):
 
         A prompt holds what the model goes on from, chat template and expanded image placeholders included. An engine
         that expands placeholders itself sends the images, and must find the same tokens.
-        Raises ConfigError where a prompt and params.max_new_tokens exceed the context, naming the prompt.
+        Raises ConfigError if a prompt and params.max_new_tokens exceed the context, naming the prompt.
         """
         ...
 

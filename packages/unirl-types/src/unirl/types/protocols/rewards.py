@@ -16,7 +16,7 @@ class Scorer(Protocol):
     name: str
 
     def score(self, request: RewardRequest) -> RewardResponse:
-        """One finite reward a sample, or NaN with success False and an error text."""
+        """One finite reward per sample, or NaN with success False and an error text."""
         ...
 
 

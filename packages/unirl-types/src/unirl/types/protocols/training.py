@@ -43,7 +43,7 @@ class ShardedPolicyStore(PolicyStore, Protocol):
     """A policy store whose model may be spread over ranks that must run it equally often."""
 
     def any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank that shares the model's shards; `value` itself where it is not sharded.
+        """True if `value` is true on any rank that shares the model's shards; `value` itself where it is not sharded.
 
         A collective where it is: every rank calls it equally often.
         """
@@ -56,7 +56,7 @@ class ModuleStore(PolicyStore, Protocol):
     def add_module(
         self, name: str, module: nn.Module, optimizer: OptimizerConfig, *, max_grad_norm: float = float("inf")
     ) -> None:
-        """Train `module`, in place, beside the policy from now on. Every rank calls it, before a state is loaded."""
+        """Train `module`, in place, next to the policy from now on. Every rank calls it, before a state is loaded."""
         ...
 
 
@@ -72,7 +72,7 @@ class Collectives(Protocol):
         ...
 
     def any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank that shares the model's shards, see `ShardedPolicyStore.any_rank`."""
+        """True if `value` is true on any rank that shares the model's shards, see `ShardedPolicyStore.any_rank`."""
         ...
 
 
@@ -105,7 +105,7 @@ class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
 
     @property
     def computes_in_float32(self) -> bool:
-        """Whether forwards of what trains are in float32 throughout, autocast aside."""
+        """True if forwards of what trains are in float32 throughout, autocast aside."""
         ...
 
     @property
@@ -163,7 +163,7 @@ class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state: one that was loaded into place, or a copy. Raises CheckpointError where names differ."""
+        """Take over a state: one that was loaded into place, or a copy. Raises CheckpointError if names differ."""
         ...
 
     def architecture(self) -> dict[str, list[object]]:
