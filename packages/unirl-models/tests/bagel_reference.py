@@ -19,10 +19,10 @@ class TokenSequence:
 
     tokens: list[Tensor] = field(default_factory=list)
     draws: list[bool] = field(default_factory=list)
-    """Whether the generation expert reads a token."""
+    """True if the generation expert reads a token."""
     positions: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    """Number of the image that a token belongs to; of words one of their own."""
+    """Number of the image that a token belongs to; words have another one."""
 
     @property
     def following(self) -> int:

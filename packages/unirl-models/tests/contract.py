@@ -33,7 +33,7 @@ class Case:
     frozen: list[nn.Module]
     """Modules that must never receive a gradient."""
     inputs: Callable[[int], dict[str, Primitive]] = lambda num_samples: {}
-    """What a request brings beside its texts."""
+    """What a request brings besides its texts."""
     unguided: Mapping[str, Any] = field(default_factory=lambda: {"guidance_scale": 1.0})
     """What switches guidance off."""
     cut_frames: int = 0

@@ -20,7 +20,7 @@ class TokenSequence:
     tokens: list[Tensor] = field(default_factory=list)
     positions: list[tuple[int, int]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    """Number of the image that a token belongs to; of words one of their own."""
+    """Number of the image that a token belongs to; words have another one."""
 
     def copy(self) -> TokenSequence:
         return TokenSequence(list(self.tokens), list(self.positions), list(self.blocks))
@@ -226,7 +226,7 @@ def _places(frames: int) -> Sequence[tuple[int, int, int]]:
 
 
 def _cells(x: Tensor, frames: int) -> Tensor:
-    """Every second frame, row and column as channels of their own, [C, F, H, W] to [4 frames C, ...]."""
+    """Every second frame, row and column as their own channels, [C, F, H, W] to [4 frames C, ...]."""
     return torch.cat([x[:, frame::frames, row::2, column::2] for frame, row, column in _places(frames)])
 
 

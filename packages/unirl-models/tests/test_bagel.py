@@ -110,7 +110,7 @@ def params(**changes: Any) -> DiffusionSamplingParams:
 
 
 def pictures(num_samples: int) -> dict[str, Primitive]:
-    """One picture, two, and none, of several sizes."""
+    """One image, two, and none, of several sizes."""
     generator = torch.Generator().manual_seed(5)
     sizes = [[(40, 50)], [(64, 33), (32, 32)], []]
     samples = [[torch.rand(3, *size, generator=generator) for size in each] for each in sizes]
@@ -645,7 +645,7 @@ def test_the_lora_export_is_loaded_by_peft_and_has_the_published_names(folder: P
         bundle.export_lora(str(tmp_path), state, rank=3, alpha=8, target_modules=targets)
 
 
-# Sizes of pictures ---------------------------------------------------------------------------------------------------
+# Sizes of images ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

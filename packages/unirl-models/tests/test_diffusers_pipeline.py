@@ -56,7 +56,7 @@ class TwoStreamTextEncoders(RaggedTextEncoders):
 
 
 class PlainTextEncoders(TextEncoders):
-    """One number a text."""
+    """One number per text."""
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         return TextEmbedCondition(embeds=torch.tensor([float(len(text)) for text in texts])[:, None, None])

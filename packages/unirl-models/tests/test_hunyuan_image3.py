@@ -81,7 +81,7 @@ def params(**changes: Any) -> DiffusionSamplingParams:
 
 
 def pictures(num_samples: int) -> dict[str, Primitive]:
-    """One picture, two, and none, of several sizes."""
+    """One image, two, and none, of several sizes."""
     generator = torch.Generator().manual_seed(5)
     shapes = [[(40, 50)], [(64, 33), (32, 96)], []]
     samples = [[torch.rand(3, *size, generator=generator) for size in each] for each in shapes]
@@ -535,7 +535,7 @@ def test_the_lora_export_is_loaded_by_peft_and_has_the_published_names(folder: P
     ("changes", "message"),
     [
         ({"guidance_scale": 4.0}, "needs a negative prompt"),
-        ({"guidance_scale": 4.0, "negative_prompt": "bad"}, "puts <cfg> in the place of a prompt"),
+        ({"guidance_scale": 4.0, "negative_prompt": "bad"}, "puts <cfg> instead of a prompt"),
         ({"height": 32, "width": 80}, "no word for 32 x 80 pixels. Of the same shape it makes 32 x 80|32 x 96"),
         ({"sampler_kwargs": {"use_taylor_cache": True}}, "a replay of single steps is not what was sampled"),
         ({"sampler_kwargs": {"cfg_scale": 2.0}}, "mean nothing to HunyuanImage3"),

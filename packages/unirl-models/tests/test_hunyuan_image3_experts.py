@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keeping(folder: Path, **options: Any) -> HunyuanImage3Pipeline:
-    """A pipeline over weights of its own."""
+    """A pipeline over its own weights."""
     bundle = HunyuanImage3Bundle(str(folder), trains="all")
     return HunyuanImage3Pipeline(bundle, FlowSDEStrategy(), replays_experts=True, **options)
 

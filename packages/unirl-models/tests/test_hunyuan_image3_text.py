@@ -83,7 +83,7 @@ def _show(
 
 
 def pictures() -> dict[str, Primitive]:
-    """One picture, none, and two."""
+    """One image, none, and two."""
     generator = torch.Generator().manual_seed(5)
     shapes = [[(40, 50)], [], [(64, 33), (32, 96)]]
     return {

@@ -1,4 +1,4 @@
-"""What only LTX-2 has: sound beside the video."""
+"""What only LTX-2 has: sound next to the video."""
 
 from typing import Any
 

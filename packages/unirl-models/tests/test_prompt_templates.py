@@ -39,7 +39,7 @@ def default(function: Any, name: str) -> Any:
 def test_the_template_is_the_stock_pipelines(class_name: str, ours: Any) -> None:
     pipeline = stock(class_name)
     template, tokens = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
-    if class_name == "QwenImageEditPipeline":  # which writes the mark of its one picture into the template
+    if class_name == "QwenImageEditPipeline":  # which writes the mark of its one image into the template
         template = template.replace(QwenImageEditBundle.picture_mark, "")
     assert (ours.TEMPLATE, ours.TEMPLATE_TOKENS) == (template, tokens)
 

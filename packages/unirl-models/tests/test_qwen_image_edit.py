@@ -64,7 +64,7 @@ def test_samples_of_one_row_share_their_encodes(folders: Path) -> None:
     params = families()["qwen_image_edit"].sampling(guidance_scale=1.0)
     for _ in range(2):
         conditions = pipeline.encode({"text": Texts(texts=texts), "image": images}, params)
-    # Both instructions have one picture and, in bytes, other lengths: a call each.
+    # Both instructions have one image and, in bytes, other lengths: a call each.
     assert calls == {"vae": 1, "text": 2}
     assert all(condition.batch_size == 6 for condition in conditions.values())
 

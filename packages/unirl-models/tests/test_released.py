@@ -1,4 +1,4 @@
-"""Sizes of released checkpoints stand beside their families and are found there."""
+"""Sizes of released checkpoints stand next to their families and are found there."""
 
 import importlib
 import subprocess

@@ -14,7 +14,7 @@ def logits(rows: int, words: int = 9, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("changes", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.8}])
 def test_evenly_spread_numbers_draw_each_word_as_often_as_it_is_probable(changes):
-    """Inversion: of n even numbers a word of probability p gets n p, within one at either end of its interval."""
+    """Inversion: of n even numbers per word of probability p gets n p, within one at either end of its interval."""
     count = 4000
     params = ARSamplingParams(temperature=0.8, **changes)
     even = (torch.arange(count, dtype=torch.float64) + 0.5) / count

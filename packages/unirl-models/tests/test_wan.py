@@ -120,7 +120,7 @@ def test_trajectories_of_ti2v_end_on_the_given_frame(folders: Path) -> None:
 
 
 def test_equal_images_are_encoded_once_and_rows_keep_their_own(folders: Path) -> None:
-    """Eight samples of two prompts with two pictures each: two encodings of latents, two of features, three of text."""
+    """Eight samples of two prompts with two images each: two encodings of latents, two of features, three of text."""
     bundle: Any = ours("wan21_i2v", folders / "wan21_i2v").adapter.bundle
     adapter = WanImageAdapter(bundle)
     params = families()["wan21_i2v"].sampling()

@@ -66,7 +66,7 @@ TINY = HunyuanImage3Config(
 
 
 def tokenizer() -> Any:  # Any: a tokenizer of transformers
-    """Bytes first, then the words with a meaning of their own."""
+    """Bytes first, then the words with their own meaning."""
     return byte_tokenizer(
         {},
         bos_token="<|startoftext|>",

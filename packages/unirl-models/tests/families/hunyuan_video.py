@@ -165,7 +165,7 @@ def call(request: Request) -> dict[str, Any]:
 
 
 def call_i2v(request: Request) -> dict[str, Any]:
-    """One sample, because the stock pipeline has one black image beside all negative prompts."""
+    """One sample, because the stock pipeline has one black image next to all negative prompts."""
     images = request.inputs["image"]
     assert isinstance(images, Images)
     fields = call(dataclasses.replace(request, texts=request.texts[:1], noise=request.noise[:1]))

@@ -55,7 +55,7 @@ class Family:
     params: Mapping[str, Any]
     """Sampling of the first size, with guidance where the family has it; see `sampling` for the defaults."""
     call: Callable[[Request], dict[str, Any]]
-    """Keywords of the stock pipeline's call beside steps, generator and output type."""
+    """Keywords of the stock pipeline's call besides steps, generator and output type."""
     from_stock: Callable[[Tensor, Request], Tensor] = lambda latents, _: latents
     """Our latents of those that the stock pipeline returns for output_type="latent"."""
     arrange: Callable[[Any, Request], object] = lambda stock, request: None
@@ -65,18 +65,18 @@ class Family:
     cut_frames: int = 0
     """Frames before the video that are sampled and cut off; of latents the first frame, see `shown`."""
     encodes_media: bool = True
-    """Whether media can be made latents; else the adapter refuses them."""
+    """True if media can be made latents; else the adapter refuses them."""
     other_size: Mapping[str, Any] = field(default_factory=lambda: {"height": 32, "width": 48})
     unguided: Mapping[str, Any] | None = field(default_factory=lambda: {"guidance_scale": 1.0})
     """What switches guidance off; None for a family that has none to switch."""
     inputs: Callable[[int], dict[str, Primitive]] = lambda num_samples: {}
-    """What a request brings beside its texts."""
+    """What a request brings besides its texts."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of the bundle beside its folder."""
+    """Keywords of the bundle besides its folder."""
     is_latent_batch: bool = True
-    """Whether the stock pipeline takes several prompts at once; else the reference runs prompt by prompt."""
+    """True if the stock pipeline takes several prompts at once; else the reference runs prompt by prompt."""
     keeps_scheduler: bool = False
-    """Whether the stock pipeline walks its own scheduler instead of our levels pinned."""
+    """True if the stock pipeline walks its own scheduler instead of our levels pinned."""
     levels: Callable[[Any], Tensor] = lambda scheduler: scheduler.sigmas
     """Sigmas [T + 1] of flow matching of the stock pipeline's scheduler, its timesteps set."""
     schedule: str | None = None
@@ -86,7 +86,7 @@ class Family:
     tile: int | None = 32
     """Pixels on a side of a tile; None for a tiny decoder that holds no more than the pixels that it makes."""
     tolerance: float = 1e-5
-    """Largest relative error against the stock pipeline; a family with more says why beside it."""
+    """Largest relative error against the stock pipeline; a family with more says why next to it."""
     load_lora: Callable[[Any, Path], None] = lambda stock, folder: stock.load_lora_weights(str(folder))
     """How a LoRA export is loaded."""
     published: tuple[Published, ...] = ()

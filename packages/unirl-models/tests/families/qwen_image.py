@@ -80,7 +80,7 @@ def call_inpaint(request: Request) -> dict[str, Any]:
 
 
 def arrange_inpaint(stock: Any, request: Request) -> None:
-    """Our noise in the place of what the stock pipeline draws: called with latents it fails, as it then returns them
+    """Our noise instead of what the stock pipeline draws: called with latents it fails, as it then returns them
     alone where it needs the latents of the image too."""
 
     def prepare_latents(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

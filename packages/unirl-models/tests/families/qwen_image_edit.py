@@ -56,7 +56,7 @@ def small_areas(pipeline_class: Any, module: Any) -> Any:
                 return super().__call__(*args, **keywords)
 
         def save_pretrained(self, folder: Path, **keywords: Any) -> None:
-            """As a published folder: everything by its real name, the processor of images in a file of its own."""
+            """As a published folder: everything by its real name, the processor of images in its own file."""
             super().save_pretrained(folder, **keywords)
             self.processor.image_processor.save_pretrained(folder / "processor")
             index = json.loads((folder / "model_index.json").read_text())
@@ -89,7 +89,7 @@ def noise_picture(height: int, width: int) -> Tensor:
 
 
 def to_pil(picture: Tensor) -> Image.Image:
-    """The same picture for a stock pipeline."""
+    """The same image for a stock pipeline."""
     return Image.fromarray((picture * 255).round().byte().permute(1, 2, 0).numpy())
 
 
@@ -127,13 +127,13 @@ def pictures_of_one(request: Request) -> list[Any]:
 
 
 def one_each(num_samples: int) -> dict[str, Primitive]:
-    """A picture each, of three sizes and two aspect ratios."""
+    """An image each, of three sizes and two aspect ratios."""
     sizes = [(64, 64), (40, 90), (128, 128)]
     return {"image": ImageLists(images=[[noise_picture(*size)] for size in sizes[:num_samples]])}
 
 
 def several(num_samples: int) -> dict[str, Primitive]:
-    """One picture, three, and two."""
+    """One image, three, and two."""
     sizes = [[(64, 64)], [(64, 64), (40, 90), (50, 50)], [(90, 40), (64, 64)]]
     return {"image": ImageLists(images=[[noise_picture(*s) for s in sample] for sample in sizes[:num_samples]])}
 

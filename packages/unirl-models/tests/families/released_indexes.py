@@ -1,7 +1,7 @@
 """`model_index.json` of the released checkpoints, as their folders have it: what a bundle must accept.
 
 Classes are written `library.Class`, the library as the index has it; None for a component that the release leaves out.
-Versions and what the pipelines need beside components are left out, but for settings that a bundle reads.
+Versions and what the pipelines need besides components are left out, but for settings that a bundle reads.
 """
 
 from __future__ import annotations

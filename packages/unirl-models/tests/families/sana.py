@@ -14,7 +14,7 @@ from .kit import Family, Published, Request, seeded, stock_call
 
 
 def tiny_tokenizer() -> Any:
-    """Bytes behind Gemma's special tokens. Unlike Gemma's it begins no text with <bos>; both sides count alike."""
+    """Bytes after Gemma's special tokens. Unlike Gemma's it begins no text with <bos>; both sides count alike."""
     first = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}
     tokenizer = byte_tokenizer(first, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
     tokenizer.model_max_length = 10**6

@@ -62,7 +62,7 @@ TASKS = [_task(name) for name in sorted(families())]
 
 @pytest.fixture(scope="session")
 def loaded_families() -> dict[str, Loaded]:
-    """Filled as tests ask; every folder is written and read once a process."""
+    """Filled as tests ask; every folder is written and read once per process."""
     return {}
 
 
@@ -152,7 +152,7 @@ def _asked(family: Family, num_samples: int) -> dict[str, Primitive]:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_samples_of_a_prompt_are_encoded_once(loaded: Loaded) -> None:
-    """Text, input pictures and videos: sixteen samples take the operations of one, and another rollout none."""
+    """Text, input images and videos: sixteen samples take the operations of one, and another rollout none."""
     bundle: Any = loaded.ours.bundle
     params, flops = loaded.family.sampling(), []
     for num_samples in (1, 16):
@@ -421,7 +421,7 @@ class NoTexts(TextEncoders):
 
 
 def _released_folder(published: Published, folder: Path) -> dict[str, str]:
-    """The released index and configurations beside empty files of weights. Returns the class of each component."""
+    """The released index and configurations next to empty files of weights. Returns the class of each component."""
     index = index_of(published.hub_id)
     (folder / "model_index.json").write_text(json.dumps(index))
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None}

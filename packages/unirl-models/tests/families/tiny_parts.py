@@ -84,7 +84,7 @@ def one_picture_each(num_samples: int) -> dict[str, Primitive]:
 
 
 def picture_and_mask_each(num_samples: int) -> dict[str, Primitive]:
-    """Masks of other sizes than the pictures, of which a part is white."""
+    """Masks of other sizes than the images, of which a part is white."""
     generator = torch.Generator().manual_seed(6)
     masks = [
         (torch.rand(1, 20 + row, 24, generator=generator) > 0.5).float().expand(3, -1, -1) for row in range(num_samples)

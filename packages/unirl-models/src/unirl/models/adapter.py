@@ -53,7 +53,7 @@ class DiffusionAdapter(ABC):
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
         """Shape of ONE latent, without the sample axis.
 
-        Raises ConfigError where height, width or num_frames do not divide, naming sizes that do.
+        Raises ConfigError if height, width or num_frames do not divide, naming sizes that do.
         """
 
     @abstractmethod
@@ -62,9 +62,9 @@ class DiffusionAdapter(ABC):
 
     @abstractmethod
     def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
-        """Conditions of B samples by slot ("text", "negative_text", ...), one row a sample, without gradient.
+        """Conditions of B samples by slot ("text", "negative_text", ...), one row per sample, without gradient.
 
-        Raises ConfigError where `params` asks for guidance and names no negative prompt.
+        Raises ConfigError if `params` asks for guidance and names no negative prompt.
         """
 
     @abstractmethod
@@ -89,7 +89,7 @@ class DiffusionAdapter(ABC):
     def encode_media(self, media: Images | Videos) -> Tensor:
         """Clean latents [B, ...] of media, float32, without gradient: the mode of the encoder's distribution.
 
-        Raises ConfigError where the family has no encoder of media.
+        Raises ConfigError if the family has no encoder of media.
         """
         raise ConfigError(
             f"{type(self).__name__} does not encode images, so it cannot train on given ones. Sample them instead: "
@@ -112,7 +112,7 @@ class DiffusionAdapter(ABC):
 
     @property
     def encoders_rest(self) -> bool:
-        """Whether text encoders rest in host memory and are on the device only while prompts are encoded."""
+        """True if text encoders rest in host memory and are on the device only while prompts are encoded."""
         return False
 
     def visiting_encoders(self) -> AbstractContextManager[None]:
@@ -120,7 +120,7 @@ class DiffusionAdapter(ABC):
         return nullcontext()
 
     def drop_text_encoders(self) -> None:
-        """Free the text encoders. Raises ConfigError where the model has none of its own to free."""
+        """Free the text encoders. Raises ConfigError if the model has none to free."""
         raise ConfigError(f"{type(self).__name__} has no text encoders to drop. Set engine.drop_text_encoders: false.")
 
     @abstractmethod
@@ -183,7 +183,7 @@ def refuse_unread(primitives: Mapping[str, Primitive], family: str, read: Collec
 
 
 def require_condition(conditions: Conditions, slot: str, kind: type[C]) -> C:
-    """The condition of a slot. Raises ContractError where it is missing or of another kind, naming what is there."""
+    """The condition of a slot. Raises ContractError if it is missing or of another kind, naming what is there."""
     condition = conditions.get(slot)
     if not isinstance(condition, kind):
         there = {name: type(value).__name__ for name, value in conditions.items()}
@@ -192,7 +192,7 @@ def require_condition(conditions: Conditions, slot: str, kind: type[C]) -> C:
 
 
 def num_rows(conditions: Conditions) -> int:
-    """How many rows the conditions hold. Raises ContractError where slots disagree or there is none."""
+    """How many rows the conditions hold. Raises ContractError if slots disagree or there is none."""
     sizes = {name: condition.batch_size for name, condition in conditions.items()}
     if len(set(sizes.values())) != 1:
         raise ContractError(f"conditions must all hold the same number of rows, got {sizes}")

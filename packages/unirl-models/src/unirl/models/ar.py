@@ -74,7 +74,7 @@ class ARStage:
     ) -> TextSegment:
         """Completions of B prompts, see `unirl.types.protocols.models.AutoregressivePipeline.generate`.
 
-        Raises ContractError where sizes disagree.
+        Raises ContractError if sizes disagree.
         """
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
         if not num_rows(conditions) == len(noise_keys):
@@ -248,7 +248,7 @@ def _packed(rows: list[Tensor], positions: list[Tensor], order: list[int]) -> _I
 
 
 def _padded(rows: list[Tensor], positions: list[Tensor]) -> _Inputs:
-    """One sample a row, zeros on the right."""
+    """One sample per row, zeros on the right."""
     width = max(len(row) for row in rows)
     arguments = {
         "input_ids": torch.stack([_right(row, width) for row in rows]),

@@ -11,11 +11,11 @@ class Bundle:
     recipe_rules: ClassVar[str] = "unirl.models.rules"
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     reads_media: ClassVar[bool] = False
-    """Whether the model is conditioned on images or videos of a request beside its text."""
+    """True if the model is conditioned on images or videos of a request besides its text."""
     reads_audio: ClassVar[bool] = False
-    """Whether it hears the sound of a request beside its text."""
+    """True if it hears the sound of a request besides its text."""
     needs_media: ClassVar[bool] = False
-    """Whether it makes nothing without them."""
+    """True if it makes nothing without them."""
     needed_videos: ClassVar[tuple[str, ...]] = ()
     """Roles of the videos that a prompt must bring."""
     most_images: ClassVar[int | None] = None

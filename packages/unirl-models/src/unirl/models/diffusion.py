@@ -78,7 +78,7 @@ class DiffusionStage:
         stochastic one are taken once for all of them. None: every sample for itself.
         params.keep_latents, keep_means: what is stored, see `unirl.sde.loop.sample`.
         The stochastic steps are params.sde_indices, or every step where that is None; none at eta = 0.
-        Raises ContractError where sizes disagree, ConfigError for parameters that this stage cannot honour.
+        Raises ContractError if sizes disagree, ConfigError for parameters that this stage cannot honour.
         """
         self._check(params)
         num_samples = initial_latents.shape[0]

@@ -12,7 +12,7 @@ from unirl.sde.loop import Velocity
 Expert = Callable[[list[int], Tensor, Tensor, Tensor], Tensor]
 """expert(rows, x, sigma, step) -> velocities of some rows; `rows` are their places among all, to select conditions."""
 AnyRank = Callable[[bool], bool]
-"""Whether its argument is true on any rank that shares the model's shards (`ShardedPolicyStore.any_rank`)."""
+"""Returns True if its argument is true on any rank that shares the model's shards (`ShardedPolicyStore.any_rank`)."""
 
 
 class RankFollowing:
@@ -35,7 +35,7 @@ def routed(
 
     expert_of: numbers int64 [R] in 0..E-1 of noise levels sigma_R.
     any_rank: None where the weights lie whole on this rank. Where they are sharded, every rank runs the experts that
-        any of them needs: one without rows of its own runs the first row and adds nothing of it, so that gathering the
+        any of them needs: one without its own rows runs the first row and adds nothing of it, so that gathering the
         shards and summing their gradients meets its like on every rank. A collective per expert and call.
     """
 

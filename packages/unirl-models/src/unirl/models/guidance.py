@@ -55,7 +55,7 @@ class Guidance:
 
     @property
     def is_on(self) -> bool:
-        """Whether any row can be guided."""
+        """True if any row can be guided."""
         return self.scale > 1
 
     def combined(
@@ -80,7 +80,7 @@ class Guidance:
 
 
 def require_negative_prompt(params: DiffusionSamplingParams) -> str:
-    """The negative prompt of guided sampling. Raises ConfigError where there is none: zeros would be another model."""
+    """The negative prompt of guided sampling. Raises ConfigError if there is none: zeros would be another model."""
     if params.negative_prompt is None:
         raise ConfigError(
             f"guidance_scale = {params.guidance_scale} needs a negative prompt. "
@@ -90,7 +90,7 @@ def require_negative_prompt(params: DiffusionSamplingParams) -> str:
 
 
 def check_distilled_guidance(params: DiffusionSamplingParams, family: str, *, takes: bool, released: float) -> None:
-    """Raises ConfigError where a checkpoint takes its guidance as an input and gets none, or the other way round.
+    """Raises ConfigError if a checkpoint takes its guidance as an input and gets none, or the other way round.
 
     takes: whether the transformer embeds it. released: the scale that the checkpoint was published with.
     """
@@ -101,7 +101,7 @@ def check_distilled_guidance(params: DiffusionSamplingParams, family: str, *, ta
 
 
 def refuse_guidance(params: DiffusionSamplingParams, checkpoint: str, instead: str) -> None:
-    """Raises ConfigError where a checkpoint that is distilled to sample without guidance is asked for some.
+    """Raises ConfigError if a checkpoint that is distilled to sample without guidance is asked for some.
 
     instead: which checkpoint to use for it.
     """
@@ -130,7 +130,7 @@ def classifier_free(
     conditional: one row per row of x in every slot. unconditional: the slots that differ without the prompt, of the
     same kinds; a slot it leaves out (a reference image) is the same in both.
     combine(conditional, unconditional, scale) -> float32 of guided rows alone, for families that rescale the result.
-    Raises ContractError where guidance is on and `unconditional` is absent, names another slot or has another size.
+    Raises ContractError if guidance is on and `unconditional` is absent, names another slot or has another size.
     """
     if not guidance.is_on:
 

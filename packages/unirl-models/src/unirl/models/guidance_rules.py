@@ -77,7 +77,7 @@ def folder_value(own: Part, file: str, key: str) -> Any:  # Any: a JSON value
 
 
 def _samplings(run: Run) -> Iterator[tuple[str, Mapping[str, Any]]]:  # Any: a recipe's values
-    """Where sampling is said, and its guidance; of an evaluation where it says some of its own."""
+    """Each section with sampling parameters, and its guidance; an evaluation only if it sets guidance itself."""
     own = {
         "guidance_scale": run.sampling.get("guidance_scale", 1.0),
         "negative_prompt": run.sampling.node.get("negative_prompt"),

@@ -1,7 +1,7 @@
 """Folders of pretrained models: found, checked and described before any weight is read.
 
 A diffusers pipeline folder holds `model_index.json` and one subfolder per component, a transformers model folder
-`config.json` beside its weights. A hub id ("owner/name") is downloaded into the hub's cache first, its index or
+`config.json` next to its weights. A hub id ("owner/name") is downloaded into the hub's cache first, its index or
 configuration alone before the weights, so that a wrong id or class costs nothing.
 """
 
@@ -44,7 +44,7 @@ class PipelineFolder:
         return [name for name in self.index if self.class_of(name) is not None]
 
     def config(self, component: str, file: str = "config.json") -> dict[str, Any]:  # Any: JSON values
-        """A JSON file of a component. Raises CheckpointError where it is missing or not JSON."""
+        """A JSON file of a component. Raises CheckpointError if it is missing or not JSON."""
         return _read_json(self.path / component / file, f"component {component!r}")
 
     def require(self, component: str, class_names: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ class PipelineFolder:
 def open_pipeline_folder(pretrained_model: str, pipeline_classes: Sequence[str]) -> PipelineFolder:
     """The pipeline of a local folder or hub id, checked to be one of `pipeline_classes`. Reads no weights.
 
-    Raises CheckpointError where there is no such folder or no index in it, ConfigError for another pipeline class.
+    Raises CheckpointError if there is no such folder or no index in it, ConfigError for another pipeline class.
     """
     path = Path(pretrained_model).expanduser()
     is_on_hub = not path.exists() and is_hub_id(pretrained_model)
@@ -116,14 +116,14 @@ class ModelFolder:
     """Content of `config.json`."""
 
     def json(self, file: str) -> dict[str, Any]:  # Any: JSON values
-        """Another JSON file of the folder. Raises CheckpointError where it is missing or not JSON."""
+        """Another JSON file of the folder. Raises CheckpointError if it is missing or not JSON."""
         return _read_json(self.path / file, "the model")
 
 
 def open_model_folder(pretrained_model: str, model_types: Sequence[str]) -> ModelFolder:
     """The model of a local folder or hub id, checked to be of one of `model_types` (empty: any). Reads no weights.
 
-    Raises CheckpointError where there is no such folder, no configuration or no weights in it, ConfigError for another
+    Raises CheckpointError if there is no such folder, no configuration or no weights in it, ConfigError for another
     type.
     """
     path = Path(pretrained_model).expanduser()

@@ -12,14 +12,14 @@ from unirl.types.errors import CheckpointError, ConfigError, ContractError
 
 
 def only_component(state: Mapping[str, Mapping[str, Tensor]], component: str, owner: str) -> Mapping[str, Tensor]:
-    """The weights of a model with one component that trains. Raises ContractError where `state` has others."""
+    """The weights of a model with one component that trains. Raises ContractError if `state` has others."""
     if set(state) != {component}:
         raise ContractError(f"{owner} trains one component, {component!r}; got {sorted(state)}")
     return state[component]
 
 
 def export_folder(folder: str, source: Path) -> Path:
-    """The folder to write to. Raises ConfigError where it is the checkpoint `source` itself."""
+    """The folder to write to. Raises ConfigError if it is the checkpoint `source` itself."""
     target = Path(folder)
     if target.resolve() == source.resolve():
         raise ConfigError(f"the export folder {folder} is the checkpoint that was loaded. Export elsewhere.")

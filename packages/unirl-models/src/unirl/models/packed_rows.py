@@ -31,7 +31,7 @@ class RowSegment(Protocol):
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees only what is before it in the segment."""
+        """True if a token sees only what is before it in the segment."""
         ...
 
     @property

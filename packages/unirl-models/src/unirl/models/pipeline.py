@@ -65,7 +65,7 @@ class DiffusionPipeline:
         return self.strategy.name
 
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
-        """Shape of ONE latent. Raises ConfigError where the geometry does not divide."""
+        """Shape of ONE latent. Raises ConfigError if the geometry does not divide."""
         return self.adapter.latent_shape(params)
 
     def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
@@ -124,7 +124,7 @@ class DiffusionPipeline:
     def velocity(
         self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
     ) -> Tensor:
-        """Velocity [R, ...] float32 at R rows; `conditions` has one row a row. Guidance as in `params`."""
+        """Velocity [R, ...] float32 at R rows; `conditions` has one row per row. Guidance as in `params`."""
         return self.diffusion.velocity(conditions, params)(x_R, sigma_R, step_R)
 
     def encode_texts(
@@ -139,7 +139,7 @@ class DiffusionPipeline:
 
     @property
     def encoders_rest(self) -> bool:
-        """Whether text encoders rest in host memory between rollouts."""
+        """True if text encoders rest in host memory between rollouts."""
         return self.adapter.encoders_rest
 
     def visiting_encoders(self) -> AbstractContextManager[None]:

@@ -39,9 +39,9 @@ class Released:
     """Most kilobytes that decoding one sample holds, per pixel of a frame; of a video whose VAE decodes at once, per
     pixel of every frame."""
     decodes_at_once: bool = False
-    """Whether the VAE holds all frames of a video, or of a span of it, while it decodes."""
+    """True if the VAE holds all frames of a video, or of a span of it, while it decodes."""
     decode_gradient_kb: float | None = None
-    """The same with what a gradient to the latents needs; None where nobody has counted it."""
+    """The same with what a gradient to the latents needs; None if it is not known."""
     kept_per_token: int = 22
     """Tensors of a token's width that the backward pass of a block keeps, the mean of its blocks."""
     held_per_token: int = 16

@@ -66,7 +66,7 @@ class LanguageBundle(ModelBundle, Protocol):
 
     @property
     def is_packable(self) -> bool:
-        """Whether replay can do without padding."""
+        """True if replay can do without padding."""
         ...
 
     def new_cache(self) -> Any:  # Any: with `batch_select_indices`, as caches of transformers
@@ -80,7 +80,7 @@ class TextAdapter:
     chat_template: whether a prompt is one user's message to which the tokenizer's chat template is applied; False takes
         it as it is. None applies a template where the tokenizer has one.
     system_prompt: message of the system ahead of it. template_kwargs: of the template, e.g. enable_thinking.
-    Raises ConfigError where a template is asked for that is not there.
+    Raises ConfigError if a template is asked for that is not there.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TextAdapter:
             raise ConfigError("system_prompt and template_kwargs do nothing without a chat template. Remove them.")
         self.bundle = bundle
         self.uses_template = uses_template
-        """Whether prompts are messages in the chat template."""
+        """True if prompts are messages in the chat template."""
         self._system_prompt = system_prompt
         self._template_kwargs = dict(template_kwargs or {})
 
@@ -123,7 +123,7 @@ class TextAdapter:
     def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
         """{"prompt": PromptCondition} of B texts, on the model's device.
 
-        Raises ConfigError where slots are missing or not understood, or a prompt leaves no room for max_new_tokens.
+        Raises ConfigError if slots are missing or not understood, or a prompt leaves no room for max_new_tokens.
         """
         if set(primitives) != {"text"} or not isinstance(primitives["text"], Texts):
             found = {name: type(value).__name__ for name, value in primitives.items()}
@@ -162,7 +162,7 @@ class TextAdapter:
     def check_context(
         self, prompt_lengths: Sequence[int], max_new_tokens: int, *, num_image_tokens: Sequence[int] | None = None
     ) -> None:
-        """Raises ConfigError where a prompt and max_new_tokens exceed the context.
+        """Raises ConfigError if a prompt and max_new_tokens exceed the context.
 
         num_image_tokens: how many tokens of each prompt stand for images.
         """

@@ -30,8 +30,8 @@ def draw(logits: Tensor, uniform_B: Tensor, params: ARSamplingParams) -> tuple[T
 
     logits: [B, V]. uniform_B: float64 [B] in [0, 1). A greedy draw takes the most probable word; its log-prob is of
     temperature 1 and describes no distribution that was sampled from.
-    One number a token, and small errors of the logits rarely move it across a boundary: so batches of other shapes draw
-    the same tokens.
+    One number per token. Small errors of the logits rarely move it across a boundary, so batches of other shapes
+    draw the same tokens.
     """
     if params.is_greedy:
         logp = logits.float().log_softmax(dim=-1)

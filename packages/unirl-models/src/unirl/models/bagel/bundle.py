@@ -36,7 +36,7 @@ COMPONENT = "language_model"
 Trains = Literal["generation", "understanding", "both"]
 
 VISION_SIDES = (224, 980)
-"""Shortest and longest side of a picture that the vision tower sees."""
+"""Shortest and longest side of an image that the vision tower sees."""
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -50,7 +50,7 @@ class BagelBundle(Bundle):
     trains: "generation" is the expert of latents, "understanding" that of words with embedding and output projection.
         The ways of images into and out of the decoder stay frozen. With LoRA it says which layers are adapted.
     chunk_logits: logits that scoring holds at once, see `unirl.models.token_scores`.
-    Raises CheckpointError or ConfigError before weights are read where the folder is incomplete or its sizes disagree.
+    Raises CheckpointError or ConfigError before weights are read if the folder is incomplete or its sizes disagree.
     """
 
     family: ClassVar[str] = "BAGEL"
@@ -95,7 +95,7 @@ class BagelBundle(Bundle):
 
     @property
     def vision_sides(self) -> Sides:
-        """To which the vision tower's pictures are resized: as published, as far as its table of positions goes."""
+        """To which the vision tower's images are resized: as published, as far as its table of positions goes."""
         shortest, longest = VISION_SIDES
         vision = self.config.vision
         return Sides(shortest, min(longest, vision.patches_per_side * vision.patch_size), multiple=vision.patch_size)
@@ -170,7 +170,7 @@ class BagelBundle(Bundle):
         """Writes a whole folder in the published layout with the given weights; all else is the checkpoint's, copied.
 
         state: {"language_model": name -> tensor}, LoRA already merged. Tensors keep their dtype. Raises ConfigError
-        where `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
+        if `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
         """
         weights = {f"{COMPONENT}.{name}": tensor for name, tensor in only_component(state, COMPONENT, "BAGEL").items()}
         target = export_folder(folder, self.folder.path)
@@ -188,7 +188,7 @@ class BagelBundle(Bundle):
 def _loaded(module: nn.Module, file: Path, dtype: torch.dtype, device: torch.device) -> Any:  # Any: the module's class
     """`module`, made on the meta device, with the weights of a file, frozen and in evaluation mode.
 
-    Raises CheckpointError where a weight is missing or of another shape. What the module does not have is named in the
+    Raises CheckpointError if a weight is missing or of another shape. What the module does not have is named in the
     log and left out.
     """
     expected = module.state_dict()

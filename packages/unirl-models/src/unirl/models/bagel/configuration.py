@@ -108,7 +108,7 @@ class BagelConfig:
         """The sizes of a checkpoint in its published layout.
 
         The published code drops the last layer of the vision tower and enlarges the table of latent positions, so both
-        are counted in the file. Raises CheckpointError where a file is missing or says less than is needed.
+        are counted in the file. Raises CheckpointError if a file is missing or says less than is needed.
         """
         shapes, vae_shapes = file_shapes(folder.path / MODEL_FILE), file_shapes(folder.path / VAE_FILE)
         language, vision = folder.json(LANGUAGE_CONFIG), folder.json(VISION_CONFIG)
@@ -140,7 +140,7 @@ class BagelConfig:
 
 
 def file_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor of a safetensors file. Raises CheckpointError where it is missing or damaged."""
+    """Shape of each tensor of a safetensors file. Raises CheckpointError if it is missing or damaged."""
     if not path.is_file():
         there = sorted(entry.name for entry in path.parent.iterdir())[:8]
         raise CheckpointError(

@@ -69,7 +69,7 @@ class ContextGuidance(Guidance):
 
     @property
     def uses_images(self) -> bool:
-        """Whether guided rows need a velocity without the images."""
+        """True if guided rows need a velocity without the images."""
         return self.image_scale > 1
 
     def guided_rows(self, sigma_R: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""Pictures as BAGEL takes them: the sizes that they are resized to, and their patches.
+"""Images as BAGEL takes them: the sizes that they are resized to, and their patches.
 
 Legend: N patches, C channels, P pixels of a patch on a side.
 """
@@ -20,12 +20,12 @@ with from_extra("diffusers"):
     from PIL import Image
 
 MOST_PIXELS = 14 * 14 * 9 * 1024
-"""Of a resized picture. The published code multiplies the sides of a larger one by the ratio of the areas."""
+"""Of a resized image. The published code multiplies the sides of a larger one by the ratio of the areas."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Pixels on the sides of a resized picture."""
+    """Pixels on the sides of a resized image."""
 
     shortest: int
     longest: int
@@ -33,7 +33,7 @@ class Sides:
     """Sides divide into it."""
 
     def of(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width that a picture is resized to, nearly at its aspect ratio.
+        """Height and width that an image is resized to, nearly at its aspect ratio.
 
         Shrunk until the longer side fits, then enlarged until the shorter one does, which wins.
         """
@@ -51,7 +51,7 @@ class Sides:
         return next(sides), next(sides)
 
     def resized(self, picture: Tensor) -> Tensor:
-        """A picture [3, H, W] in [0, 1] by Pillow's bicubic filter in 8 bits."""
+        """An image [3, H, W] in [0, 1] by Pillow's bicubic filter in 8 bits."""
         height, width = self.of(*picture.shape[-2:])
         small = as_pil(picture).resize((width, height), Image.Resampling.BICUBIC)
         return (
@@ -77,7 +77,7 @@ def image_of(patches: Tensor, grid: Grid, size: int) -> Tensor:
 def joined_patches(
     patches: Sequence[Tensor], grids: Sequence[Grid], places: Sequence[Sequence[int]], width: int, device: torch.device
 ) -> ImagePatchCondition:
-    """One row a sample, of the patches [N, width] of the pictures at its places."""
+    """One row per sample, of the patches [N, width] of the images at its places."""
     nothing = torch.zeros(0, width)
     return ImagePatchCondition.pack(
         patches=[torch.cat([nothing, *(patches[place].cpu() for place in sample)]) for sample in places],

@@ -34,7 +34,7 @@ class MarkIds:
 
     @classmethod
     def of(cls, tokenizer: Any, vocabulary_size: int, path: Path) -> Self:  # Any: a tokenizer of transformers
-        """The ids of a tokenizer. Raises CheckpointError where it lacks a mark, or has more words than the model."""
+        """The ids of a tokenizer. Raises CheckpointError if it lacks a mark, or has more words than the model."""
         words = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
         return cls(*require_words(tokenizer, words, vocabulary_size, path), visual=vocabulary_size)
 

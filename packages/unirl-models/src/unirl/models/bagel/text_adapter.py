@@ -39,7 +39,7 @@ class BagelTextAdapter(TextAdapter):
     def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
         """{"prompt": PromptCondition} of B texts and, with the slot "image", {"images": ImagePatchCondition}.
 
-        Raises ConfigError where slots are missing or not understood, or a prompt with its images leaves no room for
+        Raises ConfigError if slots are missing or not understood, or a prompt with its images leaves no room for
         max_new_tokens.
         """
         texts = primitives.get("text")

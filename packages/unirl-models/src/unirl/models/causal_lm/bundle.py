@@ -44,7 +44,7 @@ class CausalLMBundle(Bundle):
     pretrained_model: a folder that save_pretrained wrote, or a hub id. dtype: of the weights ("fp32", "bf16", "fp16"),
         whatever the file holds.
     chunk_logits: logits that scoring holds at once, see `unirl.models.token_scores`; the memory knob of replay.
-    Raises CheckpointError or ConfigError before weights are read where the folder is missing, incomplete or of another
+    Raises CheckpointError or ConfigError before weights are read if the folder is missing, incomplete or of another
     model; CheckpointError for weights that do not fit and for a tokenizer of more words than the model.
     """
 
@@ -74,7 +74,7 @@ class CausalLMBundle(Bundle):
         self._check_blocks()
         self._check_logits()
         self.is_packable = self._pack()
-        """Whether replay can do without padding: attention alone joins tokens, and it is what SDPA does."""
+        """True if replay can do without padding: attention alone joins tokens, and it is what SDPA does."""
 
     # What the stage asks ---------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class CausalLMBundle(Bundle):
         """Writes a whole model folder with the given weights: save_pretrained, and the checkpoint's other files copied.
 
         state: {"model": name -> tensor}, LoRA already merged; tied weights may be named once. Tensors keep their dtype.
-        Raises ConfigError where `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
+        Raises ConfigError if `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
         """
         weights = {name: tensor.detach().to("cpu") for name, tensor in only_component(state, COMPONENT, _OWNER).items()}
         target = export_folder(folder, self.folder.path)

@@ -17,7 +17,7 @@ NUM_BYTES = 256
 
 
 def load_tokenizer(path: Path, *, model_type: str | None = None) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of a model folder. Raises CheckpointError where there is none that loads.
+    """The tokenizer of a model folder. Raises CheckpointError if there is none that loads.
 
     model_type: of a folder whose own configuration transformers does not know; it then takes a folder without a
     vocabulary for an empty one, which the caller checks.
@@ -33,13 +33,13 @@ def load_tokenizer(path: Path, *, model_type: str | None = None) -> transformers
 
 
 def require_words(tokenizer: Any, words: Sequence[str], vocabulary_size: int, path: Path) -> list[int]:
-    """Ids of special words. Raises CheckpointError where the tokenizer lacks one, or has more words than the model.
+    """Ids of special words. Raises CheckpointError if the tokenizer lacks one, or has more words than the model.
 
     tokenizer: of transformers.
     """
     if tokenizer.vocab_size < NUM_BYTES:
         raise CheckpointError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} words beside its marks, fewer than there are bytes: "
+            f"{path}: the tokenizer has {tokenizer.vocab_size} words besides its marks, fewer than there are bytes: "
             "its vocabulary (tokenizer.json, or vocab.json and merges.txt) is missing. Fetch the folder again."
         )
     vocabulary = tokenizer.get_vocab()

@@ -128,7 +128,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     def encode_inputs(
         self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
     ) -> dict[str, Condition]:
-        """Conditions of what a request brings beside its texts, one row a sample."""
+        """Conditions of what a request brings besides its texts, one row per sample."""
         del primitives, params
         return {}
 
@@ -172,7 +172,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     def encode_texts(
         self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
     ) -> dict[str, Condition]:
-        """The conditions of the B prompts and of the negative one; pictures that the text encoders see are read too."""
+        """The conditions of the B prompts and of the negative one; images that the text encoders see are read too."""
         self.check_params(params)
         refuse_unread(primitives, self.bundle.family, self.read_slots)
         texts = primitives.get("text")
@@ -193,14 +193,14 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
 
     @property
     def encoders_rest(self) -> bool:
-        """Whether text encoders rest in host memory between rollouts."""
+        """True if text encoders rest in host memory between rollouts."""
         return self.bundle.text.resting is not None
 
     def visiting_encoders(self) -> AbstractContextManager[None]:
         return self.bundle.text.visiting()
 
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
-        """One forward a step over [unconditional rows, conditional rows]; no state.
+        """One forward per step over [unconditional rows, conditional rows]; no state.
 
         Slots without a negative one are the same in both kinds of rows.
         """
@@ -254,10 +254,10 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         return torch.cat(latents)
 
     def image_latents(self, pictures: Sequence[Tensor]) -> list[Tensor]:
-        """Latents [C, h, w] float32 of pictures [3, H, W] in [0, 1], on the model's device; [C, 1, h, w] of a family of
+        """Latents [C, h, w] float32 of images [3, H, W] in [0, 1], on the model's device; [C, 1, h, w] of a family of
         videos.
 
-        Each distinct picture is encoded once, ever, per embedding cache, and alone, so that its latents do not depend
+        Each distinct image is encoded once, ever, per embedding cache, and alone, so that its latents do not depend
         on what else a batch holds.
         """
         family, fingerprint = self.bundle.family.lower(), self._vae_fingerprint
@@ -269,7 +269,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         return [row["latents"].to(self.bundle.device) for row in rows]
 
     def _as_media(self, picture: Tensor) -> Images | Videos:
-        """A picture [3, H, W] as what the family makes; of a family of videos one frame."""
+        """An image [3, H, W] as what the family makes; of a family of videos one frame."""
         if self.modality is Modality.VIDEO:
             return Videos.pack(frames=[picture[None]])
         return Images(pixels=picture[None])
@@ -298,7 +298,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     def drop_text_encoders(self) -> None:
         """Free the text encoders; prompts in the embedding cache still encode.
 
-        Raises ConfigError where the cache has let some of them go.
+        Raises ConfigError if the cache has let some of them go.
         """
         lost = self.embedding_cache.statistics.num_lost
         if lost:

@@ -40,7 +40,7 @@ class DiffusersBundle(Bundle):
     vae_tile_pixels: media of more pixels on a side are encoded and decoded in tiles of that side, which bounds the
     VAE's memory and changes the seams; None does them at once. vae_tile_frames: how many frames at a time a VAE decodes
     that else decodes all at once (`decodes_at_once`); seams likewise.
-    Only what trains keeps requires_grad. Raises CheckpointError or ConfigError before weights are read where the
+    Only what trains keeps requires_grad. Raises CheckpointError or ConfigError before weights are read if the
     folder is missing, incomplete or of another pipeline class, and CheckpointError for weights that do not fit.
     """
 
@@ -65,7 +65,7 @@ class DiffusersBundle(Bundle):
     frame_divisor: ClassVar[int] = 0
     """Frames per latent frame after the first (frames are this times k, plus 1); 0 for a family of images."""
     decodes_at_once: ClassVar[bool] = False
-    """Whether the VAE holds all frames of a video while it decodes."""
+    """True if the VAE holds all frames of a video while it decodes."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class DiffusersBundle(Bundle):
         """Raises ConfigError for settings of the folder that the family cannot use. Before weights are read."""
 
     def refuse_mean_flow(self) -> None:
-        """Raises ConfigError for a mean-flow transformer, for families that released one beside the usual."""
+        """Raises ConfigError for a mean-flow transformer, for families that released one besides the usual."""
         if self.folder.config("transformer").get("use_meanflow"):
             raise ConfigError(
                 f"{self.pretrained_model} is a mean-flow checkpoint, whose velocity depends on the next noise level "
@@ -206,7 +206,7 @@ class DiffusersBundle(Bundle):
     ) -> Any:  # Any: a model of diffusers or of transformers, which share `from_pretrained` but no base class
         """A component in evaluation mode on the device, frozen unless it trains.
 
-        Raises CheckpointError where it does not load, or where a weight of the model is not in the file.
+        Raises CheckpointError if it does not load, or if a weight of the model is not in the file.
         """
         path, model_class = self.folder.path / name, component.model_class
         if model_class is None:
@@ -229,7 +229,7 @@ class DiffusersBundle(Bundle):
         return model.requires_grad_(False)
 
     def load_processor(self, name: str) -> Any:  # Any: tokenizers and image processors share no base class
-        """A tokenizer or image processor by the class that the index names. Raises CheckpointError where it does not
+        """A tokenizer or image processor by the class that the index names. Raises CheckpointError if it does not
         load."""
         class_name = str(self.folder.class_of(name))
         path = self.folder.path / name
@@ -275,7 +275,7 @@ class DiffusersBundle(Bundle):
         """Writes a whole pipeline folder with the given weights; all else is the checkpoint's, copied.
 
         state: component -> name -> tensor, of every component that trains, LoRA already merged; buffers may be absent.
-        Tensors keep their dtype. Raises CheckpointError where a parameter is missing or does not belong.
+        Tensors keep their dtype. Raises CheckpointError if a parameter is missing or does not belong.
         """
         self._check_components(state)
         buffers = {name: dict(module.named_buffers()) for name, module in self._trained.items()}

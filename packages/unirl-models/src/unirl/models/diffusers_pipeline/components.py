@@ -30,7 +30,7 @@ class Component:
     model_class: type[Any] | None = None  # Any: models of diffusers and transformers, which share no base class
     """Loads the weights; None for a processor."""
     is_optional: bool = False
-    """Whether a folder of the family may leave it out."""
+    """True if a folder of the family may leave it out."""
     aliases: tuple[str, ...] = ()
     """Other classes that an index may name, of whose weights `model_class` reads its part."""
 

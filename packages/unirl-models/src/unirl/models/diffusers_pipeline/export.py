@@ -82,7 +82,7 @@ def write_merged(
     """Writes a pipeline folder: the components of `source` copied, those of `state` written by save_pretrained.
 
     model_classes, buffers: of each component of `state`; the buffers fill what the state leaves out. Raises ConfigError
-    where `folder` is `source`, CheckpointError where names or shapes do not fit a component's configuration.
+    if `folder` is `source`, CheckpointError if names or shapes do not fit a component's configuration.
     """
     target = export_folder(folder, source.path)
     merged = {

@@ -27,7 +27,7 @@ class Geometry:
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
         """(C, h, w), or (C, f, h, w) with f = (F - 1) / frame_factor + 1.
 
-        Raises ConfigError where height, width or num_frames do not divide, naming sizes that do.
+        Raises ConfigError if height, width or num_frames do not divide, naming sizes that do.
         """
         factor = self.vae_factor
         check_multiples(params, factor * self.patch, reason=f"VAE {factor} x patch {self.patch}")

@@ -1,4 +1,4 @@
-"""Words that a prompt wants drawn, as ByT5 reads them: a second stream of text beside the language model's.
+"""Words that a prompt wants drawn, as ByT5 reads them: a second stream of text next to the language model's.
 
 Shape letters: see `unirl.models`.
 """

@@ -1,4 +1,4 @@
-"""Reference images of a request beside its text: as many as a sample brings, of any sizes, as tokens of latents.
+"""Reference images of a request besides its text: as many as a sample brings, of any sizes, as tokens of latents.
 
 Shape letters: see `unirl.models`.
 """
@@ -28,7 +28,7 @@ REFERENCE = "reference"
 def pictures_of(
     primitives: Mapping[str, Primitive], family: str, *, fewest: int, most: int | None, slot: str = "image"
 ) -> list[list[Tensor]] | None:
-    """The pictures [3, H, W] of each sample, None where the request has no such slot and may lack it.
+    """The images [3, H, W] of each sample, None where the request has no such slot and may lack it.
 
     Raises ConfigError for media of another kind, and for a sample with fewer than `fewest` or more than `most`.
     """
@@ -63,7 +63,7 @@ def pictures_of(
 def masked_pictures(
     primitives: Mapping[str, Primitive], family: str, height: int, width: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One picture [3, height, width] and one mask of that shape for each sample, of the slots "image" and "mask".
+    """One image [3, height, width] and one mask of that shape for each sample, of the slots "image" and "mask".
 
     Raises ConfigError for a sample without an image or a mask, or with several.
     """
@@ -108,7 +108,7 @@ def _clip(frames: Sequence[Tensor], slot: str, row: int) -> Tensor:
 
 
 def whole_sides(picture: Tensor, multiple: int) -> tuple[int, int]:
-    """Height and width of a picture [3, H, W], rounded down to multiples. Raises DataError where nothing is left."""
+    """Height and width of an image [3, H, W], rounded down to multiples. Raises DataError if nothing is left."""
     height, width = (side // multiple * multiple for side in picture.shape[-2:])
     if not height or not width:
         raise DataError(f"a reference image is {tuple(picture.shape[-2:])} pixels; each side needs at least {multiple}")
@@ -116,14 +116,14 @@ def whole_sides(picture: Tensor, multiple: int) -> tuple[int, int]:
 
 
 def cropped(picture: Tensor, multiple: int) -> Tensor:
-    """The middle of a picture [3, H, W], its sides rounded down to multiples."""
+    """The middle of an image [3, H, W], its sides rounded down to multiples."""
     height, width = whole_sides(picture, multiple)
     top, left = (picture.shape[-2] - height) // 2, (picture.shape[-1] - width) // 2
     return picture[:, top : top + height, left : left + width]
 
 
 def resized(picture: Tensor, height: int, width: int) -> Tensor:
-    """A picture [3, H, W] in [0, 1] by Pillow's Lanczos filter in 8 bits, as the stock pipelines resize."""
+    """An image [3, H, W] in [0, 1] by Pillow's Lanczos filter in 8 bits, as the stock pipelines resize."""
     if tuple(picture.shape[-2:]) == (height, width):
         return picture
     small = as_pil(picture).resize((width, height), Image.Resampling.LANCZOS)
@@ -131,7 +131,7 @@ def resized(picture: Tensor, height: int, width: int) -> Tensor:
 
 
 def covered(picture: Tensor, height: int, width: int) -> Tensor:
-    """A picture [3, H, W] resized, its shape kept, until it covers the size, and the middle of that."""
+    """An image [3, H, W] resized, its shape kept, until it covers the size, and the middle of that."""
     rows, columns = picture.shape[-2:]
     if width * rows > columns * height:
         columns, rows = width, rows * width // columns
@@ -148,7 +148,7 @@ def resized_clip(frames: Tensor, height: int, width: int) -> Tensor:
 
 
 def letterboxed(picture: Tensor, height: int, width: int) -> Tensor:
-    """A picture [3, H, W] resized, its shape kept, to fit into the size, in the middle of black."""
+    """An image [3, H, W] resized, its shape kept, to fit into the size, in the middle of black."""
     rows, columns = picture.shape[-2:]
     if width * rows < columns * height:
         columns, rows = width, rows * width // columns
@@ -161,18 +161,18 @@ def letterboxed(picture: Tensor, height: int, width: int) -> Tensor:
 
 
 def grey_scale(picture: Tensor) -> Tensor:
-    """[H, W] of a picture [3, H, W] in [0, 1], by Pillow's weights in 8 bits."""
+    """[H, W] of an image [3, H, W] in [0, 1], by Pillow's weights in 8 bits."""
     grey = as_pil(picture).convert("L")
     return torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).view(grey.height, grey.width) / 255
 
 
 def as_pil(picture: Tensor) -> Image.Image:
-    """A picture [3, H, W] in [0, 1], rounded to 8 bits."""
+    """An image [3, H, W] in [0, 1], rounded to 8 bits."""
     return Image.fromarray((picture * 255).round().clamp(0, 255).byte().permute(1, 2, 0).cpu().numpy())
 
 
 def packed_references(samples: Sequence[Sequence[Tensor]], patch: int, device: torch.device) -> ImagePatchCondition:
-    """Latents [C, h, w] of each sample's pictures as tokens of `patch` latent elements on a side, one row a sample."""
+    """Latents [C, h, w] of each sample's images as tokens of `patch` latent elements on a side, one row per sample."""
     tokens = [[patched(latents[None], patch)[0] for latents in sample] for sample in samples]
     width = next((each.shape[-1] for sample in tokens for each in sample), 1)
     empty = torch.zeros(0, width, device=device)
@@ -192,16 +192,16 @@ def stacked(reference: ImagePatchCondition, rows: Sequence[int]) -> Tensor:
 
 
 def picture_key(picture: Tensor) -> str:
-    """A hexadecimal name of a picture's content."""
+    """A hexadecimal name of an image's content."""
     digest = hashlib.blake2b(repr(tuple(picture.shape)).encode(), digest_size=20)
     digest.update(picture.float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
 def distinct(samples: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[int]]]:
-    """The pictures that differ, and for each sample where its own stand among them.
+    """The images that differ, and for each sample where its own stand among them.
 
-    Samples of one prompt share their pictures, so most are known without a look at their content.
+    Samples of one prompt share their images, so most are known without a look at their content.
     """
     pictures: list[Tensor] = []
     by_object: dict[int, int] = {}

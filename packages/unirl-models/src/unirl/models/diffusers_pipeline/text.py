@@ -50,7 +50,7 @@ class TextEncoders(ABC):
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the encoders have been freed."""
+        """True if the encoders have been freed."""
         return not self.encoders
 
     def visiting(self) -> AbstractContextManager[None]:
@@ -71,13 +71,13 @@ class TextEncoders(ABC):
         """One row per text, in the encoders' dtype, on their device.
 
         Families whose texts differ in length set `attention_mask`; the cache then keeps the tokens that count.
-        Raises ConfigError where the encoders were dropped.
+        Raises ConfigError if the encoders were dropped.
         """
         self.require_encoders(texts)
         return self._encode(texts, max_sequence_length)
 
     def require_encoders(self, texts: Sequence[str]) -> None:
-        """Raises ConfigError where the encoders that these texts need were dropped."""
+        """Raises ConfigError if the encoders that these texts need were dropped."""
         if self.is_dropped:
             raise ConfigError(
                 f"{len(texts)} prompts are not in the embedding cache and the text encoders were dropped; the first is "
@@ -86,7 +86,7 @@ class TextEncoders(ABC):
             )
 
     def encode_streams(self, texts: Sequence[str], max_sequence_length: int) -> dict[str, TextEmbedCondition]:
-        """Everything that the model reads of the texts, by slot: "text", and the streams beside it. See `encode`."""
+        """Everything that the model reads of the texts, by slot: "text", and the streams next to it. See `encode`."""
         text = self.encode(texts, max_sequence_length)
         with torch.no_grad():
             return {"text": text, **self._encode_beside(texts)}

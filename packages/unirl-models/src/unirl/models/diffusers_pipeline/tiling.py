@@ -19,7 +19,7 @@ from unirl.types.errors import ConfigError
 def work_in_tiles(vae: Any, pixels: int) -> None:  # Any: the VAEs of diffusers share no base class
     """Let a VAE encode and decode in tiles of `pixels` on a side. The seams differ from what it makes at once.
 
-    Raises ConfigError where a quarter of a tile is no whole number of latents.
+    Raises ConfigError if a quarter of a tile is no whole number of latents.
     """
     factor = _pixels_per_latent(vae)
     if pixels < 1 or pixels % (OVERLAP * factor):
@@ -39,7 +39,7 @@ def work_in_tiles(vae: Any, pixels: int) -> None:  # Any: the VAEs of diffusers 
             f"tile_overlap_factor_{side}": 1 / OVERLAP,
         }
     vae.enable_tiling(**{key: value for key, value in sizes.items() if key in keywords})
-    if not keywords:  # AutoencoderKL and its kin have attributes in the place of keywords
+    if not keywords:  # AutoencoderKL and its kin have attributes instead of keywords
         vae.tile_sample_min_size, vae.tile_latent_min_size = pixels, pixels // factor
         vae.tile_overlap_factor = 1 / OVERLAP
 

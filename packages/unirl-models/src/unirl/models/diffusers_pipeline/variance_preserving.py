@@ -27,7 +27,7 @@ BundleT = TypeVar("BundleT", bound=DiffusersBundle)
 
 
 class VariancePreservingAdapter(TextConditionedAdapter[BundleT]):
-    """A family answers `model_output` in the place of `predict`; the scheduler's configuration says what that is.
+    """A family answers `model_output` instead of `predict`; the scheduler's configuration says what that is.
 
     Raises ConfigError for a scheduler whose levels are not reproduced, and for a prediction that is not known or says
     nothing at pure noise.

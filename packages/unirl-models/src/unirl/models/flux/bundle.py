@@ -37,11 +37,11 @@ class FluxBundle(RankFollowing, DiffusersBundle):
     released_guidance = 3.5
     """Of the input that the checkpoint was published with."""
     takes_second_forward = True
-    """Whether classifier-free guidance on top is known to the stock pipeline."""
+    """True if classifier-free guidance on top is known to the stock pipeline."""
 
     @property
     def is_distilled(self) -> bool:
-        """Whether the checkpoint takes no guidance at all, neither as an input nor by a second forward (schnell)."""
+        """True if the checkpoint takes no guidance at all, neither as an input nor by a second forward (schnell)."""
         return not self.transformer.config["guidance_embeds"]
 
 

@@ -1,4 +1,4 @@
-"""FLUX.1 Fill: the image around a hole, and the hole, beside each latent token. Shape letters: see `unirl.models`."""
+"""FLUX.1 Fill: the image around a hole, and the hole, next to each latent token. Shape letters: see `unirl.models`."""
 
 from __future__ import annotations
 

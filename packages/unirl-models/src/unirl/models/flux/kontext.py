@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext: the image to change stands behind the latents as tokens of its own. Shape letters: see
+"""FLUX.1 Kontext: the image to change follows the latents as further tokens. Shape letters: see
 `unirl.models`."""
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Flux2KleinAdapter(TextConditionedAdapter[Flux2KleinBundle]):
     def _forward(
         self, x_R: Tensor, sigma_R: Tensor, text_RLD: Tensor, reference_RLD: Tensor | None, grids: Grids
     ) -> Tensor:
-        """Rows of one grid of references: the latents first, then each reference at a time of its own."""
+        """Rows of one grid of references: the latents first, then each reference at its own time."""
         transformer, device = self.bundle.transformer, x_R.device
         dtype = next(transformer.parameters()).dtype
         height, width = x_R.shape[-2:]

@@ -44,5 +44,5 @@ class Flux2KleinBundle(RankFollowing, DiffusersBundle):
 
     @property
     def is_distilled(self) -> bool:
-        """Whether the checkpoint takes few steps and no guidance, as its index says."""
+        """True if the checkpoint takes few steps and no guidance, as its index says."""
         return bool(self.folder.index.get("is_distilled"))

@@ -109,8 +109,8 @@ class HunyuanImage3Adapter(DiffusionAdapter):
             negative = require_negative_prompt(params)
             if negative:
                 raise ConfigError(
-                    f"negative_prompt = {negative!r} means nothing to {self.bundle.family}, which puts <cfg> in the "
-                    'place of a prompt. Set sampling.negative_prompt: "".'
+                    f"negative_prompt = {negative!r} means nothing to {self.bundle.family}, which puts <cfg> "
+                    'instead of a prompt. Set sampling.negative_prompt: "".'
                 )
             conditions["negative_text"] = self._tokens(rows, params, is_masked=True)
         return conditions if pictures is None else conditions | pictures.conditions

@@ -46,7 +46,7 @@ class HunyuanImage3Bundle(Bundle):
     decoder_device: None is `device`. On "cpu" the decoder stays mapped to its files until the backend shards it, block
         by block: no device holds it whole.
     chunk_logits: logits that scoring holds at once, see `unirl.models.token_scores`.
-    Raises CheckpointError or ConfigError before weights are read where the folder is incomplete or of another variant.
+    Raises CheckpointError or ConfigError before weights are read if the folder is incomplete or of another variant.
     """
 
     family: ClassVar[str] = "HunyuanImage3"
@@ -81,7 +81,7 @@ class HunyuanImage3Bundle(Bundle):
         self.style: Style = "instruct" if generation.get("sequence_template") == "instruct" else "pretrain"
         """How prompts are written."""
         self.drops_thoughts = bool(generation.get("drop_think", False))
-        """Whether an image is made without what was thought before its caption."""
+        """True if an image is made without what was thought before its caption."""
         self.sizes = sizes(self.config.base_size)
         """Of images, in the order of their words."""
         self.tokenizer = load_tokenizer(self.folder.path, model_type="qwen2")
@@ -170,7 +170,7 @@ class HunyuanImage3Bundle(Bundle):
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Writes a whole folder in the published layout with the given weights; all else is the checkpoint's, copied.
 
-        state: {"transformer": name -> tensor}, LoRA already merged. Tensors keep their dtype. Raises ConfigError where
+        state: {"transformer": name -> tensor}, LoRA already merged. Tensors keep their dtype. Raises ConfigError if
         `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
         """
         weights = only_component(state, COMPONENT, "HunyuanImage3")

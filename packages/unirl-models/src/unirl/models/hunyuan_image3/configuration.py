@@ -111,7 +111,7 @@ class HunyuanImage3Config:
     def of_folder(cls, folder: ModelFolder) -> Self:
         """The sizes of a checkpoint in its published layout.
 
-        Raises CheckpointError where the configuration says less than is needed, ConfigError where it asks for a
+        Raises CheckpointError if the configuration says less than is needed, ConfigError where it asks for a
         variant that these modules are not (such as a distilled checkpoint, whose guidance is an input).
         """
         raw = folder.config

@@ -1,4 +1,4 @@
-"""Pictures of a request, as HunyuanImage3 takes them.
+"""Images of a request, as HunyuanImage3 takes them.
 
 For the autoencoder each is cut to one of the model's sizes; the vision tower sees it whole, in so many patches at most.
 """
@@ -28,17 +28,17 @@ _SCALE_STEP = 1e-5
 
 @dataclass(frozen=True)
 class GivenPictures:
-    """The pictures of B samples."""
+    """The images of B samples."""
 
     ids: list[list[int]]
-    """Of each sample the words and placeholders of its pictures."""
+    """Of each sample the words and placeholders of its images."""
     conditions: dict[str, Condition]
     """"latents" and "patches"."""
 
 
 @torch.no_grad()
 def given_pictures(bundle: HunyuanImage3Bundle, primitives: Mapping[str, Primitive]) -> GivenPictures | None:
-    """The pictures in the slot "image", each distinct one encoded once; None where there is no such slot."""
+    """The images in the slot "image", each distinct one encoded once; None where there is no such slot."""
     samples = pictures_of(primitives, bundle.family, fewest=0, most=None)
     if samples is None:
         return None
@@ -82,7 +82,7 @@ def given_pictures(bundle: HunyuanImage3Bundle, primitives: Mapping[str, Primiti
 
 
 def cut_to(picture: Tensor, size: Size) -> Tensor:
-    """A picture [3, H, W] in [0, 1] resized by Lanczos' filter until it covers `size`, and its middle."""
+    """An image [3, H, W] in [0, 1] resized by Lanczos' filter until it covers `size`, and its middle."""
     height, width = picture.shape[-2:]
     scale = max(size[0] / height, size[1] / width)
     covering = round(height * scale), round(width * scale)
@@ -107,7 +107,7 @@ def patched_size(height: int, width: int, patch: int, most: int) -> Size:
 
 
 def resized(picture: Tensor, size: Size, filter: Image.Resampling = Image.Resampling.BILINEAR) -> Tensor:
-    """A picture [3, H, W] in [0, 1] in 8 bits, by a filter of Pillow."""
+    """An image [3, H, W] in [0, 1] in 8 bits, by a filter of Pillow."""
     small = as_pil(picture).resize((size[1], size[0]), filter)
     pixels = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
     return pixels.view(*size, 3).permute(2, 0, 1) / 255

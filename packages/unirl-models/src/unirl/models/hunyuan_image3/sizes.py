@@ -1,4 +1,4 @@
-"""The sizes of images that HunyuanImage3 knows, each by a word of its own."""
+"""The sizes of images that HunyuanImage3 knows, each by its own word."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _SECTION = re.compile(r"(<(think|recaption)>)(.*?)(</\2>)", re.DOTALL)
 
 @dataclass(frozen=True)
 class WordIds:
-    """Words with a meaning of their own, and ids beyond the vocabulary for what no word stands for."""
+    """Words with their own meaning, and ids beyond the vocabulary for what no word stands for."""
 
     begin: int
     end: int
@@ -64,7 +64,7 @@ class WordIds:
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, base_size: int, num_sizes: int, path: Path) -> Self:
-        """The ids of a tokenizer of transformers. Raises CheckpointError where it lacks a word or has too many."""
+        """The ids of a tokenizer of transformers. Raises CheckpointError if it lacks a word or has too many."""
         names = {
             "begin": "<|startoftext|>",
             "end": "<|endoftext|>",

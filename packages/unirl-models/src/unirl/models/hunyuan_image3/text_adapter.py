@@ -34,10 +34,10 @@ class HunyuanImage3TextAdapter(TextAdapter):
     """A prompt is that of `Template`, and the mark that begins what the task asks for.
 
     task: "answer" writes until the end; "think" a thought, "recaption" a caption, "think_recaption" both.
-    system_prompt: see `Template`; the published ones lie beside the checkpoint.
+    system_prompt: see `Template`; the published ones lie next to the checkpoint.
     chooses_size: a caption is followed by the words up to the size of the image, which the model chooses. Words between
         them are not drawn: they are given, and nothing is learned from them.
-    Raises ConfigError where an answer is to choose a size.
+    Raises ConfigError if an answer is to choose a size.
     """
 
     bundle: HunyuanImage3Bundle
@@ -79,7 +79,7 @@ class HunyuanImage3TextAdapter(TextAdapter):
     def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
         """{"prompt": PromptCondition} of B texts and, with the slot "image", "latents" and "patches".
 
-        Raises ConfigError where slots are missing or not understood, or a prompt with its images leaves no room for
+        Raises ConfigError if slots are missing or not understood, or a prompt with its images leaves no room for
         max_new_tokens.
         """
         texts = primitives.get("text")

@@ -23,7 +23,7 @@ SINGLE = "model.safetensors"
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """The file of each weight of a folder. Raises CheckpointError where a file is missing or cannot be read."""
+    """The file of each weight of a folder. Raises CheckpointError if a file is missing or cannot be read."""
     index = folder / INDEX
     if index.is_file():
         files = {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
@@ -46,7 +46,7 @@ def fill(modules: Sequence[tuple[str, nn.Module, torch.dtype]], files: Mapping[s
     """Give modules on the meta device their weights, in place; frozen and in evaluation mode.
 
     modules: (beginning of the names in the files, module, dtype). On the CPU a weight that has the dtype stays mapped
-    to its file, so that processes of a machine share it. Raises CheckpointError, before anything is read, where weights
+    to its file, so that processes of a machine share it. Raises CheckpointError, before anything is read, if weights
     are missing or of another shape; those that no module has are named in the log.
     """
     expected = {

@@ -26,7 +26,7 @@ class HunyuanVideoAdapter(ScaledVideoLatents[HunyuanVideoBundle]):
     longest_sequence = 256
 
     def check_params(self, params: DiffusionSamplingParams) -> None:
-        """Raises ConfigError also where a distilled checkpoint gets no guidance as an input."""
+        """Raises ConfigError also if a distilled checkpoint gets no guidance as an input."""
         super().check_params(params)
         takes = self.bundle.transformer.config["guidance_embeds"]
         check_distilled_guidance(params, self.bundle.family, takes=takes, released=self.bundle.released_guidance)

@@ -45,7 +45,7 @@ class HunyuanVideoBundle(DiffusersBundle):
 class HunyuanVideoImageBundle(HunyuanVideoBundle):
     """A checkpoint that makes videos which begin with a given image, see `HunyuanVideoBundle`.
 
-    Raises ConfigError where its transformer reads an image in no way that this family knows.
+    Raises ConfigError if its transformer reads an image in no way that this family knows.
     """
 
     family = "HunyuanVideo I2V"
@@ -68,7 +68,7 @@ class HunyuanVideoImageBundle(HunyuanVideoBundle):
 
     @property
     def replaces_first_frame(self) -> bool:
-        """Whether the image stands in the place of the first latent frame instead of in channels beside the noise."""
+        """True if the image stands where the first latent frame is, not in channels next to the noise."""
         return self.transformer.config["image_condition_type"] == "token_replace"
 
     @property

@@ -28,17 +28,17 @@ LEAD_IN = 4
 """Frames that the model of joined channels makes before the video, and that are cut off."""
 # The stock pipeline hands its choice to the prompt alone, so the negative one has its default.
 KEPT_BESIDE_NEGATIVE = 2
-"""One of so many tokens of the image is kept beside a negative prompt."""
+"""One of so many tokens of the image is kept with a negative prompt."""
 BLACK = torch.zeros(3, 16, 16)
 """Of any size, which the image processor changes anyway."""
 
 
 class HunyuanVideoImageAdapter(HunyuanVideoAdapter):
-    """Conditions beside those of `HunyuanVideoAdapter`, whose text encoder sees the image (black beside a negative
+    """Conditions besides those of `HunyuanVideoAdapter`, whose text encoder sees the image (black with a negative
     prompt): "image", latents of the first frame [C, 1, h, w].
 
-    Of the two released models one reads that frame beside the noise and makes `LEAD_IN` frames more than it shows, so
-    `num_frames` of sampling are cut by so many; the other has it in the place of the first latent frame.
+    Of the two released models one reads that frame next to the noise and makes `LEAD_IN` frames more than it shows, so
+    `num_frames` of sampling are cut by so many; the other puts it where the first latent frame is.
     The slot "image" of a request brings one image per sample, which is resized to the sampled size. Equal images are
     encoded once.
     """
@@ -52,7 +52,7 @@ class HunyuanVideoImageAdapter(HunyuanVideoAdapter):
         return self._bundle
 
     def check_params(self, params: DiffusionSamplingParams) -> None:
-        """Raises ConfigError, too, where all frames would be cut off."""
+        """Raises ConfigError, too, if all frames would be cut off."""
         super().check_params(params)
         if not self.bundle.replaces_first_frame and params.num_frames <= LEAD_IN:
             raise ConfigError(
@@ -131,7 +131,7 @@ class HunyuanVideoImageAdapter(HunyuanVideoAdapter):
         return self._cached_streams(keys, encode)
 
     def _pictures(self, primitives: Mapping[str, Primitive]) -> tuple[list[Tensor], list[int]]:
-        """The pictures that differ, and for each sample which is its own."""
+        """The images that differ, and for each sample which is its own."""
         found = pictures_of(primitives, self.bundle.family, fewest=1, most=1)
         pictures, samples = distinct(found or [])
         return pictures, [place for (place,) in samples]

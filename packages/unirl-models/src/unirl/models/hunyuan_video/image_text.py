@@ -55,7 +55,7 @@ class HunyuanVideoImageTextEncoders(HunyuanVideoTextEncoders):
     def encode_seen(
         self, texts: Sequence[str], pictures: Sequence[Tensor], max_sequence_length: int, *, every: int
     ) -> TextEmbedCondition:
-        """One row per text and its picture [3, H, W] in [0, 1]; see `encode`.
+        """One row per text and its image [3, H, W] in [0, 1]; see `encode`.
 
         every: one of so many tokens of the image is kept. Raises DataError for a text with a mark of an image.
         """

@@ -8,7 +8,7 @@ from unirl.types.media import Modality
 
 
 class ScaledVideoLatents(TextConditionedAdapter[BundleT]):
-    """What both generations share: geometry, and 24 frames a second."""
+    """What both generations share: geometry, and 24 frames per second."""
 
     modality = Modality.VIDEO
     fps = 24.0

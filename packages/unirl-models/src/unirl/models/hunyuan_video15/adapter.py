@@ -26,7 +26,7 @@ class HunyuanVideo15Adapter(ScaledVideoLatents[HunyuanVideo15Bundle]):
     longest_sequence = 1000
 
     def check_params(self, params: DiffusionSamplingParams) -> None:
-        """Raises ConfigError also where a distilled checkpoint is asked for guidance."""
+        """Raises ConfigError also if a distilled checkpoint is asked for guidance."""
         super().check_params(params)
         if self.bundle.is_distilled and params.uses_guidance:
             raise ConfigError(

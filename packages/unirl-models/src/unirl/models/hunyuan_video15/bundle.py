@@ -42,7 +42,7 @@ class HunyuanVideo15Bundle(DiffusersBundle):
     frame_divisor = 4
     decodes_at_once = True
     is_distilled = False
-    """Whether the checkpoint was distilled to work without classifier-free guidance."""
+    """True if the checkpoint was distilled to work without classifier-free guidance."""
 
     # Any: the keywords of DiffusersBundle.
     def __init__(self, pretrained_model: str, **options: Any) -> None:
@@ -78,5 +78,5 @@ class HunyuanVideo15ImageBundle(HunyuanVideo15Bundle):
     def make_text(
         self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
     ) -> TextEncoders:  # Any: models and tokenizers of transformers
-        """Prompts alone; images have a processor of their own."""
+        """Prompts alone; images have their own processor."""
         return super().make_text(encoders, {name: processors[name] for name in ("tokenizer", "tokenizer_2")})

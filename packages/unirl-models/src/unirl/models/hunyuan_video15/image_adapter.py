@@ -23,7 +23,7 @@ from unirl.types.sampling import DiffusionSamplingParams
 
 
 class HunyuanVideo15ImageAdapter(HunyuanVideo15Adapter):
-    """Conditions beside those of `HunyuanVideo15Adapter`: "image", latents of the first frame [C, 1, h, w], and
+    """Conditions besides those of `HunyuanVideo15Adapter`: "image", latents of the first frame [C, 1, h, w], and
     "image_embeds", SigLIP features [L, D] of it.
 
     The slot "image" of a request brings one image per sample. It is made as large as the sampled size and its middle is
@@ -69,7 +69,7 @@ class HunyuanVideo15ImageAdapter(HunyuanVideo15Adapter):
 
     @torch.no_grad()
     def _encode_picture(self, picture: Tensor, params: DiffusionSamplingParams) -> Embedding:
-        """Of one picture, encoded alone so that nothing depends on the batch."""
+        """Of one image, encoded alone so that nothing depends on the batch."""
         picture = covered(picture, params.height, params.width)
         encoder = self.bundle.modules["image_encoder"]
         inputs = self.bundle.processors["feature_extractor"](images=as_pil(picture), return_tensors="pt")

@@ -129,7 +129,7 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
 
     def encode_media(self, media: Images | Videos) -> Tensor:
         """Raises ConfigError: the published folder has no way from sound to a spectrogram."""
-        raise ConfigError(f"{self.bundle.family} cannot encode videos with sound. Train it on samples of its own.")
+        raise ConfigError(f"{self.bundle.family} cannot encode videos with sound. Train it on its own samples.")
 
     def to_vae(self, latents: Tensor) -> Tensor:
         """Of the video: channels with their mean and deviation back."""

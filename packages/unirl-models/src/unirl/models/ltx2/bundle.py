@@ -55,7 +55,7 @@ class LTX2Bundle(DiffusersBundle):
         if self.folder.config("vae").get("timestep_conditioning"):
             raise ConfigError(
                 f"the VAE of {self.pretrained_model} adds noise while it decodes (timestep_conditioning: true), so a "
-                "latent has no picture of its own. Use a checkpoint whose VAE does not."
+                "latent is not an image by itself. Use a checkpoint whose VAE does not."
             )
 
     @cached_property

@@ -21,7 +21,7 @@ class LTX2TextEncoders(TextEncoders):
     """
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        # One at a time: the states of all 49 layers of Gemma 3 12B are 0.4 GB a text in bfloat16.
+        # One at a time: the states of all 49 layers of Gemma 3 12B are 0.4 GB per text in bfloat16.
         return TextEmbedCondition.concat([self._encode_one(text, max_sequence_length) for text in texts])
 
     def _encode_one(self, text: str, max_sequence_length: int) -> TextEmbedCondition:

@@ -45,7 +45,7 @@ class QwenImageAdapter(TextConditionedAdapter[QwenImageBundle]):
         reference_RLD: Tensor | None = None,
         grids: tuple[tuple[int, int, int], ...] = (),
     ) -> Tensor:
-        """One forward of rows. reference_RLD: tokens of pictures beside the latents, of the same `grids` (frames, rows,
+        """One forward of rows. reference_RLD: tokens of images next to the latents, of the same `grids` (frames, rows,
         columns) in every row; the velocity of the latents alone comes back."""
         transformer = self.bundle.transformer
         dtype = next(transformer.parameters()).dtype

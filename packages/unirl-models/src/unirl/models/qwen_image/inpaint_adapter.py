@@ -25,7 +25,7 @@ KNOWN = "known"
 
 
 class QwenImageInpaintAdapter(QwenImageAdapter):
-    """Conditions beside those of `QwenImageAdapter`: "known" [C + 1, h, w], latents of the image, and 1 where they are
+    """Conditions besides those of `QwenImageAdapter`: "known" [C + 1, h, w], latents of the image, and 1 where they are
     to be made anew.
 
     A request brings an "image" and a "mask" per sample, white where to paint; both are resized to the size that is

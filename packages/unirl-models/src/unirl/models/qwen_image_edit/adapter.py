@@ -28,12 +28,12 @@ from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 SIDE_MULTIPLE = 32
-"""Pixels that the sides of a resized picture divide into."""
+"""Pixels that the sides of a resized image divide into."""
 
 
 class QwenImageEditAdapter(QwenImageAdapter):
-    """Conditions: "text" and "negative_text", of an encoder that sees the pictures, and "reference": their latents,
-    which stand beside the sampled ones as further frames.
+    """Conditions: "text" and "negative_text", of an encoder that sees the images, and "reference": their latents,
+    which stand next to the sampled ones as further frames.
 
     The published pipelines never cut a text, so max_sequence_length is refused.
     """
@@ -50,7 +50,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
     def encode_inputs(
         self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams
     ) -> dict[str, Condition]:
-        """The latents of the pictures of a request as tokens, each distinct picture encoded once."""
+        """The latents of the images of a request as tokens, each distinct image encoded once."""
         del params
         pictures, samples = distinct(self._pictures(primitives))
         area = self.bundle.image_area
@@ -59,7 +59,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
         return {REFERENCE: packed_references(by_sample, 2, self.bundle.device)}
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
-        """Velocity [R, C, h, w]: a forward per group of rows whose pictures have the same sizes."""
+        """Velocity [R, C, h, w]: a forward per group of rows whose images have the same sizes."""
         del params
         text = require_condition(conditions, "text", TextEmbedCondition)
         reference = require_condition(conditions, REFERENCE, ImagePatchCondition)
@@ -75,7 +75,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
     def _encode_texts(
         self, texts: list[str], length: int, primitives: Mapping[str, Primitive], *, is_negative: bool
     ) -> dict[str, TextEmbedCondition]:
-        """Each distinct pair of an instruction and its pictures is encoded once."""
+        """Each distinct pair of an instruction and its images is encoded once."""
         del length, is_negative
         pictures, samples = distinct(self._pictures(primitives))
         encoders, area = self.bundle.text, self.bundle.condition_area
@@ -100,9 +100,9 @@ class QwenImageEditAdapter(QwenImageAdapter):
 
 
 def sides_of(picture: Tensor, area: int) -> tuple[int, int]:
-    """Height and width, multiples of SIDE_MULTIPLE, of about `area` pixels at the picture's aspect ratio.
+    """Height and width, multiples of SIDE_MULTIPLE, of about `area` pixels at the image's aspect ratio.
 
-    Raises DataError for a picture so narrow that nothing is left of one side.
+    Raises DataError for an image so narrow that nothing is left of one side.
     """
     ratio = picture.shape[-1] / picture.shape[-2]
     width = math.sqrt(area * ratio)

@@ -21,7 +21,7 @@ with from_extra("diffusers"):
 class QwenImageEditBundle(RankFollowing, QwenImageBundle):
     """Qwen-Image-Edit, see `QwenImageBundle`, with the image processor of its vision-language encoder.
 
-    image_area: pixels, about which the pictures of a request are resized at their aspect ratio before the VAE reads
+    image_area: pixels, about which the images of a request are resized at their aspect ratio before the VAE reads
     them; condition_area: before the encoder does, whose own limits apply after that. None is what the stock pipeline
     does: 1024 x 1024 for both, and 384 x 384 for the encoder of -Edit-Plus.
     """
@@ -31,11 +31,11 @@ class QwenImageEditBundle(RankFollowing, QwenImageBundle):
     components = {**QwenImageBundle.components, "processor": processor()}
     text: QwenImageEditTextEncoders
     picture_mark: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
-    """Stands for each picture before the instruction; `{}` is its number, from 1."""
+    """Stands for each image before the instruction; `{}` is its number, from 1."""
     reads_media = True
     needs_media = True
     most_images = 1
-    """Pictures that a request may bring for a sample."""
+    """Images that a request may bring for a sample."""
     published_condition_area: ClassVar[int] = 1024 * 1024
 
     # Any: the keywords of DiffusersBundle.
@@ -72,7 +72,7 @@ class QwenImageEditBundle(RankFollowing, QwenImageBundle):
 
 
 class QwenImageEditPlusBundle(QwenImageEditBundle):
-    """Qwen-Image-Edit-Plus (-2509, -2511), which takes several pictures."""
+    """Qwen-Image-Edit-Plus (-2509, -2511), which takes several images."""
 
     family = "Qwen-Image-Edit-Plus"
     pipeline_classes = ("QwenImageEditPlusPipeline",)

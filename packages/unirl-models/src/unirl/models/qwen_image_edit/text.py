@@ -1,4 +1,4 @@
-"""Text of Qwen-Image-Edit: the last hidden state of Qwen2.5-VL, which sees the pictures that the instruction is about.
+"""Text of Qwen-Image-Edit: the last hidden state of Qwen2.5-VL, which sees the images that the instruction is about.
 
 Equal to encode_prompt of diffusers' QwenImageEditPipeline and QwenImageEditPlusPipeline. Shape letters: see
 `unirl.models`.
@@ -28,13 +28,13 @@ SYSTEM_PROMPT = (
 )
 TEMPLATE = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
 TEMPLATE_TOKENS = 64
-"""Tokens of the template before the pictures, which are cut off. A fixed number, as in the published pipelines."""
+"""Tokens of the template before the images, which are cut off. A fixed number, as in the published pipelines."""
 
 
 class QwenImageEditTextEncoders(TextEncoders):
-    """Ragged texts with a mask: pictures, instruction, and the template's end.
+    """Ragged texts with a mask: images, instruction, and the template's end.
 
-    picture_mark: stands for each picture before the instruction, `{}` for its number, from 1.
+    picture_mark: stands for each image before the instruction, `{}` for its number, from 1.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class QwenImageEditTextEncoders(TextEncoders):
 
     @torch.no_grad()
     def encode_seen(self, texts: Sequence[str], pictures: Sequence[Sequence[Tensor]]) -> TextEmbedCondition:
-        """One row per instruction and its pictures [3, H, W] in [0, 1]; see `encode`."""
+        """One row per instruction and its images [3, H, W] in [0, 1]; see `encode`."""
         self.require_encoders(texts)
         return self._read(texts, pictures)
 
@@ -82,7 +82,7 @@ class QwenImageEditTextEncoders(TextEncoders):
                 beside["image_grid_thw"] = torch.tensor(
                     [grid for _, grids, _ in rows for grid in grids], device=encoder.device
                 )
-            # As the published pipelines call it: positions count tokens, those of pictures like the others.
+            # As the published pipelines call it: positions count tokens, those of images like the others.
             states = encoder.model(input_ids=ids, attention_mask=torch.ones_like(ids), **beside).last_hidden_state
             hidden += list(states[:, TEMPLATE_TOKENS:])
         return ragged(hidden)

@@ -30,7 +30,7 @@ text that says so; data sets of questions are written with it."""
 
 
 def pictures_of(images: Primitive, num_samples: int) -> Sequence[Sequence[Tensor]]:
-    """The pictures of each sample in the slot "image". Raises ConfigError for another kind or number."""
+    """The images of each sample in the slot "image". Raises ConfigError for another kind or number."""
     if isinstance(images, Images):
         pictures: Sequence[Sequence[Tensor]] = [[pixels] for pixels in images.in_floats().pixels]
     elif isinstance(images, ImageLists):
@@ -59,7 +59,7 @@ class QwenVLAdapter(TextAdapter):
     def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
         """{"prompt": PromptCondition} of B texts and, with the slot "image", {"images": ImagePatchCondition}.
 
-        "image" holds Images, one per sample, or ImageLists. Equal images are processed once. Raises ConfigError where
+        "image" holds Images, one per sample, or ImageLists. Equal images are processed once. Raises ConfigError if
         slots are missing or not understood, or a prompt with its images leaves no room for max_new_tokens; DataError
         for an image that cannot be resized.
         """

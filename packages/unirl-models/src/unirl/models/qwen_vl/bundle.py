@@ -87,7 +87,7 @@ class QwenVLBundle(CausalLMBundle):
         return int(self.model.config.vision_config.spatial_merge_size) ** 2
 
     def _set_attention(self, name: str) -> None:
-        # The vision tower has windows of its own and is not causal.
+        # The vision tower has its own windows and is not causal.
         self.model.set_attn_implementation({"text_config": name})
 
     def _load_image_processor(self, min_pixels: int | None, max_pixels: int | None) -> Qwen2VLImageProcessorPil:

@@ -1,4 +1,4 @@
-"""Pictures as the vision tower of a Qwen-VL takes them. Legend: N patches, D numbers of a patch."""
+"""Images as the vision tower of a Qwen-VL takes them. Legend: N patches, D numbers of a patch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Grid = tuple[int, int, int]
 
 
 def vision_patches(image_processor: Any, picture: Tensor) -> tuple[Tensor, Grid]:  # Any: classes of transformers
-    """Patches [N, D] and grid of a picture [3, H, W] in [0, 1], rounded to 8 bits first.
+    """Patches [N, D] and grid of an image [3, H, W] in [0, 1], rounded to 8 bits first.
 
-    Raises DataError for a picture of other channels, or that cannot be resized.
+    Raises DataError for an image of other channels, or that cannot be resized.
     """
     if picture.shape[0] != 3:
         raise DataError(f"an image has {picture.shape[0]} channels; Qwen-VL reads RGB images [3, H, W]")
@@ -31,7 +31,7 @@ def vision_patches(image_processor: Any, picture: Tensor) -> tuple[Tensor, Grid]
 
 
 def expanded(tokens: list[int], grids: tuple[Grid, ...], placeholder: int, patches_per_token: int) -> list[int]:
-    """Every placeholder as often as its image has tokens. Raises ConfigError where there is not one an image."""
+    """Every placeholder as often as its image has tokens. Raises ConfigError if there is not one per image."""
     if tokens.count(placeholder) != len(grids):
         raise ConfigError(
             f"a prompt with {len(grids)} images has {tokens.count(placeholder)} image placeholders. Remove them from "

@@ -34,7 +34,7 @@ class SanaAdapter(TextConditionedAdapter[SanaBundle]):
         return Geometry(config["in_channels"], 2 ** (levels - 1), config["patch_size"])
 
     def texts_to_encode(self, texts: list[str], *, is_negative: bool) -> list[str]:
-        """Prompts behind the request for an enhanced one, negative prompts as they are."""
+        """Prompts after the request to enhance them; negative prompts as they are."""
         return [plain(text) if is_negative else instructed(text) for text in texts]
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:

@@ -1,4 +1,4 @@
-"""Text of Sana: the last hidden state of Gemma 2 over a prompt behind a fixed request to enhance it.
+"""Text of Sana: the last hidden state of Gemma 2 over a prompt that follows a fixed request to enhance it.
 
 Of the tokens, the first and the last max_sequence_length - 1 are kept, so that the request itself falls away. A
 negative prompt is read without the request. Equal to SanaPipeline.encode_prompt of diffusers. Shape letters: see
@@ -13,7 +13,7 @@ from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ContractError
 
-# The published instruction, word for word: the model was trained behind it.
+# The published instruction, word for word: the model was trained with it.
 INSTRUCTION = "\n".join(
     (
         "Given a user prompt, generate an 'Enhanced prompt' that provides detailed visual descriptions suitable for "
@@ -36,7 +36,7 @@ INSTRUCTION = "\n".join(
 
 
 def instructed(text: str) -> str:
-    """A prompt as the model reads it: plain, in lower case, behind the request."""
+    """A prompt as the model reads it: plain, in lower case, after the request."""
     return INSTRUCTION + plain(text)
 
 

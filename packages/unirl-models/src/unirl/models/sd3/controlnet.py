@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 with a ControlNet: an image beside the text that says where things are.
+"""Stable Diffusion 3 with a ControlNet: an image besides the text that says where things are.
 
 The transformer trains, the ControlNet is frozen. Shape letters: see `unirl.models`.
 """
@@ -49,7 +49,7 @@ class SD3ControlNetBundle(SD3Bundle):
         channels = self.modules["controlnet"].config["extra_conditioning_channels"]
         if channels:
             raise ConfigError(
-                f"the ControlNet of {pretrained_model} takes {channels} channels beside the image's latents, as those "
+                f"the ControlNet of {pretrained_model} takes {channels} channels next to the image's latents, as those "
                 "for inpainting do. Use one with extra_conditioning_channels: 0."
             )
 
@@ -80,7 +80,7 @@ class SD3ControlNetAdapter(SD3Adapter):
     def control(
         self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams
     ) -> list[Tensor]:
-        """The ControlNet's residuals, one per block of its own."""
+        """The ControlNet's residuals, one per block of the ControlNet."""
         text = require_condition(conditions, "text", TextEmbedCondition)
         image = require_condition(conditions, CONTROL, ImageLatentCondition)
         controlnet, device = self._controlnet, x_R.device
@@ -105,7 +105,7 @@ class SD3ControlNetAdapter(SD3Adapter):
 
     @property
     def _is_unpooled(self) -> bool:
-        """Whether the ControlNet sees zeros for the pooled text (InstantX)."""
+        """True if the ControlNet sees zeros for the pooled text (InstantX)."""
         return bool(self._controlnet.config["force_zeros_for_pooled_projection"])
 
 

@@ -7,7 +7,7 @@ RELEASED = {
     "stabilityai/stable-diffusion-3.5-medium": Released(
         trained=2.47, text=5.58, width=1536, blocks=24, text_tokens=333, text_width=4096, kept_per_token=27, **IMAGE_VAE
     ),
-    # InstantX/SD3-Controlnet-Canny beside it.
+    # InstantX/SD3-Controlnet-Canny next to it.
     "./models/sd3-controlnet-canny": Released(
         trained=2.08, text=5.58, width=1536, blocks=24, text_tokens=333, text_width=4096, beside=0.6, **IMAGE_VAE
     ),

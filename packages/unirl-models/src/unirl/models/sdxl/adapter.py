@@ -42,7 +42,7 @@ class SDXLAdapter(VariancePreservingAdapter[SDXLBundle]):
         return Geometry(self.bundle.unet.config["in_channels"], 2 ** (levels - 1))
 
     def check_params(self, params: DiffusionSamplingParams) -> None:
-        """Raises ConfigError, too, for zeros beside a negative prompt."""
+        """Raises ConfigError, too, for zeros with a negative prompt."""
         super().check_params(params)
         takes_zeros = params.sampler_kwargs.get(ZERO_NEGATIVE_KEY, False)
         if not isinstance(takes_zeros, bool):

@@ -28,7 +28,7 @@ SCENE = ("background", "mask")
 
 
 class WanAnimateAdapter(WanImageAdapter):
-    """Conditions beside those of `WanAdapter`: "image" [4 + C, 1 + f, h, w], "image_embeds" of CLIP, "pose"
+    """Conditions besides those of `WanAdapter`: "image" [4 + C, 1 + f, h, w], "image_embeds" of CLIP, "pose"
     [C, f, h, w], and "face" [3, F, S, S] uint8, which is black in "negative_face".
 
     "image": the latents of the reference image before those of the scene, under a mask of what is given. Without a
@@ -84,7 +84,7 @@ class WanAnimateAdapter(WanImageAdapter):
             batch_size=1,
         )
         side = self.bundle.face_size
-        # In bytes, which hold a resized picture exactly: a clip of 77 frames of 512 x 512 has 60 million.
+        # In bytes, which hold a resized image exactly: a clip of 77 frames of 512 x 512 has 60 million.
         faces = torch.stack([pixel_bytes(resized_clip(frames, side, side)) for frames in face]).movedim(1, 2)
         faces = faces.to(self.bundle.device)
         conditions: dict[str, Condition] = {
@@ -98,7 +98,7 @@ class WanAnimateAdapter(WanImageAdapter):
         return conditions
 
     def inputs_beside_text(self, x_R: Tensor, conditions: Conditions) -> dict[str, Tensor]:
-        """Latents beside the given ones, the features of the image, and both videos of motion."""
+        """Latents next to the given ones, the features of the image, and both videos of motion."""
         face = require_condition(conditions, "face", ImageLatentCondition).latents.to(x_R.device)
         return {
             **super().inputs_beside_text(x_R, conditions),

@@ -33,7 +33,7 @@ class WanBundle(RankFollowing, DiffusersBundle):
 
     boundary_ratio: noise level below which the second transformer of Wan 2.2 takes over; None takes the checkpoint's.
         Exports keep the checkpoint's in any case.
-    Raises ConfigError where it lies outside (0, 1), or where only one of the second transformer and a boundary is
+    Raises ConfigError if it lies outside (0, 1), or where only one of the second transformer and a boundary is
     there.
     """
 
@@ -66,7 +66,7 @@ class WanBundle(RankFollowing, DiffusersBundle):
 
     @property
     def masks_timesteps(self) -> bool:
-        """Whether frames that are given have a timestep of 0 (Wan 2.2 TI2V-5B) instead of channels of their own."""
+        """True if frames that are given have a timestep of 0 (Wan 2.2 TI2V-5B) instead of their own channels."""
         return bool(self.folder.index.get("expand_timesteps"))
 
     def export_lora(
@@ -121,7 +121,7 @@ class WanImageBundle(WanBundle):
     def make_text(
         self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
     ) -> TextEncoders:  # Any: models and tokenizers of transformers
-        """Prompts alone; images have a processor of their own."""
+        """Prompts alone; images have their own processor."""
         return super().make_text(encoders, {"tokenizer": processors["tokenizer"]})
 
     @property

@@ -31,7 +31,7 @@ CLIP_TEXT_TOKENS = 512
 
 
 class WanImageAdapter(WanAdapter[WanImageBundle]):
-    """Conditions beside those of `WanAdapter`: "image", and "image_embeds" of Wan 2.1.
+    """Conditions besides those of `WanAdapter`: "image", and "image_embeds" of Wan 2.1.
 
     "image": latents of the video whose other frames are grey, under a mask of the given frames, [4 + 16, f, h, w]; of
     TI2V-5B those of the first frame alone. "image_embeds": CLIP features of each image, one after the other.
@@ -80,7 +80,7 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
         return ImageEmbedCondition(embeds=torch.stack([row["embeds"] for row in rows]).to(self.bundle.device))
 
     def inputs_beside_text(self, x_R: Tensor, conditions: Conditions) -> dict[str, Tensor]:
-        """Latents beside the given ones or in their place, and the features of each image."""
+        """Latents next to the given ones or in their place, and the features of each image."""
         given = require_condition(conditions, "image", ImageLatentCondition).latents.to(x_R.device)
         if self.bundle.masks_timesteps:
             inputs = {"hidden_states": torch.cat([given.to(x_R.dtype), x_R[:, :, 1:]], dim=2)}

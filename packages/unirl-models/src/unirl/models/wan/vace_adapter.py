@@ -29,7 +29,7 @@ SCALE_KEY = "conditioning_scale"
 
 
 class WanVACEAdapter(WanAdapter[WanVACEBundle]):
-    """Conditions beside those of `WanAdapter`: "control" [2 Z + s^2, N + f, h, w].
+    """Conditions besides those of `WanAdapter`: "control" [2 Z + s^2, N + f, h, w].
 
     Slots of a request: "video", of the sampled size, grey where there is none; "mask", a video of one channel or three,
     above 0.5 where frames are made anew, all of them where there is none; "image", the reference images. Equal samples
@@ -40,7 +40,7 @@ class WanVACEAdapter(WanAdapter[WanVACEBundle]):
     read_slots = WanAdapter.read_slots | {"image", "video", "mask"}
 
     def num_references(self, params: DiffusionSamplingParams) -> int:
-        """N. Raises ConfigError where it is no number of images."""
+        """N. Raises ConfigError if it is no number of images."""
         count = params.sampler_kwargs.get(NUM_REFERENCES_KEY, 0)
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ConfigError(f"sampler_kwargs.{NUM_REFERENCES_KEY} = {count!r} must be 0 or a number of images")
