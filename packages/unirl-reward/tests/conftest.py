@@ -14,7 +14,7 @@ def one_thread():
 
 @pytest.fixture
 def make_request():
-    """Builds a request of `num_samples` random pictures, groups of `per_group`, prompts "prompt 0", ..."""
+    """Builds a request of `num_samples` random images, groups of `per_group`, prompts "prompt 0", ..."""
 
     def make(num_samples=6, per_group=2, size=16, prompts=None, pixels=None):
         generator = torch.Generator().manual_seed(7)

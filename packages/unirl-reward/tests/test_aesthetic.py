@@ -40,7 +40,7 @@ def scorer(clip_folder, head_folder):
 
 
 def reference(clip_folder, head_folder, pictures):
-    """CLIP's own image features and the published head, picture by picture."""
+    """CLIP's own image features and the published head, image by image."""
     model = transformers.CLIPModel.from_pretrained(clip_folder).eval()
     processor = transformers.CLIPImageProcessorPil.from_pretrained(clip_folder)
     head = PublishedHead().eval()

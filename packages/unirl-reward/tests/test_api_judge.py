@@ -198,7 +198,7 @@ def test_a_refused_request_is_not_repeated(endpoint):
 
 def test_requests_run_at_once_up_to_the_bound(endpoint):
     asked = judge(endpoint, concurrency=3)
-    endpoint.gate = threading.Barrier(3)  # answers nobody before three are there
+    endpoint.gate = threading.Barrier(3)  # answers none before three are there
     asked.answer_probabilities([Question("Is it red?", (PICTURE,))] * 6, ["Yes"] * 6)
     assert endpoint.most_at_once == 3
     assert Counter(body["messages"][0]["content"][1]["text"] for body in endpoint.bodies)["Is it red?"] == 6
@@ -212,7 +212,7 @@ def test_the_token_comes_from_a_file(endpoint, tmp_path):
 
 def test_a_wrong_token_fails_at_the_start(endpoint):
     endpoint.failures = [(401, {})]
-    with pytest.raises(ConfigError, match="does not answer a question about a picture: .*failure 401.*api_key_file"):
+    with pytest.raises(ConfigError, match="does not answer a question about an image: .*failure 401.*api_key_file"):
         judge(endpoint)
 
 

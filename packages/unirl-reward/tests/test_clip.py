@@ -24,7 +24,7 @@ def folder(clip_folder):
 
 
 def reference(folder, request):
-    """logits_per_image of transformers' own classes, fed pictures one by one."""
+    """logits_per_image of transformers' own classes, fed images one by one."""
     model = transformers.CLIPModel.from_pretrained(folder).eval()
     tokenizer = transformers.CLIPTokenizer.from_pretrained(folder)
     processor = transformers.CLIPImageProcessorPil.from_pretrained(folder)

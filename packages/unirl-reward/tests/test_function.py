@@ -114,7 +114,7 @@ def test_lists_arrays_and_tensors_are_numbers(make_request, value):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "reward function .* returned NoneType 'None'; it must return one number a sample"),
+        (None, "reward function .* returned NoneType 'None'; it must return one number per sample"),
         (1.0, "returned float '1.0'"),
         ("12", "returned str '12'"),
         ([1.0, "high"], r"returned list \"\[1.0, 'high'\]\""),

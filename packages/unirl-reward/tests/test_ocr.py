@@ -97,7 +97,7 @@ def test_a_failure_to_read_is_a_failed_sample_and_never_zero(make_request):
 
 
 def rendered(*lines):
-    """Pictures of black text on white, as pixels [b, 3, 128, 160]."""
+    """Images of black text on white, as pixels [b, 3, 128, 160]."""
     pictures = []
     for line in lines:
         picture = Image.new("RGB", (160, 128), "white")
@@ -180,7 +180,7 @@ def got_folder(tmp_path_factory):
         image_token_index=tokenizer.convert_tokens_to_ids("<imgpad>"),
     )
     model = transformers.GotOcr2ForConditionalGeneration(config)
-    for parameter in model.model.vision_tower.parameters():  # its own initial scale is 1e-10: every picture alike
+    for parameter in model.model.vision_tower.parameters():  # its own initial scale is 1e-10: every image alike
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -56,7 +56,7 @@ class Published(nn.Module):
 
     @torch.no_grad()
     def forward(self, text: str, pixels: torch.Tensor, grid: torch.Tensor, kind: str) -> torch.Tensor:
-        """[K, O] of one sample: embeddings, the picture's features in their place, the language model, the head."""
+        """[K, O] of one sample: embeddings, the image's features in their place, the language model, the head."""
         pad = {"image": "<|image_pad|>", "video": "<|video_pad|>"}[kind]
         shown = f"<|vision_start|>{pad * (int(grid.prod()) // 4)}<|vision_end|>"
         chat = f"<|im_start|>user\n{shown}{text}<|im_end|>\n<|im_start|>assistant\n"

@@ -36,7 +36,7 @@ def request_of(pixels: Tensor, prompts: list[str] | None = None) -> RewardReques
 
 
 def random_pixels(count: int = 4, height: int = 32, width: int = 32, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Smooth random pictures inside (0.1, 0.9): white noise would average out when resized."""
+    """Smooth random images inside (0.1, 0.9): white noise would average out when resized."""
     generator = torch.Generator().manual_seed(3)
     coarse = torch.rand(count, 3, 6, 6, generator=generator, dtype=torch.float64)
     fine = torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")
@@ -128,7 +128,7 @@ def test_pixels_outside_their_range_are_refused(scorer):
 
 
 class Brightness(LocalScorer):
-    """Two components; NaN for a white picture."""
+    """Two components; NaN for a white image."""
 
     is_differentiable = True
 

@@ -1,4 +1,4 @@
-"""The smooth verifier on pictures drawn here; calibration on the world's own drawings is with the trainer."""
+"""The smooth verifier on images drawn here; calibration on the world's own drawings is with the trainer."""
 
 import math
 
@@ -98,7 +98,7 @@ def test_the_logarithm_has_a_gradient_where_the_probability_has_none():
 
 
 def test_a_hopeless_picture_has_no_gradient_rather_than_a_denormal_one(make_request):
-    """Denormal numbers take a CPU many times as long, in the whole backward pass behind them."""
+    """Denormal numbers take a CPU many times as long, in the whole backward pass after them."""
     pixels = torch.zeros(2, 3, 32, 32)
     pixels[1] = drawn({2: RED})
     pixels.requires_grad_()

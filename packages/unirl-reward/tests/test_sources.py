@@ -35,11 +35,11 @@ def test_several_images_a_sample_are_refused_where_one_is_compared_with() -> Non
     several = request([[PICTURES[0]], [PICTURES[1], PICTURES[0]]])
     with pytest.raises(ConfigError, match=r"scorer s compares an edit with the one image .* bring \[1, 2\] images"):
         sources_of(several, "s")
-    with pytest.raises(ContractError, match=r"one input image a sample can be sent .* have \[1, 2\]"):
+    with pytest.raises(ContractError, match=r"one input image per sample can be sent .* have \[1, 2\]"):
         samples_of(several)
 
 
 def test_a_request_without_images_is_named() -> None:
     bare = request([[PICTURES[0]], [PICTURES[1]]]).replace(primitives={"text": Texts(texts=["x", "y"])})
-    with pytest.raises(ConfigError, match=r"has the inputs \['text'\]. Give the data rows an image"):
+    with pytest.raises(ConfigError, match=r"has the inputs \['text'\]. Give the data rows per image"):
         _ = bare.sources

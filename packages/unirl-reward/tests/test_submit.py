@@ -1,4 +1,4 @@
-"""submit and collect: the rewards of `score`, made in the background; errors and samples that nobody collects."""
+"""submit and collect: the rewards of `score`, made in the background; errors and samples that are never collected."""
 
 import gc
 import logging
@@ -259,7 +259,7 @@ def test_closing_gives_up_what_nobody_collected_and_says_so(make_request, caplog
     with caplog.at_level(logging.WARNING):
         service.close()
         service.close()
-    assert "closed with 2 tickets of samples that nobody collected" in caplog.text
+    assert "closed with 2 tickets whose samples were not collected" in caplog.text
     assert job.answer.cancelled()
     with pytest.raises(ContractError, match="is closed"):
         service.submit(make_request())

@@ -1,4 +1,4 @@
-"""Videos scored by frames, by hand-worked cases and against PickScore on pictures."""
+"""Videos scored by frames, by hand-worked cases and against PickScore on images."""
 
 import pytest
 import torch

@@ -165,7 +165,7 @@ def test_metadata_is_read_as_the_standard_library_reads_it(text):
 @pytest.mark.parametrize("padding", ["", "=", "=="])
 def test_more_padding_than_base64_needs_does_no_harm(padding):
     data = noise()
-    data += b"\0" * (-len(data) % 3)  # behind the end of the picture; so it needs no padding
+    data += b"\0" * (-len(data) % 3)  # after the end of the image; so it needs no padding
     [sample] = decode_json(json.dumps(image_body(b64(data) + padding)).encode(), LIMITS).samples
     assert isinstance(sample.media, np.ndarray) and sample.media.shape == (19, 19, 3)
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 WORDS = ["Yes", "yes", "ĠYes", "Ġyes", "No", "no", "ĠNo", "Ġno", "seven", "Seven", "Ġseven"]
-"""Tokens of their own, as in real vocabularies; Ġ stands for a space."""
+"""Separate tokens, as in real vocabularies; Ġ stands for a space."""
 SPECIALS = ["<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for c in m['content'] %}"
@@ -84,7 +84,7 @@ def qwen_vl_config(family: Family, tokenizer: Any) -> Any:
 
 
 def write_processor(folder: Path, tokenizer: Any, patch: int) -> None:
-    """Tokenizer and image processor, for pictures of 4 to 16 merged patches."""
+    """Tokenizer and image processor, for images of 4 to 16 merged patches."""
     tokenizer.save_pretrained(folder)
     side = 2 * patch
     size = {"shortest_edge": 4 * side * side, "longest_edge": 16 * side * side}
@@ -97,7 +97,7 @@ def write_qwen_vl(folder: Path, family: Family) -> str:
     config = qwen_vl_config(family, tokenizer)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)
-    for parameter in model.model.visual.parameters():  # so that what the picture shows makes a difference
+    for parameter in model.model.visual.parameters():  # so that what the image shows makes a difference
         parameter.data.mul_(4) if parameter.ndim > 1 else None
     model.save_pretrained(folder)
     write_processor(folder, tokenizer, config.vision_config.patch_size)

@@ -53,7 +53,7 @@ def ask_again(
 
     ask: the scorer called `name`, as `ask_scorer` calls it.
 
-    Raises RewardError where samples without a reward are left, except under `drop_group`.
+    Raises RewardError if samples without a reward are left, except under `drop_group`.
     """
     num_retried = 0
     if on_failure == "retry":

@@ -58,9 +58,9 @@ class LocalScorer(ABC):
     """
 
     is_differentiable: ClassVar[bool] = False
-    """Whether `score_with_gradient` works."""
+    """True if `score_with_gradient` works."""
     reads_media: ClassVar[bool] = True
-    """Whether it needs what was generated; False for a scorer of `RewardRequest.latents`, or of inputs alone, which
+    """True if it needs what was generated; False for a scorer of `RewardRequest.latents`, or of inputs alone, which
     also scores where nothing is decoded (`engine.decode: false`)."""
     prompt_grammar: ClassVar[str | None] = None
     """Import path of the function that raises ValueError for a prompt that it cannot judge, so that `trainer check` can
@@ -111,7 +111,7 @@ class LocalScorer(ABC):
     def score_batch_with_gradient(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
         """As `score_batch`, with gradients to the pixels of the request's images and none to parameters.
 
-        Raises ConfigError where the scorer is not differentiable.
+        Raises ConfigError if the scorer is not differentiable.
         """
         raise ConfigError(
             f"scorer {self.name} ({type(self).__name__}) is not differentiable. Train on one that is, or give this "
@@ -156,7 +156,7 @@ class LocalScorer(ABC):
     ) -> RewardResponse:
         """As `score`, with failures isolated: a failed sample has success False, an error text and NaN values.
 
-        is_private: nobody else reads the request, so samples that make one batch reach the scorer without a copy.
+        is_private: no other scorer reads the request, so samples that make one batch reach the scorer without a copy.
         Components are called `name/component` where there are several, `name` otherwise.
         Raises RewardError under isolation "none", or while offloaded; ContractError for a request without samples.
         """
@@ -186,7 +186,7 @@ class LocalScorer(ABC):
 
         Pixels are float in [0, 1]; `batch_size` samples are scored at a time, and the activations of all
         stay in memory until backward. Values equal those of `score` but for the rounding of pixels to bytes there.
-        Raises ConfigError where the scorer is not differentiable, RewardError for pixels or values that are not finite
+        Raises ConfigError if the scorer is not differentiable, RewardError for pixels or values that are not finite
         and while offloaded.
         """
         self._check_ready(request)
@@ -271,7 +271,7 @@ class LocalScorer(ABC):
         return list(self.component_weights) or [self.name]
 
     def _named(self, found: Tensor | Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
-        """Values [b] by key. Raises ContractError where the scorer broke its own contract."""
+        """Values [b] by key. Raises ContractError if the scorer broke its own contract."""
         if isinstance(found, Tensor):
             found = {self.name: found}
             if self.component_weights:

@@ -19,7 +19,7 @@ class Normalisation:
     divisor: float
     offset: float = 0.0
     is_default: bool = False
-    """Whether the scorer does it unless told otherwise."""
+    """True if the scorer does it unless told otherwise."""
 
     def __call__(self, values: Tensor) -> Tensor:
         """Of raw values, in their precision."""
@@ -61,7 +61,7 @@ class ScorerCard:
     """None: the values are used as published."""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        # Frozen for everybody but the class statement that the card stands in.
+        # Frozen for all but the class statement that the card stands in.
         object.__setattr__(self, "target", self.target or f"{owner.__module__}.{owner.__qualname__}")
 
     @property

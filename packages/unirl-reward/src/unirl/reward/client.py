@@ -93,7 +93,7 @@ class RewardClient:
         """What each of `rewards` gives the B samples, as its scorer would answer in this process, bit for bit.
 
         A sample that could not be scored, or whose request no server answered, has success False, its reason, and NaN.
-        Raises ConfigError for a wrong token, ContractError where a server refuses the samples or answers to others.
+        Raises ConfigError for a wrong token, ContractError if a server refuses the samples or answers to others.
         """
         if not request.sample_ids or not rewards:
             raise ContractError(f"nothing to score: {len(request.sample_ids)} samples, rewards {list(rewards)}")

@@ -48,11 +48,11 @@ def checked_weights(
 def composed(
     rewards: Mapping[str, Tensor], weights: Mapping[str, float], aggregation: Aggregation = "weighted_sum"
 ) -> Tensor:
-    """One reward a sample: sum over scorers of weight * value, raw values; float32 [B].
+    """One reward per sample: sum over scorers of weight * value, raw values; float32 [B].
 
     rewards: scorer -> float32 [B]. weighted_mean divides by the sum of the weights. A NaN stays NaN: nothing is
     renormalised over the scorers that are left. Sums run in float64 in the order of the names, so the order of the
-    mappings does not change a bit. Raises ContractError where the two name different scorers.
+    mappings does not change a bit. Raises ContractError if the two name different scorers.
     """
     if set(rewards) != set(weights):
         raise ContractError(f"rewards of {sorted(rewards)} cannot be weighted by weights of {sorted(weights)}")

@@ -76,14 +76,14 @@ class Failure:
     pause_s: float | None = None
     """What the server asked for."""
     counts: bool = True
-    """Whether it uses up a retry."""
+    """True if it uses up a retry."""
 
 
 class Endpoints:
     """Sends requests to the least busy server, and elsewhere or again what failed. Lives in one event loop.
 
     Connections are kept alive; redirects are not followed, since they would carry the token elsewhere.
-    urls: with user and password where a server wants them. Raises ConfigError for these beside a token.
+    urls: with user and password where a server wants them. Raises ConfigError for these with a token.
     """
 
     def __init__(self, urls: Sequence[str], retry_policy: RetryPolicy, *, token: str | None, trust_env: bool) -> None:

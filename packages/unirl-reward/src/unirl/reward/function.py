@@ -20,7 +20,7 @@ from unirl.types.media import Images, Texts, Videos
 from unirl.types.reward import RewardRequest
 
 RewardFunction = Callable[..., Any]
-"""f(images, prompts, metadata, **kwargs) -> one number a sample (list, array or tensor [b]), or a dict of these."""
+"""f(images, prompts, metadata, **kwargs) -> one number per sample (list, array or tensor [b]), or a dict of these."""
 
 
 class FunctionRewardScorer(LocalScorer):
@@ -32,7 +32,7 @@ class FunctionRewardScorer(LocalScorer):
     The function returns b numbers, or a dict of these with the keys of `component_weights`, whose weighted sum is the
     reward. None or a non-finite number says that a sample could not be scored.
     kwargs: passed on to the function.
-    Raises ConfigError where the dotted path leads nowhere, and for keywords that the function does not take or lacks.
+    Raises ConfigError if the dotted path leads nowhere, and for keywords that the function does not take or lacks.
     """
 
     card = ScorerCard(
@@ -79,7 +79,7 @@ class FunctionRewardScorer(LocalScorer):
     def score_batch(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
         """The function's numbers.
 
-        Raises ContractError naming the function where it returned something else, and with file and line where it
+        Raises ContractError naming the function if it returned something else, and with file and line where it
         raised what no sample is the reason of (TypeError, NameError, ...).
         """
         metadata = [row if row is not None else {} for row in request.metadata] or [{} for _ in request.sample_ids]
@@ -109,12 +109,12 @@ class FunctionRewardScorer(LocalScorer):
     def _complaint(self, value: Any) -> str:  # Any: whatever a user's function returns
         return (
             f"reward function {self.function_name} returned {type(value).__name__} {str(value)[:80]!r}; "
-            "it must return one number a sample (list, array or tensor), or a dict of these"
+            "it must return one number per sample (list, array or tensor), or a dict of these"
         )
 
 
 def imported(path: str) -> RewardFunction:
-    """The object at a dotted path. Raises ConfigError where the module or the name does not exist."""
+    """The object at a dotted path. Raises ConfigError if the module or the name does not exist."""
     module, _, attribute = path.rpartition(".")
     if not module:
         raise ConfigError(f"function = {path!r} must be a dotted path such as my_package.rewards.brightness")

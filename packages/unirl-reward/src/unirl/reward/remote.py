@@ -29,7 +29,7 @@ class RemoteRewardBackend:
     start_timeout_s: how long servers may still be loading when this is made.
     Everything else: see `unirl.reward.client.RewardClient`.
 
-    Raises ConfigError when it is made, where a server cannot be reached, refuses the token or lacks a reward.
+    Raises ConfigError when it is made, if a server cannot be reached, refuses the token or lacks a reward.
     """
 
     def __init__(

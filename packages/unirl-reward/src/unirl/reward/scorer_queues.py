@@ -1,4 +1,4 @@
-"""Scoring in the background: each scorer has a queue and threads of its own; a ticket names what was put in.
+"""Scoring in the background: each scorer has a queue and its own threads; a ticket names what was put in.
 
 A queue cuts the samples of a ticket where scoring them all at once would cut them, at multiples of the scorer's batch
 size, so that no value depends on how the samples arrived.

@@ -80,7 +80,7 @@ class RewardService:
         self._shaping = LengthShaping(truncated_reward, overlong_buffer_len, overlong_penalty_factor)
         self.is_async = is_async
         self.credit: Credit = credit
-        # A scorer with buffers or a device of its own is asked by one thread at a time.
+        # A scorer with buffers or its own device is asked by one thread at a time.
         self._locks = {
             name: nullcontext() if isinstance(scorer, ConcurrentScorer) else threading.Lock()
             for name, scorer in self.scorers.items()
@@ -109,7 +109,7 @@ class RewardService:
         is_shaped: whether the length of texts changes their rewards (training) or not (evaluation); component rewards
         stay as the scorers gave them.
         Returns how scoring kept up with an engine that hands its samples over; nothing where it does not.
-        Raises ContractError where the track already has rewards or no media, and what `score` raises.
+        Raises ContractError if the track already has rewards or no media, and what `score` raises.
         """
         own = resp.track(track)
         if own.rewards is not None:
@@ -155,7 +155,7 @@ class RewardService:
     # Rewards as futures -----------------------------------------------------------------------------------------
 
     def submit(self, request: RewardRequest) -> Ticket:
-        """Begin to score B samples in the background, each scorer in threads of its own; `collect` has the rewards."""
+        """Begin to score B samples in the background, each scorer in its own threads; `collect` has the rewards."""
         ticket = self.submit_part(request)
         for stream in self._open[ticket][1].values():
             stream.finish()
@@ -209,7 +209,7 @@ class RewardService:
     def close(self) -> None:
         """End the background threads and close scorers that hold connections. Samples not collected are given up."""
         if self._open:
-            logger.warning("closed with %d tickets of samples that nobody collected", len(self._open))
+            logger.warning("closed with %d tickets whose samples were not collected", len(self._open))
         for ticket in list(self._open):
             self._discard(ticket)
         for scorer in self.scorers.values():

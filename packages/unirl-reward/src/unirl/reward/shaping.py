@@ -24,7 +24,7 @@ def overlong_penalty(lengths_B: Tensor, *, max_len: int, buffer_len: int, factor
     """DAPO's soft overlong punishment, to be added to the reward; float32 [B] in [-factor, 0].
 
     lengths_B: generated tokens. 0 up to `max_len - buffer_len`, then falling linearly to -factor at `max_len`.
-    Raises ConfigError where the buffer does not fit between 1 and `max_len`.
+    Raises ConfigError if the buffer does not fit between 1 and `max_len`.
     Source: DAPO (arXiv 2503.14476), equation 13.
     """
     if not 1 <= buffer_len <= max_len:
@@ -40,7 +40,7 @@ def truncated_rows(segment: TextSegment, max_len: int | None) -> Tensor:
     """Which texts were cut off before they ended, bool [B].
 
     By the segment's status where it has one; otherwise a text of `max_len` tokens counts as cut off.
-    Raises ContractError where neither is known.
+    Raises ContractError if neither is known.
     """
     if segment.status is not None:
         return segment.status == SegmentStatus.TRUNCATED
@@ -80,7 +80,7 @@ class LengthShaping:
         """Rewards after shaping, float32 [B]. A NaN, which is a sample that could not be scored, stays.
 
         max_len: max_new_tokens of the sampling, None where unknown. Raises ContractError for another number of texts,
-        or where what the mode needs is unknown.
+        or if what the mode needs is unknown.
         """
         if self.truncated_reward == "keep":
             return rewards_B

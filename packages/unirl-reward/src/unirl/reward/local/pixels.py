@@ -19,7 +19,7 @@ RANGE_TOLERANCE = 0.01
 def check_pixels(pixels_bCHW: Tensor) -> None:
     """Raises ContractError for pixels that are not 3 channels of floats in [0, 1]."""
     if pixels_bCHW.ndim != 4 or pixels_bCHW.shape[1] != 3 or not pixels_bCHW.is_floating_point():
-        raise ContractError(f"pictures must be float [b, 3, H, W], got {pixels_bCHW.dtype} {tuple(pixels_bCHW.shape)}")
+        raise ContractError(f"images must be float [b, 3, H, W], got {pixels_bCHW.dtype} {tuple(pixels_bCHW.shape)}")
     low, high = pixels_bCHW.min().item(), pixels_bCHW.max().item()
     if not (low >= -RANGE_TOLERANCE and high <= 1 + RANGE_TOLERANCE):
         raise ContractError(f"pixels must lie in [0, 1], got {low:.4g} to {high:.4g}; decode to [0, 1] first")

@@ -43,7 +43,7 @@ def check_source(source: str, what: str) -> None:
 def load_complete(model_class: Any, source: str, what: str, **keywords: Any) -> Any:  # Any: transformers is optional
     """A transformers model from a folder or hub id, every weight of it read and none left at random.
 
-    what: the option that names `source`, for messages. Raises ConfigError where it cannot be loaded, or where weights
+    what: the option that names `source`, for messages. Raises ConfigError if it cannot be loaded, or if weights
     are missing, which transformers only warns of.
     """
     check_source(source, what)
@@ -65,7 +65,7 @@ def load_state(source: str, file: str, what: str) -> dict[str, Tensor]:
 
     A file that ends in .safetensors is read as such, any other as torch saves.
 
-    what: the option that names `source`, for messages. Raises ConfigError where there is no such file or it holds
+    what: the option that names `source`, for messages. Raises ConfigError if there is no such file or it holds
     something else.
     """
     check_source(source, what)

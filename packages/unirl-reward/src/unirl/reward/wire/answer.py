@@ -1,6 +1,6 @@
 """The answer of POST /score, the same for both bodies:
 
-    {"results": [{reward: {sub_metric: number}}], "errors": [{reward: reason}]}, one entry a sample.
+    {"results": [{reward: {sub_metric: number}}], "errors": [{reward: reason}]}, one entry per sample.
 
 The first sub-metric, `reward`, is the scorer's own reward; its components follow. A sample that could not be scored has
 a reason and no number. Numbers are fp32 values in full, so both sides hold the same bits.

@@ -26,7 +26,7 @@ from unirl.types.errors import DataError
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 ANIMATED_FORMATS = ("PNG", "GIF", "WEBP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-"""8 bits a channel or less. Deeper images would be clipped by the conversion to RGB."""
+"""8 bits per channel or less. Deeper images would be clipped by the conversion to RGB."""
 
 # What Pillow raises for malformed files, by its own test-suite and by fuzzing.
 _DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, struct.error, zlib.error)
@@ -40,7 +40,7 @@ class Budget:
         self.used = 0
 
     def take(self, num_bytes: int, where: str) -> None:
-        """Raises DataError where the media of the body would become too large."""
+        """Raises DataError if the media of the body would become too large."""
         self.used += num_bytes
         if self.used > self.limits.max_media_bytes:
             raise DataError(
@@ -78,7 +78,7 @@ def decoded_image(data: bytes, where: str, budget: Budget) -> np.ndarray:
 def decoded_video(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, float | None]:
     """uint8 [T, H, W, 3] and frames per second of an animated PNG, GIF or WebP, or of what PyAV reads (extra `video`).
 
-    Raises DataError, also where PyAV is needed and missing.
+    Raises DataError, also if PyAV is needed and missing.
     """
     if data[:8] == b"\x89PNG\r\n\x1a\n" or data[:4] == b"GIF8" or data[8:12] == b"WEBP":
         return _animation(data, where, budget)
@@ -112,7 +112,7 @@ def _opened(data: bytes, where: str, formats: tuple[str, ...], budget: Budget) -
         raise DataError(f"{where} is not a {', '.join(formats)} file") from error
     check_size(*picture.size, where, budget.limits)
     if picture.mode not in _MODES:
-        raise DataError(f"{where} has mode {picture.mode}; send 8 bits a channel")
+        raise DataError(f"{where} has mode {picture.mode}; send 8 bits per channel")
     budget.take(picture.width * picture.height * 3, where)
     return picture
 
@@ -165,7 +165,7 @@ class _Frames:
         return self._pixels
 
     def _resize(self, num_frames: int) -> None:
-        # Pages move, bytes are not copied. Nobody else has a view of the array before it is whole.
+        # Pages move, bytes are not copied. No other object has a view of the array before it is whole.
         self._pixels.resize((num_frames, *self._pixels.shape[1:]), refcheck=False)
 
 

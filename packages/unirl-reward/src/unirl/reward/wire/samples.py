@@ -124,7 +124,7 @@ def request_of(samples: Sequence[WireSample]) -> RewardRequest:
     """Samples of one `batch_key` as the request that scorers take; pixels are float32, a byte k is k / 255. Frames of
     generated videos that came as bytes stay bytes, a quarter of the memory: `in_floats` makes floats of what is scored.
 
-    Raises ContractError where the samples do not fit together.
+    Raises ContractError if the samples do not fit together.
     """
     keys = {batch_key(sample) for sample in samples}
     if len(keys) != 1:
@@ -153,7 +153,7 @@ def _one_each(request: RewardRequest) -> list[Tensor]:
     """The input image of each sample."""
     counts = sorted({len(sample) for sample in request.sources})
     if counts != [1]:
-        raise ContractError(f"one input image a sample can be sent to a reward server; the samples have {counts}")
+        raise ContractError(f"one input image per sample can be sent to a reward server; the samples have {counts}")
     return [image for (image,) in request.sources]
 
 

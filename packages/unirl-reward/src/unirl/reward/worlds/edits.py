@@ -1,6 +1,6 @@
-"""The verifier of the edits world: was the instruction carried out on the picture, and is all else unchanged?
+"""The verifier of the edits world: was the instruction carried out on the image, and is all else unchanged?
 
-Objects are found as in the shapes world, in the picture that was given and in the one that was made. Those of the
+Objects are found as in the shapes world, in the image that was given and in the one that was made. Those of the
 first say what the second must show, where, and how large. Shape letters: B images, H W pixels, K objects.
 """
 
@@ -51,13 +51,13 @@ def score_edits(pixels_BCHW: Tensor, sources_BCHW: Tensor, prompts: Sequence[str
     """Strict and soft scores of a batch of edited images.
 
     pixels_BCHW, sources_BCHW: [B, 3, H, W] of one size on any device, float in [0, 1] or uint8: results and givens.
-    strict (0 or 1): the result shows the objects of the given picture with the edit applied and nothing else: colours
+    strict (0 or 1): the result shows the objects of the given image with the edit applied and nothing else: colours
     and shapes, places within MAX_SHIFT and sizes within MAX_GROWTH.
     soft: half the edit (1; 0.5 where an object of the new colour, or of the new shape, is at the right place; else 0),
     half the share of the other objects that are unchanged, divided by 1 + the number of objects that are neither. It is
     1 exactly when strict is.
     Returns strict_B, soft_B: float32 on the CPU.
-    Raises ValueError for a prompt outside the grammar, a given picture without exactly one object of the shape that the
+    Raises ValueError for a prompt outside the grammar, a given image without exactly one object of the shape that the
     prompt names, and sizes or numbers that disagree.
     """
     if pixels_BCHW.shape != sources_BCHW.shape or pixels_BCHW.ndim != 4 or len(prompts) != len(pixels_BCHW):
@@ -93,7 +93,7 @@ def _expected(before: list[_Object], edit: Edit, side: int) -> tuple[_Object | N
     subjects = [item for item in before if item.shape == SHAPES.index(edit.subject)]
     if len(subjects) != 1:
         raise ValueError(
-            f"the picture given with {edit} shows {len(subjects)} objects of the shape {edit.subject}, it must show one"
+            f"the image given with {edit} shows {len(subjects)} objects of the shape {edit.subject}, it must show one"
         )
     subject = subjects[0]
     others = [replace(item, max_shift=MAX_SHIFT * side) for item in before if item is not subject]

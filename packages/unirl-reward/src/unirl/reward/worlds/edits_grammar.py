@@ -1,9 +1,9 @@
-"""The language of the edits world: what to do to one object of a picture of shapes, named by its shape.
+"""The language of the edits world: what to do to one object of an image of shapes, named by its shape.
 
 color   make the square blue
 shape   turn the square into a circle
 remove  remove the circle
-move    move the triangle to the left   (to the left, to the right, up, down: by half the picture)
+move    move the triangle to the left   (to the left, to the right, up, down: by half the image)
 
 Both the generator of data and the verifier read instructions here, so they cannot disagree.
 """

@@ -14,15 +14,15 @@ from unirl.types.reward import RewardRequest
 
 
 class EditsRewardScorer(VerifierScorer):
-    """Whether pictures are edits as their instructions ask. See `VerifierScorer`.
+    """Verifies that images are edited as their instructions ask. See `VerifierScorer`.
 
-    Needs one image a data row, of the size that is made.
+    Needs one image per data row, of the size that is made.
     """
 
     prompt_grammar = "unirl.reward.worlds.edits_grammar.parse_edit"
     card = ScorerCard(
         name="edits",
-        summary="was an instruction of the edits world carried out on the picture given, and all else left as it was",
+        summary="was an instruction of the edits world carried out on the image given, and all else left as it was",
         media=("image",),
         needs="prompt, input image",
         low=0,

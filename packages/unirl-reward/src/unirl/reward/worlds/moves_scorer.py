@@ -13,7 +13,7 @@ from unirl.types.reward import RewardRequest
 
 
 class MovesRewardScorer(VerifierScorer):
-    """Whether videos show the moving objects of their prompts. See `VerifierScorer`."""
+    """Verifies that videos show the moving objects of their prompts. See `VerifierScorer`."""
 
     prompt_grammar = "unirl.reward.worlds.moves_grammar.parse_prompt"
     card = ScorerCard(

@@ -236,7 +236,7 @@ def _judge(objects: Objects, requests: Sequence[_Request], side: int) -> tuple[n
 
 
 def match_objects(objects: Objects, asked_BN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether every image has exactly the objects asked for (bool [B]), and partial credit (float64 [B]).
+    """Returns (image has exactly the objects asked for, bool [B]) and partial credit (float64 [B]).
 
     asked_BN: histograms by `class_histogram`.
     """
@@ -264,7 +264,7 @@ def _class_of(item: ShapeObject) -> int:
 
 
 def _relation_holds(objects: Objects, class_K: np.ndarray, requests: Sequence[_Request], side: int) -> np.ndarray:
-    """Whether both objects were found, apart in the direction asked for; False where no relation is asked for."""
+    """True if both objects were found, apart in the direction asked for; False where no relation is asked for."""
     axis_B = np.array([request.axis for request in requests])
     sign_B = np.array([request.sign for request in requests])
     coordinate_K = objects.center_K2[np.arange(len(class_K)), axis_B[objects.image_K]]

@@ -35,7 +35,7 @@ likely. Of the base model's images that pass the verifier 99 in 100 are nearer i
 NEGLIGIBLE = 20.0
 """Nats below the largest term from which a term of a sum of exponentials, and a probability, have no gradient. It is
 less than the rounding of float32; left alone, products of such weights are denormal numbers, and a CPU takes many times
-as long for those, in the whole backward pass behind them."""
+as long for those, in the whole backward pass after them."""
 OFFSETS = tuple(step / 2 for step in range(-4, 5))
 RADII = (4.6, 5.0, 5.4, 5.8, 6.2)
 """Places and sizes of the drawings, pixels at a side of 32; the world has offsets within 1.5, radii of 4.8 to 6.2."""
@@ -110,7 +110,7 @@ def _contents(pixels_BCHW: Tensor) -> Tensor:
     """Unnormalised log-likelihood of every content of every quadrant, [B, 4, M]."""
     num_images, channels, height, width = pixels_BCHW.shape
     if height != width or height % 2:
-        raise ContractError(f"shapes pictures are square with an even side, got {height} x {width} pixels")
+        raise ContractError(f"shapes images are square with an even side, got {height} x {width} pixels")
     half = height // 2
     quadrants = pixels_BCHW.reshape(num_images, channels, 2, half, 2, half).permute(0, 2, 4, 1, 3, 5)
     quadrants_B4CP = quadrants.reshape(num_images, 4, channels, half * half)
@@ -169,7 +169,7 @@ def _layouts(spec: PromptSpec) -> list[tuple[int, ...]]:
 
 
 def _stands(first: int, second: int, relation: str) -> bool:
-    """Whether quadrant `first` is `relation` quadrant `second`; a diagonal satisfies two relations."""
+    """True if quadrant `first` is `relation` quadrant `second`; a diagonal satisfies two relations."""
     index = RELATIONS.index(relation)
     axis = 1 if index < 2 else 0
     step = _QUADRANTS[first][axis] - _QUADRANTS[second][axis]

@@ -13,7 +13,7 @@ from unirl.types.reward import RewardRequest
 
 
 class ShapesRewardScorer(VerifierScorer):
-    """Whether images show what their prompts ask for. See `VerifierScorer`.
+    """Verifies that images show what their prompts ask for. See `VerifierScorer`.
 
     meaning: field of the metadata with a prompt of the world that says what a user's prompt means; None: the prompt
         itself is one.
@@ -22,7 +22,7 @@ class ShapesRewardScorer(VerifierScorer):
     prompt_grammar = "unirl.reward.worlds.shapes_grammar.parse_prompt"
     card = ScorerCard(
         name="shapes",
-        summary="does the picture show what a prompt of the shapes world asks for",
+        summary="does the image show what a prompt of the shapes world asks for",
         media=("image",),
         needs="prompt",
         low=0,
@@ -38,7 +38,7 @@ class ShapesRewardScorer(VerifierScorer):
         self._meaning = meaning
 
     def score_batch(self, request: RewardRequest) -> dict[str, Tensor]:
-        """strict and soft, float32 [b]. Raises ValueError for a prompt outside the grammar, ConfigError where a row
+        """strict and soft, float32 [b]. Raises ValueError for a prompt outside the grammar, ConfigError if a row
         has no meaning."""
         with self.from_extra():
             from unirl.reward.worlds.shapes import score_shapes

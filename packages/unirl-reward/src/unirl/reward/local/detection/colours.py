@@ -26,7 +26,7 @@ class ColourClassifier:
     """The one of COLOURS whose words lie nearest to the object's crop; the words of three templates are averaged.
 
     model: folder or hub id of a CLIP model; GenEval was published with OpenAI's ViT-L/14. dtype: of its towers.
-    Raises ConfigError where the model cannot be loaded.
+    Raises ConfigError if the model cannot be loaded.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class BoxDetector(_PretrainedDetector):
     """Boxes of a detector with fixed classes: DETR, RT-DETR, Deformable DETR, YOLOS and the like.
 
     model: folder or hub id. dtype: "fp32", "bf16" or "fp16". Extra `geneval`.
-    Raises ConfigError where the model cannot be loaded.
+    Raises ConfigError if the model cannot be loaded.
     """
 
     _auto_class = "AutoModelForObjectDetection"
@@ -93,7 +93,7 @@ class MaskDetector(_PretrainedDetector):
     """Instances with masks of Mask2Former or MaskFormer; an instance's box is that of its mask.
 
     model: folder or hub id of an instance segmentation model; GenEval was published with Mask2Former Swin-S on COCO.
-    dtype: "fp32", "bf16" or "fp16". Extra `geneval`. Raises ConfigError where the model cannot be loaded.
+    dtype: "fp32", "bf16" or "fp16". Extra `geneval`. Raises ConfigError if the model cannot be loaded.
     """
 
     _auto_class = "AutoModelForUniversalSegmentation"
@@ -126,7 +126,7 @@ class OpenVocabularyDetector(_PretrainedDetector):
 
     model: folder or hub id. labels: the classes, in words. template: how a class is put to the model.
     dtype: "fp32", "bf16" or "fp16". Extra `geneval`. Scores of these models are lower than those of closed detectors:
-    set the thresholds of the scorer accordingly. Raises ConfigError where the model cannot be loaded or without labels.
+    set the thresholds of the scorer accordingly. Raises ConfigError if the model cannot be loaded or without labels.
     """
 
     _auto_class = "AutoModelForZeroShotObjectDetection"

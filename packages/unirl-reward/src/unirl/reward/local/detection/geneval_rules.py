@@ -135,7 +135,7 @@ def _holds(
 def _credits(
     objects: Mapping[str, Sequence[Detection]], clauses: Sequence[Any], colours_of: ColoursOf, threshold: float
 ) -> tuple[bool, list[float]]:
-    """Whether every clause holds exactly, and partial credits: of each count, and of each colour and position."""
+    """Returns (every clause holds exactly, partial credit of each count, colour and position)."""
     groups: list[Sequence[Detection] | None] = []
     credits: list[float] = []
     for clause in clauses:

@@ -31,14 +31,14 @@ class AestheticScorer(LocalScorer):
     "sac+logos+ava1-l14-linearMSE.pth". dtype: of the tower, "fp32", "bf16" or "fp16"; the head runs in fp32.
     Images go through transformers' image processor; with gradients through `CropPreprocessing`, which differs by what
     rounding to bytes does. Needs the extra `clip`. The published weights themselves were not at hand.
-    Raises ConfigError where weights cannot be loaded or do not fit, ImportError without transformers.
+    Raises ConfigError if weights cannot be loaded or do not fit, ImportError without transformers.
     Source: github.com/christophschuhmann/improved-aesthetic-predictor; LAION-5B (arXiv 2210.08402).
     """
 
     is_differentiable: ClassVar[bool] = True
     card = ScorerCard(
         name="aesthetic",
-        summary="how people rate the looks of a picture",
+        summary="how people rate the looks of an image",
         media=("image",),
         typical="1 to 10, mostly 4 to 7",
         extra="clip",
@@ -98,7 +98,7 @@ class AestheticScorer(LocalScorer):
 def linear_layers(state: Mapping[str, Tensor], what: str) -> list[nn.Linear]:
     """The linear layers of "layers.<i>.weight" and ".bias", in order; numbers between are dropouts.
 
-    Raises ConfigError naming `what` where there are none, others, or ones that do not follow on one another.
+    Raises ConfigError naming `what` if there are none, others, or ones that do not follow on one another.
     """
     places = sorted({int(key.split(".")[1]) for key in state if re.fullmatch(r"layers\.\d+\.(weight|bias)", key)})
     wanted = {f"layers.{place}.{kind}" for place in places for kind in ("weight", "bias")}

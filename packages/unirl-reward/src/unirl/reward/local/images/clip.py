@@ -106,13 +106,13 @@ class CLIPRewardScorer(CLIPModelScorer):
     dtype: of the two towers, "fp32", "bf16" or "fp16".
     Images go through transformers' image processor; with gradients through `CropPreprocessing`, which differs by what
     rounding to bytes does.
-    Raises ConfigError where a model cannot be loaded, ImportError without transformers.
+    Raises ConfigError if a model cannot be loaded, ImportError without transformers.
     """
 
     model_billions = 0.428
     card = ScorerCard(
         name="clip",
-        summary="how well a picture fits its prompt",
+        summary="how well an image fits its prompt",
         media=("image",),
         needs="prompt",
         low=-100,
@@ -159,7 +159,7 @@ class CLIPRewardScorer(CLIPModelScorer):
         self._preprocess = CropPreprocessing.of(self._processor, f"scorer {name}: processor {processor!r}")
 
     def model_input(self, pixels_bCHW: Tensor) -> Tensor:
-        """Of transformers' processor, on PIL pictures."""
+        """Of transformers' processor, on PIL images."""
         return self._processor(images=to_pictures(pixels_bCHW), return_tensors="pt")["pixel_values"]
 
     def model_input_with_gradient(self, pixels_bCHW: Tensor) -> Tensor:

@@ -57,14 +57,14 @@ class HPSv2RewardScorer(CLIPModelScorer):
     by the rounding of pixels to bytes that `score` starts with.
     With random weights model and images agree with the code of the hpsv2 package 1.2.0 bit for bit; the published
     weights themselves were not at hand.
-    Raises ConfigError where weights cannot be loaded or do not fit, ImportError without transformers.
+    Raises ConfigError if weights cannot be loaded or do not fit, ImportError without transformers.
     Source: Human Preference Score v2 (arXiv 2306.09341).
     """
 
     model_billions = 0.986
     card = ScorerCard(
         name="hpsv2",
-        summary="which picture people prefer for a prompt; HPSv2.1, or 2 by `file`",
+        summary="which image people prefer for a prompt; HPSv2.1, or 2 by `file`",
         media=("image",),
         needs="prompt",
         low=-1,

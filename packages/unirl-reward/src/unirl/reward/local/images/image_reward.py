@@ -67,14 +67,14 @@ class ImageRewardScorer(LocalScorer):
     `CropPreprocessing`, which differs by what rounding to bytes does.
     Names and layout of the checkpoint are those of the image-reward package 1.5: with random weights this class gives
     the values of that package's code bit for bit. The published weights themselves were not at hand.
-    Raises ConfigError where weights cannot be loaded or do not fit, ImportError without transformers.
+    Raises ConfigError if weights cannot be loaded or do not fit, ImportError without transformers.
     Source: ImageReward (arXiv 2304.05977).
     """
 
     is_differentiable: ClassVar[bool] = True
     card = ScorerCard(
         name="image_reward",
-        summary="how much people like a picture for a prompt",
+        summary="how much people like an image for a prompt",
         media=("image",),
         needs="prompt",
         typical="standard deviations, -2.3 to 2",

@@ -18,7 +18,7 @@ class PickScoreRewardScorer(CLIPRewardScorer):
     model_billions = 0.986
     card = ScorerCard(
         name="pickscore",
-        summary="which picture people would pick for a prompt",
+        summary="which image people would pick for a prompt",
         media=("image",),
         needs="prompt",
         low=-100,

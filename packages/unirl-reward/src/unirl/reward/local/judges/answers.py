@@ -49,7 +49,7 @@ def rating(reply: Reply, label: str, low: int, high: int, *, is_expected: bool) 
 
     is_expected: of a single digit, sum of value * P(value) / sum of P(value) over the ratings from low to high, from
     the probabilities at that token; the number as written otherwise.
-    Raises JudgeError where there is no such number, several that differ, one out of range, or none of its tokens is a
+    Raises JudgeError if there is no such number, several that differ, one out of range, or none of its tokens is a
     rating.
     """
     scale = rf"\(\s*{low}\s*-\s*{high}\s*\)"

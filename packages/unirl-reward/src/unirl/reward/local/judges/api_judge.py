@@ -83,7 +83,7 @@ class APIJudge:
 
     @property
     def has_probabilities(self) -> bool:
-        """Whether the endpoint gives log-probabilities and may use them."""
+        """True if the endpoint gives log-probabilities and may use them."""
         return self._has_probabilities
 
     def modules(self) -> list[nn.Module]:
@@ -123,7 +123,7 @@ class APIJudge:
             return list(pool.map(asked, questions, answers))
 
     def _ask(self, question: Question, max_tokens: int) -> Reply:
-        """One reply. Raises JudgeError where the endpoint gives none."""
+        """One reply. Raises JudgeError if the endpoint gives none."""
         try:
             return self._completion(question, max_tokens)
         except self._openai.OpenAIError as error:
@@ -147,7 +147,7 @@ class APIJudge:
         )
 
     def _check(self, logprobs: LogProbs) -> None:
-        """One question to the endpoint. Raises ConfigError where it cannot be used as asked."""
+        """One question to the endpoint. Raises ConfigError if it cannot be used as asked."""
         reason = ""
         if self._has_probabilities:
             try:
@@ -178,8 +178,8 @@ class APIJudge:
 
     def _silent(self, error: Exception) -> ConfigError:
         return ConfigError(
-            f"judge {self.model} at {self.base_url} does not answer a question about a picture: {as_sentence(error)} "
-            "Check base_url, model and api_key_file, and that the model sees pictures and does not think first "
+            f"judge {self.model} at {self.base_url} does not answer a question about an image: {as_sentence(error)} "
+            "Check base_url, model and api_key_file, and that the model sees images and does not think first "
             "(extra_body)."
         )
 

@@ -29,8 +29,8 @@ class EditRewardScorer(RatedScorer):
 
     judge: `APIJudge` or `VLMJudge` that sees two images: the source (the request's input image), then the edit.
     component_weights: of the two ratings; None: a half each. ratings: see RatedScorer.
-    The two dimensions and the scale of 1 to 4 are EditReward's; its published model is a Qwen2.5-VL with a reward head
-    of its own, which this is not: any judge answers, in this project's own wording.
+    The two dimensions and the scale of 1 to 4 are EditReward's; its published model is a
+    Qwen2.5-VL with a reward head. Here any judge answers, and the wording is this project's.
     Raises ConfigError for a request without input images, and as RatedScorer.
     Source: EditReward (arXiv 2509.26346).
     """
@@ -69,7 +69,7 @@ class EditRewardScorer(RatedScorer):
         )
 
     def questions(self, request: RewardRequest) -> list[Question]:
-        """The question about each pair of pictures."""
+        """The question about each pair of images."""
         sources = sources_of(request, self.name)
         edits = pictures_of(request, num_frames=1)
         return [

@@ -49,11 +49,11 @@ class Reply:
 
 
 class Judge(Protocol):
-    """Answers questions about pictures. Both methods keep the order of the questions."""
+    """Answers questions about images. Both methods keep the order of the questions."""
 
     @property
     def has_probabilities(self) -> bool:
-        """Whether it gives probabilities of tokens; without them answers are read from text."""
+        """True if it gives probabilities of tokens; without them answers are read from text."""
 
     def modules(self) -> list[nn.Module]:
         """What offloading moves; nothing for an endpoint."""
@@ -84,11 +84,11 @@ def spread(num_frames: int, num_wanted: int) -> list[int]:
 
 
 def sources_of(request: RewardRequest, scorer: str) -> list[Image.Image]:
-    """The images that edits started from. Raises ConfigError where the request has none, or several for a sample."""
+    """The images that edits started from. Raises ConfigError if the request has none, or several for a sample."""
     if "image" not in request.primitives:
         raise ConfigError(
             f"scorer {scorer} compares an edit with the image it started from, but the request has inputs "
-            f"{sorted(request.primitives)}. Give the data rows an image."
+            f"{sorted(request.primitives)}. Give the data rows per image."
         )
     counts = sorted({len(sample) for sample in request.sources})
     if counts != [1]:

@@ -32,7 +32,7 @@ class Scale:
 
 @bounded("scorer")
 class RatedScorer(LocalScorer):
-    """Asks one question a sample and reads the ratings of `scale` from the reply; its components are these.
+    """Asks one question per sample and reads the ratings of `scale` from the reply; its components are these.
 
     ratings: "written", the numbers as the judge wrote them; "expected", of every rating the mean under the judge's
     probabilities of the rating tokens, which is finer, and needs a judge with probabilities and whole ratings.
@@ -71,7 +71,7 @@ class RatedScorer(LocalScorer):
 
     @abstractmethod
     def questions(self, request: RewardRequest) -> list[Question]:
-        """One question a sample."""
+        """One question per sample."""
 
     def modules(self) -> list[nn.Module]:
         """Those of the judge."""

@@ -32,7 +32,7 @@ class VLMJudge:
     min_pixels, max_pixels: of an image after resizing; the model's own where None. Lower max_pixels to save time.
     Probabilities are over the whole vocabulary, of the first token of each way to write an answer; tokens that two ways
     share count once. A repetition penalty or temperature of the model's generation settings is not applied.
-    Raises ConfigError where the model cannot be loaded or is of another family, ImportError without transformers.
+    Raises ConfigError if the model cannot be loaded or is of another family, ImportError without transformers.
     """
 
     model_billions: ClassVar[float] = 8.29

@@ -28,13 +28,13 @@ class GOTOCRScorer(OCRScorer):
 
     model: folder or hub id in transformers' format. dtype: "fp32", "bf16" or "fp16".
     max_new_tokens: of one image's text, which is cut there.
-    Raises ConfigError where the model cannot be loaded, ImportError without transformers.
+    Raises ConfigError if the model cannot be loaded, ImportError without transformers.
     Source: General OCR Theory (arXiv 2409.01704).
     """
 
     card = ScorerCard(
         name="got_ocr",
-        summary="the text that the prompt quotes stands in the picture, as GOT-OCR 2.0 reads",
+        summary="the text that the prompt quotes stands in the image, as GOT-OCR 2.0 reads",
         media=("image",),
         needs="prompt with quotes",
         low=0,

@@ -1,4 +1,4 @@
-"""Whether the text that a prompt asks for stands in the image, whatever engine reads it.
+"""Rewards for text in an image that matches what the prompt asks for, whatever engine reads it.
 
 Source: Flow-GRPO (arXiv 2505.05470), section 4.1, visual text rendering.
 """
@@ -30,7 +30,7 @@ class OCRScorer(LocalScorer):
 
     @abstractmethod
     def read(self, pictures: list[Image.Image]) -> list[str]:
-        """All text of each RGB image, its lines joined. Raises RuntimeError where reading fails."""
+        """All text of each RGB image, its lines joined. Raises RuntimeError if reading fails."""
 
     def score_batch(self, request: RewardRequest) -> Tensor:
         """float32 [b] in [0, 1]."""
@@ -40,12 +40,12 @@ class OCRScorer(LocalScorer):
 
 
 def quoted(prompt: str, scorer: str) -> str:
-    """The text that a prompt quotes first. Raises ContractError where it quotes none."""
+    """The text that a prompt quotes first. Raises ContractError if it quotes none."""
     match = _QUOTED.search(prompt)
     target = (match[1] or match[2] or "") if match else ""
     if not target.strip():
         raise ContractError(
-            f"scorer {scorer}: the prompt {prompt!r} quotes no text. Put what the picture should say in double quotes, "
+            f"scorer {scorer}: the prompt {prompt!r} quotes no text. Put what the image should say in double quotes, "
             'as in: a sign that says "Open".'
         )
     return target

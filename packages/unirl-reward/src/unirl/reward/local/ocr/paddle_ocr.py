@@ -20,12 +20,12 @@ class PaddleOCRScorer(OCRScorer):
     language: whose models PaddleOCR fetches. detection_dir, recognition_dir: instead, folders of models for machines
     without a network, both or neither; detection_model, recognition_model name what they hold ("PP-OCRv5_server_det").
     device: PaddleOCR's name of it, "cpu" or "gpu:0". Images are neither rotated nor unwarped first.
-    Raises ConfigError where PaddleOCR cannot load its models, ImportError without it.
+    Raises ConfigError if PaddleOCR cannot load its models, ImportError without it.
     """
 
     card = ScorerCard(
         name="paddle_ocr",
-        summary="the text that the prompt quotes stands in the picture, as PaddleOCR reads",
+        summary="the text that the prompt quotes stands in the image, as PaddleOCR reads",
         media=("image",),
         needs="prompt with quotes",
         low=0,
@@ -72,7 +72,7 @@ class PaddleOCRScorer(OCRScorer):
             raise ConfigError(f"scorer {name}: PaddleOCR does not start with {chosen}: {error}") from error
 
     def read(self, pictures: list[Image.Image]) -> list[str]:
-        """Lines in reading order. Raises RuntimeError where the engine fails."""
+        """Lines in reading order. Raises RuntimeError if the engine fails."""
         bgr = [np.asarray(picture)[..., ::-1].copy() for picture in pictures]
         try:
             found = self._engine.predict(bgr)

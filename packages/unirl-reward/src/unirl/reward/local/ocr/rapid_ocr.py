@@ -24,7 +24,7 @@ class RapidOCRScorer(OCRScorer):
 
     card = ScorerCard(
         name="ocr",
-        summary="the text that the prompt quotes stands in the picture, as RapidOCR reads; offline",
+        summary="the text that the prompt quotes stands in the image, as RapidOCR reads; offline",
         media=("image",),
         needs="prompt with quotes",
         low=0,
@@ -65,7 +65,7 @@ class RapidOCRScorer(OCRScorer):
             )
 
     def read(self, pictures: list[Image.Image]) -> list[str]:
-        """Lines in reading order. Raises RuntimeError where the engine fails."""
+        """Lines in reading order. Raises RuntimeError if the engine fails."""
         try:
             found = [self._engine(picture) for picture in pictures]
         except Exception as error:  # see above

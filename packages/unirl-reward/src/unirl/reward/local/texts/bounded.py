@@ -1,8 +1,8 @@
-"""Calls of a function in a process of its own, within a budget of CPU seconds and memory.
+"""Calls of a function in its own process, within a budget of CPU seconds and memory.
 
 Texts of a model can hold expressions that take forever, or all memory, and code in C cannot be interrupted from within.
-The process is started once and asked over pipes, one JSON line a call; a call over its budget ends the process, and the
-next call starts another. Imports no torch, because the process does not either.
+The process is started once and asked over pipes, one JSON line per call; a call over its budget ends the process,
+and the next call starts another. Imports no torch, because the process does not either.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BoundedFunction:
     def __call__(self, *arguments: str) -> str:
         """The function's answer.
 
-        Raises OverBudgetError where it takes more than its budget, ValueError with the message of a ValueError of the
+        Raises OverBudgetError if it takes more than its budget, ValueError with the message of a ValueError of the
         function, RuntimeError where the process cannot be started, dies or hangs for another reason.
         """
         with self._lock:

@@ -1,4 +1,4 @@
-"""Whether a text is the answer, word for word."""
+"""A reward of 1 for a text that is the answer, word for word."""
 
 from __future__ import annotations
 

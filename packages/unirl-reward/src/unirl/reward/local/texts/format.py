@@ -1,6 +1,6 @@
-"""Whether a text has the form that it was asked for.
+"""A reward for the format that the prompt asks for.
 
-Source: DeepSeek-R1 (arXiv 2501.12948), section 2.2.2: the format reward beside the accuracy reward.
+Source: DeepSeek-R1 (arXiv 2501.12948), section 2.2.2: the format reward next to the accuracy reward.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FormatScorer(LocalScorer):
 
 
 def has_sections(text: str, tags: Sequence[str]) -> bool:
-    """Whether a text is exactly the sections <tag>...</tag>, in order, with white space around them."""
+    """True if a text is exactly the sections <tag>...</tag>, in order, with white space around them."""
     rest = text
     for tag in tags:
         before, opened, rest = rest.partition(f"<{tag}>")

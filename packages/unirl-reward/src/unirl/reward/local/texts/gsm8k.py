@@ -1,4 +1,4 @@
-"""Whether the final number of a worked solution is right.
+"""A reward of 1 for a worked solution whose final number is right.
 
 Source: GSM8K (arXiv 2110.14168), whose solutions end with "#### number".
 """

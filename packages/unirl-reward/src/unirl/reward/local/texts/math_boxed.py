@@ -1,4 +1,4 @@
-"""Whether the boxed answer of a solution equals the reference, as an expression."""
+"""A reward of 1 for a solution whose boxed answer equals the reference, as an expression."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEMORY_BYTES = 4 * 1024**3
 
 @bounded("scorer")
 class MathScorer(AnswerScorer):
-    """Compares answers by a function of two strings in a process of its own; subclasses name the function.
+    """Compares answers by a function of two strings in its own process; subclasses name the function.
 
     cpu_s: CPU seconds that one comparison may take. One that takes more, or too much memory, is not equal: 0, with a
     warning that names the sample's text. A reference that holds no answer raises ContractError.

@@ -1,7 +1,7 @@
-"""Whether the boxed answer of a text equals a reference, by exact fractions and sympy. Imports no torch.
+"""Compares the boxed answer of a text with a reference, by exact fractions and sympy. Imports no torch.
 
-Sympy's parser evaluates Python, so only expressions of numbers, known names and operators reach it; and it may run for
-ever, so `boxed_equals` and `verified` are called through `unirl.reward.local.texts.bounded`.
+Sympy's parser evaluates Python, so only expressions of numbers, known names and operators reach it; and it may run
+forever, so `boxed_equals` and `verified` are called through `unirl.reward.local.texts.bounded`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def equal(found: str, expected: str) -> bool:
-    """Whether two answers are the same string, the same fraction, or the same expression to sympy.
+    """True if two answers are the same string, the same fraction, or the same expression to sympy.
 
     Rational numbers are compared exactly. Other expressions are equal where sympy simplifies their difference to 0, or
     where both have values and these differ by less than 1e-9 of the larger (of 1 below 1).

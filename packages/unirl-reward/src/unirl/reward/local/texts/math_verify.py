@@ -1,4 +1,4 @@
-"""Whether math-verify finds the answer of a solution equal to the reference."""
+"""A reward of 1 for a solution whose answer math-verify finds equal to the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unirl.types.bounds import PositiveInt
 class MathVerifyScorer(MathScorer):
     r"""1 where `math_verify.verify(parse("\boxed{reference}"), parse(text))` holds, else 0. Needs the extra `math`.
 
-    A reference that has a \boxed{} or $ of its own is parsed as it stands. math-verify's own time limits, which work
+    A reference that has its own \boxed{} or $ is parsed as it stands. math-verify's own time limits, which work
     in the main thread alone, are replaced by `cpu_s`.
     Raises ImportError without math-verify.
     """

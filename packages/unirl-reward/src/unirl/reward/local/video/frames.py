@@ -39,10 +39,10 @@ class FrameScorer(LocalScorer):
     is_differentiable: ClassVar[bool] = True
     card = ScorerCard(
         name="video",
-        summary="a picture scorer on frames of a video, and how little neighbouring frames differ",
+        summary="an image scorer on frames of a video, and how little neighbouring frames differ",
         media=("video",),
-        needs="what its picture scorer needs",
-        typical="0.7 of the picture scorer's value + 0.3 of a consistency in [0, 1]",
+        needs="what its image scorer needs",
+        typical="0.7 of the image scorer's value + 0.3 of a consistency in [0, 1]",
         source="this project",
     )
 

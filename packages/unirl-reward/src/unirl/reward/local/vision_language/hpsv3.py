@@ -41,15 +41,15 @@ class HPSv3Scorer(LocalScorer):
     The head reads the token <|Reward|> and gives mu and log sigma; only mu is rewarded. Layout of weights, head,
     positions and preprocessing follow the public code of HPSv3 and of its ports; the published weights were not at
     hand, so the layout is checked on random weights only. With gradients the image is resized in torch, within 1.5
-    bytes a pixel of PIL.
-    Raises ConfigError where weights cannot be loaded or do not fit, ImportError without transformers. Extra `clip`.
+    bytes per pixel of PIL.
+    Raises ConfigError if weights cannot be loaded or do not fit, ImportError without transformers. Extra `clip`.
     Source: HPSv3 (arXiv 2508.03789).
     """
 
     is_differentiable: ClassVar[bool] = True
     card = ScorerCard(
         name="hpsv3",
-        summary="how much people like a picture for a prompt, by a vision-language model with a reward head",
+        summary="how much people like an image for a prompt, by a vision-language model with a reward head",
         media=("image",),
         needs="prompt",
         typical="-10 to 15",

@@ -28,7 +28,7 @@ class QwenVLReader:
 
     source: folder or hub id of the model. min_pixels, max_pixels: of an image after resizing; the image processor's
     own where None. tokens: special tokens to add to the tokenizer.
-    Raises ConfigError where the tokenizer or image processor cannot be loaded or is not of this family.
+    Raises ConfigError if the tokenizer or image processor cannot be loaded or is not of this family.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ def load_reward_model(
     state: names of Qwen2VLForConditionalGeneration as transformers saved them before version 4.52 ("visual.*",
     "model.layers.*") or since ("model.visual.*", "model.language_model.*"), and "rm_head.*". base: folder or hub id of
     the Qwen2-VL that was trained, for its configuration. num_words: of the tokenizer with the special tokens.
-    option: names the checkpoint in messages. Raises ConfigError where the weights do not fit.
+    option: names the checkpoint in messages. Raises ConfigError if the weights do not fit.
     """
     transformers = load_transformers(option)
     head_state = {key.removeprefix(_HEAD): value for key, value in state.items() if key.startswith(_HEAD)}

@@ -53,7 +53,7 @@ class VideoAlignScorer(LocalScorer):
     Layout of weights (LoRA under PEFT's names, merged here), head, positions and preprocessing follow the public code
     of VideoAlign and of its ports; the published weights were not at hand, so the layout is checked on random weights
     only.
-    Raises ConfigError where files are missing or do not fit, ImportError without transformers. Extra `clip`.
+    Raises ConfigError if files are missing or do not fit, ImportError without transformers. Extra `clip`.
     Source: VideoAlign, Improving Video Generation with Human Feedback (arXiv 2501.13918).
     """
 
