@@ -181,7 +181,7 @@ class FieldPipeline:
         return SigmaSchedule(convention="linear", shift=self.shift).sigmas(params.num_inference_steps)
 
     def encode(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> dict[str, Condition]:
-        """One number a prompt."""
+        """One number per prompt."""
         texts = primitives["text"]
         assert isinstance(texts, Texts)
         return {"text": TextEmbedCondition(embeds=keyed_normal(texts.texts, 0, (1, 1)))}

@@ -66,7 +66,7 @@ def train(made: Setup, rollouts: range) -> list[dict[str, float]]:
 def trained_state() -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """State and metrics after three rollouts of two updates each, over ragged micro-batches.
 
-    Ranks make critics of their own; they must start from rank 0's.
+    Ranks make their own critics; they must start from rank 0's.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     made = ppo(displaced=0.5, micro=4, updates=2, rows_per_forward=5, critic_seed=5 + rank, critic_max_grad_norm=0.1)

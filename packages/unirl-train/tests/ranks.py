@@ -1,4 +1,4 @@
-"""Functions run by every rank of a gloo group, in processes of their own."""
+"""Functions run by every rank of a gloo group, in their own processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRELOADED = [
     "unirl.models.sd3.pipeline",
 ]
 """Imported once, by the process that all ranks of a test session are forked from: imports take longer than the jobs.
-What is not installed beside this package is left out."""
+What is not installed next to this package is left out."""
 
 Job = Callable[[], Any]  # Any: what torch.save can write
 

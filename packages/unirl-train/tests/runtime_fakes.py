@@ -1,4 +1,4 @@
-"""Components that the runtime tests build in workers. A module of its own, so that worker processes can import it."""
+"""Components that the runtime tests build in workers. A separate module, so that worker processes can import it."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Source:
 
     @distributed(Dispatch.BROADCAST, Collect.ALL)
     def start_child(self) -> int:
-        """Start a process that outlives this one if nobody ends it; returns its id."""
+        """Start a process that outlives this one unless it is ended; returns its id."""
         return subprocess.Popen(["sleep", "600"]).pid
 
 
@@ -201,7 +201,7 @@ class Sink:
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
     def is_same_object(self, resp: RolloutResp) -> bool:
-        """Whether the value arrived without a copy."""
+        """True if the value arrived without a copy."""
         return resp is self._source.made[-1]
 
     @distributed(Dispatch.RANK_ZERO)
@@ -283,7 +283,7 @@ def check_pairs(runtime: Runtime, pairs: list[list[int]]) -> None:
 
 
 def of_all_workers(runtime: Runtime, held: Held, pairs: list[list[int]]) -> list[list[str]]:
-    """What each worker holds, also those that answer for nobody: both of the first pair, then both of the second."""
+    """What each worker holds, collected or not: both of the first pair, then both of the second."""
     calls = [(rank, "map_held", (held.key, sample_ids, (), True)) for own in pairs for rank in own]
     return runtime._invoke_all(calls)
 

@@ -1,4 +1,4 @@
-"""Both ends of a push, with nothing heavy between them. A module of its own, so that worker processes can import it."""
+"""Both ends of a push, with nothing heavy between them. A separate module, so that worker processes can import it."""
 
 import os
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""A module that trains beside the policy: its own optimizer, together skipped, saved and moved, never the policy's."""
+"""A module that trains next to the policy: its own optimizer, together skipped, saved and moved, never the policy's."""
 
 import math
 from pathlib import Path

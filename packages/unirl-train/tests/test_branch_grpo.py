@@ -103,7 +103,7 @@ def test_by_depth_neither_scale_nor_centre_of_the_leaves_matters(factors, gain, 
     leaves = torch.randn(2 * tree.num_leaves, generator=torch.Generator().manual_seed(seed)).double()
     found = edge_advantages(leaves, tree, scale="depth")
     moved = edge_advantages(leaves * gain + shift, tree, scale="depth")
-    torch.testing.assert_close(moved, found, rtol=1e-4, atol=1e-4)  # up to EPS beside a small deviation
+    torch.testing.assert_close(moved, found, rtol=1e-4, atol=1e-4)  # up to EPS next to a small deviation
     nodes = found.view(2, tree.num_leaves, -1).double()
     torch.testing.assert_close(nodes.mean(1), torch.zeros(2, len(factors)).double(), rtol=0, atol=1e-6)
 
@@ -163,7 +163,7 @@ def test_the_loss_is_that_of_all_samples_weighted_by_how_many_share_an_edge(opti
 
 
 def test_where_nothing_is_shared_it_is_flow_grpo():
-    """One branch point at the first stochastic step, by leaves: every sample has edges of its own."""
+    """One branch point at the first stochastic step, by leaves: every sample has its own edges."""
     params = sampling(**{**TREE, "branch_steps": [0], "branch_factors": [LEAVES]})
     made = setup(BranchGRPO, samples_per_tree=LEAVES, edge_scale="leaves", clip_range=0.2)
     plain = setup(DiffusionGRPO, clip_range=0.2)

@@ -198,7 +198,7 @@ def test_the_rest_of_a_crash_is_ignored_by_load_and_removed_by_the_next_run(tmp_
     (rest / "driver_state.json").write_text("{")
     checkpointer = Checkpointer(backend, str(tmp_path))
     assert checkpointer.load() == {"step": 1}
-    assert rest.exists()  # what only reads, such as an export, may stand beside a run that writes
+    assert rest.exists()  # what only reads, such as an export, may stand next to a run that writes
     checkpointer.remove_unfinished()
     assert not rest.exists()
 
@@ -299,6 +299,6 @@ def test_an_asynchronous_save_holds_the_values_of_its_own_moment(tmp_path: Path)
     checkpointer.save(0, {})
     steps(backend, bundle, range(3))
     checkpointer.load()
-    assert backend.policy_version == 4  # three steps, then weights of old under a version of their own
+    assert backend.policy_version == 4  # three steps, then weights of old under their own version
     expected["counters"][COUNTERS.index("policy_version")] = 4
     assert_equal_states(snapshot(backend), expected)

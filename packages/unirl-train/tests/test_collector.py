@@ -156,7 +156,6 @@ class Uneven(Branching):
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
-        """See `Branching`."""
         resp = super().generate(req, policy)
         image = resp.tracks["image"]
         rows = [row for row, name in enumerate(image.sample_ids) if row // 2 % 2 == 0 or name.endswith("0")]

@@ -88,7 +88,7 @@ def test_conditioning_images_of_a_row_are_read(tmp_path):
 
 def test_a_picture_of_hundreds_of_millions_of_pixels_is_refused_by_its_head(tmp_path):
     (tmp_path / "huge.ppm").write_bytes(b"P6 20000 20000 255\n")
-    with pytest.raises(DataError, match="huge.ppm cannot be read as a picture: Image size .400000000 pixels. exceeds"):
+    with pytest.raises(DataError, match="huge.ppm cannot be read as an image: Image size .400000000 pixels. exceeds"):
         read_rows(written(tmp_path, "p.jsonl", lines({"prompt": "a", "images": ["huge.ppm"]})))
 
 
@@ -99,8 +99,8 @@ def test_a_video_of_a_row_is_a_folder_of_its_frames_in_the_order_of_their_names(
     video = {"modality": "video", "role": "pose", "uri": "wave"}
     (row,) = read_rows(written(tmp_path, "p.jsonl", lines({"prompt": "it waves", "media": [video]})))
     assert row.media == tuple(MediaRef("video", "pose", f"wave/{name}") for name in ("02.png", "10.png"))
-    (tmp_path / "wave" / "notes.txt").write_text("not a picture")
-    with pytest.raises(DataError, match="notes.txt cannot be read as a picture"):
+    (tmp_path / "wave" / "notes.txt").write_text("not an image")
+    with pytest.raises(DataError, match="notes.txt cannot be read as an image"):
         read_rows(tmp_path / "p.jsonl")
 
 
@@ -153,17 +153,17 @@ def test_pictures_choices_and_scores_of_csv_cells_are_paths_or_json(tmp_path):
         ("p.jsonl", '{"prompt": "a", "metadata": {}, "x": 1}\n', "also the keys ['x']; move them into metadata"),
         ("p.jsonl", '{"prompt": "a", "prompt_id": true}\n', "p.jsonl:1: prompt_id = True must be"),
         ("p.jsonl", lines(*[{"prompt": "a", "prompt_id": "x"}] * 2), "rows 1 and 2 both have prompt_id 'x'"),
-        ("p.jsonl", '{"prompt": "a", "media": []}\n', "media must be a list of at least one picture"),
+        ("p.jsonl", '{"prompt": "a", "media": []}\n', "media must be a list of at least one image"),
         ("p.jsonl", '{"prompt": "a", "media": [{"uri": "x"}]}\n', "needs exactly modality, role, uri"),
         (
             "p.jsonl",
             lines({"prompt": "a", "media": [{"modality": "smell", "role": "condition", "uri": "x"}]}),
-            "p.jsonl:1: picture 1 is (smell, condition); (modality, role) is one of",
+            "p.jsonl:1: image 1 is (smell, condition); (modality, role) is one of",
         ),
         (
             "p.jsonl",
             lines({"prompt": "a", "media": [{"modality": "video", "role": "pose", "uri": "x"}]}),
-            "p.jsonl:1: the video x is no folder of pictures",
+            "p.jsonl:1: the video x is no folder of images",
         ),
         (
             "p.jsonl",

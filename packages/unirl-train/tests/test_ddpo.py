@@ -86,7 +86,7 @@ def test_the_score_function_does_not_ask_for_the_anchor():
 
 def test_a_score_function_serves_one_update():
     made = setup(DDPO, updates=2, **SCORE)
-    with pytest.raises(ContractError, match="serves one update a rollout"):
+    with pytest.raises(ContractError, match="serves one update per rollout"):
         made.stack.train(with_advantages(rollout(made.pipeline), some_advantages(6)), progress=0.0)
     setup(DDPO, updates=2).stack.train(with_advantages(rollout(made.pipeline), some_advantages(6)), progress=0.0)
 

@@ -160,7 +160,7 @@ def test_what_is_no_pair_is_refused():
     single = rollout(made.pipeline, sampling(eta=0.0, samples_per_prompt=1), num_prompts=4)
     with pytest.raises(ContractError, match=r"2 samples that DiffusionDPO compares must come from one.*best_of: 2"):
         made.stack.train(with_advantages(single, torch.ones(4)), progress=0.0)
-    with pytest.raises(ConfigError, match="3 samples a device, 2 to a unit"):
+    with pytest.raises(ConfigError, match="3 samples per device, 2 to a unit"):
         made.stack.train(with_advantages(single.slice(0, 3), torch.ones(3)), progress=0.0)
     with pytest.raises(ContractError, match="3 samples do not divide into units of 2"):
         list(made.algorithm.losses(micro_of(resp.slice(0, 3).tracks["image"], torch.ones(3))))

@@ -186,7 +186,7 @@ class Negative(FieldPipeline):
     ("teacher", "message"),
     [
         (FieldPipeline(TinyField(), shape=(1, 2, 2)), r"another latent space: a latent is \(1, 2, 2\), the student's"),
-        (Negative(TinyField()), "another latent space: one latent decodes to pictures .* that differ by"),
+        (Negative(TinyField()), "another latent space: one latent decodes to images .* that differ by"),
     ],
 )
 def test_a_teacher_with_another_latent_space_is_refused(teacher: FieldPipeline, message: str):

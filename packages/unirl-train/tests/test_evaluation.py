@@ -1,4 +1,4 @@
-"""Held-out evaluation: the same pictures every time, whatever the batches and the ranks."""
+"""Held-out evaluation: the same images every time, whatever the batches and the ranks."""
 
 from collections import Counter
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Names of the last release are taken once more, with a message, and never beside the present ones."""
+"""Names of the last release are taken once more, with a message, and never next to the present ones."""
 
 import logging
 from typing import ClassVar

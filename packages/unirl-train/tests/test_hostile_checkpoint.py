@@ -1,4 +1,4 @@
-"""A checkpoint from somebody else is data: none of its files can make the process that loads it run something."""
+"""A stranger's checkpoint is data: none of its files can make the process that loads it run something."""
 
 import io
 import pickle

@@ -1,6 +1,6 @@
 """A world whose best policy is known: every algorithm must find it within a stated number of samples.
 
-Pictures are N(mean, 0.3^2) and the velocity field is the exact one of that Gaussian, linear in the latent, with
+Images are N(mean, 0.3^2) and the velocity field is the exact one of that Gaussian, linear in the latent, with
 the mean as its only parameter; it starts at 0. The reward is -(x0 - 1)^2, so the best policy has mean 1.
 """
 

@@ -19,7 +19,7 @@ GOOD = {"prompt": "a cat", "images": ["good.png", "sheet.png#1"], "scores": [1, 
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> Path:
-    """A file of rows beside a picture of 4 x 6 pixels and a sheet of two of them."""
+    """A file of rows next to an image of 4 x 6 pixels and a sheet of two of them."""
     Image.new("RGB", (6, 4)).save(folder / "good.png")
     Image.new("RGB", (12, 4)).save(folder / "sheet.png")
     (folder / "broken.png").write_text("no picture")
@@ -50,8 +50,8 @@ def test_the_source_continues_and_its_fingerprint_does_not_depend_on_the_folder(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": None}, "images = None must be a list of picture files"),
-        ({"images": "good.png"}, "images = 'good.png' must be a list of picture files"),
+        ({"images": None}, "images = None must be a list of image files"),
+        ({"images": "good.png"}, "images = 'good.png' must be a list of image files"),
         ({"images": ["good.png"], "scores": [1]}, "1 images, but 2 samples per prompt. Give at least 2"),
         ({"scores": [1]}, r"scores = \[1\] must be a list of 2 finite numbers"),
         ({"scores": None}, "scores = None must be a list of 2 finite numbers"),
@@ -59,7 +59,7 @@ def test_the_source_continues_and_its_fingerprint_does_not_depend_on_the_folder(
         ({"scores": [True, False]}, "finite numbers"),
         ({"scores": [2, 2]}, r"the scores \[2, 2\] are equal, so neither image is preferred. Remove the row"),
         ({"images": ["good.png", "absent.png"]}, r"image absent\.png does not exist"),
-        ({"images": ["good.png", "broken.png"]}, r"image broken\.png cannot be read as a picture"),
+        ({"images": ["good.png", "broken.png"]}, r"image broken\.png cannot be read as an image"),
         ({"images": ["good.png", "sheet.png"]}, r"image sheet\.png has 4 x 12 pixels .* = 4 x 6"),
         ({"images": ["good.png", "sheet.png#2"]}, r"names tile 2 of a sheet of 4 x 12 pixels, which has none of 4 x 6"),
     ],

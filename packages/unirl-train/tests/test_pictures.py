@@ -1,4 +1,4 @@
-"""Prompts with pictures: every way in which a file can hold them gives the same tensors, and what is wrong is named."""
+"""Prompts with images: every way in which a file can hold them gives the same tensors, and what is wrong is named."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from unirl.types.sampling import ARSamplingParams
 
 
 def painted(width: int, height: int) -> Image.Image:
-    """Every pixel has a colour of its own."""
+    """Every pixel has its own colour."""
     picture = Image.new("RGB", (width, height))
     picture.putdata([(10 * x, 20 * y, 7) for y in range(height) for x in range(width)])
     return picture
@@ -38,7 +38,7 @@ def png(picture: Image.Image) -> bytes:
 
 
 def written(folder: Path, *rows: dict[str, Any], name: str = "p.jsonl") -> Path:
-    """A file of rows beside a picture of 6 x 4 pixels."""
+    """A file of rows next to an image of 6 x 4 pixels."""
     painted(6, 4).save(folder / "a.png")
     path = folder / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -116,14 +116,14 @@ def test_pictures_are_upright_rgb_on_white(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"images": ["absent.png"]}, r"the picture absent\.png does not exist .*Mend its path"),
-        ({"images": ["a.png", "broken.png"]}, r"the picture broken\.png cannot be read as a picture"),
+        ({"images": ["absent.png"]}, r"the image absent\.png does not exist .*Mend its path"),
+        ({"images": ["a.png", "broken.png"]}, r"the image broken\.png cannot be read as an image"),
         (
             {"images": ["a.png#xywh=4,0,3,4"]},
-            r"a\.png#xywh=4,0,3,4 names a part that its picture of 6 x 4 pixels does not have",
+            r"a\.png#xywh=4,0,3,4 names a part that its image of 6 x 4 pixels does not have",
         ),
-        ({"images": []}, "images must be a list of at least one picture"),
-        ({"images": [3]}, "picture 1 must be a path, or what a table holds for one"),
+        ({"images": []}, "images must be a list of at least one image"),
+        ({"images": [3]}, "image 1 must be a path, or what a table holds for one"),
         ({"images": ["a.png"], "media": [media("a.png")]}, "both `media` and `images`; give one"),
         ({"images": ["a.png"], "choices": ["1", "2"]}, "answer = None must be a letter of A, B, or exactly one of"),
     ],

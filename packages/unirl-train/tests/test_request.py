@@ -80,7 +80,7 @@ def test_noise_changes_from_rollout_to_rollout_and_is_the_same_when_asked_again(
 def test_steps_behind_the_last_stochastic_one_are_compressed():
     params = sampling(sde_indices=[0], post_step_ratio=0.4, post_solver="dpmpp_2m")
     fewer, sigmas = shortened(params, SIGMAS)
-    # Three steps behind position 1 become one.
+    # Three steps after position 1 become one.
     assert sigmas.tolist() == SIGMAS[[0, 1, 4]].tolist() and fewer.num_inference_steps == 2
     assert fewer.sde_indices == [0] and fewer.post_solver == "dpmpp_2m"
     wider, sigmas = shortened(sampling(sde_indices=[0], post_step_ratio=0.75), SIGMAS)
@@ -128,7 +128,7 @@ def test_masks_of_the_rows_are_a_slot_of_their_own(tmp_path):
 
 
 def test_prompts_are_encoded_ahead_with_their_pictures_and_as_they_are_sampled(tmp_path):
-    """Each distinct pair of a text and its pictures once for training and once for evaluation."""
+    """Each distinct pair of a text and its images once for training and once for evaluation."""
     for name in ("a.png", "b.png"):
         Image.new("RGB", (4, 4)).save(tmp_path / name)
 

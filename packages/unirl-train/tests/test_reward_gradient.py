@@ -476,7 +476,7 @@ def test_the_penalty_pulls_towards_the_reference(way: str):
 
 
 class NoReward:
-    """0 whatever the picture, with a gradient of 0."""
+    """0 whatever the image, with a gradient of 0."""
 
     def score_with_gradient(self, request: RewardRequest) -> Tensor:
         return 0 * request.pixels.sum(dim=(1, 2, 3))

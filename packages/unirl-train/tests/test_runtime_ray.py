@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ray
 
 
 def is_alive(process_id: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """True if a process runs; one that has ended and waits for its parent does not."""
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -26,7 +26,7 @@ def test_mini_batches_do_not_depend_on_the_number_of_devices(num_updates, num_de
 
 
 def test_sizes_that_do_not_divide_are_named():
-    with pytest.raises(ConfigError, match="10 samples a device, 1 to a unit, do not divide into 3 updates"):
+    with pytest.raises(ConfigError, match="10 samples per device, 1 to a unit, do not divide into 3 updates"):
         mini_batches(10, 3)
 
 

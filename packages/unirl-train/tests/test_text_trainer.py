@@ -302,7 +302,7 @@ def test_questions_about_pictures_are_shown_with_them_and_whether_they_were_answ
             assert saved.size == picture.size
     assert len(run.notes.tables["eval", 0]) == 5
     blue = (torch.tensor(np.array(run.notes.pictures["eval", 0])) == torch.tensor([0, 0, 255])).all(-1)
-    # Cells of 160 pixels, pictures of 9 x 6 enlarged 17 times; prompts 1 to 5 show 1, 2, 1, 2 and 1 of them.
+    # Cells of 160 pixels, images of 9 x 6 enlarged 17 times; prompts 1 to 5 show 1, 2, 1, 2 and 1 of them.
     num_pictures = sum(1 + str(row["images"]).count(",") for row in run.notes.tables["eval", 0])
     assert int(blue.sum()) == num_pictures * (9 * 17) * (6 * 17)
 

@@ -1,4 +1,4 @@
-"""Trackers and picture grids."""
+"""Trackers and image grids."""
 
 import io
 import json
@@ -380,7 +380,7 @@ def test_the_clock_on_a_terminal_runs_between_rollouts(tmp_path, monkeypatch):
 
 
 def has_ink(picture, ink):
-    """Whether text of this colour is there: letters are antialiased, so a pixel may be paler."""
+    """True if text of this colour is there: letters are antialiased, so a pixel may be paler."""
     distance = np.abs(np.array(picture).astype(int) - np.array(ink)).sum(-1)
     return bool((distance < 60).any())
 
@@ -397,7 +397,7 @@ def test_marks_say_pass_or_fail_only_where_the_metric_is_nothing_between():
 
 
 def framed(picture, left, top):
-    """The colour around the first 160 pixel picture at this place, None where there is no frame."""
+    """The colour around the first 160 pixel image at this place, None where there is no frame."""
     line = {picture.getpixel((left - 2, y)) for y in (top, top + 80, top + 159)}
     assert len(line) == 1
     colour = line.pop()

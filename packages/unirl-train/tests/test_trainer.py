@@ -118,7 +118,7 @@ class Notes:
         self.events.append(f"log:{step}")
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """Names of the pictures and what is said of them."""
+        """Names of the images and what is said of them."""
         self.pictures.append((name, step))
         self.captions.append(list(captions))
 
@@ -130,7 +130,6 @@ class Notes:
         raise AssertionError("nothing here makes sounds")
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
-        """Images come as pictures."""
         raise AssertionError("a trainer of images shows no table")
 
     def alert(self, name: str, text: str, step: int) -> None:
@@ -475,7 +474,7 @@ def test_pictures_before_and_after_know_both_scores(tmp_path: Path, monkeypatch:
 def test_pictures_that_prompts_show_stand_beside_what_was_made_from_them(tmp_path: Path):
     run = Run(tmp_path, num_rollouts=1, media_interval=1, evaluation={}, has_pictures=True)
     run.trainer.run()
-    # Half of the prompts show one picture, half two. An evaluation has six samples, the rollout three of each of four.
+    # Half of the prompts show one image, half two. An evaluation has six samples, the rollout three of each of four.
     for name, num_shown in (("eval-000000", 9), ("eval-000001", 9), ("before_after", 9), ("rollout-000001", 18)):
         with Image.open(tmp_path / "samples" / f"{name}.png") as picture:
             blue = (np.array(picture.convert("RGB")) == [0, 0, 255]).all(-1)
@@ -493,7 +492,7 @@ def test_exactly_the_groups_that_failed_are_replaced_by_fresh_prompts(tmp_path: 
     fresh = [f"refill2:prompt:p{i}:sample:{j}" for i in (4, 5) for j in range(3)]
     assert ids == kept + fresh
     assert bool(torch.isfinite(advantages).all())
-    # The next rollout goes on behind the prompts that were used up.
+    # The next rollout continues after the prompts that were used up.
     assert run.seen[1][0][0] == "prompt:p6:sample:0"
     assert summary["num_dropped_groups"] == 2 and summary["num_samples"] == 24
     assert run.notes.logged[1]["reward/dropped_groups"] == 2.0

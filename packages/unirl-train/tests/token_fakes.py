@@ -188,7 +188,7 @@ def sampling(**changes: Any) -> ARSamplingParams:
 
 
 def response(num_prompts: int = 4, *, masked: bool = True, params: ARSamplingParams | None = None) -> RolloutResp:
-    """Completions of the untrained model, three a prompt. masked: a third of the tokens is not trained on, nor is any
+    """Completions of the untrained model, three per prompt. masked: a third of the tokens is not trained on, nor is any
     of the last sample."""
     params = params if params is not None else sampling()
     pipeline = LMPipeline(LMBundle().model)

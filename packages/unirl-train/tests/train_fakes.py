@@ -40,7 +40,7 @@ class TinyBlock(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """Stands for a diffusion transformer: layers of its own around two blocks, and a scalar a row."""
+    """Stands for a diffusion transformer: its own layers around two blocks, and a scalar a row."""
 
     def __init__(self, width: int = WIDTH, num_blocks: int = 2) -> None:
         super().__init__()

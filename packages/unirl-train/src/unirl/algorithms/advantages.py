@@ -77,7 +77,7 @@ ALWAYS_DIVISIBLE = (
 
 
 def check_eps(eps: float, center: str, scale: str) -> None:
-    """Raises ConfigError for an `eps` that is not positive where a standard deviation of 0 would divide something."""
+    """Raises ConfigError for an `eps` that is not positive if a standard deviation of 0 would divide something."""
     if not 0 <= eps < math.inf:
         raise ConfigError(f"advantages.eps = {eps} must be a number of at least 0")
     if eps == 0 and scale != "none" and (center, scale) not in ALWAYS_DIVISIBLE:
@@ -208,13 +208,13 @@ class Advantages(Protocol):
     """Turns the rewards of one whole batch into advantages. `advantages._target_` of a recipe names one."""
 
     needs_groups: ClassVar[bool]
-    """Whether a sample alone in its group gets no advantage."""
+    """True if a sample alone in its group gets no advantage."""
     makes_weights: ClassVar[bool]
-    """Whether they are weights of at least 0, for methods that fine-tune on their samples."""
+    """True if they are weights of at least 0, for methods that fine-tune on their samples."""
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the number of trained tokens of each sample enters."""
+        """True if the number of trained tokens of each sample enters."""
         ...
 
     def __call__(
@@ -302,7 +302,7 @@ class AdvantageConfig:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether mean and deviation over the batch count tokens."""
+        """True if mean and deviation over the batch count tokens."""
         return self.options().get("statistics") == "tokens"
 
     def weights(self, progress: float) -> dict[str, float]:

@@ -41,9 +41,9 @@ class ARDistillation(ARGRPO):
     """ARGRPO's clipped surrogate with the advantage of `distillation_advantages` at every token.
 
     teacher: name of a policy with trains: false, which reads the student's tokens at the student's temperature.
-    coef: of the teacher's judgement. reward_weight: of the sample's own advantage beside it; 0 is distillation alone,
+    coef: of the teacher's judgement. reward_weight: of the sample's own advantage besides it; 0 is distillation alone,
         which needs no reward.
-    Everything else: see `ARGRPO`. The teacher is asked once a rollout, before the first update of its samples.
+    Everything else: see `ARGRPO`. The teacher is asked once per rollout, before the first update of its samples.
     """
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.teacher_rules"

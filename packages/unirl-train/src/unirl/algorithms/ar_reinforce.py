@@ -27,7 +27,7 @@ class ARReinforce(TokenAlgorithm):
         """See `TokenAlgorithm.losses`. Raises ContractError for a second update on the same rollout."""
         if micro.update > 0:
             raise ContractError(
-                "ARReinforce serves one update a rollout, then the samples are another policy's. Set "
+                "ARReinforce serves one update per rollout, then the samples are another policy's. Set "
                 "stack.num_updates_per_batch: 1, or algorithm._target_: unirl.algorithms.ar_cispo.ARCISPO."
             )
         yield from super().losses(micro)

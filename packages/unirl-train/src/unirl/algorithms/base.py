@@ -87,7 +87,7 @@ class MicroBatch:
 
     @property
     def advantages(self) -> Tensor:
-        """[B] float32, of the track. Raises ContractError where it has none."""
+        """[B] float32, of the track. Raises ContractError if it has none."""
         if self.track.advantages is None:
             raise ContractError("this track has no advantages")
         return self.track.advantages
@@ -106,36 +106,36 @@ class StageAlgorithm(ABC):
     recipe_rules: ClassVar[str] = "unirl.algorithms.rules"
     """Module with the rules of recipes, see `unirl.types.recipe`. A subclass that names its own adds to these."""
     requires_sde: ClassVar[bool] = False
-    """Whether stochastic steps with log-probs are needed."""
+    """True if stochastic steps with log-probs are needed."""
     rollout_policy: ClassVar[str | None] = None
     """Named policy that rollouts are sampled from; None is the policy being trained."""
     requires_trajectory: ClassVar[bool] = False
-    """Whether every latent of the trajectory is needed (sampling.keep_latents: all)."""
+    """True if every latent of the trajectory is needed (sampling.keep_latents: all)."""
     requires_reward_gradient: ClassVar[bool] = False
-    """Whether the scorers must be differentiable; they come through `use_reward`."""
+    """True if the scorers must be differentiable; they come through `use_reward`."""
     learns_value: ClassVar[bool] = False
-    """Whether it learns what reward to expect, so that advantages must not be centred on their group."""
+    """True if it learns what reward to expect, so that advantages must not be centred on their group."""
     requires_reference: ClassVar[bool] = False
-    """Whether a reference policy is needed whatever the penalty's weight."""
+    """True if a reference policy is needed whatever the penalty's weight."""
     trains_tokens: ClassVar[bool] = False
-    """Whether it trains on generated tokens instead of latents."""
+    """True if it trains on generated tokens instead of latents."""
     requires_weights: ClassVar[bool] = False
-    """Whether advantages must be weights of at least 0 (`unirl.algorithms.sample_weights`)."""
+    """True if advantages must be weights of at least 0 (`unirl.algorithms.sample_weights`)."""
     teacher_option: ClassVar[str | None] = None
     """Keyword that names the policy it asks, which neither trains nor samples; it comes through `use_teacher`."""
     is_on_policy: ClassVar[bool] = False
-    """Whether a rollout serves one update only."""
+    """True if a rollout serves one update only."""
     samples_per_unit: int = 1
     """Consecutive samples that must stay in one micro-batch (2 for preference pairs)."""
     unit_option: ClassVar[str | None] = None
     """Keyword of the constructor that says `samples_per_unit`; None where the class does."""
     trains_trees: ClassVar[bool] = False
-    """Whether it trains on samples that share steps (`unirl.types.branching`)."""
+    """True if it trains on samples that share steps (`unirl.types.branching`)."""
     trained_rows: ClassVar[str | int | None] = None
     """Rows of the model in the loss of one sample: their number, or the keyword that says it; None: one per stochastic
     step."""
     uses_anchor: bool = False
-    """Whether updates after the first need `anchor`. The first takes what it needs from its own forward."""
+    """True if updates after the first need `anchor`. The first takes what it needs from its own forward."""
 
     def use_reward(self, reward: object) -> None:  # noqa: B027 (an optional hook)
         """Called once, before `prepare`, with the reward service of this worker."""
@@ -158,7 +158,7 @@ class StageAlgorithm(ABC):
 
     @property
     def starts_at_ratio_one(self) -> bool:
-        """Whether every ratio of a rollout's first update is exactly 1, where the algorithm has ratios."""
+        """True if every ratio of a rollout's first update is exactly 1, where the algorithm has ratios."""
         return True
 
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
@@ -214,7 +214,7 @@ ParamsT = TypeVar("ParamsT", DiffusionSamplingParams, ARSamplingParams)
 
 
 def sampled_with(params: ParamsT | None, expected: ParamsT | None) -> ParamsT:
-    """`params`, which a segment was sampled with. Raises ContractError where they are absent or differ from `expected`
+    """`params`, which a segment was sampled with. Raises ContractError if they are absent or differ from `expected`
     in anything but the stochastic steps, which change from rollout to rollout."""
     if params is None:
         raise ContractError("the segment does not say how it was sampled; the engine must set its params")

@@ -1,4 +1,4 @@
-"""BranchGRPO: the samples of a prompt are the leaves of a tree, and every edge is trained once with credit of its own.
+"""BranchGRPO: the samples of a prompt are the leaves of a tree, and every edge is trained once with its own credit.
 
 An edge is one stochastic step of one node: it is shared by the leaves below it. What it is worth follows from them.
 Legend: B samples, U = B / N trees of N leaves, D branch points, R rows, one an edge.
@@ -82,7 +82,7 @@ class BranchGRPO(DiffusionGRPO):
         return advantage_BD[sample_R, depth_R]
 
     def _branching(self, track: RolloutTrack) -> Branching:
-        """The shape of the trees. Raises ContractError where the samples of the track are no such trees."""
+        """The shape of the trees. Raises ContractError if the samples of the track are no such trees."""
         segment, size = track.segment, self.samples_per_unit
         params = segment.params if isinstance(segment, LatentSegment) else None
         branching = None if params is None else params.branching

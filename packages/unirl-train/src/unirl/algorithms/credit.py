@@ -34,7 +34,7 @@ class NoiseCredit:
     """
 
     def weights(self, segment: LatentSegment, pipeline: DiffusionPipeline) -> Tensor:
-        """See `StepCredit.weights`; 0 for the deterministic steps. Raises ConfigError where no step has noise."""
+        """See `StepCredit.weights`; 0 for the deterministic steps. Raises ConfigError if no step has noise."""
         std_S = pipeline.step_std(segment)
         if not bool(std_S.sum() > 0):
             raise ConfigError(
@@ -57,7 +57,7 @@ class FixedCredit:
             raise ConfigError(f"credit weights must be at least 0 and not all 0, got {list(self.steps)}")
 
     def weights(self, segment: LatentSegment, pipeline: DiffusionPipeline) -> Tensor:
-        """See `StepCredit.weights`. Raises ConfigError where the schedule has another number of steps."""
+        """See `StepCredit.weights`. Raises ConfigError if the schedule has another number of steps."""
         if len(self.steps) != segment.num_steps:
             raise ConfigError(f"algorithm.credit.steps has {len(self.steps)} weights for {segment.num_steps} steps")
         raw = torch.tensor(list(self.steps), dtype=torch.float32)

@@ -60,7 +60,7 @@ class LatentCritic(nn.Module):
     def forward(self, x_R: Tensor, sigma_R: Tensor, text_R: Tensor | None) -> Tensor:
         """Values [R] of latents x_R [R, ...] at sigma_R [R] with pooled text [R, P].
 
-        Raises ContractError where channels or text have another size than the critic was made for.
+        Raises ContractError if channels or text have another size than the critic was made for.
         """
         dtype = self.value.weight.dtype
         hidden = self.latent(self._pooled(x_R.to(dtype))) + self.sigma(noise_level_features(sigma_R.to(dtype)))

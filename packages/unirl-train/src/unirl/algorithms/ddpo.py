@@ -55,7 +55,7 @@ class DDPO(TransitionAlgorithm):
         """See `TransitionAlgorithm.losses`. Raises ContractError for a score function of another policy's samples."""
         if self.estimator == "score_function" and micro.update > 0:
             raise ContractError(
-                "estimator = 'score_function' serves one update a rollout, then the samples are another policy's. "
+                "estimator = 'score_function' serves one update per rollout, then the samples are another policy's. "
                 "Set stack.num_updates_per_batch: 1, or estimator: importance_sampling."
             )
         yield from super().losses(micro)

@@ -1,4 +1,4 @@
-"""DGPO: a preference between the good and the bad samples of a whole group, in the place of a pair.
+"""DGPO: a preference between the good and the bad samples of a whole group, instead of a pair.
 
 Legend: B samples, U = B / G units of G samples of one prompt, K noise levels a unit, R rows (unit, level, sample).
 Source: Luo et al. 2025 (arXiv 2510.08425).

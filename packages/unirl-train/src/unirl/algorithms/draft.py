@@ -67,7 +67,7 @@ class DRaFT(RewardGradient):
         return step_K.expand(steps.num_samples, -1)
 
     def _first_step(self, steps: Denoising) -> int:
-        """T - K. Raises ConfigError where there are not that many steps."""
+        """T - K. Raises ConfigError if there are not that many steps."""
         if self.num_last_steps > steps.num_steps:
             raise ConfigError(
                 f"algorithm.num_last_steps = {self.num_last_steps} exceeds the {steps.num_steps} steps of the rollout. "

@@ -75,7 +75,7 @@ class DRTune(RewardGradient):
         return torch.minimum(spaced_BK.floor().long(), num_run_B[:, None] - 1)
 
     def _last_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
-        """The last step that is run, int64 [B]. Raises ConfigError where fewer than K steps would be run."""
+        """The last step that is run, int64 [B]. Raises ConfigError if fewer than K steps would be run."""
         if steps.num_steps - self.early_stop + 1 < self.num_gradient_steps:
             raise ConfigError(
                 f"algorithm.num_gradient_steps = {self.num_gradient_steps} do not fit into the "

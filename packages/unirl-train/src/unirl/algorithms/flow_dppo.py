@@ -69,7 +69,7 @@ class FlowDPPO(TransitionAlgorithm):
 def old_policy_kl(rows: TransitionRows) -> Tensor:
     """K of every row to the policy before the first update, [R], nats per latent element, without gradients.
 
-    Raises ConfigError for a transition without noise, ContractError where the anchor holds no means.
+    Raises ConfigError for a transition without noise, ContractError if the anchor holds no means.
     """
     if rows.anchor_mean is None:
         raise ContractError("a divergence mask needs the transition means of the anchor")

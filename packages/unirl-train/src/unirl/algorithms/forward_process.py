@@ -104,7 +104,7 @@ class ForwardProcessAlgorithm(PenalisedAlgorithm):
         return track.batch_size * self.num_levels(track.segment)
 
     def num_levels(self, segment: object) -> int:
-        """K. Raises ConfigError where the segment holds no latents or too few levels."""
+        """K. Raises ConfigError if the segment holds no latents or too few levels."""
         if not isinstance(segment, LatentSegment):
             raise ConfigError(f"{type(self).__name__} trains latent tracks, this one holds {type(segment).__name__}")
         if self.timestep_sampler != "rollout":
@@ -195,7 +195,7 @@ class GroupedForwardProcess(ForwardProcessAlgorithm):
 def unit_order(num_samples: int, num_levels: int, samples_per_unit: int) -> Tensor:
     """Places in a sample-major [B, K] of the rows in the order (unit, level, sample of the unit), int64 [B K].
 
-    Raises ContractError where the samples do not divide into units.
+    Raises ContractError if the samples do not divide into units.
     """
     if num_samples % samples_per_unit:
         raise ContractError(f"{num_samples} samples do not divide into units of {samples_per_unit}")

@@ -16,7 +16,7 @@ def levels_exist(own: Part, run: Run) -> Messages:
 
 
 def levels_are_the_models(own: Part, run: Run) -> Messages:
-    """A model of integer timesteps is trained at levels of its own."""
+    """A model of integer timesteps is trained at its own levels."""
     policy, sampler = run.policy_of(own), own.node.get("timestep_sampler", "rollout")
     track = next(name for name, part in policy.algorithms.items() if part is own)
     pipeline = policy.pipeline_of(track)

@@ -21,7 +21,7 @@ def generalized_advantages(
     rewards: [B], given after the last step of each sample, or [B, S] with one per step. values_BS: V before each step.
     gamma, lam: discount and trace decay a step, in [0, 1]. gamma = lam = 1 is r - V_s with R_s = r; lam = 0 is TD(0).
     lengths_B: steps of each sample; None takes all S. V is 0 after the last one, and what follows it comes back 0.
-    Raises ContractError where shapes disagree and ConfigError outside the ranges.
+    Raises ContractError if shapes disagree and ConfigError outside the ranges.
     Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 16.
     """
     if values_BS.ndim != 2 or rewards.shape not in (values_BS.shape[:1], values_BS.shape):

@@ -65,7 +65,7 @@ class GRPOGuard(DiffusionGRPO):
 def normalised_log_ratio(rows: TransitionRows) -> Tensor:
     """(log r + K) s = mean(eps (mean - mean_old)), [R], with gradients.
 
-    Raises ConfigError for the CPS kernel, ContractError where the anchor holds no means.
+    Raises ConfigError for the CPS kernel, ContractError if the anchor holds no means.
     """
     if rows.policy.q_R is None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Loss mathematics as pure functions of tensors: no model, no configuration, no backward.
 
 Legend: R rows, one (sample, stochastic step) pair each; B samples; N latent elements of a sample.
-Every function returns a value a row, not reduced; the stack owns reduction and scaling.
+Every function returns a value per row, not reduced; the stack owns reduction and scaling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unirl.types.errors import ContractError
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Raises ContractError, with their names, where tensors have different shapes."""
+    """Raises ContractError, with their names, if tensors have different shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
         raise ContractError(f"shapes disagree: {shapes}")
@@ -49,7 +49,7 @@ def clipped_surrogate(
     clips of 1e-4 are usual). The anchor carries no gradient. advantage_R: float32 [R].
     ratio_cap: above 1 + clip_high it bounds the loss where A < 0 (dual clip), and changes nothing where A > 0.
     Returns loss_R and detached values per row: ratio, clipped_high, clipped_low, approx_kl (half squared log-ratio).
-    At r = 1 the gradient is -A. r is bounded, see `bounded_ratio`. Raises ContractError where shapes disagree.
+    At r = 1 the gradient is -A. r is bounded, see `bounded_ratio`. Raises ContractError if shapes disagree.
     Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; Liu et al. 2025 (arXiv 2505.05470); the cap: Ye et al. 2020
     (arXiv 1912.09729), eq. 3.
     """
@@ -76,7 +76,7 @@ def masked_surrogate(
 
     logp_R, anchor_R, advantage_R: float32 [R]; the anchor carries no gradient. is_outside_R: bool [R].
     Returns loss_R and detached booleans per row: dropped_positive and dropped_negative, by the sign of A. r is bounded,
-    see `bounded_ratio`. Raises ContractError where shapes disagree.
+    see `bounded_ratio`. Raises ContractError if shapes disagree.
     Source: Ping et al. 2026 (arXiv 2606.11025), its asymmetric mask.
     """
     same_shape(logp_R=logp_R, anchor_R=anchor_R, advantage_R=advantage_R, is_outside_R=is_outside_R)
@@ -118,7 +118,7 @@ def prefix_budget(
 
 @dataclass(frozen=True)
 class NFTLoss:
-    """Positive and negative branch of DiffusionNFT, a value a row."""
+    """Positive and negative branch of DiffusionNFT, a value per row."""
 
     loss_R: Tensor
     positive_R: Tensor
@@ -192,7 +192,7 @@ MATCHING_EPS = 1e-10
 def matching_logp(
     v: Tensor, target: Tensor, sigma_R: Tensor, *, weighting: str = "ghuber", power: float = 0.25
 ) -> Tensor:
-    """Minus the weighted flow-matching error, [R], in the place of a log-prob: with e = mean (v - target)^2, t = sigma,
+    """Minus the weighted flow-matching error, [R], used instead of a log-prob: with e = mean (v - target)^2, t = sigma,
 
         uniform  -e        t  -t e        t2  -t^2 e        huber  -t (sqrt(e + eps) - sqrt(eps))
         ghuber   -t / p ((e + eps)^p - eps^p)
@@ -250,7 +250,7 @@ def centred_reward_loss(implicit_UG: Tensor, reward_UG: Tensor, *, beta: float, 
     """CRD, to be minimised: (A_max / beta) mean_g (beta (r - mean_g r) - (R - mean_g R))^2, [U] units of G samples.
 
     implicit_UG: r, see `implicit_reward`. reward_UG: R. A_max / beta (`advantage_max / beta`) is a factor of the
-    authors' code: it says what the loss weighs beside a penalty, and how soon its gradient is clipped. What the optimum
+    authors' code: it says what the loss weighs with a penalty, and how soon its gradient is clipped. What the optimum
     of a KL-regularised reward leaves unknown, a constant of the prompt, cancels in the centring. The gradient through
     mean_g r is 0, since the residuals of a unit sum to 0.
     Source: Zhu et al. 2026 (arXiv 2603.14128), with uniform weights.

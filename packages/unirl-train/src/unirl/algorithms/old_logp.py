@@ -41,12 +41,12 @@ class RatioAlgorithm(PenalisedAlgorithm):
         self.rollout_correction = rollout_correction
         self.old_logp_source: OldLogpSource = old_logp_source
         self.replays_old = old_logp_source != "rollout"
-        """Whether updates after the first take their old log-probs from a replay."""
+        """True if updates after the first take their old log-probs from a replay."""
         self.uses_anchor = self.replays_old
 
     @property
     def needs_replay(self) -> bool:
-        """Whether updates after the first need more of a replay than the log-probs that a rollout has."""
+        """True if updates after the first need more of a replay than the log-probs that a rollout has."""
         return self.rollout_correction is not None
 
     def trust_rollout(self) -> None:
@@ -56,7 +56,7 @@ class RatioAlgorithm(PenalisedAlgorithm):
 
     @property
     def starts_at_ratio_one(self) -> bool:
-        """Whether the first update takes the old log-probs from its own forward."""
+        """True if the first update takes the old log-probs from its own forward."""
         return self.old_logp_source != "rollout"
 
     @property

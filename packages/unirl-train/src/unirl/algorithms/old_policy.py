@@ -1,4 +1,4 @@
-"""The old policy of methods on the forward process: a named copy that follows the trained one, once a rollout."""
+"""The old policy of methods on the forward process: a named copy that follows the trained one, once per rollout."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _OCCURRENCE = re.compile(r"^(?:refill\d+:)*(.*?)(?:#\d+)?$", re.DOTALL)
 
 
 def prompt_of(group_id: str) -> str:
-    """The prompt behind a group id: without the marks of a refill and of a repeated prompt (see trainer/request.py)."""
+    """The prompt of a group id, without the marks of a refill and of a repeated prompt (see trainer/request.py)."""
     found = _OCCURRENCE.match(group_id)
     return found.group(1) if found else group_id
 

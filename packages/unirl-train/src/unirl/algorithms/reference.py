@@ -72,7 +72,7 @@ class ReferenceKL:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is added to the loss."""
+        """True if anything is added to the loss."""
         return self.coef > 0
 
     def evaluate(self, forward: Callable[[], ResultT]) -> ResultT | None:
@@ -88,7 +88,7 @@ class ReferenceKL:
     def of_transitions(self, policy: TransitionStats, reference: TransitionStats, metrics: RowMetrics) -> Tensor:
         """KL of stored transitions, [R], per latent element under a kernel with mean reduction.
 
-        Raises ConfigError where the kernel does not support the estimator.
+        Raises ConfigError if the kernel does not support the estimator.
         """
         if self.estimator in ("k1", "k2", "k3"):
             return self.of_actions(policy.logp_R, reference.logp_R, metrics)

@@ -57,7 +57,7 @@ class ReFL(RewardGradient):
         return predict_x0(steps.at(step_B), steps.stored_velocity(step_B1)[:, 0], steps.sigmas[step_B])
 
     def gradient_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
-        """One of the last steps per sample, [B, 1]. Raises ConfigError where there are not that many."""
+        """One of the last steps per sample, [B, 1]. Raises ConfigError if there are not that many."""
         if self.num_last_steps > steps.num_steps:
             raise ConfigError(
                 f"algorithm.num_last_steps = {self.num_last_steps} exceeds the {steps.num_steps} steps of the rollout. "

@@ -96,7 +96,7 @@ class Denoising:
         return torch.arange(self.num_samples, device=self.latents.device)
 
     def at(self, position_B: Tensor) -> Tensor:
-        """The stored latent of every sample at a position of its own, [B, ...]."""
+        """The stored latent of every sample at its own position, [B, ...]."""
         return self.latents[self.samples, position_B]
 
     def stored_velocity(self, step_BK: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class RewardGradient(PenalisedAlgorithm):
         return 1
 
     def use_reward(self, reward: object) -> None:
-        """Keep the reward service. Raises ConfigError where it gives no gradients."""
+        """Keep the reward service. Raises ConfigError if it gives no gradients."""
         if not isinstance(reward, DifferentiableReward):
             raise ConfigError(
                 f"{type(self).__name__} needs a reward with gradients, {type(reward).__name__} has none. "

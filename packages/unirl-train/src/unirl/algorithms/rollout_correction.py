@@ -65,7 +65,7 @@ class RolloutCorrection:
 
     level, mode, lower, upper: see `correction_weights`. Log-probs of denoising steps are the kernel's: with
         `strategy.reduction: mean` over the N elements of a latent, the ratio is the N-th root of that of densities.
-    max_staleness: samples of a policy more than this many optimizer steps behind get the weight 0; None keeps all.
+    max_staleness: samples of a policy more than this many optimizer steps old get the weight 0; None keeps all.
     A token or step with weight 0 stays in the number of terms that the loss is divided by.
     """
 
@@ -84,7 +84,7 @@ class RolloutCorrection:
             )
 
     def weights(self, log_gap_M: Tensor, lengths_B: Tensor, staleness_B: Tensor | None) -> Tensor:
-        """Weights [M]. staleness_B: optimizer steps since each sequence's policy; None where nobody knows.
+        """Weights [M]. staleness_B: optimizer steps since each sequence's policy; None if unknown.
 
         Raises ConfigError for a `max_staleness` that cannot be told.
         """

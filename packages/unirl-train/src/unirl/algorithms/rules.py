@@ -24,8 +24,8 @@ def samples_are_on_policy(own: Part, run: Run) -> Messages:
     updates = stack.get("num_updates_per_batch", 1)
     if updates > 1 and own.ability("is_on_policy"):
         yield (
-            f"{own.name} serves one update a rollout, {stack.at}.num_updates_per_batch = {updates}. Set it to 1, and a "
-            "smaller batch_size."
+            f"{own.name} serves one update per rollout, {stack.at}.num_updates_per_batch = {updates}. Set it to 1, "
+            "and a smaller batch_size."
         )
 
 

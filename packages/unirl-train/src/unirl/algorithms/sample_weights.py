@@ -1,4 +1,4 @@
-"""Weights at least 0 in the place of advantages: what supervised methods make of the rewards of their own samples.
+"""Weights at least 0 instead of advantages: what supervised methods make of their own samples' rewards.
 
 Reward-weighted regression, best-of-N fine-tuning and rejection fine-tuning differ in these weights alone; what is
 weighted is the likelihood of tokens (`unirl.algorithms.ar_fine_tuning`) or the matching error of latents
@@ -68,7 +68,7 @@ class SampleWeights:
     kind: reward_weighted (RWR; `temperature`, in units of the reward), best_of_n (RAFT; `num_best` of each group) or
         accepted (rejection fine-tuning; rewards above `threshold`).
     With selection.drop_zero_variance samples of weight 0 are not trained on at all, and count in no mean.
-    Raises ConfigError where the number of another kind is given, or none.
+    Raises ConfigError if the number of another kind is given, or none.
     """
 
     needs_groups: ClassVar[bool] = False
@@ -128,7 +128,7 @@ class SampleWeights:
 
 
 def require_weights(weight_B: Tensor, algorithm: str) -> None:
-    """Raises ConfigError where a weight is below 0: a likelihood that falls without bound teaches nothing."""
+    """Raises ConfigError if a weight is below 0: a likelihood that falls without bound teaches nothing."""
     if bool((weight_B < 0).any()):
         raise ConfigError(
             f"{algorithm} weighs its samples, and a weight of {float(weight_B.min()):.3g} is below 0. Set "

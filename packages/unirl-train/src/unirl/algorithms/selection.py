@@ -48,7 +48,7 @@ class SampleSelection:
         """Indices of the samples to train on, None for all. `divisor`: their number is a multiple of it.
 
         With best_of the samples of a group are in order of falling advantage, groups in their own order; ties keep the
-        order of the batch. Raises ConfigError where a group is smaller than best_of.
+        order of the batch. Raises ConfigError if a group is smaller than best_of.
         """
         rows = list(range(len(group_ids)))
         if self.best_of is not None:

@@ -82,7 +82,7 @@ class SRPO(RewardGradient):
         return direct_align(x0, v, velocity_target(x0, noise), sigma_B, sigma_next_B)
 
     def gradient_steps(self, steps: Denoising, keys: list[str]) -> Tensor:
-        """One step per sample, [B, 1]. Raises ConfigError where there are fewer than `num_first_steps`."""
+        """One step per sample, [B, 1]. Raises ConfigError if there are fewer than `num_first_steps`."""
         num_steps = steps.num_steps if self.num_first_steps is None else self.num_first_steps
         if num_steps > steps.num_steps:
             raise ConfigError(
@@ -101,7 +101,7 @@ class SRPO(RewardGradient):
 
 
 def with_words(request: RewardRequest, words: str) -> RewardRequest:
-    """The request with "words. prompt" in the place of every prompt. Raises ContractError where it has none."""
+    """The request with "words. prompt" instead of every prompt. Raises ContractError if it has none."""
     if "text" not in request.primitives:
         raise ContractError(f"words need prompts; this request has the inputs {sorted(request.primitives)}")
     texts = Texts(texts=[f"{words}. {prompt}" for prompt in request.prompts])

@@ -15,7 +15,7 @@ PIXEL_TOLERANCE = 0.05
 
 
 def require_same_tokens(student: AutoregressivePipeline, teacher: AutoregressivePipeline, name: str) -> None:
-    """Raises ConfigError where a token of one vocabulary is none, or another, of the other: log-probs of the student's
+    """Raises ConfigError if a token of one vocabulary is none, or another, of the other: log-probs of the student's
     tokens would be of other texts."""
     ours, theirs = student.vocabulary, teacher.vocabulary
     if ours == theirs:
@@ -31,7 +31,7 @@ def require_same_tokens(student: AutoregressivePipeline, teacher: Autoregressive
 def require_same_latents(
     student: DiffusionPipeline, teacher: DiffusionPipeline, params: DiffusionSamplingParams, name: str
 ) -> None:
-    """Raises ConfigError where one latent is not the same picture to both: shapes differ, or decoded pixels do."""
+    """Raises ConfigError if one latent is not the same image to both: shapes differ, or decoded pixels do."""
     ours, theirs = student.latent_shape(params), teacher.latent_shape(params)
     if ours != theirs:
         raise ConfigError(
@@ -47,7 +47,7 @@ def require_same_latents(
     if pixels[0].shape != pixels[1].shape or not torch.allclose(pixels[0], pixels[1], rtol=0, atol=PIXEL_TOLERANCE):
         gap = float((pixels[0] - pixels[1]).abs().max()) if pixels[0].shape == pixels[1].shape else float("nan")
         raise ConfigError(
-            f"the teacher {name!r} has another latent space: one latent decodes to pictures {tuple(pixels[1].shape)} "
+            f"the teacher {name!r} has another latent space: one latent decodes to images {tuple(pixels[1].shape)} "
             f"and {tuple(pixels[0].shape)} that differ by {gap:.3g} of the range of a pixel. Take a teacher with the "
             "student's autoencoder."
         )

@@ -2,7 +2,7 @@
 
 Legend: B sequences; M tokens of all of them end to end, only those that train (a loss mask is applied by leaving tokens
 out, so it counts in numerators and denominators alike); lengths_B int64 tokens of each sequence, summing to M.
-Losses are a value a token, not reduced: the loss of an update is sum(weight_M loss_M) / num_terms with the weights of
+Losses are a value per token, not reduced: the loss of an update is sum(weight_M loss_M) / num_terms with the weights of
 `aggregation_weights`, both summed over all micro-batches and devices.
 """
 
@@ -22,7 +22,7 @@ Divergence = Literal["tv", "kl"]
 
 
 def require_choice(name: str, value: str, choices: object) -> None:
-    """Raises ConfigError where `value` is none of the values of the Literal `choices`."""
+    """Raises ConfigError if `value` is none of the values of the Literal `choices`."""
     if value not in get_args(choices):
         raise ConfigError(f"{name} = {value!r} must be one of {', '.join(get_args(choices))}")
 

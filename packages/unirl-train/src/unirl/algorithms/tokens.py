@@ -89,13 +89,13 @@ class TokenAlgorithm(RatioAlgorithm):
     rollout_correction: see `RatioAlgorithm`.
     mask_truncated: leave out samples that ran into the length limit, whose reward says little of what they began.
     kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`; from the sampled tokens.
-    entropy_coef: weight of the entropy that is rewarded beside the surrogate.
+    entropy_coef: weight of the entropy that is rewarded in addition to the surrogate.
     """
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.token_rules"
     trains_tokens: ClassVar[bool] = True
     penalises_reward: bool = False
-    """Whether the penalty towards the reference goes into a reward a token instead of the loss."""
+    """True if the penalty towards the reference goes into a reward per token instead of the loss."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ def text_segment(track: RolloutTrack) -> TextSegment:
 
 
 def rollout_logp(track: RolloutTrack) -> Tensor:
-    """The engine's log-probs [N]. Raises ContractError where it gave none, or not a number for a trained token."""
+    """The engine's log-probs [N]. Raises ContractError if it gave none, or not a number for a trained token."""
     segment = text_segment(track)
     if segment.log_probs is None:
         raise ContractError(

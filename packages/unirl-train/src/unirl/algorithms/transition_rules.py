@@ -120,7 +120,7 @@ def rollout_log_probs_are_replayed_ones(own: Part, run: Run) -> Messages:
 
 
 def _is_below_the_clip(own: Part, run: Run) -> bool:
-    """Whether the engine's log-probs are known to be a replay's up to less than a tenth of the clip: in float32."""
+    """True if the engine's log-probs are known to be a replay's up to less than a tenth of the clip: in float32."""
     gap, clip = run.engine.ability("logp_gap_float32"), own.number("clip_range")
     in_float32 = {run.engine.get("dtype"), *_precisions(own, run).values()} == {"fp32"}
     return in_float32 and gap is not None and clip is not None and gap < clip / 10
@@ -160,7 +160,7 @@ def score_function_is_on_policy(own: Part, run: Run) -> Messages:
     updates = stack.get("num_updates_per_batch", 1)
     if updates > 1:
         yield (
-            f"{own.at}.estimator = score_function serves one update a rollout, {stack.at}.num_updates_per_batch = "
+            f"{own.at}.estimator = score_function serves one update per rollout, {stack.at}.num_updates_per_batch = "
             f"{updates}. Set it to 1 (and a smaller batch_size), or estimator: importance_sampling."
         )
     if own.node.get("clip_range") is not None:

@@ -82,11 +82,11 @@ class TransitionAlgorithm(RatioAlgorithm):
     recipe_rules: ClassVar[str] = "unirl.algorithms.transition_rules"
     requires_sde: ClassVar[bool] = True
     requires_gaussian_mean: ClassVar[bool] = False
-    """Whether the kernel's log-prob must be a density, averaged over the elements."""
+    """True if the kernel's log-prob must be a density, averaged over the elements."""
     keeps_anchor_means: ClassVar[bool] = False
-    """Whether the anchor holds the transition means too (one latent a row)."""
+    """True if the anchor holds the transition means too (one latent a row)."""
     joins_steps: ClassVar[bool] = False
-    """Whether the surrogate needs all trained steps of a sample in one call."""
+    """True if the surrogate needs all trained steps of a sample in one call."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class TransitionAlgorithm(RatioAlgorithm):
 
     @property
     def needs_replay(self) -> bool:
-        """Whether transition means are compared, or there are weights against the rollout."""
+        """True if transition means are compared, or there are weights against the rollout."""
         return self.keeps_anchor_means or super().needs_replay
 
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
@@ -155,7 +155,7 @@ class TransitionAlgorithm(RatioAlgorithm):
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """One part a chunk of rows: sum over rows of correction * surrogate + kl_coef * KL.
 
-        Raises ConfigError where a chunk would cut a trajectory that is judged whole, ContractError where log-probs of
+        Raises ConfigError if a chunk would cut a trajectory that is judged whole, ContractError where log-probs of
         the rollout are needed and there are none.
         """
         segment = micro.segment

@@ -12,7 +12,7 @@ LETTERS = "ABCDEFGHI"
 def multiple_choice(question: str, choices: Any, answer: Any) -> tuple[str, str]:  # Any: values of a data file
     """(prompt, letter): the question with its lettered choices below, a line each, and the letter of the right one.
 
-    answer: a letter of the choices, or one of the choices in its own words. A number is refused: nobody can say whether
+    answer: a letter of the choices, or one of the choices in its own words. A number is refused: it is unclear whether
     it counts from 0 or from 1, or is a choice itself. Raises DataError.
     """
     if not isinstance(choices, list) or not 2 <= len(choices) <= len(LETTERS):

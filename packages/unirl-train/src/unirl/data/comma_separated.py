@@ -13,7 +13,7 @@ from unirl.types.errors import DataError, as_sentence
 JSON_COLUMNS = ("metadata", "media", "media_refs", "images", "scores", "choices")
 """Hold lists or mappings in the other formats; a cell of theirs that begins with [ or { is JSON."""
 PATH_COLUMN = "images"
-"""A cell of it that is not JSON is the path of one picture."""
+"""A cell of it that is not JSON is the path of one image."""
 
 
 def read_csv(text: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:  # Any: JSON values of cells

@@ -38,20 +38,20 @@ def fingerprint(rows: list[PromptRow]) -> str:
 
 
 class MultimodalRLDataSource:
-    """Rows of a prompt file, epoch after epoch, each epoch in an order of its own.
+    """Rows of a prompt file, epoch after epoch, each epoch in its own order.
 
     path: a prompt file or a Hugging Face dataset folder, see `unirl.data.datasets`.
     seed: of the order. shuffle: False keeps the file's order. split: of a dataset folder with several.
-    Raises DataError where the file is missing, empty or malformed.
+    Raises DataError if the file is missing, empty or malformed.
     """
 
     recipe_rules: ClassVar[str] = "unirl.data.rules"
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     reads_prompt_rows: ClassVar[bool] = True
-    """Whether `path` holds rows in a format of `unirl.data.datasets`, so that `trainer check` can read them; a source
+    """True if `path` holds rows in a format of `unirl.data.datasets`, so that `trainer check` can read them; a source
     of another format sets it to the literal False."""
     brings_images: ClassVar[bool] = False
-    """Whether its rows bring images of their own (`unirl.types.preference`), for engines that need them.
+    """True if its rows bring their own images (`unirl.types.preference`), for engines that need them.
 
     `trainer check` reads it without importing the class, so a source that brings some sets it to the literal True."""
 
@@ -97,7 +97,7 @@ class MultimodalRLDataSource:
         }
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Continue where `state` stood. Raises DataError where the content, the seed or the shuffling has changed."""
+        """Continue where `state` stood. Raises DataError if the content, the seed or the shuffling has changed."""
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"{self.path}: its rows have changed since the checkpoint was written, so the order cannot be "

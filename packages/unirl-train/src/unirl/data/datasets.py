@@ -1,12 +1,12 @@
 """Prompt files of every supported format, read into rows. Every error names the file and the line.
 
-`.txt` has one prompt a line; `.jsonl` one row (or bare string) a line; `.json` is a list of those, or a mapping with
+`.txt` has one prompt per line; `.jsonl` one row (or bare string) a line; `.json` is a list of those, or a mapping with
 the list under `prompts`, `prompt` or `caption`; `.csv` has a header and one row per prompt, see
 `unirl.data.comma_separated`; `.parquet` is a table with one row per prompt; a folder is a Hugging Face dataset
 written by `save_to_disk`.
 
-The pictures of a prompt are `media`, or `images`: paths, or what tables hold in their place, {bytes, path}. A video
-among `media` is a folder of pictures. The sound of a prompt is `audio`, a WAV file likewise.
+The images of a prompt are `media`, or `images`: paths, or what tables hold in their place, {bytes, path}. A video
+among `media` is a folder of images. The sound of a prompt is `audio`, a WAV file likewise.
 A row with `choices` is a multiple-choice question, see `unirl.data.choices`.
 """
 
@@ -155,7 +155,7 @@ def _multiple_choice(prompt: str, metadata: Mapping[str, Row], where: str) -> tu
 
 
 def _shows_images(value: Mapping[str, Row]) -> bool:
-    """Whether `images` belong to the prompt; with scores they are rated ones, see `unirl.types.preference`."""
+    """True if `images` belong to the prompt; with scores they are rated ones, see `unirl.types.preference`."""
     return value.get(IMAGES) is not None and SCORES not in value
 
 
@@ -170,9 +170,9 @@ def _media(value: Mapping[str, Row], path: Path, where: str) -> tuple[MediaRef, 
         raise DataError(f"{where}: the row has both `{present[0]}` and `{present[1]}`; give one.")
     items = value[present[0]]
     if not isinstance(items, list) or not items:
-        raise DataError(f"{where}: {present[0]} must be a list of at least one picture.")
+        raise DataError(f"{where}: {present[0]} must be a list of at least one image.")
     read = _image_ref if present[0] == IMAGES else _media_ref
-    named = [read(item, folder, f"{where}: picture {number}") for number, item in enumerate(items, start=1)]
+    named = [read(item, folder, f"{where}: image {number}") for number, item in enumerate(items, start=1)]
     refs = tuple(part for ref in named for part in (_frames(ref, where) if ref.modality == "video" else (ref,)))
     for ref in refs:
         _check_readable(ref, where)
@@ -186,10 +186,10 @@ def _sound_ref(item: Row, folder: str, where: str) -> MediaRef:
 
 
 def _check_readable(ref: MediaRef, where: str) -> None:
-    """Raise DataError for a picture or a sound that cannot be read, by the head of its file."""
+    """Raise DataError for an image or a sound that cannot be read, by the head of its file."""
     if "\0" in ref.uri:
         raise DataError(f"{where}: the path {ref.uri!r} holds a NUL character. Mend its path or remove the row.")
-    kind, problem = ("sound", sound_problem(ref)) if ref.modality == AUDIO else ("picture", picture_problem(ref))
+    kind, problem = ("sound", sound_problem(ref)) if ref.modality == AUDIO else ("image", picture_problem(ref))
     if problem is not None:
         raise DataError(f"{where}: the {kind} {ref.uri} {problem}. Mend its path or remove the row.")
 
@@ -207,7 +207,7 @@ def _frames(ref: MediaRef, where: str) -> tuple[MediaRef, ...]:
     frames = frames_of(ref)
     if not frames:
         raise DataError(
-            f"{where}: the video {ref.uri} is no folder of pictures. Write its frames there, one file each, named in "
+            f"{where}: the video {ref.uri} is no folder of images. Write its frames there, one file each, named in "
             "their order."
         )
     return frames
@@ -345,7 +345,7 @@ def _dataset_rows(path: Path, split: str | None) -> Iterable[tuple[str, Row]]:
         loaded = loaded[split]
     elif split is not None:
         raise DataError(f"{path}: has no splits, but split = {split!r} was asked for. Remove data.split.")
-    # Pictures stay files; they are decoded where a rollout needs them.
+    # Images stay files; they are decoded where a rollout needs them.
     stored = loaded.with_format("arrow")
     return [(f"{path}:row {index + 1}", _present(stored[index].to_pylist()[0])) for index in range(len(stored))]
 
@@ -366,7 +366,7 @@ def _check_media(rows: list[PromptRow], path: Path) -> None:
     if without and len(without) != len(rows):
         raise DataError(
             f"{path}: row {without[0] + 1} has no media while {len(rows) - len(without)} other rows do. "
-            "Split the file: a batch is either all with pictures or all without."
+            "Split the file: a batch is either all with images or all without."
         )
 
 

@@ -1,4 +1,4 @@
-"""Where the pictures and sounds of prompts lie, and whether they can be read: from the heads of their files, without
+"""Where the images and sounds of prompts lie, and whether they can be read: from the heads of their files, without
 torch."""
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SAMPLE_BYTES = (1, 2, 3, 4)
 Box = tuple[int, int, int, int]
 """Left, top, width, height."""
 UNREADABLE = (OSError, UnidentifiedImageError, Image.DecompressionBombError)
-"""What PIL raises for files that are no pictures, or pictures of hundreds of millions of pixels."""
+"""What PIL raises for files that are no images, or images of hundreds of millions of pixels."""
 
 
 @dataclass(frozen=True)
 class MediaRef:
-    """A picture that a prompt is about, a frame of a video, or a sound. `unirl.data.pictures` and `sounds` read it."""
+    """An image that a prompt is about, a frame of a video, or a sound. `unirl.data.pictures` and `sounds` read it."""
 
     modality: str
     role: str
@@ -46,7 +46,7 @@ class MediaRef:
     folder: str = field(default="", compare=False, repr=False)
     """Where relative paths begin."""
     data: bytes | None = field(default=None, repr=False)
-    """The picture file itself, where the table holds it; `uri` then is its name."""
+    """The image file itself, where the table holds it; `uri` then is its name."""
 
     def place(self) -> tuple[str, Box | None]:
         """Path of the file, and the part of it that is meant; None is all of it."""
@@ -59,14 +59,14 @@ class MediaRef:
 
 
 def frames_of(ref: MediaRef) -> tuple[MediaRef, ...]:
-    """The frames of a video, which is a folder of pictures, in the order of their names; empty where it has none."""
+    """The frames of a video, which is a folder of images, in the order of their names; empty where it has none."""
     folder = Path(ref.place()[0])
     names = sorted(file.name for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
     return tuple(replace(ref, uri=f"{ref.uri}/{name}") for name in names)
 
 
 def picture_problem(ref: MediaRef) -> str | None:
-    """What is wrong with a picture, from its head alone; None where nothing is."""
+    """What is wrong with an image, from its head alone; None where nothing is."""
     path, box = ref.place()
     size = size_of(io.BytesIO(ref.data)) if ref.data is not None else _size_of_file(path)
     if isinstance(size, str):
@@ -92,10 +92,10 @@ def sound_problem(ref: MediaRef) -> str | None:
 
 
 def part_problem(box: Box, size: tuple[int, int]) -> str | None:
-    """Why a picture of this (width, height) has no such part; None where it has."""
+    """Why an image of this (width, height) has no such part; None where it has."""
     left, top, width, height = box
     if width < 1 or height < 1 or left + width > size[0] or top + height > size[1]:
-        return f"names a part that its picture of {size[0]} x {size[1]} pixels does not have"
+        return f"names a part that its image of {size[0]} x {size[1]} pixels does not have"
     return None
 
 
@@ -105,7 +105,7 @@ def _size_of_file(path: str) -> tuple[int, int] | str:
 
 
 def upright(opened: Image.Image) -> Image.Image:
-    """An opened picture as RGB: turned as its camera says, what is transparent on white. Raises UNREADABLE."""
+    """An opened image as RGB: turned as its camera says, what is transparent on white. Raises UNREADABLE."""
     picture = ImageOps.exif_transpose(opened)
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
@@ -121,4 +121,4 @@ def size_of(file: str | io.BytesIO) -> tuple[int, int] | str:
     except FileNotFoundError:
         return f"does not exist ({file})"
     except UNREADABLE as error:
-        return f"cannot be read as a picture: {error}"
+        return f"cannot be read as an image: {error}"

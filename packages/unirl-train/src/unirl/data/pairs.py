@@ -1,4 +1,4 @@
-"""Preference data: prompts with images of their own and which of them is better.
+"""Preference data: prompts with their own images and which of them is better.
 
 A row is `{"prompt": ..., "images": [chosen, rejected], "scores": [1, 0]}`, see `unirl.types.preference`. Paths are
 relative to the folder of the data file.
@@ -52,7 +52,7 @@ def read_pairs(
 def _checked(row: PromptRow, where: str, folder: Path, size: tuple[int, int] | None, num_images: int) -> PromptRow:
     images, scores = row.metadata.get(IMAGES), row.metadata.get(SCORES)
     if not isinstance(images, list) or not all(isinstance(item, str) and item for item in images):
-        raise DataError(f"{where}: {IMAGES} = {images!r} must be a list of picture files.")
+        raise DataError(f"{where}: {IMAGES} = {images!r} must be a list of image files.")
     if len(images) < num_images:
         raise DataError(
             f"{where}: {len(images)} images, but {num_images} samples per prompt. Give at least {num_images}."
@@ -107,4 +107,4 @@ def _picture_size(path: str) -> tuple[int, int] | str:
     except FileNotFoundError:
         return f"does not exist ({path})."
     except (OSError, UnidentifiedImageError) as error:
-        return f"cannot be read as a picture: {as_sentence(error)}"
+        return f"cannot be read as an image: {as_sentence(error)}"

@@ -1,4 +1,4 @@
-"""The pictures of prompt rows, as tensors. Legend: H W pixels."""
+"""The images of prompt rows, as tensors. Legend: H W pixels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from unirl.types.errors import DataError, as_sentence
 from unirl.types.media import ImageLists
 
 _KEPT_FILES = 8
-"""Decoded files that stay in memory: a sheet of many small pictures is decoded once."""
+"""Decoded files that stay in memory: a sheet of many small images is decoded once."""
 
 
 def prompt_pictures(prompts: Sequence[Sequence[MediaRef]]) -> ImageLists:
-    """The pictures of each prompt, in its order, with where they come from.
+    """The images of each prompt, in its order, with where they come from.
 
-    Raises DataError for a picture that is missing or broken.
+    Raises DataError for an image that is missing or broken.
     """
     return ImageLists(
         images=[[read_picture(ref) for ref in refs] for refs in prompts],
@@ -53,8 +53,8 @@ def _decoded(file: str | io.BytesIO, name: str) -> Tensor:
         with Image.open(file) as opened:
             rgb = upright(opened)
     except FileNotFoundError as error:
-        raise DataError(f"the picture {name} does not exist. Mend its path or remove the row.") from error
+        raise DataError(f"the image {name} does not exist. Mend its path or remove the row.") from error
     except UNREADABLE as error:
-        raise DataError(f"{name} cannot be read as a picture: {as_sentence(error)} Mend or remove it.") from error
+        raise DataError(f"{name} cannot be read as an image: {as_sentence(error)} Mend or remove it.") from error
     flat = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
     return flat.view(rgb.height, rgb.width, 3).permute(2, 0, 1)

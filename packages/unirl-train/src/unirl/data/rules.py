@@ -78,7 +78,7 @@ def prompts_outside_a_grammar(name: str, path: str, rows: Sequence[tuple[str, Pr
     """Every prompt is one that the scorers can judge. rows: each with its place in the file."""
     for scorer, part in run.reward.inside("scorers").items():
         grammar = part.ability("prompt_grammar")
-        # Own code is not imported by a check, so a grammar of a scorer of one's own is not asked.
+        # A check imports no user code, so the grammar of a user's own scorer is not asked.
         if grammar is None or not str(grammar).startswith("unirl."):
             continue
         module, _, function = str(grammar).rpartition(".")

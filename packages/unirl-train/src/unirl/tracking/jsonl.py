@@ -19,7 +19,7 @@ ALERTS = "alerts.jsonl"
 
 
 class JsonlTracker:
-    """Writes `<run_dir>/<file_name>`, flushed after every line, and alerts to `alerts.jsonl` beside it. A resumed run
+    """Writes `<run_dir>/<file_name>`, flushed after every line, and alerts to `alerts.jsonl` next to it. A resumed run
     drops the lines past its checkpoint."""
 
     def __init__(self, file_name: str = "metrics.jsonl") -> None:
@@ -55,7 +55,7 @@ class JsonlTracker:
             file.write(json.dumps({"step": step, "alarm": name, "text": text}) + "\n")
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """Images lie beside the metrics; nothing to write here."""
+        """Images lie next to the metrics; nothing to write here."""
 
     def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
         """Files stay where they are."""
@@ -64,7 +64,7 @@ class JsonlTracker:
         """Files stay where they are."""
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
-        """Tables lie beside the metrics; nothing to write here."""
+        """Tables lie next to the metrics; nothing to write here."""
 
     def finish(self, summary: Summary) -> None:
         """Close the file."""

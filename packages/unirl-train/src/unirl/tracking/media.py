@@ -61,7 +61,7 @@ def grid(
     marked: Sequence[Mark] | None = None,
     given: Sequence[Sequence[Tensor]] = (),
 ) -> Image.Image:
-    """A grid of images with their captions underneath, each beside what it was made from.
+    """A grid of images with their captions underneath, each next to what it was made from.
 
     images: [N, 3, H, W] (or [N, 1, H, W]) in [0, 1]; values outside are clamped. labels: N captions, wrapped and cut to
     three lines. columns: None makes the grid about square. scale: whole factor that images are enlarged by; None brings
@@ -115,8 +115,8 @@ def answered(
 ) -> Image.Image:
     """A grid of samples: the images of each side by side, its question, and what was answered below.
 
-    images: any number a sample, [3, H, W] in [0, 1] of any size. verdicts: the answer, and whether it is right, which
-    colours it; None leaves it black. Raises ContractError where the numbers of samples differ.
+    images: any number per sample, [3, H, W] in [0, 1] of any size. verdicts: the answer, and whether it is right, which
+    colours it; None leaves it black. Raises ContractError if the numbers of samples differ.
     """
     if not len(pictures) == len(questions) == len(verdicts) or not pictures:
         raise ContractError(f"{len(pictures)} samples, {len(questions)} questions and {len(verdicts)} verdicts")

@@ -28,7 +28,7 @@ class TensorBoardTracker:
     """Writes event files. A resumed run hides the events past its checkpoint (TensorBoard's purge step).
 
     TensorBoard names a run after its folder, which is that of the recipe below `<run_dir>/tensorboard`. The
-    hyper-parameters tab has every number and text of the recipe; captions of images are texts beside them.
+    hyper-parameters tab has every number and text of the recipe; captions of images are texts next to them.
     """
 
     def __init__(self, flush_s: PositiveInt = 10) -> None:

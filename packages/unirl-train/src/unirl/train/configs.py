@@ -119,7 +119,7 @@ class TrainTopology:
     """-1: as many as there are devices for each copy."""
 
     def resolved(self, world_size: int) -> tuple[int, int]:
-        """(dp_replicate, dp_shard) on `world_size` devices. Raises ConfigError where they do not multiply to it."""
+        """(dp_replicate, dp_shard) on `world_size` devices. Raises ConfigError if they do not multiply to it."""
         replicate, shard = self.dp_replicate, self.dp_shard
         if replicate < 1 or (shard < 1 and shard != -1):
             raise ConfigError(
@@ -140,6 +140,6 @@ class TrainTopology:
         return replicate, shard
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
-        """Where a rank stands: every device trains on a shard of its own. Raises ConfigError as `resolved` does."""
+        """Where a rank stands: every device trains on its own shard. Raises ConfigError as `resolved` does."""
         replicate, shard = self.resolved(world_size)
         return MeshPlace(dp_rank=rank, dp_size=replicate * shard)

@@ -34,7 +34,7 @@ def _peft() -> ModuleType:
 def inject_lora(modules: Mapping[str, nn.Module], config: LoraConfig, targets: Sequence[str]) -> None:
     """Freeze the modules and add adapters to their linear layers whose name ends in one of `targets`, in place.
 
-    Raises ConfigError where a component has no such layer, where a target that the recipe names matches nothing, and
+    Raises ConfigError if a component has no such layer, if a target that the recipe names matches nothing, and
     for a target that is no nn.Linear.
     """
     peft = _peft()
@@ -120,13 +120,13 @@ def plain_base_name(name: str) -> str | None:
 
 
 def lora_factor_names(base_name: str) -> tuple[str, str]:
-    """Names of A and B beside the base weight "x.base_layer.weight"."""
+    """Names of A and B next to the base weight "x.base_layer.weight"."""
     layer = base_name.removesuffix(f"{_BASE}weight")
     return layer + _A, layer + _B
 
 
 def is_adapted(name: str) -> bool:
-    """Whether a parameter is the base weight of an adapted layer."""
+    """True if a parameter is the base weight of an adapted layer."""
     return name.endswith(f"{_BASE}weight")
 
 

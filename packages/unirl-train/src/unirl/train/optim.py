@@ -35,7 +35,7 @@ def learning_rate_at(step: int, base: float, schedule: LrSchedulerConfig | None)
 
 
 def adamw_implementation(parameters: Sequence[nn.Parameter], asked: AdamWImplementation) -> AdamWImplementation:
-    """The form of AdamW to use. Raises ConfigError where "fused" is asked for and the parameters do not allow it.
+    """The form of AdamW to use. Raises ConfigError if "fused" is asked for and the parameters do not allow it.
 
     One fused kernel needs one device type, CPU or CUDA, and floating-point parameters. On a CPU it reads each
     value once: 9 ms per step instead of 31 to 34 for 2.3 million parameters on one core.

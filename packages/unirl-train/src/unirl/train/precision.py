@@ -18,7 +18,7 @@ def keep_in(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 
 
 def check_frozen_dtype(modules: Iterable[tuple[str, nn.Module]], param_dtype: str) -> None:
-    """Raise ConfigError where frozen weights were loaded in half precision and `param_dtype` asks for float32.
+    """Raise ConfigError if frozen weights were loaded in half precision and `param_dtype` asks for float32.
 
     Trainable parameters are converted; frozen ones are not, so that a base model takes no more memory than loaded.
     """

@@ -13,15 +13,15 @@ from unirl.types.errors import ConfigError
 def mini_batches(num_samples: int, num_updates: int, samples_per_unit: int = 1) -> list[list[int]]:
     """Sample indices of every update; `samples_per_unit` consecutive samples stay together.
 
-    Raises ConfigError where they do not divide.
+    Raises ConfigError if they do not divide.
     """
     if num_updates < 1:
         raise ConfigError(f"stack.num_updates_per_batch = {num_updates} must be at least 1")
     units, rest = divmod(num_samples, samples_per_unit)
     if rest or units % num_updates:
         raise ConfigError(
-            f"{num_samples} samples a device, {samples_per_unit} to a unit, do not divide into {num_updates} updates. "
-            "Change stack.num_updates_per_batch, batch_size or sampling.samples_per_prompt."
+            f"{num_samples} samples per device, {samples_per_unit} to a unit, do not divide into {num_updates} "
+            "updates. Change stack.num_updates_per_batch, batch_size or sampling.samples_per_prompt."
         )
     return [
         [

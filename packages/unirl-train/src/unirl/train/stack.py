@@ -159,7 +159,7 @@ class TrainStack:
         """Train on one rank's shard of a rollout, whose tracks hold their advantages. Every rank calls it; collectives
         inside.
 
-        Raises ContractError where a track or its advantages are missing, and TrainingError after too many non-finite
+        Raises ContractError if a track or its advantages are missing, and TrainingError after too many non-finite
         gradients in a row.
         """
         due = [(part, part.loss.updates(self._num_updates_done, self._num_updates)) for part in self._parts]
@@ -215,7 +215,7 @@ class TrainStack:
         return micros
 
     def _of_one_size(self, track: RolloutTrack, samples_per_unit: int) -> list[RolloutTrack]:
-        """A micro-batch, or where its images differ in size one for each. Raises ContractError where devices would run
+        """A micro-batch, or where its images differ in size one for each. Raises ContractError if devices would run
         unequally many, or samples that belong together differ."""
         if isinstance(track.segment, SizedLatents) and track.batch_size > 1 and self._backend.dp_size > 1:
             raise ContractError(

@@ -56,7 +56,7 @@ def track_losses(
         turns = {name: (loss.every, loss.turn) for name, loss in losses.items()}
         raise ConfigError(
             f"update {idle[0]} of every {period} would train no track: stack.losses has (every, turn) = {turns}. "
-            "Give every update a track."
+            "Let every update train a track."
         )
     return losses
 

@@ -33,7 +33,7 @@ class Wrapped(NamedTuple):
     roots: list[FSDPModule]
     """One per trainable component; none where nothing is sharded."""
     owns_process_group: bool
-    """Whether a process group of this process alone was made for them."""
+    """True if a process group of this process alone was made for them."""
 
 
 def prepare_parameters(
@@ -95,6 +95,6 @@ def wrap(
 
 
 def is_sharding(config: FSDPConfig) -> bool:
-    """Whether FSDP wraps the model: one device that computes in float32 has nothing to shard, and hooks cost time."""
+    """True if FSDP wraps the model: one device that computes in float32 has nothing to shard, and hooks cost time."""
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     return not is_alone or not config.param_dtype == config.master_dtype == "fp32" or config.cpu_offload

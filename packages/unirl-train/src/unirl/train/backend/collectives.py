@@ -26,7 +26,7 @@ class RankCollectives:
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank; `value` itself where the model is not sharded. Every rank calls it; a
+        """True if `value` is true on any rank; `value` itself where the model is not sharded. Every rank calls it; a
         collective inside where sharded."""
         if not self._is_sharded or self._dp_size == 1:
             return value

@@ -140,7 +140,7 @@ class FSDPBackend:
 
     @property
     def computes_in_float32(self) -> bool:
-        """Whether forwards of what trains are in float32 throughout, autocast aside."""
+        """True if forwards of what trains are in float32 throughout, autocast aside."""
         is_float32 = all(
             parameter.dtype == torch.float32 for module in self._modules.values() for parameter in module.parameters()
         )
@@ -148,13 +148,13 @@ class FSDPBackend:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP wraps the model."""
+        """True if FSDP wraps the model."""
         return bool(self._roots)
 
     def add_module(
         self, name: str, module: nn.Module, optimizer: OptimizerConfig, *, max_grad_norm: float = math.inf
     ) -> None:
-        """Train `module`, in place, beside the policy: replicated, gradients averaged over ranks, own AdamW and
+        """Train `module`, in place, next to the policy: replicated, gradients averaged over ranks, own AdamW and
         clipping, the learning rate under the backend's schedule, stepped and skipped with the policy.
 
         It is saved with the state, never exported. Every rank calls it, before a state is loaded.
@@ -187,7 +187,7 @@ class FSDPBackend:
     def optimizer_step(self, max_grad_norm: float) -> StepStats:
         """Clip gradients to a global norm, then AdamW, schedule and EMA. Every rank calls it; collectives inside.
 
-        A non-finite norm, of the policy or of a module beside it, drops the gradients and changes nothing else. Raises
+        A non-finite norm, of the policy or of a module with it, drops the gradients and changes nothing else. Raises
         TrainingError at the max_skipped_steps-th such step in a row, and ContractError where there are no gradients.
         """
         if not max_grad_norm > 0:
@@ -269,7 +269,7 @@ class FSDPBackend:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def offload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:
-        """Move parameters with their gradients, or optimizer state, copies and modules beside the policy, to host
+        """Move parameters with their gradients, or optimizer state, copies and modules with the policy, to host
         memory. Changes nothing on a CPU.
 
         With fsdp.cpu_offload parameters, optimizer state and copies are there already.
@@ -313,7 +313,7 @@ class FSDPBackend:
         return self._state.tensors()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state: one that was loaded into place, or a copy. Raises CheckpointError where names differ."""
+        """Take over a state: one that was loaded into place, or a copy. Raises CheckpointError if names differ."""
         self._state.load(state)
         self.zero_grad()
         self._reshard()

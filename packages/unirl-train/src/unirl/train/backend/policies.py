@@ -106,7 +106,7 @@ class NamedPolicies:
         return self._swapped_in(name, self.values(name))
 
     def reference(self) -> AbstractContextManager[None]:
-        """Inside, the parameters hold the starting weights. Raises ConfigError where they are not kept."""
+        """Inside, the parameters hold the starting weights. Raises ConfigError if they are not kept."""
         return self._swapped_in(REFERENCE_POLICY, self._starting_weights())
 
     def _starting_weights(self) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ def _are_alike(parameter: Tensor, copy: Tensor) -> bool:
 
 
 def _exchange_values(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """One tensor after the other, so that what is held beside them is the largest."""
+    """One tensor after the other, so that what is held in addition to them is the largest."""
     for mine, copy in pairs:
         own = mine.clone()
         mine.copy_(copy)

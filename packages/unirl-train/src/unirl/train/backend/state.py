@@ -56,7 +56,7 @@ class Progress:
 
 
 class TrainState:
-    """Parameters, optimizer, named policies, moving average, modules beside the policy, and counters.
+    """Parameters, optimizer, named policies, moving average, modules with the policy, and counters.
 
     parameters: by "component.name". auxiliary: by name; the backend adds to it.
     """
@@ -106,7 +106,7 @@ class TrainState:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state: one that was loaded into place, or a copy. Raises CheckpointError where names differ.
+        """Take over a state: one that was loaded into place, or a copy. Raises CheckpointError if names differ.
 
         The policy version never goes back, so that no two policies of a run share one.
         """

@@ -1,7 +1,7 @@
 """Reads the `state/` folder of a checkpoint without executing anything that it holds.
 
 torch.distributed.checkpoint keeps its list of tensors in `.metadata`, which is a pickle: loaded as it is, a file from
-somebody else runs whatever it names. Here only the names that DCP writes are known, and even those are not constructed:
+a stranger runs whatever it names. Here only the names that DCP writes are known, and even those are not constructed:
 the pickle becomes a tree of inert records, from which the list of tensors is built and checked. The tensors themselves
 are read by DCP with `weights_only=True`; entries that are no tensors, which DCP would unpickle, are refused.
 """
@@ -47,9 +47,9 @@ _KNOWN = frozenset(
 
 
 class StateReader(FileSystemReader):
-    """DCP's reader of a folder, for folders that nobody vouches for.
+    """DCP's reader of a folder, for folders that are not trusted.
 
-    `read_metadata` raises CheckpointError where `.metadata` names anything foreign, with that name, or is no list of
+    `read_metadata` raises CheckpointError if `.metadata` names anything foreign, with that name, or is no list of
     tensors in files of this folder.
     """
 

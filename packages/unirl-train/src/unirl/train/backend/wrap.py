@@ -22,7 +22,7 @@ ONE_RANK_TIMEOUT = timedelta(seconds=60)
 
 
 def find_blocks(component: str, module: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
-    """Submodules whose class has one of the names, outermost first. Raises ConfigError where there is none."""
+    """Submodules whose class has one of the names, outermost first. Raises ConfigError if there is none."""
     blocks = [block for block in module.modules() if type(block).__name__ in class_names]
     if not blocks:
         existing = sorted({type(child).__name__ for child in module.modules()})

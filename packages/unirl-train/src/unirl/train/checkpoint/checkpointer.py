@@ -59,7 +59,7 @@ class Checkpointer:
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def remove_unfinished(self) -> None:
         """Remove what a run that was killed while it saved has left. Called by a run that begins or continues, which
-        nobody else writes beside; never by what only reads its checkpoints."""
+        no other process writes beside; never by what only reads its checkpoints."""
         self._folder.remove_unfinished()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
@@ -131,7 +131,7 @@ class Checkpointer:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_best(self) -> dict[str, Any]:
-        """Restore the checkpoint with the best held-out score. Raises CheckpointError where none was scored."""
+        """Restore the checkpoint with the best held-out score. Raises CheckpointError if none was scored."""
         step = self.best_step
         if step is None:
             raise CheckpointError(
@@ -144,7 +144,7 @@ class Checkpointer:
         """Restore the newest sound checkpoint, or that of `step`, and the generators; returns the driver state.
 
         A damaged checkpoint is named in a warning and the one before it is used; a `step` that is named has no
-        substitute. Raises CheckpointError where there is none, with each and what is wrong with it, and where the
+        substitute. Raises CheckpointError if there is none, with each and what is wrong with it, and where the
         model is another one, with the first parameters that differ.
         """
         self.wait()

@@ -109,7 +109,7 @@ class CheckpointFolder:
         return max(known, key=lambda pair: pair[0], default=None)
 
     def _finished(self) -> list[Path]:
-        """One folder a step, oldest first: of a step that is there twice, the newer."""
+        """One folder per step, oldest first: of a step that is there twice, the newer."""
         return list({_step_of(path): path for path in finished_in(self.path)}.values())
 
 

@@ -107,7 +107,7 @@ def write_state(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:
 
 
 def write_small_files(folder: Path, snapshot: Snapshot) -> None:
-    """On rank 0, after all have written: what is not tensors. Raises OSError where a tensor was not written."""
+    """On rank 0, after all have written: what is not tensors. Raises OSError if a tensor was not written."""
     (folder / DRIVER_STATE).write_text(snapshot.driver_state + "\n")
     (folder / ARCHITECTURE).write_text(snapshot.architecture + "\n")
     written = set(StateReader(folder / STATE_FOLDER).read_metadata().state_dict_metadata)
@@ -118,7 +118,7 @@ def write_small_files(folder: Path, snapshot: Snapshot) -> None:
 def restore(backend: SavedState, folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Give a backend and the generators what a sound checkpoint holds; returns the driver state. On every rank.
 
-    Raises CheckpointError where the model is another one, with the first parameters that differ.
+    Raises CheckpointError if the model is another one, with the first parameters that differ.
     """
     _check_architecture(backend, folder)
     facts, _ = read_manifest(folder)
