@@ -1,14 +1,14 @@
-"""Loads and hurts a reward server of its own, and prints what happened as Markdown.
+"""Loads and hurts its own reward server, and prints what happened as Markdown.
 
     uv run --package unirl-reward-server python apps/reward-server/bench/load.py [PART ...]
 
     load    throughput and latency at 1, 8, 64 and 256 clients; CPU time per image of the server and of its replica;
             the binary body against JSON
-    bodies  one picture of 512 x 512 a request, as JSON and binary, at 8 and 64 clients, in turns over --rounds; with
+    bodies  one image of 512 x 512 a request, as JSON and binary, at 8 and 64 clients, in turns over --rounds; with
             --beside the folders of other checkouts, their servers take part in every round
     faults  a replica killed under load, a slow scorer, a full queue, clients that leave, half-sent bodies
     slow    2,000 connections that send a byte of their headers now and then, against a server of 300 files; /ready
-            and scoring beside them, and the size of the log; --beside as for bodies
+            and scoring next to them, and the size of the log; --beside as for bodies
     fuzz    10,000 damaged requests
     steady  memory over --minutes of load
 Every client is a keep-alive connection that waits for its answer before it asks again.
@@ -49,7 +49,7 @@ CLIENTS = (1, 8, 64, 256)
 
 
 def body_of(reward: str, *, num: int, side: int, kind: str, seed: int = 0) -> tuple[bytes, list[float]]:
-    """A body of random pictures and what the null scorer must answer."""
+    """A body of random images and what the null scorer must answer."""
     pixels = torch.randint(0, 256, (num, 3, side, side), generator=torch.Generator().manual_seed(seed)).float() / 255
     request = RewardRequest(
         sample_ids=[f"s{i}" for i in range(num)],
@@ -97,7 +97,7 @@ class Link:
 
 
 class Server:
-    """A server in a process of its own."""
+    """A server in its own process."""
 
     def __init__(
         self,
@@ -369,7 +369,7 @@ async def half_sent(server: Server, session: aiohttp.ClientSession) -> None:
 async def slow(folder: Path, beside: list[Path]) -> None:
     """Connections that never finish their headers, all from one address."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-    say("| server | /ready answered | slowest ms | scored beside it | log KiB | server CPU s |")
+    say("| server | /ready answered | slowest ms | scored next to it | log KiB | server CPU s |")
     say("|---|---|---|---|---|---|")
     checkouts: dict[str, Path | None] = {path.name: path for path in beside} | {"this": None}
     for name, checkout in checkouts.items():
@@ -389,7 +389,7 @@ async def slow(folder: Path, beside: list[Path]) -> None:
 
 
 async def attacked(server: Server) -> dict[str, list[float | None]]:
-    """Seconds of every answer beside 2,000 slow connections, while they come and while they stay; None without one."""
+    """Seconds of every answer next to 2,000 slow connections, while they come and while they stay; None without one."""
     body, _ = body_of("null", num=1, side=16, kind=BINARY_TYPE)
     head = f"POST /score HTTP/1.1\r\nHost: h\r\nContent-Type: {BINARY_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
     asked = {"/ready": b"GET /ready HTTP/1.1\r\nHost: h\r\n\r\n", "/score": head.encode() + body}

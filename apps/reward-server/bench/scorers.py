@@ -37,7 +37,7 @@ class SlowScorer(NullScorer):
 
 
 def tiny_clip(folder: str) -> None:
-    """Save a random CLIP of two layers, 32 wide, for pictures of 224 x 224, where CLIPRewardScorer can load it."""
+    """Save a random CLIP of two layers, 32 wide, for images of 224 x 224, where CLIPRewardScorer can load it."""
     import transformers
     from tokenizers import pre_tokenizers
 

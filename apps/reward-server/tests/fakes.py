@@ -92,7 +92,7 @@ def pool_of(make, *, timeout_s=20.0, **changes):
 
 @contextlib.contextmanager
 def held_port():
-    """A free port of 127.0.0.1 that nobody else is given meanwhile: it is bound and not listened on, and a server,
+    """A free port of 127.0.0.1 that no other process is given meanwhile: it is bound and not listened on, and a server,
     which may use an address again, can listen there."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

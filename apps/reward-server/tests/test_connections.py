@@ -71,7 +71,7 @@ async def answer(reader):
 
 
 async def asked(port, path="/ready", host="127.0.0.1", **options):
-    """Status of one request on a connection of its own."""
+    """Status of one request on its own connection."""
     connector = aiohttp.TCPConnector(local_addr=(host, 0))
     async with aiohttp.ClientSession(connector=connector) as session:
         method = session.post if "json" in options else session.get
@@ -88,7 +88,7 @@ def test_headers_that_do_not_end_get_408_on_a_new_connection_and_after_a_first_r
         first, _ = await opened(port, app, UNFINISHED)
         second, writer = await opened(port, app, READY)
         assert await answer(second) == 200
-        await asyncio.sleep(0.7)  # between requests nobody is hurried
+        await asyncio.sleep(0.7)  # no timeout runs between requests
         assert not second.at_eof()
         writer.write(UNFINISHED)
         for reader in (first, second):
@@ -205,7 +205,7 @@ def many_files(num):
 
 
 def is_ready(port):
-    """Whether /ready answers 200. A connection that is refused or answered otherwise counts as no."""
+    """True if /ready answers 200. A connection that is refused or answered otherwise counts as no."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=600) as link:
             link.sendall(READY)

@@ -32,7 +32,7 @@ schemathesis.openapi.media_type(BINARY_TYPE, st.just(WHOLE) | st.binary(max_size
 
 @pytest.fixture(scope="module")
 def port():
-    """Of a server whose replicas live in a thread beside the tests."""
+    """Of a server whose replicas live in a thread next to the tests."""
     found = {}
     ready = threading.Event()
 
@@ -61,7 +61,7 @@ def answers_generated_requests(operation):
     @schema.include(path=operation.path, method=operation.method.upper()).parametrize()
     @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     def test(case, port):
-        # A schema cannot say what makes a picture of base64, so a body that fits it may still get 400.
+        # A schema cannot say what makes an image of base64, so a body that fits it may still get 400.
         case.call_and_validate(
             base_url=f"http://127.0.0.1:{port}",
             excluded_checks=CHECKS.get_by_names(["positive_data_acceptance"]),

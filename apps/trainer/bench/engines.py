@@ -33,7 +33,7 @@ from unirl.types.segments import TextSegment
 
 
 def recipe_for(model: str, engine: str, num_samples: int) -> Recipe:
-    """The case of the matrix with so many samples. Raises ConfigError where it cannot run here."""
+    """The case of the matrix with so many samples. Raises ConfigError if it cannot run here."""
     kind = MODELS[model].kind
     recipe = recipe_of(model, engine, REFERENCE_ALGORITHM[kind])
     per_prompt = num_samples // SIZE["batch_size"]

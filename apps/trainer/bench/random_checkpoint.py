@@ -214,7 +214,7 @@ def made(make: Make, device: str) -> Any:
 
 
 def write_checkpoint(name: str, folder: Path, device: str) -> None:
-    """The folder that a download would give, and the prompts (of a text model: questions with answers) beside it."""
+    """The folder that a download would give, and the prompts (of a text model: questions with answers) next to it."""
     torch.manual_seed(0)
     if name in TEXT_MODELS:
         made(TEXT_MODELS[name], device).save_pretrained(folder)

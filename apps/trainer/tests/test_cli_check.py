@@ -433,7 +433,7 @@ def test_nft_may_evaluate_its_old_policy(recipes):
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_takes_lora_from_the_command_line(recipes, name):
-    # One policy stands in flat sections, beside which a teacher that does not train may be named.
+    # One policy stands in flat sections, next to which a teacher that does not train may be named.
     policies = None if "backend" in recipes[name] else recipes[name]["policies"]
     words = [f"parts/train@policies.{policy}=lora" for policy in policies] if policies else ["parts/train=lora"]
     recipe = resolve(compose(name, words))
@@ -563,7 +563,7 @@ def numbers(path):
 
 
 def is_enforced(path, name):
-    """Whether a constructor among the class and its bases checks the bounds of this keyword."""
+    """True if a constructor among the class and its bases checks the bounds of this keyword."""
     if path.startswith("unirl.sde."):
         return True  # `__post_init__` does, and has its tests
     bases = inspect.getmro(cast("type", import_target(path)))
@@ -956,7 +956,7 @@ PUSH = {"_target_": "unirl.distributed.weight_sync.full.FullWeightSync", "dtype"
 
 @pytest.fixture
 def own_classes(tmp_path, monkeypatch):
-    """Classes outside the packages, beside a module of rules."""
+    """Classes outside the packages, next to a module of rules."""
     (tmp_path / "own_classes.py").write_text(OWN_CLASSES)
     (tmp_path / "own_rules.py").write_text(OWN_RULES)
     monkeypatch.syspath_prepend(tmp_path)

@@ -157,7 +157,7 @@ def test_preferences_are_chosen_first_without_ties_and_of_one_size(made):
     ]
     assert reds == [[True, False], [False, True]]
     record = json.loads((folder / "SOURCE.json").read_text())["files"]["train.jsonl"]
-    assert record["pictures"] == 2, "the same picture is one file"
+    assert record["pictures"] == 2, "the same image is one file"
 
 
 def test_dapo_math_leaves_out_repeats_and_problems_with_two_answers(made):
@@ -216,7 +216,7 @@ def test_what_is_given_of_a_picture_is_the_preferred_one_with_a_hole_or_its_edge
 
 
 def own_pictures(folder):
-    """A prompt file of pictures of one's own: one lies on its side as a camera writes it, of one a part is meant."""
+    """A prompt file of images: one lies on its side, as a camera writes it, and one row means a part of another."""
     folder.mkdir()
     canvas = Image.new("RGB", (40, 20), "red")
     canvas.paste("blue", (20, 0, 40, 20))
@@ -640,8 +640,8 @@ def no_picture(folder):
         ("geo3k", no_archive, r"train\.zip: cannot be read as zip"),
         ("geo3k", no_choices, r"train/3/data\.json: the row has no choices"),
         ("geo3k", wrong_letter, r"answer = 'E' must be a letter of A, B, C, D"),
-        ("preferences", broken_picture, r"row 1: jpg_0 cannot be read as a picture"),
-        ("image_edit", no_picture, r"row 1: input_image_raw holds no picture"),
+        ("preferences", broken_picture, r"row 1: jpg_0 cannot be read as an image"),
+        ("image_edit", no_picture, r"row 1: input_image_raw holds no image"),
     ],
 )
 def test_a_wrong_source_is_named_and_leaves_nothing(tmp_path, name, spoil, message):
@@ -661,9 +661,9 @@ def test_a_wrong_source_is_named_and_leaves_nothing(tmp_path, name, spoil, messa
         ("motion", "folder", "motion is generated, so --from means nothing"),
         ("edges", "folder", r"Put the published files there, or give a prompt file \(\.jsonl, \.json, \.csv\)"),
         ("edges", "mine.txt", r"is no \.parquet file; edges is made from data/train-00000-.*, or give a prompt file"),
-        ("edges", "two.jsonl", r"two\.jsonl:1: brings 2 pictures .*one picture per row is needed"),
-        ("holes", "none.jsonl", r"none\.jsonl:1: brings 0 pictures"),
-        ("holes", "cut.jsonl", r"cut\.jsonl:1: cut\.png cannot be read as a picture"),
+        ("edges", "two.jsonl", r"two\.jsonl:1: brings 2 images .*one image per row is needed"),
+        ("holes", "none.jsonl", r"none\.jsonl:1: brings 0 images"),
+        ("holes", "cut.jsonl", r"cut\.jsonl:1: cut\.png cannot be read as an image"),
     ],
 )
 def test_what_cannot_be_a_source_is_said(tmp_path, name, given, message):

@@ -143,7 +143,7 @@ def test_the_scorer_reads_the_pictures_of_data_rows() -> None:
     assert scores["strict"].tolist() == [0.0] * 6
     assert scores["soft"].tolist() == [0.25] * 6
     bare = request.replace(primitives={"text": Texts(texts=request.prompts)})
-    with pytest.raises(ConfigError, match="Give the data rows an image"):
+    with pytest.raises(ConfigError, match="Give the data rows per image"):
         EditsRewardScorer().score_batch(bare)
     larger = request.replace(generated={"image": Images(pixels=torch.zeros(6, 3, 64, 64))})
     with pytest.raises(ConfigError, match=r"needs one input image \(3, 64, 64\) a sample"):

@@ -1,4 +1,4 @@
-"""`show` and `check` read a recipe of anybody without executing anything that it names."""
+"""`show` and `check` read a recipe of anyone without executing anything that it names."""
 
 import sys
 from pathlib import Path

@@ -125,7 +125,7 @@ def test_a_checkpoint_without_known_sizes_is_named():
 def test_check_shows_every_phase_and_marks_the_largest(capsys):
     assert main(["check", "diffusion/sd3_nft", "--memory"]) == 0
     shown = capsys.readouterr().out
-    lines = [line.split() for line in shown.splitlines() if " GB a device: " in line]
+    lines = [line.split() for line in shown.splitlines() if " GB per device: " in line]
     assert [line[0] for line in lines] == ["start", "rollout", "decode", "train"]
     assert shown.count("<- most") == 1 and max(lines, key=lambda line: float(line[1]))[-2:] == ["<-", "most"]
     assert main(["check", "diffusion/sd3_shapes", "--memory"]) == 0

@@ -62,7 +62,7 @@ def wan() -> tuple[nn.Module, Inputs, int]:
 
 
 class WholeAttention:
-    """Every token sees every other, in the place of a `Layout` of rows."""
+    """Every token sees every other, instead of a `Layout` of rows."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: None) -> Tensor:
         del context

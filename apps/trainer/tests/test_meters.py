@@ -38,7 +38,7 @@ def test_a_phase_entered_twice_adds_seconds_and_keeps_the_larger_peak():
 
 
 def test_the_meter_of_a_cpu_counts_work_and_not_waiting(monkeypatch):
-    # A clock of its own: threads of other tests in this process may work meanwhile.
+    # A separate clock: threads of other tests in this process may work meanwhile.
     worked = iter([3.0, 3.5])
     monkeypatch.setattr(time, "process_time", lambda: next(worked))
     with CPUMeter().measuring() as spent:

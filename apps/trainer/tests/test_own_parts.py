@@ -1,4 +1,4 @@
-"""Parts of one's own, outside the repository, exactly as the READMEs of the packages write them."""
+"""A user's own parts, outside the repository, exactly as the READMEs of the packages write them."""
 
 import importlib
 import re

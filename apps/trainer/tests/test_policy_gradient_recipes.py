@@ -95,7 +95,7 @@ MISTAKES = [
     (
         "ddpo",
         {"stack.num_updates_per_batch": 4},
-        "algorithm.estimator = score_function serves one update a rollout, stack.num_updates_per_batch = 4",
+        "algorithm.estimator = score_function serves one update per rollout, stack.num_updates_per_batch = 4",
     ),
     ("ddpo", {"algorithm.clip_range": 1e-3}, "clip_range = 0.001 does nothing with estimator = score_function"),
     ("dpok", {"backend.keep_reference": False}, "algorithm.kl_coef = 0.01 needs a reference policy"),

@@ -1,4 +1,4 @@
-"""The scripts that made the shipped diffusion bases, from their command line to a folder, with a few steps a stage."""
+"""The pretraining scripts of the shipped diffusion bases, run whole with a few steps per stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about shapes: by hand, read from the shipped pictures by other means, and that the base can be made."""
+"""Questions about shapes: by hand, read from the shipped images by other means, and that the base can be made."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_shipped_files_are_those_that_the_script_writes(tmp_path: Path):
 
 
 def seen(row: PromptRow) -> list[list[FoundObject]] | None:
-    """What the verifier of the shapes world finds in the pictures of a row, from their pixels alone.
+    """What the verifier of the shapes world finds in the images of a row, from their pixels alone.
 
     None where it cannot tell: neighbours of one colour that touch are one region to it, larger than any object.
     """
@@ -170,7 +170,7 @@ def test_what_the_tower_learns_to_name_stands_where_its_tokens_do(random_pipelin
 
 
 def test_a_tower_that_has_learned_to_see_names_every_quadrant(random_pipeline: QwenVLPipeline, tmp_path: Path):
-    """Of pictures it has been shown, after a few steps: the labels are in the order of the tokens."""
+    """Of images it has been shown, after a few steps: the labels are in the order of the tokens."""
     pretrain.save_random_model(tmp_path)
     bundle = QwenVLBundle(str(tmp_path), freeze_vision=False)
     rng = np.random.default_rng(0)

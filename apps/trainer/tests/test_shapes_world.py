@@ -195,6 +195,6 @@ def test_a_stock_pipeline_draws_with_the_shipped_checkpoint_far_above_chance() -
     ).images
     strict, _ = score_shapes(pictures.float(), prompts)
     shuffled, _ = score_shapes(pictures.float(), prompts[7:] + prompts[:7])
-    # Binomial error over 59 samples is 0.065; a picture drawn for another prompt passes in about 1 of 50.
+    # Binomial error over 59 samples is 0.065; an image drawn for another prompt passes in about 1 of 50.
     assert strict.mean() > 0.25
     assert shuffled.mean() < 0.15

@@ -14,7 +14,7 @@ MIN_TOKEN_CHARS = 16
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """True if only this machine reaches the address."""
     if host == "localhost":
         return True
     try:
@@ -39,7 +39,7 @@ def checked_token(host: str, token: str | None) -> str | None:
 
 
 def read_token(path: str) -> str:
-    """First line of a file. Raises ConfigError where it cannot be read."""
+    """First line of a file. Raises ConfigError if it cannot be read."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -48,7 +48,7 @@ def read_token(path: str) -> str:
 
 
 def is_allowed(header: str | None, token: str | None) -> bool:
-    """Whether an Authorization header carries the token. The time taken does not depend on where they differ."""
+    """True if an Authorization header carries the token. The time taken does not depend on where they differ."""
     if token is None:
         return True
     scheme, _, given = (header or "").partition(" ")

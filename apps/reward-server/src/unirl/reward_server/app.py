@@ -127,7 +127,7 @@ class RewardServer:
         return [name for name, pool in self.pools.items() if pool.settings.load == "start"]
 
     async def loaded(self) -> None:
-        """Return when every reward can be scored, or need not before somebody asks."""
+        """Return when every reward can be scored, or need not before the first request."""
         while not all(pool.is_ready for pool in self.pools.values()):
             await asyncio.sleep(_POLL_S)
 
@@ -256,7 +256,7 @@ class RewardServer:
             raise web.HTTPBadRequest(text=str(error)) from error
 
     def _is_scored(self, kind: Kind, names: tuple[str, ...]) -> bool:
-        """Whether media are worth decoding. An unknown name is refused later, with a better message."""
+        """True if media are worth decoding. An unknown name is refused later, with a better message."""
         return any(name in self.pools and self.pools[name].refusal(kind) is None for name in names)
 
     async def _answers(self, call: ScoreCall) -> list[SampleAnswer]:

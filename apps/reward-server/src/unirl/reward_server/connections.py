@@ -38,7 +38,7 @@ _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Lengt
 def connection_limit(settings: ServerSettings, num_replicas: int) -> int:
     """`max_connections`, or fewer where this process may not open as many files.
 
-    Raises ConfigError where there is hardly room for any.
+    Raises ConfigError if there is hardly room for any.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -46,7 +46,7 @@ def connection_limit(settings: ServerSettings, num_replicas: int) -> int:
     kept = _OTHER_DESCRIPTORS + _DESCRIPTORS_PER_REPLICA * num_replicas + NUM_RESERVED
     if soft - kept < _MIN_CONNECTIONS:
         raise ConfigError(
-            f"this process may open {soft} files (ulimit -n) and needs {kept} of them beside its connections. "
+            f"this process may open {soft} files (ulimit -n) and needs {kept} of them besides its connections. "
             "Raise the limit to 1024 or more."
         )
     return min(settings.max_connections, soft - kept)
@@ -55,7 +55,7 @@ def connection_limit(settings: ServerSettings, num_replicas: int) -> int:
 class Connections:
     """The open connections of one server.
 
-    max_total, max_per_address: those beside NUM_RESERVED. header_timeout_s: time for the headers of a request, from
+    max_total, max_per_address: those besides NUM_RESERVED. header_timeout_s: time for the headers of a request, from
     the connection's start or from the first byte after the last request.
     """
 
@@ -83,7 +83,7 @@ class Connections:
     ) -> AsyncGenerator[list[asyncio.Task[None]]]:
         """Accept connections on every address of the host, in tasks that end only by an error.
 
-        Raises ConfigError where an address cannot be listened on.
+        Raises ConfigError if an address cannot be listened on.
         """
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as opened:
@@ -109,7 +109,7 @@ class Connections:
     def serving(self, transport: asyncio.BaseTransport | None) -> Generator[None]:
         """A request of this connection is in work; until its end the connection is not closed for others."""
         connection = None if transport is None else self._open.get(transport)
-        if connection is None:  # accepted by somebody else, such as aiohttp's test server
+        if connection is None:  # accepted elsewhere, such as by aiohttp's test server
             yield
             return
         connection.begin()
@@ -124,7 +124,7 @@ class Connections:
             self._open[transport].is_known = True
 
     def is_reserved(self, transport: asyncio.BaseTransport | None) -> bool:
-        """Whether it was accepted beyond the limit and so may not score."""
+        """True if it was accepted beyond the limit and so may not score."""
         return transport is not None and transport in self._open and self._open[transport].is_reserved
 
     async def _accept_all(self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:

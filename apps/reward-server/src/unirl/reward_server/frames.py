@@ -32,7 +32,7 @@ class Frame(IntEnum):
     ANSWER = 5
     """From the replica: numbers or a reason for every sample of the task."""
     CANCEL = 6
-    """To the replica: nobody waits for the task. No payload."""
+    """To the replica: no client waits for the task any more. No payload."""
 
 
 def head(kind: Frame, task: int, payload: Sequence[bytes | memoryview]) -> bytes:
@@ -54,7 +54,7 @@ def send_frame(link: socket.socket, kind: Frame, task: int, payload: bytes) -> N
 
 
 def receive_frame(link: socket.socket) -> tuple[Frame, int, memoryview]:
-    """The next frame of a blocking socket. Raises EOFError where the other side is gone."""
+    """The next frame of a blocking socket. Raises EOFError if the other side is gone."""
     kind, task, length = parsed_head(bytes(_receive(link, _HEAD.size)))
     return kind, task, _receive(link, length)
 

@@ -100,7 +100,7 @@ class JobQueue:
         return batch
 
     def _forget_cancelled(self) -> None:
-        """Drop samples at the heads of the queues that nobody waits for, and empty queues."""
+        """Drop samples without a waiting client from the heads of the queues, and drop empty queues."""
         for key, jobs in list(self._queues.items()):
             while jobs and jobs[0].future.done():
                 jobs.popleft()
@@ -109,7 +109,7 @@ class JobQueue:
                 del self._queues[key]
 
     def forget(self) -> None:
-        """Take samples that nobody waits for out of all queues. Called after a request has left."""
+        """Remove samples without a waiting client from all queues. Called after a request has left."""
         live = {key: deque(job for job in jobs if not job.future.done()) for key, jobs in self._queues.items()}
         self._queues = {key: jobs for key, jobs in live.items() if jobs}
         self._retries = deque(job for job in self._retries if not job.future.done())

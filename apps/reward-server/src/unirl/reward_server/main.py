@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def serve(settings: Settings) -> None:
-    """Serve until a signal, then drain. Raises ConfigError where a reward cannot be loaded or the port is taken."""
+    """Serve until a signal, then drain. Raises ConfigError if a reward cannot be loaded or the port is taken."""
     server = settings.server
     token = os.environ.get(TOKEN_VARIABLE) or (read_token(server.token_file) if server.token_file else None)
     token = checked_token(server.host, token)
@@ -94,7 +94,7 @@ async def _serve(app: RewardServer, server: ServerSettings) -> None:
 async def _until_stopped(
     app: RewardServer, server: ServerSettings, stop: asyncio.Event, accepting: Sequence[asyncio.Task[None]]
 ) -> None:
-    """Return at a signal. Raises ConfigError where a reward that loads at the start cannot be loaded."""
+    """Return at a signal. Raises ConfigError if a reward that loads at the start cannot be loaded."""
     url = f"http://{server.host}:{server.port}"
     logger.info("loading %s; %s/ready says 503 until then", app.eager or "nothing before it is asked for", url)
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(app.failed())

@@ -9,7 +9,7 @@ from unirl.reward_server.settings import ServerSettings
 
 _TEXT = {"type": "string"}
 _STATUS = {
-    400: "A value is wrong: an unknown reward, a picture that cannot be decoded, something beyond a limit.",
+    400: "A value is wrong: an unknown reward, an image that cannot be decoded, something beyond a limit.",
     401: "The token is missing or wrong.",
     408: "The body did not arrive in time.",
     413: "The body is larger than max_body_bytes.",
@@ -134,7 +134,7 @@ def _score(settings: ServerSettings, needs_token: bool) -> dict[str, Any]:  # An
                 BINARY_TYPE: {"schema": binary},
             },
         },
-        "responses": {"200": _answer("One entry a sample, in their order", _ANSWER)} | _errors(*_STATUS),
+        "responses": {"200": _answer("One entry per sample, in their order", _ANSWER)} | _errors(*_STATUS),
     }
 
 

@@ -22,7 +22,7 @@ State = Literal["starting", "ready", "waiting", "offloaded", "stopped"]
 """`waiting`: it died or could not be built, and is started again after a while."""
 
 End = Literal["useful", "useless", "rested"]
-"""How a replica ended: after it had scored something, before, or because nobody needed it."""
+"""How a replica ended: after it had scored something, before, or because it was not needed."""
 
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0
@@ -82,7 +82,7 @@ class RewardPool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a replica can score, or none has to until somebody asks."""
+        """True if a replica can score, or none has to before the first request."""
         states = [slot.state for slot in self.slots]
         return self.settings.load == "demand" or "ready" in states or all(state == "offloaded" for state in states)
 
@@ -105,7 +105,7 @@ class RewardPool:
             self._finish(job, "the server is stopping")
 
     def check_room(self, num_samples: int) -> None:
-        """Raises QueueFull where so many more samples would not fit."""
+        """Raises QueueFull if so many more samples would not fit."""
         if self._queue.num_waiting + num_samples > self.settings.max_queue:
             rate = self.metrics.samples_per_s()
             wait_s = round(self._queue.num_waiting / rate) if rate else 1
@@ -196,7 +196,7 @@ class RewardPool:
         slot.state = "starting"
         slot.replica = self.make_replica(index)
         done_before = self.metrics.num_batches
-        workers: list[asyncio.Task[Any]] = []  # Any: nobody reads what they return
+        workers: list[asyncio.Task[Any]] = []  # Any: their results are not read
         try:
             started = time.monotonic()
             logger.info("reward %s: loading replica %d", self.settings.name, index)
@@ -258,7 +258,7 @@ class RewardPool:
             del jobs  # else their media stay until the next batch comes
 
     async def _score(self, replica: Replica, jobs: list[Job]) -> None:
-        """Ask the replica, unless everybody who waits leaves first."""
+        """Ask the replica, unless every waiting client leaves first."""
         call = asyncio.ensure_future(replica.score([job.sample for job in jobs]))
         left = len(jobs)
 
@@ -305,7 +305,7 @@ class RewardPool:
         self._queue.announce()
 
     def forget(self) -> None:
-        """Take samples that nobody waits for out of the queue. Called after a request has left."""
+        """Remove samples without a waiting client from the queue. Called after a request has left."""
         self._queue.forget()
 
     async def _rest_when_idle(self, idle_s: float) -> None:

@@ -29,7 +29,7 @@ from unirl.types.errors import ConfigError, as_sentence
 def connected(cluster: ClusterSettings) -> Generator[None]:
     """Be a driver of the cluster for a while; a connection that this process has already is used and left.
 
-    Raises ConfigError where there is no cluster at the address.
+    Raises ConfigError if there is no cluster at the address.
     """
     if ray.is_initialized():
         yield
@@ -87,7 +87,7 @@ class RayReplica:
         self.card, self.pid = told, found["pid"]
 
     async def score(self, samples: Sequence[WireSample]) -> list[Found]:
-        """One entry a sample."""
+        """One entry per sample."""
         task, self._next_task = self._next_task, self._next_task + 1
         body = b"".join(encode_binary(samples, [self._settings.name]))
         try:
@@ -110,7 +110,7 @@ class RayReplica:
 
 
 class Actor:
-    """What runs on the other node: a judge, and the tasks that nobody waits for any more."""
+    """What runs on the other node: a judge, and the tasks that were cancelled."""
 
     def __init__(self) -> None:
         self._judge: Judge | None = None

@@ -43,11 +43,11 @@ class Replica(Protocol):
     pid: int | None
 
     async def start(self) -> None:
-        """Return when warm. Raises ReplicaFailed, or ReplicaDied where the process ended."""
+        """Return when warm. Raises ReplicaFailed, or ReplicaDied if the process ended."""
         ...
 
     async def score(self, samples: Sequence[WireSample]) -> list[Found]:
-        """One entry a sample. Raises ReplicaDied. Cancelling the call cancels the work."""
+        """One entry per sample. Raises ReplicaDied. Cancelling the call cancels the work."""
         ...
 
     async def died(self) -> None:
@@ -60,7 +60,7 @@ class Replica(Protocol):
 
 
 class ProcessReplica:
-    """A replica in a process of its own, reached over a socket pair that nobody else can open."""
+    """A replica in its own process, reached over a socket pair that no other process can open."""
 
     def __init__(self, settings: RewardSettings, gpus: Sequence[str], start_timeout_s: float) -> None:
         self.card: Mapping[str, Any] = {}
@@ -117,10 +117,10 @@ class ProcessReplica:
         self._reading = asyncio.create_task(self._read_answers(ours))
 
     async def score(self, samples: Sequence[WireSample]) -> list[Found]:
-        """One entry a sample."""
+        """One entry per sample."""
         task, self._next_task = self._next_task, self._next_task % (2**32 - 1) + 1
         answer: asyncio.Future[list[Found]] = asyncio.get_running_loop().create_future()
-        # Where sending fails first, nobody awaits the answer; asking for its exception marks that as meant.
+        # Where sending fails first, the answer is not awaited; asking for its exception marks that as meant.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting[task] = answer
         try:
@@ -146,7 +146,7 @@ class ProcessReplica:
             with contextlib.suppress(OSError):  # the other side may have closed it
                 self._link.shutdown(socket.SHUT_RDWR)
         if self._process is not None:
-            # The session: `uv run` and data loaders are processes of their own.
+            # The session: `uv run` and data loaders are separate processes.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
@@ -157,7 +157,7 @@ class ProcessReplica:
             self._link.close()
 
     async def _send(self, kind: Frame, task: int, payload: Sequence[bytes | memoryview]) -> None:
-        """Who is cancelled here leaves a whole frame behind: half of one would make nonsense of those after it."""
+        """A cancelled writer still sends its whole frame: half of one would garble those after it."""
         writing = asyncio.create_task(self._write(kind, task, payload))
         self._writing.add(writing)
         writing.add_done_callback(self._written)
@@ -172,7 +172,7 @@ class ProcessReplica:
     def _written(self, writing: asyncio.Task[None]) -> None:
         self._writing.discard(writing)
         if not writing.cancelled():
-            writing.exception()  # known to whoever awaits it, and nobody else has to
+            writing.exception()  # read, so that asyncio does not log it; who awaits it gets it
 
     async def _read_answers(self, link: socket.socket) -> None:
         try:

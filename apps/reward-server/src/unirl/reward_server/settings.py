@@ -118,7 +118,7 @@ class RewardSettings:
     max_queue: int = 4096
     """Samples that wait; a request that would make more gets 429."""
     load: Load = "start"
-    """Load the scorer when the server starts, or when somebody asks for it."""
+    """Load the scorer when the server starts, or at the first request for it."""
     idle_stop_s: float | None = None
     """Stop the replicas after this time without requests, which frees their memory. They come back on demand."""
     warm_up: bool = True

@@ -124,7 +124,7 @@ class Judge:
     def __init__(self, name: str, scorer: Scorer) -> None:
         self.name = name
         self._scorer = scorer
-        # Ungrouped, so that a failed sample drops nobody else.
+        # Ungrouped, so that a failed sample drops no other.
         self._service = (
             None if isinstance(scorer, LocalScorer) else RewardService({name: scorer}, on_failure="drop_group")
         )
@@ -214,7 +214,7 @@ def _answer_all(link: socket.socket, judge: Judge, max_concurrency: int) -> None
                     tasks.put((task, payload))
                 del payload  # else it stays until the next frame comes
         except (EOFError, OSError):
-            # The server is gone, so nobody waits for what this process computes, however long it would take.
+            # The server is gone, so nothing waits for what this process computes, however long it would take.
             os._exit(0)
 
     threading.Thread(target=read, name="reader", daemon=True).start()

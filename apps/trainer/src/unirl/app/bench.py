@@ -116,7 +116,7 @@ def bench_recipe(run: ComposedRun, *, warmup: int = 1, repeats: int = 3) -> dict
 
 
 def relative_to_first(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Training seconds per sample of every report relative to the first, beside what its FLOPs would make it."""
+    """Training seconds per sample of every report relative to the first, next to what its FLOPs would make it."""
 
     def per_sample(report: Mapping[str, Any], quantity: str) -> float:
         return report["phases"]["train"][quantity] / report["geometry"]["samples"]
@@ -159,7 +159,7 @@ def _variants_of(
 def _latent_variants(
     segment: LatentSegment, conditions: Conditions, pipeline: DiffusionPipeline, meter: Meter, repeats: int
 ) -> dict[str, float]:
-    """All steps in one forward, and one forward a step."""
+    """All steps in one forward, and one forward per step."""
     if not segment.sde_indices or segment.params is None:
         return {}
     params = segment.params

@@ -147,7 +147,7 @@ def _data_command(words: list[str], options: dict[str, str | int | bool], is_deb
 
 
 def _refuse_misspelt_verb(words: list[str]) -> None:
-    """Raises ConfigError where the first word is neither a verb nor a recipe, but nearly a verb."""
+    """Raises ConfigError if the first word is neither a verb nor a recipe, but nearly a verb."""
     if not words or words[0] in VERBS or _is_override(words[0]) or Path(words[0]).exists():
         return
     near = difflib.get_close_matches(words[0], VERBS, n=1)

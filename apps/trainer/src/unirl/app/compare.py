@@ -227,7 +227,7 @@ def read_contenders(plan: Plan) -> list[Contender]:
         if contender.name in found:
             raise ConfigError(
                 f"{found[contender.name].typed} and {typed} are both called {contender.name}, and would write to one "
-                "folder. Give each recipe once, and a recipe of your own a `recipe:` of its own."
+                "folder. Give each recipe once, and your own recipe its own `recipe:`."
             )
         found[contender.name] = contender
     return list(found.values())
@@ -240,7 +240,7 @@ def _unresolved(config: DictConfig) -> Recipe:
 
 
 def require_one_evaluation(contenders: Sequence[Contender]) -> None:
-    """Raise ConfigError, with key and both values, where recipes differ in base, prompts or evaluation.
+    """Raise ConfigError, with key and both values, if recipes differ in base, prompts or evaluation.
 
     Recipes of one kind of data source must read the same data; pairs of a preference method are no prompts.
     """
@@ -295,7 +295,7 @@ def make_run(plan: Plan, contender: Contender, seed: int) -> Run:
 
 
 def write_results(plan: Plan, contenders: Sequence[Contender], runs: Sequence[Run], errors: Mapping[Run, str]) -> str:
-    """Write the table as JSON and Markdown, and the picture; returns the Markdown."""
+    """Write the table as JSON and Markdown, and the image; returns the Markdown."""
     first = contenders[0]
     settings = {
         "cpu_s": plan.cpu_s,

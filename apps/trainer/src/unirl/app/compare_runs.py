@@ -1,6 +1,6 @@
 """The runs of a comparison as child processes, in folders that remember their settings.
 
-A child has a session of its own, so that Ctrl-C reaches it once, through `carry_out`; it gets SIGTERM where the parent
+A child has its own session, so that Ctrl-C reaches it once, through `carry_out`; it gets SIGTERM where the parent
 dies. It writes its output into its folder.
 """
 

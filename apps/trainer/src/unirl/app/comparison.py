@@ -34,9 +34,9 @@ class SeedResult:
     """(CPU seconds of training, samples trained on, held-out mean) at every evaluation, the first of the base."""
     num_rollouts: int = 0
     num_evaluated: int = 0
-    """Samples behind each held-out mean."""
+    """Samples in each held-out mean."""
     columns: tuple[tuple[str, float, float], ...] = ()
-    """(name, before training, at the end) of each held-out mean shown beside the compared one."""
+    """(name, before training, at the end) of each held-out mean shown besides the compared one."""
 
     @property
     def base(self) -> float:
@@ -66,7 +66,7 @@ class RecipeResult:
 def complete_run(
     seed: int, run_dir: str, summary: Mapping[str, Any], metric: str, columns: Sequence[str] = ()
 ) -> SeedResult:
-    """The result of a finished run from its summary; `columns` are held-out means to show beside `metric`."""
+    """The result of a finished run from its summary; `columns` are held-out means to show next to `metric`."""
     records = [summary["evaluations"][step] for step in sorted(summary["evaluations"], key=int)]
     return SeedResult(
         seed,
@@ -80,7 +80,7 @@ def complete_run(
 
 
 def counts_successes(results: Sequence[RecipeResult]) -> bool:
-    """Whether the metric is 0 or 1 for each sample: every held-out mean is a whole number of samples over all."""
+    """True if the metric is 0 or 1 for each sample: every held-out mean is a whole number of samples over all."""
     runs = [run for result in results for run in result.complete]
     products = [value * run.num_evaluated for run in runs for _, _, value in run.curve]
     are_fractions = all(0 <= value <= 1 for run in runs for _, _, value in run.curve)

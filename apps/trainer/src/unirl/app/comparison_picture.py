@@ -1,4 +1,4 @@
-"""The picture of `trainer compare`: held-out means against CPU seconds of training and against samples."""
+"""The image of `trainer compare`: held-out means against CPU seconds of training and against samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def band(curves: Sequence[Curve], axis: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
-    """Write the picture of a comparison's document as PNG: recipes in the table's order.
+    """Write the image of a comparison's document as PNG: recipes in the table's order.
 
     Up to `MAX_OVERLAID` recipes share one pair of axes; more have a panel each, with the others in grey behind.
     """

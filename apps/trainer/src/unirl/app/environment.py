@@ -17,7 +17,7 @@ from unirl.datasets.catalog import command_for
 from unirl.types.recipe import Machine
 
 WORLDS = ("shapes", "arithmetic", "moves")
-"""Packages with a small model and data of their own."""
+"""Packages with a small model and their own data."""
 _GPU_DEVICE = re.compile(r"nvidia\d+")
 
 
@@ -26,7 +26,7 @@ def prepare_process() -> None:
     # Under `uv run`, Ray would otherwise build an environment for its workers.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # A user's own scorer or reward function beside the recipe, as `python -m` finds it; installed packages come first.
+    # A user's own scorer or reward function next to the recipe, as `python -m` finds it; installed packages come first.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     if not sys.stderr.isatty():

@@ -44,7 +44,7 @@ class KeptRecipes:
         """Metrics are for others."""
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """Pictures are for others."""
+        """Images are for others."""
 
     def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
         """Samples are elsewhere."""

@@ -71,7 +71,7 @@ def table(found: Sequence[Phase]) -> Iterator[str]:
     for phase in found:
         parts = ", ".join(f"{name} {value / GB:.1f}" for name, value in phase.parts.items() if value >= 0.05 * GB)
         mark = "  <- most" if phase is largest else ""
-        yield f"  {phase.name:8} {phase.num_bytes / GB:6.1f} GB a device: {parts}{mark}"
+        yield f"  {phase.name:8} {phase.num_bytes / GB:6.1f} GB per device: {parts}{mark}"
 
 
 class _Estimate:
@@ -111,7 +111,7 @@ class _Estimate:
     # What is always there --------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, float]:
-        """Weights, gradients and optimizer of what trains, and all that is frozen beside it."""
+        """Weights, gradients and optimizer of what trains, and all that is frozen with it."""
         sizes = self.sizes
         parts: dict[str, float] = {}
         lora = self.backend.get("lora")
@@ -184,7 +184,7 @@ class _Estimate:
 
     @property
     def tokens(self) -> int:
-        """Of one row: its latents, the pictures beside them and its text."""
+        """Of one row: its latents, the images next to them and its text."""
         frames = 1 + (self.frames - 1) // self.sizes.frame_factor if self.sizes.frame_factor else 1
         area = self.sizes.pixels_per_token**2
         pictures = self.bundle.get("image_area", 0) // area
@@ -223,7 +223,7 @@ class _Estimate:
         return self._decoding(self.sizes.decode_kb * (min(span, self.frames) if self.sizes.decodes_at_once else 1))
 
     def _decoding(self, kilobytes: float) -> float:
-        """A tile holds what its pixels take, and the media are there beside it, in parts and joined."""
+        """A tile holds what its pixels take, and the media are there next to it, in parts and joined."""
         sampled = min(self.num_samples, self.run.engine.get("forward_batch_size") or self.num_samples)
         batch = min(self.run.policy.pipeline.get("decode_batch_size", 8), sampled)
         tile, media = self.bundle.get("vae_tile_pixels"), 3 * 3 * self.pixels * self.frames * 4
@@ -245,14 +245,14 @@ class _Estimate:
             parts = {"activations": self.sizes.blocks * self.sizes.kept_per_token * rows * row}
         if has_reward:
             if self.sizes.decode_gradient_kb is None:
-                raise ConfigError("nobody has counted what decoding with a gradient takes of this model's VAE.")
+                raise ConfigError("what decoding with a gradient takes in this model's VAE is not counted.")
             samples = max(1, rows // self.num_steps())
             parts["decoder with gradient"] = samples * self.sizes.decode_gradient_kb * 1e3 * self.pixels
         return parts
 
     @property
     def has_reward_gradient(self) -> bool:
-        """Whether the loss goes through the decoder."""
+        """True if the loss goes through the decoder."""
         return bool(self.algorithm.ability("requires_reward_gradient"))
 
 

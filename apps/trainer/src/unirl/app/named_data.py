@@ -40,7 +40,7 @@ def data_paths(recipe: Mapping[str, Any]) -> list[str]:  # Any: a recipe's value
 def _read(name: str, values: dict[str, str], chosen: dict[str, str]) -> None:
     """Add what a file and those of its defaults say, in the order in which they override one another.
 
-    chosen: parts that an outer file has chosen in the place of those that the defaults name.
+    chosen: parts that an outer file has chosen instead of those that the defaults name.
     """
     file = importlib.resources.files(RECIPES_MODULE) / f"{name.strip('/')}.yaml"
     content = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -43,7 +43,7 @@ def composed(command: Command, recipe: str | None = None) -> DictConfig:
 
 
 def trusts(command: Command) -> bool:
-    """Whether the recipe's author is who gives the command: not of a run's folder, which may come from anybody."""
+    """True if the recipe's author is who gives the command: not of a run's folder, which may come from anyone."""
     return "trust" in command.options or not (Path(command.recipe).expanduser() / CONFIG_FILE).is_file()
 
 

@@ -25,11 +25,11 @@ class After:
     """What can be done with a finished run, as its recipe says."""
 
     trains_lora: Mapping[str, bool] = dataclasses.field(default_factory=lambda: {"default": False})
-    """Whether LoRA is what trains, by the policies that train."""
+    """By trained policy: True if only a LoRA trains."""
     evaluates: bool = True
-    """Whether the recipe has a held-out evaluation."""
+    """True if the recipe has a held-out evaluation."""
     needs_trust: bool = False
-    """Whether it names code that does not come with UniRL."""
+    """True if it names code that does not come with UniRL."""
 
 
 def final_screen(summary: Summary, after: After) -> Group:
@@ -96,7 +96,7 @@ class NextSteps:
 def next_steps(summary: Summary, after: After, width: int = 80) -> str:
     """Where the run lies and commands to go on with, each to be copied as it stands.
 
-    A command that does not fit beside its label begins its own line, and goes on after a backslash where it must.
+    A command that does not fit next to its label begins its own line, and goes on after a backslash where it must.
     """
     run_dir = str(summary["run_dir"])
     picture = Path(run_dir) / "samples" / "before_after.png"

@@ -21,7 +21,7 @@ Recipe = Mapping[str, Any]  # Any: a recipe's values
 
 @contextmanager
 def claimed_run_dir(recipe: Recipe, now: datetime.datetime) -> Generator[tuple[Path, bool]]:
-    """As `choose_run_dir`, with the directory made and locked. Raises RunIsLockedError where another run holds it."""
+    """As `choose_run_dir`, with the directory made and locked. Raises RunIsLockedError if another run holds it."""
     is_new = recipe.get("run_dir") is None and recipe.get("resume") is None
     with ExitStack() as stack:
         while True:
@@ -72,12 +72,12 @@ def choose_run_dir(recipe: Recipe, now: datetime.datetime) -> tuple[Path, bool]:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a finished checkpoint lies there; what a killed run was still writing (`.tmp-`) is none."""
+    """True if a finished checkpoint lies there; what a killed run was still writing (`.tmp-`) is none."""
     return any(".tmp-" not in path.name for path in (folder / CHECKPOINTS).glob("step-*"))
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written here more than its recipe, which is all that one leaves that fails to start."""
+    """True if a run has written here more than its recipe, which is all that one leaves that fails to start."""
     config = folder / CONFIG_FILE
     is_run = config.exists() and any(
         path.is_file() and path != config and not is_lock(path) for path in folder.rglob("*")
@@ -86,7 +86,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def make_run_dir(folder: Path) -> None:
-    """Create the directory with its samples folder. Raises ConfigError where that is impossible."""
+    """Create the directory with its samples folder. Raises ConfigError if that is impossible."""
     try:
         (folder / SAMPLES).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,7 +94,7 @@ def make_run_dir(folder: Path) -> None:
 
 
 def make_folder(option: str, folder: Path) -> None:
-    """Create a folder that results go to, before the work. Raises ConfigError where that is impossible."""
+    """Create a folder that results go to, before the work. Raises ConfigError if that is impossible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

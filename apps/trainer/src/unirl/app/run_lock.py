@@ -1,9 +1,9 @@
 """One process at a time writes into a run directory.
 
-A lock is a file `run.lock.<number>` that names its process. It appears whole, by a hard link, so that nobody reads half
-of one. A process that ended without taking its lock away is recognised, and the next one takes the following number:
+A lock is a file `run.lock.<number>` that names its process. A hard link makes it appear whole, so that no reader sees
+half of one. A process that ended without taking its lock away is recognised, and the next one takes the next number:
 only one process can create it, so two that find the same dead lock cannot both win. Whoever finds another live lock
-beside its own withdraws.
+next to its own withdraws.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Holder:
     """Clock ticks between the start of the machine and that of the process."""
     boot_id: str
     pid_namespace: str
-    """Processes of another container have ids of their own."""
+    """Processes of another container have their own ids."""
     started: str
     """When the lock was taken, for people."""
 
     @property
     def is_judgeable(self) -> bool:
-        """Whether this process can tell if the holder lives: it is, or was, on this machine and sees the same ids."""
+        """True if this process can tell if the holder lives: it is, or was, on this machine and sees the same ids."""
         own = this_process()
         if self.host != own.host:
             return False
@@ -57,7 +57,7 @@ class Holder:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the holder, on this machine, still runs."""
+        """True if the holder, on this machine, still runs."""
         return self.boot_id == _boot_id() and _start_ticks(self.pid) == self.start_ticks
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ def this_process() -> Holder:
 
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
-    """Hold the lock on an existing run directory. Raises RunIsLockedError where another process does or may."""
+    """Hold the lock on an existing run directory. Raises RunIsLockedError if another process does or may."""
     path = _taken(folder)
     try:
         yield
@@ -91,7 +91,7 @@ def locked(folder: Path) -> Generator[None]:
 
 
 def is_lock(path: Path) -> bool:
-    """Whether a file is a lock, or one in the making."""
+    """True if a file is a lock, or one in the making."""
     return path.name.startswith(LOCK)
 
 

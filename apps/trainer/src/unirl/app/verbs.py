@@ -44,7 +44,7 @@ def check(command: Command) -> None:
     phase takes of a GPU."""
     names = list(available()) if "all" in command.options else [command.recipe]
     machine = this_machine()
-    # A recipe may come with files beside it, which are executed only where --values says so.
+    # A recipe may come with files next to it, which are executed only where --values says so.
     unread = None if "values" in command.options else Path.cwd()
     for name in names:
         recipe = settled(composed(command, name))

@@ -1,4 +1,4 @@
-"""Edges of a picture (Canny 1986), as ControlNets of edges were trained on. Legend: H W pixels, C channels."""
+"""Edges of an image (Canny 1986), as ControlNets of edges were trained on. Legend: H W pixels, C channels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def canny(pixels_HWC: NDArray[np.uint8], low: int = LOW, high: int = HIGH) -> ND
 
 
 def edges_of(picture: Image.Image) -> Image.Image:
-    """The edges of a picture, white on black, of its size."""
+    """The edges of an image, white on black, of its size."""
     return Image.fromarray(canny(np.asarray(picture.convert("RGB"))))
 
 

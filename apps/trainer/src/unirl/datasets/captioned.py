@@ -1,4 +1,4 @@
-"""Pictures with captions as squares of one size: of Pick-a-Pic, or of the user's own."""
+"""Images with captions as squares of one size: of Pick-a-Pic, or of the user's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CAPTIONED = "data/train-00000-of-*.parquet"
 """The first of 645 files of pairs, about half a gigabyte."""
 PAIR_COLUMNS = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
 SIDE = 512
-"""Pixels, as the recipes have them that read these pictures."""
+"""Pixels, as the recipes have them that read these images."""
 OWN_SUFFIXES = (".jsonl", ".json", ".csv")
 """Of a prompt file of the user's own; `.parquet` is what is published."""
 HELD_OUT = 0.1
@@ -35,9 +35,9 @@ def pick_a_pic(files: str) -> HubDataset:
 
 
 def captioned_pictures(files: Files, *, held_out: bool) -> Iterator[tuple[str, Picture]]:
-    """(caption, picture of SIDE x SIDE) of the distinct captions of a split: the preferred picture of the first pair.
+    """(caption, image of SIDE x SIDE) of the distinct captions of a split: the preferred image of the first pair.
 
-    Raises DataError for a row of the user's own file without a picture, or with several.
+    Raises DataError for a row of the user's own file without an image, or with several.
     """
     pairs = _published(files) if files.own is None else _own(files.own)
     for caption, read in distinct(pairs, lambda pair: pair[0]):
@@ -55,7 +55,7 @@ def _own(path: Path) -> Iterator[tuple[str, Callable[[], Picture]]]:
     for where, row in read_numbered_rows(path):
         if [(ref.modality, ref.role) for ref in row.media] != [("image", "condition")]:
             raise DataError(
-                f"{where}: brings {len(row.media)} pictures or another role than condition; one picture per row is "
+                f"{where}: brings {len(row.media)} images or another role than condition; one image per row is "
                 'needed, such as "images": ["cat.png"].'
             )
         yield row.prompt, partial(_square_of, row.media[0], where)
@@ -68,7 +68,7 @@ def _square_of(ref: MediaRef, where: str) -> Picture:
             picture = upright(opened)
     except UNREADABLE as error:
         raise DataError(
-            f"{where}: {ref.uri} cannot be read as a picture: {as_sentence(error)} Mend or remove it."
+            f"{where}: {ref.uri} cannot be read as an image: {as_sentence(error)} Mend or remove it."
         ) from error
     if box is not None:
         left, top, width, height = box
@@ -77,16 +77,16 @@ def _square_of(ref: MediaRef, where: str) -> Picture:
 
 
 def square(data: Any, size: int, where: str) -> Picture:  # Any: a cell of a table
-    """The middle of a picture, `size` x `size`; one of that size already is left as it is."""
+    """The middle of an image, `size` x `size`; one of that size already is left as it is."""
     if not isinstance(data, bytes):
-        raise DataError(f"{where} holds a {type(data).__name__}, not the bytes of a picture.")
+        raise DataError(f"{where} holds a {type(data).__name__}, not the bytes of an image.")
     try:
         with Image.open(io.BytesIO(data)) as picture:
             if picture.size == (size, size) and picture.format == "JPEG":
                 return Picture(data, ".jpg")
             return _fitted(picture.convert("RGB"), size)
     except UNREADABLE as error:
-        raise DataError(f"{where} cannot be read as a picture: {as_sentence(error)} Fetch the file again.") from error
+        raise DataError(f"{where} cannot be read as an image: {as_sentence(error)} Fetch the file again.") from error
 
 
 def _fitted(picture: Image.Image, size: int) -> Picture:
@@ -104,7 +104,7 @@ def encoded(picture: Image.Image, kind: str) -> Picture:
 
 
 def required_text(value: Any, where: str) -> str:  # Any: a cell of a table
-    """A text without white space at its ends. Raises DataError where it is none."""
+    """A text without white space at its ends. Raises DataError if it is none."""
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: {value!r} is not a text.")
     return value.strip()

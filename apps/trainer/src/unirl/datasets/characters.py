@@ -1,8 +1,8 @@
 """Drawn people with videos of how they are to move, for models that animate a character. Generated.
 
-A pose video shows a skeleton in the colours of OpenPose, a face video a face alone, and the picture the person at
+A pose video shows a skeleton in the colours of OpenPose, a face video a face alone, and the image the person at
 rest, with the same proportions. Angles are in degrees: 0 hangs down, 90 points outwards, 180 up. Lengths are in heights
-of the picture.
+of the image.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ LIMBS: tuple[tuple[str, str, Colour], ...] = (
 
 
 def joints(angles: Mapping[str, float]) -> dict[str, Point]:
-    """Where the joints are, (x, y) in heights of the picture, from the angles of REST's names.
+    """Where the joints are, (x, y) in heights of the image, from the angles of REST's names.
 
-    The lower ankle stands on the ground. The right side of a person who looks at us is on the left of the picture.
+    The lower ankle stands on the ground. The right side of a person who looks at us is on the left of the image.
     """
     lean = math.radians(angles["lean"])
     up, across = (math.sin(lean), -math.cos(lean)), (math.cos(lean), math.sin(lean))
@@ -188,7 +188,7 @@ LIPS: Colour = (150, 60, 60)
 
 @dataclass(frozen=True)
 class Person:
-    """What somebody looks like."""
+    """What a person looks like."""
 
     is_woman: bool
     hair: str

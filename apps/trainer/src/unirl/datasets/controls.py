@@ -1,4 +1,4 @@
-"""Captioned pictures with what is left of them: a hole to fill, or their edges."""
+"""Captioned images with what is left of them: a hole to fill, or their edges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unirl.datasets.records import Files, Medium, PromptSet, Row, both_splits
 from unirl.datasets.splitting import drawn, fraction_of
 
 HOLES_IN = ("box", "strokes", "border")
-"""Something in the middle, brush strokes, and all beyond one side of the picture."""
+"""Something in the middle, brush strokes, and all beyond one side of the image."""
 WHITE = 255
 
 
@@ -70,16 +70,16 @@ def _edges(files: Files, *, held_out: bool) -> Iterator[Row]:
 
 HOLES = PromptSet(
     name="holes",
-    what="a picture, a mask of what to fill, and the caption of the whole",
-    made=f"the preferred picture of each caption, {SIDE} x {SIDE}, and a box, strokes or a border; 10% held out",
+    what="an image, a mask of what to fill, and the caption of the whole",
+    made=f"the preferred image of each caption, {SIDE} x {SIDE}, and a box, strokes or a border; 10% held out",
     sources=(pick_a_pic(CAPTIONED),),
     outputs=both_splits(_holes, suffix=".jsonl", reads=(CAPTIONED,)),
     takes_own=True,
 )
 EDGES = PromptSet(
     name="edges",
-    what="the edges of a picture, white on black, and its caption",
-    made=f"Canny's edges of the preferred picture of each caption, {SIDE} x {SIDE}; 10% held out by hash",
+    what="the edges of an image, white on black, and its caption",
+    made=f"Canny's edges of the preferred image of each caption, {SIDE} x {SIDE}; 10% held out by hash",
     sources=(pick_a_pic(CAPTIONED),),
     outputs=both_splits(_edges, suffix=".jsonl", reads=(CAPTIONED,)),
     takes_own=True,

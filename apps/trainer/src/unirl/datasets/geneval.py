@@ -29,7 +29,7 @@ NUMBERS = {2: "two", 3: "three", 4: "four"}
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 
 NO_NUMBER = frozenset({"broccoli", "scissors", "skis"})
-"""Nobody counts these without a word more."""
+"""Objects that are not counted without a further word."""
 NO_COLOUR = frozenset({"person", "orange"})
 """GenEval asks for no coloured person; a blue orange is two things to a reader."""
 IRREGULAR = {"person": "people", "sheep": "sheep", "knife": "knives", "computer mouse": "computer mice"}
@@ -38,7 +38,7 @@ HELD_OUT = 0.2
 MAX_TRAIN, MAX_HELD_OUT = 2000, 100
 """Prompts of a task."""
 NUM_DRAWN = 3000
-"""Of the tasks with more combinations than anybody needs."""
+"""Rows per task that has more combinations than are needed."""
 
 names = tuple(word.replace("_", " ") for word in CLASSES.split())
 coloured_names = tuple(name for name in names if name not in NO_COLOUR)

@@ -28,7 +28,7 @@ _LOUDNESS = 0.5
 
 
 def recording(beeps: Sequence[tuple[int, float]]) -> Picture:
-    """A WAV file of 16 bits of (pitch in hertz, length in seconds), each with as long a silence behind it."""
+    """A WAV file of 16 bits of (pitch in hertz, length in seconds), each followed by a silence of the same length."""
     samples = array.array("h")
     for pitch, length in beeps:
         samples.extend(_beep(pitch, length))

@@ -1,4 +1,4 @@
-"""SOURCE.json beside the files of a set: what they were made from, and how to know that they are still the same."""
+"""SOURCE.json next to the files of a set: what they were made from, and how to know that they are still the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Manifest:
     name: str
     """Of the set."""
     files: Mapping[str, Mapping[str, Any]]  # Any: JSON values
-    """By name: rows, sha256 and source; where pictures lie beside a file also their number and one sha256 of them."""
+    """By name: rows, sha256 and source; where images lie next to a file also their number and one sha256 of them."""
 
     def text(self) -> str:
         """As it is written."""
@@ -68,7 +68,7 @@ def standing(folder: Path, manifest: Manifest | None, prompt_set: PromptSet, fil
 
 
 def checksums(path: Path) -> dict[str, Any]:  # Any: JSON values
-    """Of a file, and of the pictures that lie beside it."""
+    """Of a file, and of the images that lie next to it."""
     found: dict[str, Any] = {"sha256": sha256_of(path)}
     pictures = pictures_folder(path)
     if pictures.is_dir():
@@ -81,7 +81,7 @@ def checksums(path: Path) -> dict[str, Any]:  # Any: JSON values
 
 
 def pictures_folder(path: Path) -> Path:
-    """Where the pictures of a file's rows lie: train.jsonl has them in train-pictures."""
+    """Where the images of a file's rows lie: train.jsonl has them in train-pictures."""
     return path.with_name(f"{path.stem}-pictures")
 
 

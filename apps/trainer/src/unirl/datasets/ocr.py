@@ -91,7 +91,7 @@ def _phrases(words: Sequence[str], num_words: int, num: int) -> list[str]:
 
 
 def _numbers(held_out: bool, num: int) -> list[str]:
-    """Numbers of one to four digits with what stands beside them on signs, and times of the day."""
+    """Numbers of one to four digits with what stands next to them on signs, and times of the day."""
     numbers = [str(value) for value in range(1, 10_000) if is_held_out(f"number {value}", HELD_OUT) == held_out]
     minutes = [
         f"{hour}:{minute:02}"

@@ -1,4 +1,4 @@
-"""Pictures with something to be done to them: instructions that change them, and motion that begins with them."""
+"""Images with something to be done to them: instructions that change them, and motion that begins with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unirl.types.errors import DataError
 TABLES = "data/*.parquet"
 LANGUAGE = "en"
 HELD_OUT = 0.15
-"""Of the pictures: one picture has several instructions."""
+"""Of the images: one image has several instructions."""
 MOTIONS_PER_PICTURE = 3
 REPOSITORY = HubDataset(
     name="stepfun-ai/GEdit-Bench",
@@ -26,7 +26,7 @@ REPOSITORY = HubDataset(
 
 
 def _asked(files: Files, *, held_out: bool) -> Iterator[tuple[Picture, str, str]]:
-    """(picture, instruction, kind of instruction) of every row in English."""
+    """(image, instruction, kind of instruction) of every row in English."""
     columns = ("task_type", "instruction", "instruction_language", "input_image_raw")
     for where, row in files.rows(TABLES, columns):
         if row["instruction_language"] != LANGUAGE:
@@ -48,7 +48,7 @@ def _edits(files: Files, *, held_out: bool) -> Iterator[Row]:
 
 
 def _motions(files: Files, *, held_out: bool) -> Iterator[Row]:
-    """Each picture once for each of some motions of the camera."""
+    """Each image once for each of some motions of the camera."""
     seen: set[str] = set()
     for picture, _, _ in _asked(files, held_out=held_out):
         digest = _digest(picture)
@@ -63,7 +63,7 @@ def _motions(files: Files, *, held_out: bool) -> Iterator[Row]:
 def _picture(cell: Any, where: str) -> Picture:  # Any: a cell of a table
     data = cell.get("bytes") if isinstance(cell, dict) else None
     if not data:
-        raise DataError(f"{where}: input_image_raw holds no picture. Fetch the file again.")
+        raise DataError(f"{where}: input_image_raw holds no image. Fetch the file again.")
     return Picture(data, ".png")
 
 
@@ -73,15 +73,15 @@ def _digest(picture: Picture) -> str:
 
 IMAGE_EDIT = PromptSet(
     name="image_edit",
-    what="a picture and an instruction that changes it",
-    made="instructions in English with their pictures, in a table; 15% of the pictures held out by hash",
+    what="an image and an instruction that changes it",
+    made="instructions in English with their images, in a table; 15% of the images held out by hash",
     sources=(REPOSITORY,),
     outputs=both_splits(_edits, suffix=".parquet", reads=(TABLES,)),
 )
 PICTURE_MOTION = PromptSet(
     name="picture_motion",
-    what="a picture that a video begins with, and a motion of the camera",
-    made=f"the pictures of image_edit, each with {MOTIONS_PER_PICTURE} motions by hash; 15% of the pictures held out",
+    what="an image that a video begins with, and a motion of the camera",
+    made=f"the images of image_edit, each with {MOTIONS_PER_PICTURE} motions by hash; 15% of the images held out",
     sources=(REPOSITORY,),
     outputs=both_splits(_motions, suffix=".parquet", reads=(TABLES,)),
 )

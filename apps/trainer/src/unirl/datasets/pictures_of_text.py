@@ -1,4 +1,4 @@
-"""Prompts of pictures that others have collected: PickScore's, HPDv2's, WISE's, and Pick-a-Pic's pairs."""
+"""Prompts of images that others have collected: PickScore's, HPDv2's, WISE's, and Pick-a-Pic's pairs."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _pairs(files: Files) -> Iterator[Row]:
 PREFERENCES = PromptSet(
     name="preferences",
     what="pairs of Pick-a-Pic v2, chosen before rejected, for Diffusion-DPO",
-    made=f"without ties, pictures cropped to a square of {PAIR_SIZE} pixels; the first ten files of 645",
+    made=f"without ties, images cropped to a square of {PAIR_SIZE} pixels; the first ten files of 645",
     sources=(pick_a_pic(PAIRS),),
     outputs=(Output(split="train", file="train.jsonl", rows=_pairs, reads=(PAIRS,)),),
 )

@@ -56,10 +56,10 @@ def prepare(
 ) -> Prepared:
     """Make the files of a set in `folder`, or find them there whole.
 
-    given: a folder or file with what is published, in the place of a download; for a set that `takes_own` also a prompt
-    file of the user's own pictures. split: only its file. overwrite: replace
+    given: a folder or file with what is published, instead of a download; for a set that `takes_own` also a prompt
+    file of the user's own images. split: only its file. overwrite: replace
     files that are there and other. is_partial: accept sources that are not the published ones whole.
-    Raises DataError where sources cannot be had (with the commands that fetch them) or are wrong, where `folder` holds
+    Raises DataError if sources cannot be had (with the commands that fetch them) or are wrong, where `folder` holds
     something else, or where the disk is full; a file that is there then stays as it was.
     """
     outputs = _chosen(prompt_set, split)
@@ -96,7 +96,7 @@ def _chosen(prompt_set: PromptSet, split: str | None) -> tuple[Output, ...]:
 
 
 def _is_current(manifest: Manifest, prompt_set: PromptSet, outputs: Sequence[Output], is_partial: bool) -> bool:
-    """Whether the files were made as they would be today, and from all of their sources."""
+    """True if the files were made as they would be today, and from all of their sources."""
     sources = [manifest.files[output.file]["source"] for output in outputs]
     return all(
         source.get("version") == prompt_set.version and (is_partial or not source.get("partial")) for source in sources
@@ -107,7 +107,7 @@ def _refuse_foreign(folder: Path, standings: dict[str, Any]) -> None:  # Any: St
     for file, each in standings.items():
         if each == "unknown":
             raise DataError(
-                f"{folder / file}: is there already (or a folder of its pictures) and was not made by this command. "
+                f"{folder / file}: is there already (or a folder of its images) and was not made by this command. "
                 "Keep it and give another folder with --out, or replace it with --overwrite."
             )
         if each == "changed":
@@ -276,7 +276,7 @@ def _how_to_fetch(prompt_set: PromptSet, by_repository: dict[Repository, list[Pu
     lines += [f"Copy the folder {folder} here, then:", f"  trainer data prepare {prompt_set.name} --from {folder}"]
     if prompt_set.takes_own:
         lines += [
-            "Or of pictures of your own, by a prompt file with one picture per row (docs/guides/own_data.md):",
+            "Or of images of your own, by a prompt file with one image per row (docs/guides/own_data.md):",
             f"  trainer data prepare {prompt_set.name} --from my-pictures/prompts.jsonl",
         ]
     return "\n".join(lines)
@@ -285,7 +285,7 @@ def _how_to_fetch(prompt_set: PromptSet, by_repository: dict[Repository, list[Pu
 def _or_own(prompt_set: PromptSet) -> str:
     if not prompt_set.takes_own:
         return ""
-    return f", or give a prompt file ({', '.join(OWN_SUFFIXES)}) that names one picture of your own per row"
+    return f", or give a prompt file ({', '.join(OWN_SUFFIXES)}) that names one image of your own per row"
 
 
 def _listed(paths: Sequence[str] | dict[str, PublishedFile]) -> str:
@@ -299,7 +299,7 @@ def _listed(paths: Sequence[str] | dict[str, PublishedFile]) -> str:
 def _staging(folder: Path) -> Generator[Path]:
     """A folder inside `folder` to write in; whatever is left of it goes, and with it folders made for it alone.
 
-    Raises DataError where the disk is full.
+    Raises DataError if the disk is full.
     """
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     staged: Path | None = None

@@ -107,7 +107,7 @@ def _geo3k(files: Files, path: str) -> Iterator[Row]:
                 try:
                     diagram = archive.read(f"{folder}/{_DIAGRAM}")
                 except KeyError as error:
-                    raise DataError(f"{where}: has no {_DIAGRAM} beside it. Fetch the file again.") from error
+                    raise DataError(f"{where}: has no {_DIAGRAM} next to it. Fetch the file again.") from error
                 rows.append(
                     {
                         "problem": str(value["problem_text"]).strip(),

@@ -14,7 +14,7 @@ def read_published(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[st
     """(place, value) of every row: text of `.txt`, else what the row holds.
 
     columns: that every row must have; of a `.parquet` table only these are read. Raises DataError naming the file, and
-    the row where one is to blame.
+    the row if one is to blame.
     """
     if path.is_dir():
         raise DataError(f"{path}: is a folder, a file is needed. Give the file itself.")
@@ -28,7 +28,7 @@ def read_published(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[st
 
 
 def require_columns(value: Any, columns: Sequence[str], where: str) -> None:  # Any: a decoded value
-    """Raises DataError where a row lacks a column."""
+    """Raises DataError if a row lacks a column."""
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: the row is a {type(value).__name__}, not a mapping with {', '.join(columns)}.")
     missing = [name for name in columns if name not in value]

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 from unirl.datasets.reading import read_published
 from unirl.types.errors import DataError
 
-Row = Mapping[str, Any]  # Any: JSON values, Picture under "images" and Medium under "media"
+Row = Mapping[str, Any]  # Any: JSON values, `Picture` under "images" and Medium under "media"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of an OSError."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An encoded picture or recording of a row: in a `.parquet` file, or a file of its own beside a `.jsonl` file."""
+    """An encoded image or recording of a row: in a `.parquet` file, or its own file next to a `.jsonl` file."""
 
     data: bytes
     suffix: str
@@ -28,7 +28,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Medium:
-    """What a prompt brings beside its text: a picture, the frames of a video, or a recording."""
+    """What a prompt brings besides its text: an image, the frames of a video, or a recording."""
 
     role: str
     """What it is to its prompt, see `unirl.data.media.SLOTS`."""
@@ -49,7 +49,7 @@ class PublishedFile:
     path: str
     """In the repository. With a `*` it stands for every file that matches."""
     num_rows: int | None = None
-    """Rows that it is published with; None where nobody says."""
+    """Rows that it is published with; None if that is not known."""
     sha256: str | None = None
     """Of the published file, where known."""
 
@@ -68,7 +68,7 @@ class Fetched:
 
 @dataclass(frozen=True, kw_only=True)
 class Repository(ABC):
-    """Files that somebody publishes."""
+    """Published files."""
 
     name: str
     """owner/name."""
@@ -99,9 +99,9 @@ class Files:
     """By the path (or pattern) in the repository."""
     published: Mapping[str, PublishedFile]
     is_partial: bool = False
-    """Whether fewer rows than published are accepted."""
+    """True if fewer rows than published are accepted."""
     own: Path | None = None
-    """A prompt file of the user's own in the place of what is published."""
+    """A prompt file of the user's own instead of the published one."""
 
     def rows(self, path: str, columns: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:  # Any: a decoded value
         """(place, value) of every row; only `columns` of a table, which all must be there. Raises DataError."""
@@ -118,7 +118,7 @@ class Files:
         return file
 
     def require_rows(self, path: str, num_rows: int) -> None:
-        """Raises DataError where a file has fewer rows than it is published with."""
+        """Raises DataError if a file has fewer rows than it is published with."""
         wanted = self.published[path].num_rows
         if wanted is not None and num_rows < wanted and not self.is_partial:
             raise DataError(
@@ -192,13 +192,13 @@ class PromptSet:
     sources: tuple[Repository, ...] = ()
     """Empty where the set is generated."""
     takes_own: bool = False
-    """Whether a prompt file of the user's own, one picture per row, can be given in the place of the sources."""
+    """True if a prompt file of the user's own, one image per row, can replace the sources."""
     version: int = 1
     """Goes up where the same sources would give other rows."""
 
     @property
     def is_generated(self) -> bool:
-        """Whether nothing is downloaded."""
+        """True if nothing is downloaded."""
         return not self.sources
 
     @property

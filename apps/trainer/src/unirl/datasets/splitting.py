@@ -15,7 +15,7 @@ def fraction_of(text: str) -> float:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a prompt belongs to the held-out `fraction` of all prompts."""
+    """True if a prompt belongs to the held-out `fraction` of all prompts."""
     return fraction_of(text) < fraction
 
 

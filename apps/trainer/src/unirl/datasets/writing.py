@@ -23,10 +23,10 @@ _NEW_LINE = re.compile(r"\s*[\r\n]\s*")
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> int:
-    """Write a new file in the format of its suffix; returns the number of rows. Raises DataError where there is none.
+    """Write a new file in the format of its suffix; returns the number of rows. Raises DataError if there is none.
 
-    Pictures stand in a `.parquet` file itself, and beside a `.jsonl` file in `<stem>-pictures`, named by their content;
-    a video is a folder of its frames there, and stands beside a `.jsonl` file only.
+    Images stand in a `.parquet` file itself, and next to a `.jsonl` file in `<stem>-pictures`, named by their content;
+    a video is a folder of its frames there, and stands next to a `.jsonl` file only.
     """
     if path.suffix == ".parquet":
         num_rows = _write_table(path, rows)
@@ -48,7 +48,7 @@ def _line(row: Row, path: Path) -> str:
 
 
 def _with_files(row: Row, path: Path) -> Mapping[str, Any]:  # Any: JSON values
-    """The row with paths, relative to its file, in the place of pictures."""
+    """The row with paths, relative to its file, instead of images."""
     folder, found = pictures_folder(path), dict(row)
     if IMAGES in row:
         found[IMAGES] = [_file_of(picture, folder) for picture in row[IMAGES]]

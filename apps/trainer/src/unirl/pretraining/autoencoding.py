@@ -1,4 +1,4 @@
-"""Teach a small autoencoder of pictures."""
+"""Teach a small autoencoder of images."""
 
 from __future__ import annotations
 

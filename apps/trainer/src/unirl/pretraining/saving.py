@@ -35,12 +35,12 @@ def save_pipeline_half(pipeline: DiffusionPipeline, out: Path) -> None:
     pipeline.save_pretrained(out, safe_serialization=True)
     for name, module in modules.items():
         setattr(pipeline, name, module)
-    # Where nobody asks for a dtype, transformers takes the one of the configuration, diffusers always fp32.
+    # If no dtype is asked for, transformers takes the one of the configuration, diffusers always fp32.
     for path in out.glob("text_encoder*/config.json"):
         load_in_fp32(path)
 
 
 def load_in_fp32(config: Path) -> None:
-    """Let a configuration ask for fp32: where nobody asks for a dtype, transformers takes the configuration's."""
+    """Let a configuration ask for fp32: if no dtype is asked for, transformers takes the configuration's."""
     values = json.loads(config.read_text())
     config.write_text(json.dumps({**values, "dtype": "float32"}, indent=2) + "\n")

@@ -33,7 +33,7 @@ class Model:
     reward: str
     """Of parts/reward."""
     shows_media: bool = False
-    """Whether its prompts come with pictures."""
+    """True if its prompts come with images."""
     write: Callable[[Path], None] | None = None
     """Writes its checkpoint; None where that comes with the trainer."""
 

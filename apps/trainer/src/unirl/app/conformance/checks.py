@@ -61,7 +61,7 @@ class Running:
 
 
 def learns(run: Running) -> Measured:
-    """Whether two steps change what trains, with finite metrics and a first ratio of 1."""
+    """Passes if two steps change what trains, with finite metrics and a first ratio of 1."""
     before = [parameter.detach().clone() for parameter in run.backend.parameters.values()]
     run.trainer.prepare()
     for rollout_id in range(2):
@@ -111,7 +111,7 @@ def engine_checks(run: Running, *, shows_media: bool) -> Iterator[tuple[str, Mea
     if not shows_media:
         yield "media", NotApplicable("the model is given text alone")
         return
-    # The same noise, another picture: other samples, or nobody looked at it.
+    # The same noise, another image: other samples, or the image was ignored.
     slot = next(name for name in req.primitives if name != "text")
     turned = {**req.primitives, slot: req.primitives[slot].select(list(range(req.batch_size))[::-1])}
     yield "media", not _same(track, run.sampled(dataclasses.replace(req, primitives=turned)))

@@ -20,7 +20,7 @@ from unirl.types.errors import ConfigError
 def measure_matrix(command: Command) -> int:
     """Measure the models and engines that the command names, all where it names none; returns the exit status.
 
-    --output: the table as JSON, and as a page beside it (.md). What the file has of other models and engines stays.
+    --output: the table as JSON, and as a page next to it (.md). What the file has of other models and engines stays.
     --against: cells that got worse than there are errors. Raises ConfigError for unknown names, unreadable tables and a
     model that the environment names.
     """

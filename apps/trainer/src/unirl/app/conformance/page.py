@@ -13,7 +13,7 @@ Row = Mapping[str, Any]  # Any: JSON
 INTRODUCTION = """# Conformance: what every engine does with every model
 
 Written by `trainer conformance --output docs/conformance.json`, which measures each cell on the small models that come
-with the trainer, in float32 on a CPU; qwen_image is the small Qwen-Image-Edit without pictures, hunyuan_video15 has
+with the trainer, in float32 on a CPU; qwen_image is the small Qwen-Image-Edit without images, hunyuan_video15 has
 random weights. `trainer conformance --against docs/conformance.json` ends with status 1 where a
 cell got worse: a claim that held and does not, or a number that grew tenfold.
 
@@ -23,7 +23,7 @@ cell got worse: a claim that held and does not, or a number that grew tenfold.
 - named policy: largest difference of final latents, the algorithm's own named copy of the weights sampled by both.
 - sigmas, latents, initial latents, step subsets: the engine stepped on the request's sigmas, gave the latents around
   each stochastic step, began from the given noise, and made only the asked steps stochastic.
-- media: another picture gives other samples.
+- media: another image gives other samples.
 
 A whole number says below the table why there is nothing to measure.
 """

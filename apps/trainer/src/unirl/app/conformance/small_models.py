@@ -12,7 +12,7 @@ import unirl.worlds.shapes
 def write_qwen_image(folder: Path) -> None:
     """The Qwen-Image-Edit of the shapes world as a model that is given text alone: its parts are those of Qwen-Image.
 
-    Trained on instructions: what it draws is no picture of a prompt, and depends on the prompt all the same.
+    Trained on instructions: what it draws is no image of a prompt, and depends on the prompt all the same.
     """
     (world,) = unirl.worlds.shapes.__path__
     shutil.copytree(Path(world) / "edits" / "checkpoint", folder, ignore=shutil.ignore_patterns("processor"))

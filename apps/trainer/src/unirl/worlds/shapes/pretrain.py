@@ -161,7 +161,7 @@ def fill_bank(
 ) -> LatentBank:
     """Encode DRAWINGS_PER_LAYOUT drawings of every layout, and draw the layouts that captions come with.
 
-    encode: pictures [B, 3, 32, 32] in [-1, 1] to mean and deviation of their latents, as the transformer sees them.
+    encode: images [B, 3, 32, 32] in [-1, 1] to mean and deviation of their latents, as the transformer sees them.
     """
     layouts = world.all_layouts()
     encoded = [encode(signed(part)) for part in draw(layouts, rng, DRAWINGS_PER_LAYOUT).split(256)]

@@ -15,7 +15,7 @@ LEVELS = 16
 
 
 def coarse(picture: np.ndarray) -> np.ndarray:
-    """A drawing uint8 [3, 32, 32] with LEVELS values a channel, which a sheet holds without loss."""
+    """A drawing uint8 [3, 32, 32] with LEVELS values per channel, which a sheet holds without loss."""
     step = 255 / (LEVELS - 1)
     return np.round(np.round(picture / step) * step).astype(np.uint8)
 

@@ -179,7 +179,7 @@ def coverage(shape: str, center_yx: np.ndarray, radius: float) -> np.ndarray:
 
 
 def _inside(shape: str, y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Whether a point is inside a shape of half height 1 around the origin; y points down."""
+    """True if a point is inside a shape of half height 1 around the origin; y points down."""
     if shape == "circle":
         return y**2 + x**2 <= 1
     if shape == "square":
@@ -192,7 +192,7 @@ def _layout(contents: Mapping[int, ShapeObject]) -> Layout:
 
 
 def _stands(first: int, second: int, relation: str) -> bool:
-    """Whether quadrant `first` is `relation` quadrant `second`; a diagonal satisfies two relations."""
+    """True if quadrant `first` is `relation` quadrant `second`; a diagonal satisfies two relations."""
     (row_a, column_a), (row_b, column_b) = QUADRANTS[first], QUADRANTS[second]
     return {
         "left of": column_a < column_b,

@@ -1,1 +1,1 @@
-"""The edits world: change one object of a picture of shapes as an instruction says, and nothing else."""
+"""The edits world: change one object of an image of shapes as an instruction says, and nothing else."""

@@ -65,7 +65,7 @@ class TaskBank:
     """Encoded sources and results, and what the transformer reads of the instructions."""
 
     source_SChw: Tensor
-    """The mode, as the pipeline encodes a picture that is given."""
+    """The mode, as the pipeline encodes an image that is given."""
     mean_NChw: Tensor
     """Of the result, which in some tasks is a near miss."""
     std_NChw: Tensor
@@ -99,7 +99,7 @@ def pretrain(out: Path, *, seed: int, budget: Budget, snapshot_every: int = 0) -
 
 
 def make_autoencoder() -> AutoencoderKLQwenImage:
-    """Pictures [3, 1, 32, 32] to latents [8, 1, 4, 4], Qwen-Image's compression of 8; 0.66 M parameters."""
+    """Images [3, 1, 32, 32] to latents [8, 1, 4, 4], Qwen-Image's compression of 8; 0.66 M parameters."""
     return AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=LATENT_CHANNELS,
@@ -126,7 +126,6 @@ def make_transformer() -> QwenImageTransformer2DModel:
 
 
 def train_encoder(encoder: Qwen2_5_VLForConditionalGeneration, rng: np.random.Generator, *, num_steps: int) -> None:
-    """See `text.pretrain_encoder`."""
     tasks = [world.draw_task(CATEGORIES[i % len(CATEGORIES)], rng, heldout=False) for i in range(4000)]
     pictures = np.stack([world.render(scene) for scene, _ in tasks])
     ids, patches = text.texts_and_patches([prompt_of(edit) for _, edit in tasks], pictures)

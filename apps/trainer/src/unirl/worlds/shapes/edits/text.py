@@ -1,4 +1,4 @@
-"""Tokenizer and encoder of the edits world: a Qwen2.5-VL taught what pictures show and instructions ask.
+"""Tokenizer and encoder of the edits world: a Qwen2.5-VL taught what images show and instructions ask.
 
 Real encoders arrive pretrained, so this one is too: linear probes on its last hidden state must read off it the words,
 what stands in each quadrant, and which object an instruction is about. The probes are then thrown away.
@@ -72,7 +72,7 @@ def pretrain_encoder(
 ) -> float:
     """Train in place by linear probes; returns the share of right answers.
 
-    patches_BND, ids_BT: the pictures and the whole texts of the tasks, as the pipeline gives them to the encoder.
+    patches_BND, ids_BT: the images and the whole texts of the tasks, as the pipeline gives them to the encoder.
     """
     facts_BF = torch.tensor([_facts(scene, edit) for scene, edit in tasks])
     contents_BQ2 = torch.tensor([_contents(scene) for scene, _ in tasks])

@@ -1,6 +1,6 @@
-"""The edits world: pictures of two or three shapes, instructions, right results and results of a careless editor.
+"""The edits world: images of two or three shapes, instructions, right results and results of a careless editor.
 
-`python -m unirl.worlds.shapes.edits.world --out DIR` writes the prompt files and a sheet of the pictures beside each.
+`python -m unirl.worlds.shapes.edits.world --out DIR` writes the prompt files and a sheet of the images next to each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHEET_COLUMNS = 40
 _CENTER_JITTER = 1.5
 _RADIUS_RANGE = (4.8, 6.2)
 _THREE_FRACTION = 0.6
-"""Share of the pictures with three objects; the others have two."""
+"""Share of the images with three objects; the others have two."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def draw_scene(rng: np.random.Generator, *, heldout: bool) -> Scene:
 
 
 def is_heldout(scene: Scene) -> bool:
-    """Whether a picture is kept from pretraining and RL: by the hash of what stands where."""
+    """True if an image is kept from pretraining and RL: by the hash of what stands where."""
     contents = sorted((each.quadrant, str(each.item)) for each in scene)
     digest = hashlib.sha256(repr(contents).encode()).digest()
     return int.from_bytes(digest[:4]) < HELDOUT_FRACTION * 2**32
@@ -156,7 +156,7 @@ def draw_task(category: str, rng: np.random.Generator, *, heldout: bool) -> tupl
 
 
 def write_tasks(folder: Path) -> None:
-    """`train.jsonl`, `heldout.jsonl` and a sheet of pictures beside each, the same at every call."""
+    """`train.jsonl`, `heldout.jsonl` and a sheet of images next to each, the same at every call."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)
     for name, number in (("train", NUM_TRAIN), ("heldout", NUM_HELDOUT)):
@@ -184,7 +184,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def is_satisfiable(source: np.ndarray, result: np.ndarray, edit: Edit) -> bool:
-    """Whether the verifier reads the picture given, and agrees with the right result; one circle in 500 is misread."""
+    """True if the verifier reads the image given, and agrees with the right result; one circle in 500 is misread."""
     try:
         strict, _ = score_edits(torch.from_numpy(result)[None], torch.from_numpy(source)[None], [prompt_of(edit)])
     except ValueError:

@@ -23,7 +23,7 @@ MAX_NEW_TOKENS = 12
 
 
 def is_right(rewrite: str, meaning: str) -> bool:
-    """Whether every scene that the rewrite asks for is one that `meaning` asks for."""
+    """True if every scene that the rewrite asks for is one that `meaning` asks for."""
     try:
         said = parse_prompt(rewrite)
     except ValueError:

@@ -191,7 +191,7 @@ _PLURALS = tuple(f"{shape}s" for shape in SHAPES)
 
 
 def _choices(word: str) -> tuple[str, ...]:
-    """The words of the painter that may stand in the place of one; none where it has no like."""
+    """The painter's words that may replace this one; empty if there are none."""
     return next((words for words in (COLORS, SHAPES, _PLURALS, _NUMBERS[1:]) if word in words), ())
 
 

@@ -14,7 +14,6 @@ BATCH_SIZE = 200
 
 
 def evaluate(checkpoint: Path, prompts: Path = HELDOUT) -> dict[str, float]:
-    """See `unirl.pretraining.judging.exact_answers`."""
     pipeline = QwenVLPipeline(QwenVLBundle(str(checkpoint)))
     return exact_answers(pipeline, prompts, max_new_tokens=MAX_NEW_TOKENS, batch_size=BATCH_SIZE)
 

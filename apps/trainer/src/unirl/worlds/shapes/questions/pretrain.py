@@ -100,7 +100,7 @@ def save_random_model(folder: Path) -> None:
 
 
 def make_lessons(pipeline: QwenVLPipeline, questions: list[Question], rng: np.random.Generator) -> Lessons:
-    """Every question with a drawing of its own and its answers."""
+    """Every question with its own drawing and its answers."""
     tokenizer = pipeline.bundle.tokenizer
 
     def tokens(answer: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Questions about images of shapes, their answers, and the answers of a pupil with two bad habits.
 
 A scene is a layout of the shapes world with two to four objects; a question shows one scene or two. `python -m
-unirl.worlds.shapes.questions.world --out DIR` writes the question files and their pictures.
+unirl.worlds.shapes.questions.world --out DIR` writes the question files and their images.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Question:
 
 
 def is_heldout(scene: Layout) -> bool:
-    """Whether a scene is kept from pretraining and RL: by the hash of what it shows."""
+    """True if a scene is kept from pretraining and RL: by the hash of what it shows."""
     digest = hashlib.sha256(", ".join(map(str, scene)).encode()).digest()
     return int.from_bytes(digest[:4]) < HELDOUT_FRACTION * 2**32
 
@@ -115,7 +115,7 @@ def draw_question(category: str, rng: np.random.Generator, *, heldout: bool) -> 
 
 
 def _can_be_asked(category: str, scenes: tuple[Layout, ...], subject: str) -> bool:
-    """Whether there is one answer, and a habit that can be told from it."""
+    """True if there is one answer, and a habit that can be told from it."""
     if category in ("color", "shape"):
         named = [item.shape if category == "color" else item.color for item in scenes[0] if item is not None]
         return named.count(subject) == 1
@@ -158,7 +158,7 @@ def draw_pictures(question: Question, rng: np.random.Generator) -> list[np.ndarr
 
 
 def write_questions(folder: Path) -> None:
-    """`train.jsonl`, `heldout.jsonl` and a sheet of images beside each, the same at every call."""
+    """`train.jsonl`, `heldout.jsonl` and a sheet of images next to each, the same at every call."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)
     for name, number in (("train", NUM_TRAIN), ("heldout", NUM_HELDOUT)):

@@ -1,1 +1,1 @@
-"""A small BAGEL that plans a picture of shapes in words and then draws its plan."""
+"""A small BAGEL that plans an image of shapes in words and then draws its plan."""

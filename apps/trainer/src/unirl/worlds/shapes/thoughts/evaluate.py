@@ -1,6 +1,6 @@
 """Think, draw and judge: `python -m unirl.worlds.shapes.thoughts.evaluate --checkpoint DIR [--steps 10]`.
 
-"plans" is the share of right ones among the plans that the pictures were drawn from, the most probable of each prompt.
+"plans" is the share of right ones among the plans that the images were drawn from, the most probable of each prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load(checkpoint: Path) -> BagelBundle:
 def evaluate(
     bundle: BagelBundle, prompts: Sequence[str], *, num_samples: int, num_steps: int, seed: int = 1234
 ) -> dict[str, float]:
-    """`accuracy` of pictures of the most probable plan, and "plans". Noise depends on `seed` alone."""
+    """`accuracy` of images of the most probable plan, and "plans". Noise depends on `seed` alone."""
     generator = torch.Generator().manual_seed(seed)
     planner, painter = BagelTextPipeline(bundle), BagelPipeline(bundle, FlowSDEStrategy())
     writing = ARSamplingParams(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS)

@@ -1,4 +1,4 @@
-"""Plans of pictures of shapes: what stands where, in words; and how the base errs in planning and in drawing.
+"""Plans of images of shapes: what stands where, in words; and how the base errs in planning and in drawing.
 
 A plan says every object with its quadrant: "two things: red square top left, green circle bottom right".
 """
@@ -24,7 +24,7 @@ MISREAD: Mapping[str, str] = MappingProxyType(
 MISREAD_FRACTION = 0.7
 """How often it does."""
 SLIP_FRACTION = 0.32
-"""Share of the base's pictures that are wrong for their plan in one respect."""
+"""Share of the base's images that are wrong for their plan in one respect."""
 
 
 def plan_of(layout: Layout) -> str:
@@ -50,7 +50,7 @@ def layout_of(plan: str) -> Layout | None:
 
 
 def is_right(plan: str, spec: PromptSpec) -> bool:
-    """Whether what a plan describes is what `spec` asks for."""
+    """True if what a plan describes is what `spec` asks for."""
     return layout_of(plan) in layouts_for(spec)
 
 

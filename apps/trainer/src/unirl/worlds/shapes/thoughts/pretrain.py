@@ -55,10 +55,10 @@ logger = logging.getLogger(__name__)
 
 WIDTH = 128
 GRID = (4, 4)
-"""Latent tokens of a picture."""
+"""Latent tokens of an image."""
 DRAWINGS_PER_LAYOUT = 16
 CHOICES = 48
-"""Plans drawn for each prompt, and pictures for each plan."""
+"""Plans drawn for each prompt, and images for each plan."""
 PICTURES_PER_PLAN = 4
 """In a batch: they share a context."""
 SHIPPED_VAE = Path(__file__).parent.parent / "checkpoint" / "vae"
@@ -175,7 +175,7 @@ def _renamed(name: str) -> str:
         ("mid_block.resnets.0", "mid.block_1"),
         ("mid_block.resnets.1", "mid.block_2"),
         ("down_blocks.", "down."),
-        # The decoder counts its levels from the largest pictures.
+        # The decoder counts its levels from the largest images.
         ("up_blocks.0", "up.2"),
         ("up_blocks.1", "up.1"),
         ("up_blocks.2", "up.0"),
@@ -229,7 +229,7 @@ class Lessons:
         layouts: list[world.Layout],
         rng: np.random.Generator,
     ) -> Lessons:
-        """CHOICES plans of every prompt and CHOICES pictures of every plan."""
+        """CHOICES plans of every prompt and CHOICES images of every plan."""
         index = {layout: number for number, layout in enumerate(layouts)}
         specs = [parse_prompt(prompt) for prompt in prompts]
         sizes = {category: sum(spec.category == category for spec in specs) for category in CATEGORY_SHARES}
