@@ -20,7 +20,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Before anything imports Ray: under `uv run` it would otherwise build an environment for its workers, and its own
-# timeouts take processes that start slowly beside others for dead.
+# timeouts take processes that start slowly next to others for dead.
 for _name, _value in {
     "ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "USAGE_STATS_ENABLED": "0",
@@ -63,7 +63,7 @@ def ray_of_two_cores(tmp_path_factory: pytest.TempPathFactory) -> Generator[Modu
     Its workers are forked from one process.
     """
     ray = pytest.importorskip("ray")
-    forked: Any = importlib.import_module("forked_workers")  # beside the tests of unirl-train, whose runtime it serves
+    forked: Any = importlib.import_module("forked_workers")  # next to the tests of unirl-train, whose runtime it serves
     with forked.ForkedWorkers(str(tmp_path_factory.mktemp("ray"))) as workers:
         ray.init(
             address="local",

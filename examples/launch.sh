@@ -76,7 +76,7 @@ settle_authentication() { # the head, the other machines and the trainer must ag
   fi
 }
 
-wait_for() { # HOST PORT SECONDS: until somebody accepts a connection
+wait_for() { # HOST PORT SECONDS: until it accepts connections
   local deadline=$((SECONDS + $3))
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     return

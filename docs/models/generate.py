@@ -28,7 +28,7 @@ classes in its real folder layout, compared with diffusers' own pipeline on the 
 in float32 on a CPU. Figures are the largest difference over the largest value. `docs/models/generate.py` writes this
 page from a run of `packages/unirl-models/tests/families` and `tests/families`.
 
-BAGEL, HunyuanImage3 and Qwen3-Omni, which have no diffusers pipeline, are on [a page of their own](unified.md).
+BAGEL, HunyuanImage3 and Qwen3-Omni, which have no diffusers pipeline, are on [their own page](unified.md).
 
 ## Against the stock pipeline
 

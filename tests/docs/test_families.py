@@ -39,7 +39,7 @@ CLAIM = re.compile(
 
 
 def families() -> list[str]:
-    """Every folder of models that has a bundle of its own, the base that they share apart."""
+    """Every folder of models that has its own bundle, the base that they share apart."""
     return sorted(path.parent.name for path in MODELS.glob("*/bundle.py") if path.parent.name != "diffusers_pipeline")
 
 

@@ -51,7 +51,7 @@ def test_pages_that_install_from_an_index_say_that_the_packages_are_on_none():
     silent = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        # With --find-links, or an address behind it, a name is not looked up on an index.
+        # With --find-links, or an address after it, a name is not looked up on an index.
         from_index = re.search(r"pip install (?:-[-\w]+ )*[\"']?unirl-[\w-]+(?:\[[\w,-]+\])?[\"']?(?! @)", text)
         if from_index and "not on PyPI" not in text.replace("Not on", "not on"):
             silent.append(f"{page.relative_to(ROOT)}: {from_index[0]}")

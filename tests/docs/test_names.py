@@ -14,7 +14,7 @@ NAMES = sorted({name for row in ROWS for name in re.findall(r"`(unirl\.[\w.]+)`"
 
 
 def exists(name: str) -> bool:
-    """Whether it is a module, what a module defines, or a member of a class that a module defines."""
+    """True if it is a module, what a module defines, or a member of a class that a module defines."""
     parts = name.split(".")
     for length in range(len(parts), 1, -1):
         module = read_module(".".join(parts[:length]))

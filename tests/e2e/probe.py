@@ -94,4 +94,4 @@ class RecipeOf(Runtime):
         return self._workers._invoke_all(calls)
 
     def close(self) -> None:
-        """Nothing of its own to stop."""
+        """Nothing to stop."""

@@ -1,5 +1,5 @@
 """Both ends of a push, small and real: a backend that trains, engines with a copy of its model, and roles of engines in
-threads. A module of its own, so that worker processes can import it."""
+threads. A separate module, so that worker processes can import it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Trainee:
 
 
 class EnginesInThreads:
-    """Stands for a RemoteRole: every engine answers in a thread of its own, one call at a time, and what it is called
+    """Stands for a RemoteRole: every engine answers in its own thread, one call at a time, and what it is called
     with crosses as bytes."""
 
     def __init__(self, *engines: CopyEngine, timeout_s: float = 120.0, timeouts_s: Mapping[str, float] = {}) -> None:  # noqa: B006

@@ -1,4 +1,4 @@
-"""A `reward-server` in a process of its own."""
+"""A `reward-server` in its own process."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ def running_server(folder, service, *, code=0, **environment):
     command = [str(Path(sys.executable).parent / "reward-server"), "--config", str(folder / "service.yaml")]
     log = folder / "log"
     with socket.socket() as holder, log.open("w") as stream:
-        # Bound all the time, so that nobody else is given the port; a server, which may use it again, can listen there.
+        # Kept bound, so that no other process is given the port; a server, which may use it again, can listen there.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]

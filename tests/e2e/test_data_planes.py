@@ -12,7 +12,7 @@ BENCH = Path(__file__).parents[2] / "apps" / "trainer" / "bench" / "data_planes.
 @pytest.mark.ray
 @pytest.mark.matrix
 def test_every_plane_gives_the_bits_that_it_took():
-    # A process with a Ray of its own: TransferQueue reserves more cores than the tests' Ray has.
+    # A process with its own Ray: TransferQueue reserves more cores than the tests' Ray has.
     done = subprocess.run(
         [sys.executable, str(BENCH), "--megabytes", "1", "3", "--repeats", "1"],
         capture_output=True,

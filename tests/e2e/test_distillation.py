@@ -28,7 +28,7 @@ def taught_by(folder, *changes):
 
 @pytest.fixture(scope="module")
 def displaced(tmp_path_factory):
-    """The packaged painter with other weights, as an export is a folder of its own."""
+    """The packaged painter with other weights, as an export is its own folder."""
     folder = tmp_path_factory.mktemp("teacher") / "painter"
     shutil.copytree(packaged_path("shapes", "checkpoint"), folder)
     [file] = (folder / "transformer").glob("*.safetensors")

@@ -36,7 +36,7 @@ SMALL_TEXTS = [value for value in SMALL if not value.startswith(OF_IMAGES)]
 
 @dataclass
 class Guide:
-    """A page being followed in a folder of its own."""
+    """A page being followed in its own folder."""
 
     folder: Path
     monkeypatch: pytest.MonkeyPatch
@@ -99,7 +99,7 @@ def test_a_guide_works_as_written(page, tmp_path, monkeypatch, capsys, own_proce
 
 
 def forget_modules() -> None:
-    """Another page, or another test, may call a module of its own by the same name."""
+    """Another page, or another test, may call its own module by the same name."""
     for name in [name for name in sys.modules if name.startswith("my_")]:
         del sys.modules[name]
     importlib.invalidate_caches()

@@ -28,7 +28,7 @@ def interrupted(folder, words):
         if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    setattr(JsonlTracker, "log", log_and_terminate)  # noqa: B010 (a process of its own)
+    setattr(JsonlTracker, "log", log_and_terminate)  # noqa: B010 (its own process)
     torch.set_num_threads(1)
     with (folder / "output").open("w") as sys.stderr:
         (folder / "status").write_text(str(main(words)))
@@ -50,7 +50,7 @@ def in_this_process(*extra):
 
 def test_terminated_and_resumed_equals_uninterrupted(tmp_path, own_process):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    # A process of its own, since signals belong to a process, forked from one that has imported everything.
+    # A separate process, since signals belong to a process, forked from one that has imported everything.
     process = ranks_of_train.forkserver().Process(target=interrupted, args=(tmp_path, [*ARGUMENTS, f"run_dir={parts}"]))
     process.start()
     in_this_process(f"run_dir={whole}")

@@ -1,4 +1,4 @@
-"""Pushes between processes by every transport, and recipes whose engine has workers of its own."""
+"""Pushes between processes by every transport, and recipes whose engine has its own workers."""
 
 import functools
 import json

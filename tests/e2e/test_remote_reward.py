@@ -1,4 +1,4 @@
-"""The default recipe with its reward from a reward server in a process of its own: the rewards of this process."""
+"""The default recipe with its reward from a reward server in its own process: the rewards of this process."""
 
 import functools
 import threading

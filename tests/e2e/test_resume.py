@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 def test_two_plus_two_rollouts_equal_four(name, is_async, recipe, tmp_path):
     small = recipe(name, "num_rollouts=4", f"save.is_async={str(is_async).lower()}")
     whole_dir, parts_dir = tmp_path / "whole", tmp_path / "parts"
-    unstopped = {**small, "save": {**small["save"], "interval": 4}}  # nobody resumes it
+    unstopped = {**small, "save": {**small["save"], "interval": 4}}  # it is not resumed
     whole, whole_records = run(
         {**unstopped, "engine": {**small["engine"], "dump_dir": str(whole_dir / "dump")}}, whole_dir
     )

@@ -1,4 +1,4 @@
-"""Two policies, each with weights, optimizer and stack of its own, learn from one rollout."""
+"""Two policies, each with weights, optimizer and its own stack, learn from one rollout."""
 
 import copy
 

@@ -39,7 +39,7 @@ def test_thoughts_and_images_learn_from_one_rollout(small, tmp_path):
     # Thoughts come from the policy that trains, images from its copy "old".
     assert metrics["text/policy/first_ratio_max_abs_dev"] < 1e-5
     assert metrics["text/rollout/empty"] == 0
-    assert metrics["reward/mean"] == pytest.approx(metrics["image/reward/mean"])  # each thought has the mean of its own
+    assert metrics["reward/mean"] == pytest.approx(metrics["image/reward/mean"])  # means of images
     assert metrics["group/count"] == 2 and metrics["image/group/count"] == 4
     assert summary["num_samples"] == 16
     assert not [name for name, value in metrics.items() if math.isnan(value)]

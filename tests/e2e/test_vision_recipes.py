@@ -1,4 +1,4 @@
-"""Recipes of questions about pictures, run whole on few samples: the packaged small one, and one of real size on a
+"""Recipes of questions about images, run whole on few samples: the packaged small one, and one of real size on a
 random model with a table as Geometry3K has it."""
 
 import io

@@ -1,4 +1,4 @@
-"""What trains, the engine and the reward with workers of their own give the bits of one worker that holds them all."""
+"""Trainer, engine and reward, each with its own workers, give the bits of one worker that holds them all."""
 
 import functools
 import json

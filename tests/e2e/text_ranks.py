@@ -48,7 +48,7 @@ def save_model(folder: Path, *, is_tied: bool) -> None:
 
 
 def pictures() -> ImageLists:
-    """Pictures of the first two prompts alone, so that the second of two ranks has none."""
+    """Images of the first two prompts alone, so that the second of two ranks has none."""
     generator = torch.Generator().manual_seed(0)
     first, second, third = (torch.rand(3, 32, 32, generator=generator) for _ in range(3))
     return ImageLists(images=[[first], [second, third], [], []])

@@ -13,7 +13,7 @@ from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 torch.set_num_threads(1)
 
-from letters_model import CONTEXT, LetterCodec, save_qwen3  # noqa: E402 - beside this file
+from letters_model import CONTEXT, LetterCodec, save_qwen3  # noqa: E402 - next to this file
 from served_engines import SERVED, Served, engine_python, marked  # noqa: E402
 
 

@@ -69,7 +69,7 @@ def letters(text: str) -> list[int]:
 
 @torch.no_grad()
 def log_probs(model: Any, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
-    """[len(tokens)] of the tokens behind the prompt, by a forward of transformers."""
+    """[len(tokens)] of the tokens after the prompt, by a forward of transformers."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
@@ -95,7 +95,7 @@ def gap(engine, model, params=PARAMS) -> float:
 
 
 class ReplayedQwen3(LetterCodec):
-    """Stands for an AutoregressivePipeline: replays a segment by one forward a sample."""
+    """Stands for an AutoregressivePipeline: replays a segment by one forward per sample."""
 
     def __init__(self, model):
         self.model = model

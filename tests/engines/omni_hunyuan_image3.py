@@ -23,7 +23,7 @@ _OUTPUT: Any = importlib.import_module("vllm_omni.diffusion.data").DiffusionOutp
 
 
 class RecordingScheduler(_NATIVE.HunyuanImage3FlowMatchEulerDiscreteScheduler):
-    """Remembers what it was given. `levels`: before the shift, in place of its own."""
+    """Remembers what it was given. `levels`: before the shift, in its own place."""
 
     levels: list[float] | None = None
 

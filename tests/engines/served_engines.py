@@ -1,4 +1,4 @@
-"""The engines that sample latents in processes of their own, as tests start them: float32, on one thread."""
+"""The engines that sample latents in their own processes, as tests start them: float32, on one thread."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Served:
     recipe: str
     """On the shapes world."""
     has_workers: bool
-    """Whether the model is in processes that the engine's process starts, where one device samples."""
+    """True if the model is in processes that the engine's process starts, where one device samples."""
 
     @property
     def python(self) -> str:

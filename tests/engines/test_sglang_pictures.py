@@ -1,4 +1,4 @@
-"""The real SGLang with a Qwen2.5-VL of two random layers: pictures reach it, and every tensor of a push."""
+"""The real SGLang with a Qwen2.5-VL of two random layers: images reach it, and every tensor of a push."""
 
 import importlib
 from typing import Any
@@ -22,11 +22,11 @@ _models: Any = importlib.import_module("packages.unirl-models.tests.tiny_text") 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 PARAMS = ARSamplingParams(temperature=0.9, max_new_tokens=6, seed=1)
 SIZES = [(2, 2), (3, 2), (2, 4)]
-"""In tokens, so that no picture is resized: SGLang resamples otherwise than the pipeline."""
+"""In tokens, so that no image is resized: SGLang resamples otherwise than the pipeline."""
 
 
 def request(pipeline) -> RolloutReq:
-    """A question about a picture each, and one without any."""
+    """A question about an image each, and one without any."""
     generator, side = torch.Generator().manual_seed(0), token_side(pipeline.bundle)
     pixels = [torch.rand(3, rows * side, columns * side, generator=generator) for rows, columns in SIZES]
     pictures = [[(each * 255).round() / 255] for each in pixels]

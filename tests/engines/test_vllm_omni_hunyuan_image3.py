@@ -72,7 +72,7 @@ def theirs(folder: Path, words: list[int]) -> dict[str, torch.Tensor]:
     requests.write_text(json.dumps(wanted))
     script = Path(__file__).parent / "omni_hunyuan_image3.py"
     command = [SERVED["vllm_omni"].python, *map(str, (script, folder, folder / "stages.yaml", requests, out))]
-    # The class of the configuration, which lies beside the weights, is copied to where modules of the hub are kept.
+    # The class of the configuration, which lies next to the weights, is copied to where modules of the hub are kept.
     variables = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",

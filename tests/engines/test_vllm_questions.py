@@ -1,4 +1,4 @@
-"""The recipe with questions about pictures by the real vLLM: pictures reach it as replay has them."""
+"""The recipe with questions about images by the real vLLM: images reach it as replay has them."""
 
 import pytest
 from recipe_runs import finish, records, train

@@ -1,4 +1,4 @@
-"""The real vLLM beside a Ray worker, pushed to from this process: nothing is shared but Ray's connection."""
+"""The real vLLM next to a Ray worker, pushed to from this process: nothing is shared but Ray's connection."""
 
 import functools
 import os
@@ -32,7 +32,7 @@ class Probe:
 
 
 def is_alive(process_id: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """True if a process runs; one that has ended and waits for its parent does not."""
     stat = Path(f"/proc/{process_id}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 

@@ -1,4 +1,4 @@
-"""Random BAGEL and HunyuanImage3 checkpoints with all that vLLM-Omni reads beside what we read."""
+"""Random BAGEL and HunyuanImage3 checkpoints with all that vLLM-Omni reads next to what we read."""
 
 import dataclasses
 import importlib

@@ -64,7 +64,7 @@ def take_two_steps(family: Any, pipeline: Any, frozen: Sequence[nn.Module], meth
     """The loss is finite, what trains moves and nothing else does, the first ratio is 1, and sampling afterwards runs
     on the moved weights.
 
-    family: says how it samples and what a request brings beside its texts, as `kit.Family` does.
+    family: says how it samples and what a request brings besides its texts, as `kit.Family` does.
     """
     make, changes = ALGORITHMS[method]
     params = family.sampling(num_inference_steps=4, samples_per_prompt=SAMPLES_PER_PROMPT, **changes)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-# Ranks are processes of their own, which import their job by name.
+# Ranks are separate processes, which import their job by name.
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "packages" / "unirl-train" / "tests")]
 torch.set_num_threads(1)
 

@@ -102,14 +102,14 @@ def test_tracks_take_turns(made: Unified, tracks: dict[str, RolloutTrack]) -> No
 
 
 class Editing:
-    """How a request of pictures to edit is sampled, as the families of the table say it."""
+    """How a request of images to edit is sampled, as the families of the table say it."""
 
     def sampling(self, **changes: Any) -> DiffusionSamplingParams:
-        """Guided by prompt and picture."""
+        """Guided by prompt and image."""
         return dataclasses.replace(DRAWING, sde_indices=None, sampler_kwargs={"guidance_scale_image": 2.0}, **changes)
 
     def inputs(self, num_samples: int) -> dict[str, Primitive]:
-        """One picture each."""
+        """One image each."""
         generator = torch.Generator().manual_seed(5)
         return {"image": Images(pixels=torch.rand(num_samples, 3, 32, 48, generator=generator))}
 

@@ -1,4 +1,4 @@
-"""Each package installs only its own closure: what is importable in an environment of its own."""
+"""Each package installs only its own closure: what is importable in its own environment."""
 
 import importlib
 import os
@@ -39,7 +39,7 @@ def importable(python: Path, names: list[str]) -> set[str]:
 
 
 def lend_compiled_torch(site: Path) -> None:
-    """Put the compiled modules of this environment's torch beside the same sources there: compiling takes seconds."""
+    """Put the compiled modules of this environment's torch next to the same sources there: compiling takes seconds."""
     [ours] = importlib.import_module("torch").__path__
     for cache in Path(ours).rglob("__pycache__"):
         if (beside := site / "torch" / cache.relative_to(ours)).parent.is_dir():

@@ -1,4 +1,4 @@
-"""Environments beside the workspace have locks of their own, which must follow the packages that they install."""
+"""Environments next to the workspace have their own locks, which must follow the packages that they install."""
 
 import re
 import tomllib
