@@ -43,7 +43,8 @@ def test_contributing_shows_every_word():
         ("# one picture", "image"),
         ("# a file beside it", "next to it, with it, besides it"),
         ('"""Raises ConfigError where it fails."""', "Raises X if"),
-        ('x: bool\n"""Whether it works."""', '"""True if ...'),
+        ('x: bool\n"""Whether it works."""', '"""True if ..., or the noun'),
+        ('x: int\n"""Of a file."""', '"""True if ..., or the noun'),
         ('def f():\n    """See `g`."""', "no docstring"),
     ],
 )

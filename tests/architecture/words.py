@@ -66,7 +66,12 @@ WORDS = (
     Word("picture", "image", re.compile(r"(?<![\w/.`-])[Pp]ictures?\b(?!\.py|=)")),
     Word("beside it", "next to it, with it, besides it", re.compile(r"(?<![-\"(`])\bbeside\b(?=\s+\w)")),
     Word("Raises X where", "Raises X if", re.compile(r"\b[Rr]aises?\s+\w*Error\s+where\b")),
-    Word('"""Whether ...', '"""True if ...', re.compile(r"\A\s*(?:Whether|Tells of)\b"), only_docstrings=True),
+    Word(
+        '"""Whether ..., """Of ...',
+        '"""True if ..., or the noun',
+        re.compile(r"\A\s*(?:Whether|Of|Tells of)\b"),
+        only_docstrings=True,
+    ),
     Word('"""See X."""', "no docstring", re.compile(r"\A\s*See\s+`?[\w.]+`?\.?\s*\Z"), only_docstrings=True),
 )
 

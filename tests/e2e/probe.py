@@ -80,7 +80,7 @@ class RecipeOf(Runtime):
         return self._workers.hold(value)
 
     def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
-        """Of and by the workers."""
+        """Gather on the workers."""
         return self._workers.gather(sources)
 
     def _infos(self) -> Mapping[str, ComponentInfo]:

@@ -116,7 +116,7 @@ class CopyEngine(PushedWeights):
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def checksums(self) -> dict[str, str]:
-        """Of its weights."""
+        """Checksums of its weights."""
         return {name: tensor_checksum(tensor) for name, tensor in self._weights._tensors().items()}
 
 
@@ -163,7 +163,7 @@ class EnginesInThreads:
         self.engines = engines
         self.workers = tuple(f"rollout-{number}" for number in range(len(engines)))
         self.timeout_s = timeout_s
-        """Of a call of a method that `timeouts_s` does not name, and of the transport."""
+        """Limit for a method that `timeouts_s` does not name, and of the transport."""
         self.timeouts_s = timeouts_s
         self.num_bytes = 0
         """Bytes of tensors in the buckets that were opened, of the first engine."""

@@ -33,7 +33,7 @@ from unirl.types.media import Images, Texts, Videos
 pytestmark = [pytest.mark.slow]
 
 TOLERANCE = 1e-4
-"""Of latents after six steps in float32; the engines have their own transformers for these families."""
+"""For latents after six steps in float32; the engines have their own transformers for these families."""
 KERNELS = Path(__file__).parent / "sglang_cpu_kernels" / "src"
 VIDEO = {"num_frames": 5, "max_sequence_length": 64, "height": 16, "width": 16}
 LONGER = {"max_sequence_length": 128}

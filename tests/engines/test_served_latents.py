@@ -11,7 +11,7 @@ from unirl.types.errors import ConfigError, WeightSyncError
 pytestmark = [pytest.mark.slow]
 
 TOLERANCE = 1e-4
-"""Of latents of a few units after six steps in float32: an engine adds in another order than we do, CPUs differ in it
+"""For latents of a few units after six steps in float32: an engine adds in another order than we do, CPUs differ in it
 too, and guidance multiplies what that changes. Other weights are 1000 times further away."""
 LOGP_TOLERANCE = 2e-5
 

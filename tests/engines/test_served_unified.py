@@ -37,7 +37,7 @@ class Unified:
     pipeline: Any
     engine: Any
     guidance: tuple[dict[str, Any], ...]
-    """Of sampling parameters, each kind."""
+    """Every kind of guidance among sampling parameters."""
     height: int
     width: int
 

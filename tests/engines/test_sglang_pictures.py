@@ -53,7 +53,7 @@ def gap(engine, pipeline) -> float:
 
 
 def distinct(names):
-    """Of each kind of tensor the one in the last layer."""
+    """For each kind of tensor the one in the last layer."""
     return {"".join(letter for letter in name if not letter.isdigit()): name for name in names}.values()
 
 

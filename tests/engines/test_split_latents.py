@@ -18,7 +18,7 @@ from unirl.sde.schedule import SigmaSchedule
 
 pytestmark = [pytest.mark.slow]
 NUM_PARAMETERS = {"sglang": 95, "vllm_omni": 70}
-"""Of one process."""
+"""Parameters held by one process."""
 
 
 @pytest.mark.parametrize(

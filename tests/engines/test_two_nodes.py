@@ -31,7 +31,7 @@ def first(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(first, tmp_path_factory):
-    """Of the first of two nodes, which hold half of the model each."""
+    """Address of the first of two nodes, which hold half of the model each."""
     python, logs = engine_python("sglang-cpu"), tmp_path_factory.mktemp("logs")
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", **_cpu_variables(1, 2)}
     meeting = f"127.0.0.1:{free_port()}"

@@ -29,7 +29,7 @@ kit: Any = importlib.import_module("packages.unirl-models.tests.families.kit")
 
 SAMPLES_PER_PROMPT = 2
 ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5])
-"""Of two prompts with two samples each."""
+"""For two prompts with two samples each."""
 
 
 class StandingBackend(FSDPBackend):
@@ -56,7 +56,7 @@ def request_of(family: Any, engine: TrainsideRolloutEngine, params: Any, rollout
 
 
 def clean_latents(resp: RolloutResp) -> Tensor:
-    """Of the root track."""
+    """Clean latents of the root track."""
     segment = resp.root_track().segment
     assert isinstance(segment, LatentSegment)
     return segment.clean_latents
@@ -85,7 +85,7 @@ def all_gradients(names: list[str], folder: Path) -> dict[str, dict[str, Tensor]
 
 
 LEVELS = torch.tensor([1.0, 0.95, 0.5, 0.2])
-"""Of four rows: where two ranks share them, each needs another expert of Wan 2.2."""
+"""For four rows: where two ranks share them, each needs another expert of Wan 2.2."""
 
 
 def expert_gradients(name: str, folder: Path) -> dict[str, Tensor]:

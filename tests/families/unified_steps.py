@@ -62,13 +62,13 @@ class Unified:
     backend: StandingBackend
 
     def algorithm(self, track: str) -> StageAlgorithm:
-        """Of a track."""
+        """Algorithm of a track."""
         if track == "text":
             return ARGRPO(self.writer, self.backend)
         return DiffusionGRPO(self.painter, self.backend, clip_range=1e-2, old_logp_source="rollout")
 
     def stack(self, tracks: list[str], **options: Any) -> TrainStack:
-        """Of several tracks the weights above."""
+        """A stack that weighs several tracks as above."""
         losses = {track: TrackLoss(weight=WEIGHTS[track]) for track in tracks} if len(tracks) > 1 else None
         algorithms = {track: self.algorithm(track) for track in tracks}
         return TrainStack(
@@ -82,7 +82,7 @@ class OneProcess:
     policy_version = 0
 
     def any_rank(self, value: bool) -> bool:
-        """Of one."""
+        """Stands for one rank."""
         return value
 
 

@@ -121,7 +121,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the server itself, without its replicas."""
+        """Process id of the server itself, without its replicas."""
         if self._process is None:
             raise RuntimeError("the server does not run")
         return self._process.pid

@@ -32,7 +32,7 @@ schemathesis.openapi.media_type(BINARY_TYPE, st.just(WHOLE) | st.binary(max_size
 
 @pytest.fixture(scope="module")
 def port():
-    """Of a server whose replicas live in a thread next to the tests."""
+    """Port of a server whose replicas live in a thread next to the tests."""
     found = {}
     ready = threading.Event()
 

@@ -63,7 +63,7 @@ def build_maker(context: WorkerContext) -> dict[str, object]:
 
 
 def checksums(resp: RolloutResp) -> tuple[str, ...]:
-    """Of what has a row per sample."""
+    """Checksums of the fields with a row per sample."""
     segment = resp.root_track().segment
     if not isinstance(segment, LatentSegment) or segment.latents is None or segment.sde_logp is None:
         raise TypeError(f"samples came back with {type(segment).__name__}")

@@ -42,7 +42,7 @@ PROMPT_TOKENS = 4
 VOCABULARY = 151_936
 """Words of Qwen3's vocabulary."""
 WIDTH = 128
-"""Of the hidden states; the vocabulary outweighs it by far at any width of a real model."""
+"""Width of the hidden states; the vocabulary outweighs it by far at any width of a real model."""
 MIB = 2**20
 
 

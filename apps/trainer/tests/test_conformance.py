@@ -26,7 +26,7 @@ ROW = {"learns: nft": True, "sigmas": True, "log-prob gap": 2e-6, "media": {"n/a
 
 
 def table(**changes):
-    """Of one model on one engine."""
+    """The table of one model on one engine."""
     row = {name: value for name, value in {**ROW, **changes}.items() if value is not None}
     return {"schema": 1, "versions": {"torch": "2"}, "not measured": {}, "cells": {"sd3": {"replica": row}}}
 

@@ -25,7 +25,7 @@ LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0", "add_
 
 
 Inputs = dict[str, Any]  # Any: tensors, and what attention is made with
-"""Of a block, made outside of what is counted: they are what the block before it made."""
+"""Inputs of a block, made outside of what is counted: they are what the block before it made."""
 
 
 def tokens(num: int, width: int) -> Tensor:
@@ -152,7 +152,7 @@ def adapted(make: Callable[[], Any], lora: LoraConfig = LORA) -> tuple[nn.Module
 
 
 def token_bytes(width: int) -> int:
-    """Of one tensor of all tokens."""
+    """Bytes of one tensor of all tokens."""
     return (IMAGE + TEXT) * width * 2
 
 

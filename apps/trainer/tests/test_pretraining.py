@@ -88,7 +88,7 @@ def test_a_word_tokenizer_drops_articles_and_joins_phrases() -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """Of two stages."""
+    """Steps of two stages."""
 
     text: int = 3
     transformer: int = 5

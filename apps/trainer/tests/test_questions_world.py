@@ -170,7 +170,7 @@ def test_what_the_tower_learns_to_name_stands_where_its_tokens_do(random_pipelin
 
 
 def test_a_tower_that_has_learned_to_see_names_every_quadrant(random_pipeline: QwenVLPipeline, tmp_path: Path):
-    """Of images it has been shown, after a few steps: the labels are in the order of the tokens."""
+    """Only for images that it was trained on, after a few steps: the labels are in the order of the tokens."""
     pretrain.save_random_model(tmp_path)
     bundle = QwenVLBundle(str(tmp_path), freeze_vision=False)
     rng = np.random.default_rng(0)

@@ -37,7 +37,7 @@ class Case:
     unguided: Mapping[str, Any] = field(default_factory=lambda: {"guidance_scale": 1.0})
     """What switches guidance off."""
     cut_frames: int = 0
-    """Of what is sampled, those that are not decoded."""
+    """Sampled frames that are not decoded."""
     _rollout: tuple[dict[str, Condition], LatentSegment] | None = field(default=None, init=False)
 
     @property

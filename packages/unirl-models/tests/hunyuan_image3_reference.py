@@ -140,7 +140,7 @@ class Reference:
         return convolve(x[None], weight, bias, padding=weight.shape[-1] // 2)[0]
 
     def block(self, name: str, x: Tensor, time: Tensor) -> Tensor:
-        """Of [C, h, w]."""
+        """A block of the autoencoder on [C, h, w]."""
         inner = self.convolution(f"{name}.in_layers.2", functional.silu(self.group_norm(f"{name}.in_layers.0", x)))
         scale, shift = self.linear(f"{name}.emb_layers.1", functional.silu(time))[:, None, None].chunk(2)
         inner = self.group_norm(f"{name}.out_layers.0", inner) * (1 + scale) + shift

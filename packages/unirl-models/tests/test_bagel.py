@@ -186,7 +186,7 @@ def test_the_vision_tower_is_siglip(folder: Path, bundle: BagelBundle) -> None:
 
 
 def test_patches_and_images_are_inverses() -> None:
-    """Of [C, 2, 4] and a patch of 2: the channel is last in a patch, the column before it."""
+    """For [C, 2, 4] and a patch of 2: the channel is last in a patch, the column before it."""
     image = torch.arange(16.0).view(2, 2, 4)
     patches = patches_of(image, 2)
     assert patches[0].tolist() == [0, 8, 1, 9, 4, 12, 5, 13]
@@ -308,7 +308,7 @@ def test_lora_goes_to_the_experts_that_train(folder: Path, trains: Any) -> None:
 def test_adapter_contract(
     name: str, check: Callable[[Case], None], pipeline: BagelPipeline, bundle: BagelBundle
 ) -> None:
-    """Of prompts alone, and after given images with all three contexts."""
+    """For prompts alone, and after given images with all three contexts."""
     frozen = [bundle.vae, bundle.bagel.vit_model, bundle.bagel.connector, bundle.bagel.time_embedder]
     inputs = (lambda num_samples: {}) if name == "text" else pictures
     wanted = params(**GUIDED["text_channel" if name == "image" else "negative"])

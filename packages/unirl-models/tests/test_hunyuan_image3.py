@@ -140,7 +140,7 @@ def test_the_autoencoder_equals_a_plain_recomputation(bundle: HunyuanImage3Bundl
 
 
 def test_cells_become_channels_before_the_channels() -> None:
-    """Of [1, 2, 2, 2, 2] counted through: the frame varies slowest, then row, column and channel."""
+    """For [1, 2, 2, 2, 2] counted through: the frame varies slowest, then row, column and channel."""
     x = torch.arange(16.0).view(1, 2, 2, 2, 2)
     assert folded(x, 2).flatten().tolist() == [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
     assert torch.equal(unfolded(folded(x, 2), 2), x)
@@ -328,7 +328,7 @@ GUIDED: dict[str, Any] = {"guidance_scale": 2.5, "negative_prompt": ""}
 def test_adapter_contract(
     name: str, check: Callable[[Case], None], pipeline: HunyuanImage3Pipeline, bundle: HunyuanImage3Bundle
 ) -> None:
-    """Of prompts alone, and after given images."""
+    """For prompts alone, and after given images."""
     inputs = (lambda num_samples: {}) if name == "text" else pictures
     check(Case(pipeline, params(**GUIDED), [bundle.images], inputs=inputs))
 

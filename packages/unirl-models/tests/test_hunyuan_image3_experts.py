@@ -152,7 +152,7 @@ def test_any_part_and_order_of_a_rollout_keeps_its_own(folder: Path) -> None:
 
 
 def test_indices_of_another_batch_are_refused(folder: Path) -> None:
-    """Of another length, and of words of the same length; of images where texts are replayed too."""
+    """Another length, other words of the same length, and images where texts are replayed too."""
     pipeline, wanted = keeping(folder), params()
     conditions, segment = rollout(pipeline, wanted)
     kept = conditions[EXPERTS]

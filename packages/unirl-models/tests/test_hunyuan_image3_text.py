@@ -139,7 +139,7 @@ def test_a_text_does_not_depend_on_its_neighbours(bundle: HunyuanImage3Bundle) -
 
 
 def test_words_follow_where_the_format_leaves_no_choice(bundle: HunyuanImage3Bundle) -> None:
-    """Of a thought and a caption: after the thought its caption, then the words of an image, then the best size."""
+    """For a thought and a caption: after the thought its caption, then the words of an image, then the best size."""
     words = bundle.words
     adapter = HunyuanImage3TextAdapter(bundle, task="think_recaption", chooses_size=True)
     rows = [

@@ -22,7 +22,7 @@ def stock(class_name: str) -> Any:
 
 
 def default(function: Any, name: str) -> Any:
-    """Of a keyword."""
+    """Default of a keyword."""
     return inspect.signature(function).parameters[name].default
 
 

@@ -32,7 +32,7 @@ def picture(height: int, width: int, seed: int) -> torch.Tensor:
 
 
 SOUNDS = [sound(1.0, 0), sound(1.25, 1), torch.zeros(0), sound(1.6, 2)]
-"""Of a second or more: the library pads shorter ones to the longest of their batch, and hears some of the padding."""
+"""At least a second long: the library pads shorter ones to their batch's longest and hears some padding."""
 PICTURES = [[], [picture(60, 90, 0)], [], [picture(64, 32, 1), picture(40, 40, 2)]]
 """A sound alone, both, neither, and two images before a sound."""
 

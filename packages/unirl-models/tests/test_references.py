@@ -38,7 +38,7 @@ def test_a_rank_with_fewer_groups_takes_as_many_forwards_as_the_others() -> None
     called: list[list[int]] = []
 
     def any_rank(value: bool) -> bool:
-        """Of two ranks, the other of which has three groups."""
+        """Stands for two ranks, the other of which has three groups."""
         asked.append(value)
         return value or len(asked) <= 3
 

@@ -29,7 +29,7 @@ class FakeServer:
         self.scorers = scorers
         self.token = token
         self.password = password
-        """Of the user "me"."""
+        """Password of the user "me"."""
         self.faults = list(faults)
         self.ready = list(ready or [])
         self.asked: list[list[str]] = []

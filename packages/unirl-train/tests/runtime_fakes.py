@@ -289,5 +289,5 @@ def of_all_workers(runtime: Runtime, held: Held, pairs: list[list[int]]) -> list
 
 
 def sample_ids(resp: RolloutResp) -> list[str]:
-    """Of the root track."""
+    """Sample ids of the root track."""
     return resp.root_track().sample_ids

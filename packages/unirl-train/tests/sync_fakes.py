@@ -101,7 +101,7 @@ class Probe:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def checksums(self):
-        """Of what the engine was pushed."""
+        """Checksums of what was pushed."""
         return {name: tensor_checksum(tensor) for name, tensor in self.engine.pushed.items()}
 
 

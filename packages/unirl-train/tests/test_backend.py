@@ -448,7 +448,7 @@ def test_an_update_that_bfloat16_rounds_away_is_told_of_and_kept_in_float32(tmp_
 
 @pytest.mark.parametrize("master", ["fp32", "bf16"])
 def test_a_full_fine_tuning_is_exported_as_it_was_trained(master: str, tmp_path: Path):
-    """Of a model that was loaded in bfloat16: float32 masters keep what bfloat16 would round away."""
+    """For a model that was loaded in bfloat16: float32 masters keep what bfloat16 would round away."""
     bundle = TinyBundle()
     bundle.model.bfloat16()
     backend = make_backend(bundle, lr=1e-5, fsdp=FSDPConfig(param_dtype="bf16", master_dtype=master))

@@ -136,7 +136,7 @@ class TwoWorkers(InProcess):
         return [MeshPlace(dp_rank=rank, dp_size=2) for rank in range(2)]
 
     def component(self, name: str) -> object:
-        """Of the first worker."""
+        """A component of the first worker."""
         return self.workers[0].component(name)
 
 

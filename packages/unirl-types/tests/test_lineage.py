@@ -24,7 +24,7 @@ class Names:
 
     parent: dict[str, str] = field(default_factory=dict)
     score: dict[str, float] = field(default_factory=dict)
-    """Of images."""
+    """Scores of images."""
     sharp: dict[str, float] = field(default_factory=dict)
 
     def credit(self, text: str, how: Credit) -> tuple[float, float]:

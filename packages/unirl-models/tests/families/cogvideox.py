@@ -70,7 +70,7 @@ def from_stock(latents: Tensor, request: Request) -> Tensor:
 
 
 def levels(scheduler: Any) -> Tensor:
-    """Of its timesteps, and 0."""
+    """Levels of its timesteps, and 0."""
     return torch.cat([sigma_of(scheduler.alphas_cumprod)[scheduler.timesteps], torch.zeros(1)])
 
 

@@ -149,7 +149,7 @@ def tiny_i2v(**changes: Any) -> Any:
 
 
 def first_frames(num_samples: int) -> dict[str, Primitive]:
-    """Of 8 bits and another size than the videos."""
+    """Frames of 8 bits and another size than the videos."""
     generator = torch.Generator().manual_seed(0)
     return {"image": Images(pixels=torch.randint(0, 256, (num_samples, 3, 40, 56), generator=generator) / 255)}
 

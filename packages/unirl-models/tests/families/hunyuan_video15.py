@@ -38,7 +38,7 @@ def tiny_i2v() -> Any:
 
 
 def first_frames(num_samples: int) -> dict[str, Primitive]:
-    """Of 8 bits. The stock pipeline finds 16 x 16 to be the size nearest in shape."""
+    """Frames of 8 bits. The stock pipeline finds 16 x 16 to be the size nearest in shape."""
     generator = torch.Generator().manual_seed(0)
     return {"image": Images(pixels=torch.randint(0, 256, (num_samples, 3, 24, 28), generator=generator) / 255)}
 

@@ -300,5 +300,5 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def pixels(media: Images | Videos) -> Tensor:
-    """Of a sample each."""
+    """One entry per sample."""
     return media.pixels if isinstance(media, Images) else media.frames

@@ -17,7 +17,7 @@ from .kit import Family, Published, Request, seeded, stock_call
 from .tiny_parts import dynamic_scheduler
 
 CHANNELS, AUDIO_CHANNELS, MEL_BINS = 8, 2, 4
-"""Of latents."""
+"""Sizes of latents."""
 SPATIAL, TEMPORAL, AUDIO_PER_SECOND, FPS = 8, 8, 25, 24
 VIDEO_MOMENTS = torch.linspace(-0.3, 0.4, CHANNELS), torch.linspace(0.5, 2.0, CHANNELS)
 AUDIO_MOMENTS = (
@@ -142,7 +142,7 @@ def tiny() -> Any:
 
 
 def parts(latents: Tensor, request: Request) -> tuple[Tensor, Tensor]:
-    """Of our latents: video [B, C, f, h, w] and audio [B, A, P, M]."""
+    """Our latents in parts: video [B, C, f, h, w] and audio [B, A, P, M]."""
     params = request.params
     frames = (params.num_frames - 1) // TEMPORAL + 1
     video = (CHANNELS, frames, params.height // SPATIAL, params.width // SPATIAL)

@@ -154,7 +154,7 @@ def tiny_i2v_two_experts() -> Any:
 
 
 def pictures(num_samples: int, seed: int = 0) -> Images:
-    """Of 8 bits and another size than the videos."""
+    """Images of 8 bits and another size than the videos."""
     generator = torch.Generator().manual_seed(seed)
     return Images(pixels=torch.randint(0, 256, (num_samples, 3, 40, 56), generator=generator) / 255)
 
@@ -240,7 +240,7 @@ def tiny_animate() -> Any:
 
 
 def clips(num_samples: int, height: int, width: int, seed: int) -> Videos:
-    """Of 8 bits."""
+    """Videos of 8 bits."""
     generator = torch.Generator().manual_seed(seed)
     frames = torch.randint(0, 256, (num_samples, PARAMS["num_frames"], 3, height, width), generator=generator) / 255
     return Videos.pack(frames=list(frames))

@@ -169,7 +169,7 @@ def _compute_in_float32() -> None:
 
 
 class _Stream:
-    """Of a host, where nothing is under way when a call returns."""
+    """A stream on a host, where nothing is under way when a call returns."""
 
     def __init__(self, device: torch.device) -> None:
         pass
@@ -188,7 +188,7 @@ class _StreamlessTorch:
 
 
 def _answer_without_streams() -> None:
-    """Of several workers each has a thread that copies answers, on a stream of its device."""
+    """Each of several workers has a thread that copies answers, on a stream of its device."""
     module: Any = importlib.import_module(f"{_ROOT}.worker.diffusion_worker")
     if isinstance(module.torch, _StreamlessTorch):
         return

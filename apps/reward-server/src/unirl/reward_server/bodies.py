@@ -13,7 +13,7 @@ from unirl.reward_server.metrics import Metrics
 from unirl.reward_server.settings import ServerSettings
 
 _FIRST_BYTES = 2**20
-"""Of a body's buffer, before anything has arrived."""
+"""Size of a body's buffer before anything has arrived."""
 
 
 def refused(kind: type[web.HTTPException], text: str, retry_after_s: int) -> web.HTTPException:

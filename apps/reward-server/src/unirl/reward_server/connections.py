@@ -27,7 +27,7 @@ NUM_RESERVED = 16
 """Connections beyond the limit, for all requests but POST /score: a busy server still says how it is."""
 _BACKLOG = 2048
 _OTHER_DESCRIPTORS = 48
-"""Of this process without connections and replicas: 12 to 20, and files that are read."""
+"""File descriptors of this process without connections and replicas: 12 to 20, and files that are read."""
 _DESCRIPTORS_PER_REPLICA = 4
 _MIN_CONNECTIONS = 16
 _PAUSE_S = 0.05

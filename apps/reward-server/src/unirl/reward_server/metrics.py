@@ -17,7 +17,7 @@ _RATE_WINDOW_S = 30.0
 
 
 class Metrics:
-    """Of one server. Every server has its own registry, so that tests can have many."""
+    """Metrics of one server. Every server has its own registry, so that tests can have many."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

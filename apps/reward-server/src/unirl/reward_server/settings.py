@@ -52,7 +52,7 @@ class ServerSettings:
     """Bodies, as far as they have arrived, and decoded media of all requests in work; more get 429."""
     max_samples: int = 1024
     max_image_pixels: int = 4096 * 4096
-    """Of one image or frame."""
+    """Limit per image or frame."""
     max_video_frames: int = 1024
     max_media_bytes: int = 1024**3
     """Media when decoded."""
@@ -98,7 +98,7 @@ class RewardSettings:
     params: Mapping[str, Any] = field(default_factory=dict)  # Any: constructor keywords of any scorer
     num_replicas: int = 1
     num_gpus: float = 1.0
-    """Of each replica; a fraction shares a GPU. 0 runs on the CPU."""
+    """GPUs per replica; a fraction shares a GPU. 0 runs on the CPU."""
     num_cpus: float = 1.0
     """Threads of each replica's torch, at least one."""
     max_concurrency: int = 1

@@ -43,7 +43,7 @@ COMPUTE_PHASES = ("rollout", "reward", "train")
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """Of q k^T and of the product with v; shapes [batch, heads, length, width]."""
+    """FLOPs of q k^T and attention @ v; shapes [batch, heads, length, width]."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[2] * (width + value[3])
 

@@ -149,7 +149,7 @@ class _Estimate:
         return 0.0 if is_elsewhere or self.run.engine.get("drop_text_encoders") else self._text_bytes()
 
     def _text_bytes(self) -> float:
-        """Of the text encoders, wherever they are."""
+        """Bytes of the text encoders, wherever they are."""
         dtype = self.bundle.get("text_encoder_dtype") or self.bundle.get("dtype", "fp32")
         return self.sizes.text * _BYTES[dtype] * GB
 
@@ -184,7 +184,7 @@ class _Estimate:
 
     @property
     def tokens(self) -> int:
-        """Of one row: its latents, the images next to them and its text."""
+        """Tokens of one row: its latents, the images next to them and its text."""
         frames = 1 + (self.frames - 1) // self.sizes.frame_factor if self.sizes.frame_factor else 1
         area = self.sizes.pixels_per_token**2
         pictures = self.bundle.get("image_area", 0) // area
@@ -211,12 +211,12 @@ class _Estimate:
         return chosen or scheduler.get("num_sde_steps") or self.run.sampling.get("num_inference_steps")
 
     def rollout_activations(self) -> float:
-        """Of one forward without gradient."""
+        """Bytes of one forward without gradient."""
         rows = self.run.engine.get("forward_batch_size", 1) * self.num_branches
         return rows * self.tokens * self.sizes.width * self.sizes.held_per_token * self._compute_bytes
 
     def decoder(self) -> float:
-        """Of one call of the VAE."""
+        """Bytes of one call of the VAE."""
         if not self.run.engine.get("decode", True):
             return 0.0
         span = self.bundle.get("vae_tile_frames") or self.frames
@@ -257,7 +257,7 @@ class _Estimate:
 
 
 def _scorer_bytes(part: Part) -> float:
-    """Of a scorer and those inside it."""
+    """Bytes of a scorer and those inside it."""
     # A scorer's judge or detector has no base class that declares it.
     billions = part.ability("model_billions") if "model_billions" in part.abilities else 0.0
     own = billions * _BYTES[part.get("dtype") or "fp32"] * GB

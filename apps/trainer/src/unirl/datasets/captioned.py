@@ -23,9 +23,9 @@ PAIR_COLUMNS = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
 SIDE = 512
 """Pixels, as the recipes have them that read these images."""
 OWN_SUFFIXES = (".jsonl", ".json", ".csv")
-"""Of a prompt file of the user's own; `.parquet` is what is published."""
+"""Suffixes of a user's own prompt file; `.parquet` is what is published."""
 HELD_OUT = 0.1
-"""Of the captions."""
+"""Fraction of the captions."""
 JPEG_QUALITY = 95
 
 

@@ -24,7 +24,7 @@ FACE_SIDE = 256
 NUM_FRAMES = 33
 """As the recipe samples them."""
 HELD_OUT = 0.15
-"""Of the pairs of a person and a motion."""
+"""Fraction of the pairs of a person and a motion."""
 
 Point = tuple[float, float]
 Colour = tuple[int, int, int]

@@ -22,7 +22,7 @@ LENGTHS_S = (0.1, 0.15, 0.25)
 """Seconds of a beep, and of the silence after it."""
 NUM_BEEPS = (1, 2, 3, 4)
 HELD_OUT = 0.15
-"""Of the recordings."""
+"""Fraction of the recordings."""
 _FADE_S = 0.01
 _LOUDNESS = 0.5
 

@@ -16,7 +16,7 @@ NAME = "SOURCE.json"
 _BLOCK_BYTES = 1 << 20
 
 Standing = Literal["absent", "whole", "changed", "unknown"]
-"""Of a file: not there; as it was made; not as it was made; not made by this command."""
+"""State of a file: not there; as it was made; not as it was made; not made by this command."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Manifest:
     """What SOURCE.json holds. It has no date, so the same sources give the same file."""
 
     name: str
-    """Of the set."""
+    """Name of the set."""
     files: Mapping[str, Mapping[str, Any]]  # Any: JSON values
     """By name: rows, sha256 and source; where images lie next to a file also their number and one sha256 of them."""
 
@@ -34,7 +34,7 @@ class Manifest:
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
     def rows(self, file: str) -> int:
-        """Of a file that is named."""
+        """Number of rows of the named file."""
         return int(self.files[file]["rows"])
 
 
@@ -68,7 +68,7 @@ def standing(folder: Path, manifest: Manifest | None, prompt_set: PromptSet, fil
 
 
 def checksums(path: Path) -> dict[str, Any]:  # Any: JSON values
-    """Of a file, and of the images that lie next to it."""
+    """Checksums of a file, and of the images that lie next to it."""
     found: dict[str, Any] = {"sha256": sha256_of(path)}
     pictures = pictures_folder(path)
     if pictures.is_dir():
@@ -86,7 +86,6 @@ def pictures_folder(path: Path) -> Path:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

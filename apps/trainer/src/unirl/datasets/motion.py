@@ -84,7 +84,7 @@ CAMERAS = {
     "orbit": "the camera moves around the subject",
 }
 HELD_OUT = 0.12
-"""Of the pairs of subject and action."""
+"""Fraction of the pairs of subject and action."""
 PER_PAIR = 8
 """Prompts that a pair gets, before repeats are taken out."""
 NUM_TRAIN, NUM_HELD_OUT = 1800, 200

@@ -15,7 +15,7 @@ from unirl.types.errors import DataError
 TABLES = "data/*.parquet"
 LANGUAGE = "en"
 HELD_OUT = 0.15
-"""Of the images: one image has several instructions."""
+"""Fraction of the images: one image has several instructions."""
 MOTIONS_PER_PICTURE = 3
 REPOSITORY = HubDataset(
     name="stepfun-ai/GEdit-Bench",

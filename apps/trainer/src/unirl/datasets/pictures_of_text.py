@@ -63,7 +63,7 @@ HPDV2_STYLES = {
 }
 """The benchmark's prompts by style, 800 each."""
 HPDV2_HELD_OUT = 100
-"""Of each style."""
+"""Prompts per style."""
 
 
 def _hpdv2_benchmark(files: Files) -> list[str]:

@@ -133,7 +133,7 @@ def _identity(row: Row) -> str:
 
 
 def _number(name: str) -> tuple[int, str]:
-    """Of a problem: its folder's name."""
+    """Sort key of a problem: its folder's name."""
     folder = name.rsplit("/", 2)[-2] if "/" in name else ""
     return (int(folder) if folder.isdigit() else 0, name)
 

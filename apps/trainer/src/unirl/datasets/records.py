@@ -23,7 +23,7 @@ class Picture:
 
     data: bytes
     suffix: str
-    """Of its file name, such as .png; a recording's is .wav."""
+    """Suffix of its file name, such as .png; a recording's is .wav."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PublishedFile:
     num_rows: int | None = None
     """Rows that it is published with; None if that is not known."""
     sha256: str | None = None
-    """Of the published file, where known."""
+    """Checksum of the published file, if known."""
 
 
 class FetchError(DataError):

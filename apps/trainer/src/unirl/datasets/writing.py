@@ -16,9 +16,9 @@ from unirl.types.errors import DataError
 from unirl.types.preference import IMAGES
 
 ROWS_PER_GROUP = 256
-"""Of a table: what is held in memory at a time."""
+"""Rows per group of a table: what is held in memory at a time."""
 _NAME_LENGTH = 24
-"""Of a file or folder that is named by the sha256 of its content."""
+"""Characters in the name of a file or folder that is named by the sha256 of its content."""
 _NEW_LINE = re.compile(r"\s*[\r\n]\s*")
 
 
@@ -81,7 +81,7 @@ def _folder_of(frames: Sequence[Picture], folder: Path) -> str:
 
 
 def _name(picture: Picture) -> str:
-    """Of its file, by its content."""
+    """File name of an image, made from its content."""
     return f"{hashlib.sha256(picture.data).hexdigest()[:_NAME_LENGTH]}{picture.suffix}"
 
 

@@ -23,7 +23,7 @@ class Allocations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.num_bytes = 0
-        """Of storages that are alive now."""
+        """Bytes of the storages alive now."""
         self.peak_bytes = 0
         """Largest `num_bytes` so far."""
         self._known: set[int] = set()
@@ -59,7 +59,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _storages(values: object) -> dict[int, torch.UntypedStorage]:
-    """Of the tensors among an operator's values, by identity."""
+    """Storages of the tensors among an operator's values, by identity."""
     return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in _tensors(values))}
 
 

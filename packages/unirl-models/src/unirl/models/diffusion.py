@@ -261,7 +261,7 @@ def _check_trees(branching: Branching, start_keys: Sequence[str] | None, num_sam
 
 
 def _solver(params: DiffusionSamplingParams) -> Solver | None:
-    """Of the deterministic steps; None for Euler's, which the loop takes itself."""
+    """Solver of the deterministic steps; None for Euler's, which the loop takes itself."""
     match params.post_solver:
         case "euler":
             return None

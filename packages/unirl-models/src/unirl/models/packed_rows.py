@@ -54,7 +54,7 @@ class KeyValues:
     """Keys and values of rows, end to end: what later tokens attend to."""
 
     layers: list[tuple[Tensor, Tensor]]
-    """Of each layer keys and values [M, G, D]."""
+    """Per layer keys and values [M, G, D]."""
     prefixes: tuple[Prefix, ...]
     """Each row, whole."""
 

@@ -26,7 +26,7 @@ class Released:
     vae: float
     """Billions, kept in float32."""
     width: int
-    """Of a token inside the transformer."""
+    """Width of a token inside the transformer."""
     blocks: int
     """Transformer blocks of one expert."""
     pixels_per_token: int
@@ -34,7 +34,7 @@ class Released:
     text_tokens: int
     """Most tokens of a text in a forward."""
     text_width: int
-    """Of an embedded token, as conditions keep it."""
+    """Width of an embedded text token, as conditions keep it."""
     decode_kb: float
     """Most kilobytes that decoding one sample holds, per pixel of a frame; of a video whose VAE decodes at once, per
     pixel of every frame."""
@@ -56,7 +56,7 @@ class Released:
 
 
 IMAGE_VAE: dict[str, Any] = {"vae": 0.084, "decode_kb": 3.1, "decode_gradient_kb": 23.7, "pixels_per_token": 16}
-"""Of the families with the autoencoder of Stable Diffusion and patches of 2."""
+"""Sizes shared by the families with the autoencoder of Stable Diffusion and patches of 2."""
 
 
 @cache

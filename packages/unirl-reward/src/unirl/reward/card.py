@@ -22,7 +22,7 @@ class Normalisation:
     """True if the scorer does it unless told otherwise."""
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Of raw values, in their precision."""
+        """Normalise raw values, in their precision."""
         return (values + self.offset) / self.divisor
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class ScorerCard:
     needs: str = ""
     """What it reads besides the generated media."""
     extra: str | None = None
-    """Of unirl-reward, where it needs one."""
+    """The extra of unirl-reward that it needs, if any."""
     normalisation: Normalisation | None = None
     """None: the values are used as published."""
 

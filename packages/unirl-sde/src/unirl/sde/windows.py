@@ -155,7 +155,7 @@ class MixGRPOWindow(StepWindow):
     roll_back: bool = False
     """Start again at `init` after the last window; all strategies but random."""
     seed: int = 0
-    """Of the random strategy; has no influence on the others."""
+    """Seed of the random strategy; has no influence on the others."""
     min_iters: Annotated[int, Bounds(ge=1)] = 1
     """Shortest stay of a window; both decays."""
     decay_rate: Annotated[float, Bounds(ge=0)] = 0.1

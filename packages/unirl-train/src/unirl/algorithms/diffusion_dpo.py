@@ -69,5 +69,5 @@ class DiffusionDPO(GroupedForwardProcess):
 
 
 def pair_signs(advantages_B: Tensor, rows: ForwardRows) -> Tensor:
-    """Of every pair of rows, [R / 2]: 1 where the first sample wins, -1 where the second does, 0 for a tie."""
+    """Sign per pair of rows, [R / 2]: 1 where the first sample wins, -1 where the second does, 0 for a tie."""
     return (advantages_B[rows.sample_R[0::2]] - advantages_B[rows.sample_R[1::2]]).sign()

@@ -24,7 +24,7 @@ class FollowedByOldPolicy(ForwardProcessAlgorithm):
     """
 
     metric_prefix: ClassVar[str] = "old_policy"
-    """Of the names of what such an algorithm reports."""
+    """Prefix of the names of its metrics."""
     default_decay: ClassVar[OldPolicyDecay] = OldPolicyDecay()
 
     def __init__(

@@ -36,7 +36,7 @@ AUDIO = "audio"
 MEDIA_FIELDS = ("modality", "role", "uri")
 CHOICES, ANSWER = "choices", "answer"
 MAX_TEXT_BYTES = 2**29
-"""Of a file of prompts that is read whole."""
+"""Largest size of a file of prompts that is read whole."""
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
 _EMBEDDING_KEY = re.compile(r"embed(s|ding|dings)?(_path)?$")

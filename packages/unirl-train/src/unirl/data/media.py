@@ -28,7 +28,7 @@ SLOTS = {
 """What media are and what they are to their prompt, and the slot of a request that they become: something to look at or
 to change, white where something is to be filled, a motion to follow, a scene to be put into, or something to hear."""
 SAMPLE_BYTES = (1, 2, 3, 4)
-"""Of one number in a WAV file."""
+"""Widths of one number in a WAV file."""
 Box = tuple[int, int, int, int]
 """Left, top, width, height."""
 UNREADABLE = (OSError, UnidentifiedImageError, Image.DecompressionBombError)

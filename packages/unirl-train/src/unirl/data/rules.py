@@ -165,7 +165,7 @@ def _num_conditions(row: PromptRow) -> int:
 
 
 def _num_frames(row: PromptRow) -> dict[str, int]:
-    """Of the videos of a row, by role."""
+    """Number of frames of a row's videos, by role."""
     return dict(Counter(ref.role for ref in row.media if ref.modality == "video"))
 
 

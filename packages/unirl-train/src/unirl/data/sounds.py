@@ -18,7 +18,7 @@ from unirl.types.media import Audios
 SAMPLE_RATE = 16_000
 """Hertz, which speech encoders read."""
 _ZERO_CROSSINGS = 24
-"""Of the filter, on each side: the more, the steeper it cuts."""
+"""Zero crossings of the filter, on each side: the more, the steeper it cuts."""
 _ROLLOFF = 0.94
 """Share of the frequencies that both rates have which pass unchanged."""
 

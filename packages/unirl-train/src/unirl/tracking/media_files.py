@@ -23,11 +23,11 @@ from unirl.types.samples import Image, Medium, Sound, Text, Unshown, Video
 ImageFormat = Literal["png", "webp"]
 Description = dict[str, Any]  # Any: JSON values
 _DEFAULT_RATE = 16_000
-"""Of waveforms whose model says none."""
+"""Hertz of waveforms whose model gives no rate."""
 _PCM = 32767
 """Largest number of a 16-bit WAV file."""
 _OPTIONS: dict[ImageFormat, dict[str, Any]] = {"png": {"compress_level": 1}, "webp": {"quality": 90}}
-"""Of Pillow (Any: by format). A higher level of PNG takes five times as long for a tenth fewer bytes."""
+"""Options of Pillow (Any: by format). A higher level of PNG takes five times as long for a tenth fewer bytes."""
 
 
 def write_medium(medium: Medium, folder: Path, stem: str, image_format: ImageFormat = "png") -> Description:

@@ -24,7 +24,7 @@ from unirl.types.samples import SampleRecord
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of the format. Higher where a reader of the one before would misread a line; new fields leave it as it is."""
+"""Version of the format. Raised when a reader of the one before would misread a line; new fields leave it as it is."""
 _FILE = re.compile(r"(?P<name>[a-z]+)-(?P<step>\d{6,})\.jsonl")
 _NO_NAME = re.compile(r"[^\w.-]")
 _MEDIA = ("given", "media")

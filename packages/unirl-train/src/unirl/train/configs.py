@@ -85,7 +85,7 @@ class LoraConfig:
     dropout: float = 0.0
     """Must be 0: another mask for the anchor than for the update would make the ratio differ from one."""
     init: LoraInit = "gaussian"
-    """Of A: normal with standard deviation 1 / rank, or peft's default (Kaiming uniform). B starts at zero."""
+    """Initial A: normal with standard deviation 1 / rank, or peft's default (Kaiming uniform). B starts at zero."""
 
     def __post_init__(self) -> None:
         if self.dropout != 0.0:

@@ -86,7 +86,7 @@ class BucketLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return max((stop for *_, stop in self.spans), default=len(self.header))
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:

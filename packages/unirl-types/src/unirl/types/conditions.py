@@ -179,7 +179,7 @@ class ExpertCondition(Condition):
     of: Tensor | None = per_sample(default=None)
     """[B] int64, a digest of what each sample read, where a replay checks it."""
     steps: list[int] | None = shared(default=None)
-    """Of images, the denoising steps whose tokens follow the words."""
+    """For images, the denoising steps whose tokens follow the words."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

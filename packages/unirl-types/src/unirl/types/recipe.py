@@ -57,7 +57,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Of its class."""
+        """Name of its class."""
         return self.path.rsplit(".", 1)[-1]
 
     def get(self, key: str, default: Any = None) -> Any:  # Any: a recipe's value
@@ -95,7 +95,7 @@ class Policy:
 
     name: str
     prefix: str
-    """Of its places in the recipe: empty for the only policy of flat sections, else `policies.<name>.`."""
+    """Prefix of its places in the recipe: empty for the only policy of flat sections, else `policies.<name>.`."""
     bundle: Part
     pipelines: Mapping[str, Part]
     """By name, "default" for the only one."""
@@ -148,7 +148,7 @@ class Stage:
     engine: Part
     sampling: Part
     advantages: Part
-    """Of its track: its own, else the run's."""
+    """Advantages of its track: its own, else the run's."""
     reads: Part | None = None
     """How it reads the tracks above it; None for the only stage."""
     grows_from: str | None = None
@@ -192,7 +192,7 @@ class Run:
     """The track whose media are scored; None: the root."""
     data: Part
     sampling: Part
-    """Of the first stage, which reads the prompts; so is `engine`."""
+    """Sampling of the first stage, which reads the prompts; so is `engine`."""
     engine: Part
     advantages: Part
     """For tracks whose stage has none."""

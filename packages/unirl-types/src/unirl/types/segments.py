@@ -189,7 +189,7 @@ class SizedLatents(Segment):
 
     modality: Modality = shared(default=Modality.IMAGE)
     latents: list[Tensor] = per_sample(default_factory=list)
-    """Of each sample the stored positions [K, C, h, w]."""
+    """Per sample the stored positions [K, C, h, w]."""
     sizes: list[tuple[int, int]] = per_sample(default_factory=list)
     """Height and width of each image in pixels."""
     sigmas: Tensor = shared()
@@ -201,7 +201,7 @@ class SizedLatents(Segment):
     sde_logp: Tensor | None = per_sample(default=None)
     """[B, S] float32, see `LatentSegment`."""
     sde_means: list[Tensor] | None = per_sample(default=None)
-    """Of each sample [S, C, h, w], see `LatentSegment`."""
+    """Per sample [S, C, h, w], see `LatentSegment`."""
     params: DiffusionSamplingParams | None = shared(default=None)
     """What the trajectories were sampled with but for the size: height and width are those of an image whose size
     was not chosen."""

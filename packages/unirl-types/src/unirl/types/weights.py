@@ -56,11 +56,11 @@ class LostUpdate:
     """What rounding took of the updates that adapters make, over all weights that they were merged into."""
 
     dtype: str
-    """Of the merged weights, such as `bfloat16`."""
+    """Dtype of the merged weights, such as `bfloat16`."""
     norm_fraction: float
     """Norm of what was lost over the norm of the update."""
     unchanged_fraction: float
-    """Of the weights that the update changes, those that are the base's again."""
+    """Fraction of the weights changed by the update that equal the base's again."""
 
     def __str__(self) -> str:
         return (
@@ -135,9 +135,9 @@ class WeightBucket:
     policy_version: int
     tensors: Mapping[str, Tensor]
     specs: tuple[WeightSpec, ...]
-    """Of the tensors."""
+    """Specs of the tensors that travel."""
     kept: tuple[WeightSpec, ...] = ()
-    """Of tensors that do not travel because the receiver has them from an earlier push."""
+    """Specs of tensors that do not travel because the receiver has them from an earlier push."""
     file: str | None = None
     """Path of a safetensors file (`unirl.types.bucket_files`) with these tensors, good until the next push begins."""
 

@@ -29,9 +29,9 @@ class Model:
 
     kind: Kind
     part: str
-    """Of parts/model."""
+    """Name in parts/model."""
     reward: str
-    """Of parts/reward."""
+    """Name in parts/reward."""
     shows_media: bool = False
     """True if its prompts come with images."""
     write: Callable[[Path], None] | None = None
@@ -55,7 +55,7 @@ class Engine:
     """An engine for one kind of sample."""
 
     part: str | None
-    """Of parts/engine; None where every model's part has it."""
+    """Name in parts/engine; None if every model's part has it."""
     settings: Mapping[str, Any]  # Any: values of a recipe's `engine`
     environment: str | None = None
     """Project whose environment it runs in."""
@@ -91,7 +91,7 @@ class Algorithm:
     """An algorithm for one kind of sample."""
 
     parts: tuple[str, ...]
-    """Of parts/, in the order of a recipe's defaults."""
+    """Names in parts/, in the order of a recipe's defaults."""
     settings: Mapping[str, Any]  # Any: values of a recipe
 
 

@@ -23,7 +23,7 @@ CATEGORY_SHARES: dict[Category, float] = {
 }
 """Shares of the prompts. Who never carries gets the two plain categories right, two problems in five."""
 HELDOUT_FRACTION = 0.1
-"""Of all problems; neither the base nor RL has seen these, nor the same sum with its numbers swapped."""
+"""Fraction of all problems; neither the base nor RL has seen these, nor the same sum with its numbers swapped."""
 NUM_TRAIN = 2000
 NUM_HELDOUT = 500
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 OptionT = TypeVar("OptionT")
 
 SHIFT = 3.0
-"""Of the noise schedule; the sampler uses the same."""
+"""Shift of the noise schedule; the sampler uses the same."""
 LATENT_CHANNELS = 16
 WIDTH = 192
 NUM_HEADS = 3

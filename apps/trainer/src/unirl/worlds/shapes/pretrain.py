@@ -33,7 +33,7 @@ from unirl.worlds.shapes.evaluate import encode_prompts, evaluate
 logger = logging.getLogger(__name__)
 
 SHIFT = 3.0
-"""Of the noise schedule; the sampler uses the same."""
+"""Shift of the noise schedule; the sampler uses the same."""
 LATENT_CHANNELS = 4
 LATENT_SIDE = 8
 WIDTH = 176

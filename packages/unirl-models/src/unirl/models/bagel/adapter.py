@@ -158,7 +158,7 @@ class BagelAdapter(DiffusionAdapter):
         return torch.stack([patches_of(each, self.bundle.config.latent_patch) for each in latents])
 
     def _pictures(self, samples: Sequence[Sequence[Tensor]]) -> dict[str, Condition]:
-        """Of the images of each sample, the latent tokens and the patches for the vision tower, each distinct one
+        """For the images of each sample, the latent tokens and the patches for the vision tower, each distinct one
         made once. The tower sees what the autoencoder does, resized again, as in the published code."""
         config, device = self.bundle.config, self.bundle.device
         pictures, places = distinct(samples)

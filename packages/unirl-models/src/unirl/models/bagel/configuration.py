@@ -21,7 +21,7 @@ VISION_CONFIG = "vit_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageConfig:
-    """Of the decoder, each of whose weights there are two: for words, and for latents of images."""
+    """The decoder, with two of each weight: for words, and for latents of images."""
 
     vocab_size: int
     hidden_size: int
@@ -41,7 +41,7 @@ class LanguageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """Of the tower that sees images."""
+    """The tower that sees images."""
 
     hidden_size: int
     intermediate_size: int
@@ -61,7 +61,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VAEConfig:
-    """Of the autoencoder. The defaults are FLUX.1's."""
+    """The autoencoder. The defaults are FLUX.1's."""
 
     channels: int = 128
     multipliers: tuple[int, ...] = (1, 2, 4, 4)
@@ -70,7 +70,7 @@ class VAEConfig:
     """Residual blocks of a level of the encoder; the decoder has one more."""
     latent_channels: int = 16
     groups: int = 32
-    """Of the normalisations. No shape tells it: a checkpoint with another number has it in config.json, as
+    """Groups of the normalisations. No shape tells it: a checkpoint with another number has it in config.json, as
     `vae_config.groups`."""
     scale: float = 0.3611
     shift: float = 0.1159
@@ -100,7 +100,7 @@ class BagelConfig:
 
     @property
     def pixels_per_token(self) -> int:
-        """Of an image that is made, on a side."""
+        """Pixels per token along a side of a generated image."""
         return self.latent_patch * self.vae.factor
 
     @classmethod

@@ -93,7 +93,7 @@ class BoundVelocity:
         return bagel.llm2vae(out.latents).unflatten(0, (len(x), -1)).float()
 
     def _layout(self, guided: tuple[int, ...], device: torch.device) -> Layout:
-        """Of one forward. Steps guide the same rows, or none, so there are few."""
+        """Layout of one forward, cached. Steps guide the same rows, or none, so there are few."""
         if guided not in self._layouts:
             contexts = self.contexts
             chosen = [contexts.text_free[row] for row in guided]
@@ -165,7 +165,7 @@ class BoundVelocity:
         return [Part(Segment(Kind.WORDS, len(ids)), tuple(ids), ids)] if ids else []
 
     def _images(self, count: int) -> list[list[Part]]:
-        """Of each row every image, as latents and as patches."""
+        """For each row every image, as latents and as patches."""
         if "latents" not in self._conditions:
             return [[]] * count
         latents, patches = (

@@ -20,7 +20,7 @@ with from_extra("diffusers"):
     from PIL import Image
 
 MOST_PIXELS = 14 * 14 * 9 * 1024
-"""Of a resized image. The published code multiplies the sides of a larger one by the ratio of the areas."""
+"""Largest area of a resized image. The published code multiplies a larger one's sides by the ratio of the areas."""
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class Outputs(NamedTuple):
     logits: Tensor | tuple[Tensor, Tensor, Tensor] | None
     """[1, n, vocabulary], or what `unirl.models.token_scores.ScoringHead` gives in their place."""
     layers: list[tuple[Tensor, Tensor]] | None
-    """Of each layer the keys and values [N, G, D]."""
+    """Per layer the keys and values [N, G, D]."""
 
 
 class Qwen2MoTForCausalLM(nn.Module):

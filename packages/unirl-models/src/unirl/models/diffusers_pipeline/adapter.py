@@ -51,7 +51,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
     """
 
     used_params: ClassVar[frozenset[str]] = frozenset({"guidance_scale", "max_sequence_length"})
-    """Of the parameters that not every family has, those that this one uses, see `refuse_ignored`."""
+    """Parameters that this family uses among those that not every family has; see `refuse_ignored`."""
     used_sampler_kwargs: ClassVar[frozenset[str]] = frozenset({INTERVAL_KEY})
     """Keys of `sampler_kwargs` that this family reads."""
     read_slots: ClassVar[frozenset[str]] = frozenset({"text"})
@@ -366,7 +366,7 @@ def _joined(rows: list[Embedding], slot: str) -> TextEmbedCondition:
 
 
 def _prefix(slot: str) -> str:
-    """Of the names of a stream's tensors in an embedding; those of "text" stand alone."""
+    """Prefix of the names of a stream's tensors in an embedding; those of "text" stand alone."""
     return "" if slot == "text" else f"{slot}."
 
 

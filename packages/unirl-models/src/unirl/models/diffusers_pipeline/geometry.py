@@ -14,7 +14,7 @@ class Geometry:
     """Factors of a checkpoint."""
 
     channels: int
-    """Of a latent."""
+    """Channels of a latent."""
     vae_factor: int
     """Pixels per latent element on a side."""
     patch: int = 1

@@ -35,7 +35,7 @@ class FluxBundle(RankFollowing, DiffusersBundle):
     latent_patch = 2
     recipe_rules = "unirl.models.flux.rules"
     released_guidance = 3.5
-    """Of the input that the checkpoint was published with."""
+    """Value of the guidance input that the checkpoint was published with."""
     takes_second_forward = True
     """True if classifier-free guidance on top is known to the stock pipeline."""
 

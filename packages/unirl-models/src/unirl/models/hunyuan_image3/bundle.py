@@ -83,7 +83,7 @@ class HunyuanImage3Bundle(Bundle):
         self.drops_thoughts = bool(generation.get("drop_think", False))
         """True if an image is made without what was thought before its caption."""
         self.sizes = sizes(self.config.base_size)
-        """Of images, in the order of their words."""
+        """Sizes of images, in the order of their words."""
         self.tokenizer = load_tokenizer(self.folder.path, model_type="qwen2")
         self.words = WordIds.of(
             self.tokenizer,

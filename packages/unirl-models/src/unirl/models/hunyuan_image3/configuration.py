@@ -34,7 +34,7 @@ EXPECTED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Of the mixture of experts of a block."""
+    """The mixture of experts of a block."""
 
     expert_width: int
     """Inner width of each routed expert."""
@@ -46,7 +46,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Of the transformer."""
+    """The transformer."""
 
     vocab_size: int
     hidden_size: int
@@ -67,10 +67,10 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VAEConfig:
-    """Of the autoencoder, whose convolutions know frames; an image is one latent frame."""
+    """The autoencoder, whose convolutions know frames; an image is one latent frame."""
 
     channels: tuple[int, ...]
-    """Of each level of the encoder; each level but the last changes the size."""
+    """Channels per level of the encoder; each level but the last changes the size."""
     blocks: int
     """Residual blocks of a level of the encoder; the decoder has one more."""
     latent_channels: int
@@ -105,7 +105,7 @@ class HunyuanImage3Config:
     base_size: int
     """Pixels on the side of a square image; sizes of images are counted from it."""
     most_patches: int
-    """Of an image that the vision tower sees; a smaller one is padded to so many tokens."""
+    """Most patches of an image for the vision tower; a smaller one is padded to so many tokens."""
 
     @classmethod
     def of_folder(cls, folder: ModelFolder) -> Self:

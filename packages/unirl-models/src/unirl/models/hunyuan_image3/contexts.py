@@ -84,7 +84,7 @@ class BoundVelocity:
         return bundle.images.velocity(out.images.unflatten(0, (len(x), -1)), sigma, self._grid)
 
     def _layout(self, guided: tuple[int, ...], device: torch.device) -> Layout:
-        """Of one forward. Steps guide the same rows, or none, so there are few."""
+        """Layout of one forward, cached. Steps guide the same rows, or none, so there are few."""
         if guided not in self._layouts:
             known, full, masked = self.contexts
             chosen = [masked[row] for row in guided] + full

@@ -30,7 +30,7 @@ class GivenImage:
     patches: Tensor
     """[N, numbers]."""
     grids: tuple[Grid, Grid]
-    """Of the latents and of the patches."""
+    """Grids of the latents and of the patches."""
     key: Hashable
     """Equal of images that look the same."""
 

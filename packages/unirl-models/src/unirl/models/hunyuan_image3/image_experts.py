@@ -25,12 +25,12 @@ EXPERTS = "experts"
 
 @dataclass(frozen=True, eq=False)
 class RowExperts:
-    """Of one row. Pairs are with the prompt and without; one part alone where nothing is guided."""
+    """Experts of one row. Pairs are with the prompt and without; one part alone where nothing is guided."""
 
     words: tuple[Tensor, ...]
     """[P, K] each."""
     steps: dict[int, tuple[Tensor, ...]]
-    """Of each kept step [1 + L, K] each."""
+    """Per kept step, tensors [1 + L, K]."""
 
 
 def digests(contexts: Sequence[Hashable]) -> Tensor:

@@ -27,7 +27,7 @@ class Segment:
 
     length: int
     grids: tuple[Grid, ...] = ()
-    """Of its images, with one word between two; none where the segment is words. Tokens beyond them are padding."""
+    """Grids of its images, with one word between two; none for words. Tokens beyond them are padding."""
 
     @property
     def is_causal(self) -> bool:

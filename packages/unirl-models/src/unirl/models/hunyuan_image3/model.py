@@ -144,7 +144,7 @@ class ImageParts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all but the autoencoder."""
+        """Dtype of all but the autoencoder."""
         return next(self.patch_embed.parameters()).dtype
 
     def latent_tokens(self, latents: Tensor, sigma_I: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class GivenPictures:
     """The images of B samples."""
 
     ids: list[list[int]]
-    """Of each sample the words and placeholders of its images."""
+    """Per sample the words and placeholders of its images."""
     conditions: dict[str, Condition]
     """"latents" and "patches"."""
 

@@ -45,7 +45,7 @@ class WordIds:
     recaption: int
     recaption_end: int
     num_words: int
-    """Of the vocabulary; ids from here on are no words."""
+    """Size of the vocabulary; ids from here on are no words."""
 
     @property
     def timestep(self) -> int:

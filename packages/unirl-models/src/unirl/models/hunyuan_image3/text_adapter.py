@@ -103,7 +103,7 @@ class HunyuanImage3TextAdapter(TextAdapter):
         return conditions if pictures is None else conditions | pictures.conditions
 
     def prompt_tokens(self, text: str) -> list[int]:
-        """Of a prompt without images."""
+        """Tokens of a prompt without images."""
         return self._template.prompt(text, []) + self._start
 
     def decode(self, segment: TextSegment) -> Texts:

@@ -142,9 +142,9 @@ class Outputs(NamedTuple):
     logits: Tensor | tuple[Tensor, Tensor, Tensor] | None
     """[1, n, vocabulary], or what `unirl.models.token_scores.ScoringHead` gives in their place."""
     layers: list[tuple[Tensor, Tensor]] | None
-    """Of each block the keys and values [N, G, *]."""
+    """Per block the keys and values [N, G, *]."""
     routes: list[Tensor] | None
-    """Of each block the experts, int64 [N, K]."""
+    """Per block the experts, int64 [N, K]."""
 
 
 class HunyuanImage3Decoder(nn.Module):

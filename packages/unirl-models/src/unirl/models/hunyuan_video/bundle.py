@@ -39,7 +39,7 @@ class HunyuanVideoBundle(DiffusersBundle):
     frame_divisor = 4
     recipe_rules = "unirl.models.hunyuan_video.rules"
     released_guidance = 6.0
-    """Of the input that the checkpoint was published with."""
+    """Value of the guidance input that the checkpoint was published with."""
 
 
 class HunyuanVideoImageBundle(HunyuanVideoBundle):

@@ -23,14 +23,14 @@ from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 IMAGE_SHARE = 0.001
-"""Of the image in the noise that a trajectory starts from, in every frame."""
+"""Share of the image in the noise that a trajectory starts from, in every frame."""
 LEAD_IN = 4
 """Frames that the model of joined channels makes before the video, and that are cut off."""
 # The stock pipeline hands its choice to the prompt alone, so the negative one has its default.
 KEPT_BESIDE_NEGATIVE = 2
 """One of so many tokens of the image is kept with a negative prompt."""
 BLACK = torch.zeros(3, 16, 16)
-"""Of any size, which the image processor changes anyway."""
+"""A black image; its size is free, since the image processor resizes it."""
 
 
 class HunyuanVideoImageAdapter(HunyuanVideoAdapter):

@@ -15,7 +15,7 @@ class ScaledVideoLatents(TextConditionedAdapter[BundleT]):
 
     @property
     def geometry(self) -> Geometry:
-        """Of the released checkpoints (16, f, H / 8, W / 8) in patches of 1 x 2 x 2, and (32, f, H / 16, W / 16) in
+        """For the released checkpoints (16, f, H / 8, W / 8) in patches of 1 x 2 x 2, and (32, f, H / 16, W / 16) in
         patches of 1 for 1.5; 4 frames a latent one."""
         transformer, vae = self.bundle.transformer.config, self.bundle.vae.config
         return Geometry(

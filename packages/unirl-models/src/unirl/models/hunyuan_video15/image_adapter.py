@@ -69,7 +69,7 @@ class HunyuanVideo15ImageAdapter(HunyuanVideo15Adapter):
 
     @torch.no_grad()
     def _encode_picture(self, picture: Tensor, params: DiffusionSamplingParams) -> Embedding:
-        """Of one image, encoded alone so that nothing depends on the batch."""
+        """Conditions of one image, encoded alone so that nothing depends on the batch."""
         picture = covered(picture, params.height, params.width)
         encoder = self.bundle.modules["image_encoder"]
         inputs = self.bundle.processors["feature_extractor"](images=as_pil(picture), return_tensors="pt")

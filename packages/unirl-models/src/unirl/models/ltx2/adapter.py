@@ -40,7 +40,7 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
 
     @property
     def geometry(self) -> Geometry:
-        """Of the video: (128, (F - 1) / 8 + 1, H / 32, W / 32) latents in patches of 1 for the released checkpoints."""
+        """The video: (128, (F - 1) / 8 + 1, H / 32, W / 32) latents in patches of 1 for the released checkpoints."""
         vae = self.bundle.vae
         return Geometry(
             self.bundle.transformer.config["in_channels"],
@@ -132,7 +132,7 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
         raise ConfigError(f"{self.bundle.family} cannot encode videos with sound. Train it on its own samples.")
 
     def to_vae(self, latents: Tensor) -> Tensor:
-        """Of the video: channels with their mean and deviation back."""
+        """Video latents: channels with their mean and deviation back."""
         vae = self.bundle.vae
         mean, std = (moment.view(1, -1, 1, 1, 1).to(latents) for moment in (vae.latents_mean, vae.latents_std))
         return (latents * std / vae.config["scaling_factor"] + mean).to(vae.dtype)
@@ -144,7 +144,7 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
         return (latents - mean) * vae.config["scaling_factor"] / std
 
     def to_audio_vae(self, latents: Tensor) -> Tensor:
-        """Of the audio [B, A, P, M]: every channel and bin with its mean and deviation back."""
+        """Audio latents [B, A, P, M]: every channel and bin with its mean and deviation back."""
         vae = self.bundle.audio_vae
         shape = (1, latents.shape[1], 1, latents.shape[3])
         mean, std = (moment.view(shape).to(latents) for moment in (vae.latents_mean, vae.latents_std))

@@ -60,7 +60,7 @@ class LTX2Bundle(DiffusersBundle):
 
     @cached_property
     def connectors_config(self) -> dict[str, Any]:  # Any: JSON values
-        """Of the connectors, which are freed with the text encoder."""
+        """Configuration of the connectors, which are freed with the text encoder."""
         return self.folder.config("connectors")
 
     @property

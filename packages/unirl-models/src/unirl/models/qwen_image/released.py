@@ -14,7 +14,7 @@ QWEN_IMAGE = Released(
     decode_kb=7.0,
     decode_gradient_kb=30.7,
 )
-"""Of every checkpoint of 20 B, those that edit included."""
+"""Every checkpoint of 20 B, those that edit included."""
 
 RELEASED = {
     "Qwen/Qwen-Image": QWEN_IMAGE,

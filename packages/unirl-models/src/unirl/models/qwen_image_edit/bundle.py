@@ -52,7 +52,7 @@ class QwenImageEditBundle(RankFollowing, QwenImageBundle):
         super().__init__(pretrained_model, **options)
 
     def load_processor(self, name: str) -> Any:  # Any: as in the base
-        """Of the processor of texts and images only the images' part, which needs no torchvision."""
+        """The image part of the processor of texts and images, which needs no torchvision."""
         if name != "processor":
             return super().load_processor(name)
         path = self.folder.path / name

@@ -136,7 +136,7 @@ class WanAnimateAdapter(WanImageAdapter):
         return list(zip(background, mask, strict=True))
 
     def _given(self, picture: Tensor, scene: tuple[Tensor, ...], params: DiffusionSamplingParams) -> Embedding:
-        """Of one sample, encoded alone so that nothing depends on the batch."""
+        """Conditions of one sample, encoded alone so that nothing depends on the batch."""
         reference = self._latents_of(letterboxed(picture, params.height, params.width)[None])
         size = reference.shape[-2:]
         if scene:

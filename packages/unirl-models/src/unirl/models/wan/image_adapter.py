@@ -25,7 +25,7 @@ from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 GREY = 0.5
-"""Of the frames that are not given; 0 for the VAE."""
+"""Pixel value of the frames that are not given; 0 for the VAE."""
 CLIP_TEXT_TOKENS = 512
 """Where features of images end and text begins: the attention of Wan 2.1 counts them from the end."""
 
@@ -93,7 +93,7 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
         return inputs
 
     def timesteps(self, x_R: Tensor, sigma_R: Tensor) -> Tensor:
-        """Of TI2V-5B [R, L], 0 for the tokens of the first frame."""
+        """For TI2V-5B [R, L], 0 for the tokens of the first frame."""
         timestep_R = super().timesteps(x_R, sigma_R)
         if not self.bundle.masks_timesteps:
             return timestep_R
@@ -105,7 +105,7 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
     def predict_by(
         self, name: str, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams
     ) -> Tensor:
-        """Of TI2V-5B, whose first frame is given, the velocity there leads to it, see `unirl.models.known_latents`."""
+        """For TI2V-5B, whose first frame is given, the velocity there leads to it, see `unirl.models.known_latents`."""
         velocity = super().predict_by(name, x_R, sigma_R, conditions, params)
         if not self.bundle.masks_timesteps:
             return velocity
@@ -118,7 +118,7 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
         return content_key(self.bundle.family.lower(), "image", fingerprint, size, *map(tensor_digest, sample))
 
     def _given_latents(self, sample: list[Tensor], params: DiffusionSamplingParams) -> Embedding:
-        """Of one sample, encoded alone so that nothing depends on the batch."""
+        """Conditions of one sample, encoded alone so that nothing depends on the batch."""
         pictures = [resized(picture, params.height, params.width) for picture in sample]
         if self.bundle.masks_timesteps:
             return {"latents": self._latents_of(pictures[0][None])}

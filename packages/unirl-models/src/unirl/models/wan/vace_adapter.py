@@ -107,7 +107,7 @@ class WanVACEAdapter(WanAdapter[WanVACEBundle]):
     def _control(
         self, params: DiffusionSamplingParams, references: list[Tensor], video: Tensor | None, mask: Tensor | None
     ) -> Embedding:
-        """Of one sample."""
+        """Conditions of one sample."""
         size = (params.num_frames, 3, params.height, params.width)
         # In the VAE's range of -1 to 1, where what is blanked is 0.
         frames = torch.zeros(size) if video is None else video * 2 - 1

@@ -16,7 +16,7 @@ from unirl.types.errors import ConfigError
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-"""Of the images that OpenAI's CLIP was trained on; most models that grew from it kept them."""
+"""Statistics of the images that OpenAI's CLIP was trained on; most models that grew from it kept them."""
 _BICUBIC = 3
 """PIL's number of the filter."""
 

@@ -64,12 +64,12 @@ class WireSample:
     """The input image [H, W, 3] of an edit or of a question about an image."""
     group_id: str | None = None
     fps: float | None = None
-    """Of a video."""
+    """Frames per second of a video."""
     metadata: dict[str, Any] | None = None  # Any: rows of a user's data file
 
     @property
     def num_bytes(self) -> int:
-        """Of its pixels."""
+        """Bytes of its pixels."""
         return sum(array.nbytes for array in (self.media, self.source) if isinstance(array, np.ndarray))
 
 

@@ -41,7 +41,7 @@ class _Object:
     x: float
     area: float
     max_shift: float = 0.0
-    """Of an object that must be there, pixels."""
+    """Largest shift of an object that must be there, pixels."""
 
     def distance(self, other: _Object) -> float:
         return float(np.hypot(self.y - other.y, self.x - other.x))

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from unirl.reward.worlds.shapes_grammar import SHAPES, ShapeObject
 
 COLORS: tuple[str, ...] = ("red", "green", "blue")
-"""Of the palette of the shapes world."""
+"""Colours of the palette of the shapes world."""
 DIRECTIONS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"moves left": (0, -1), "moves right": (0, 1), "moves up": (-1, 0), "moves down": (1, 0), "stays": (0, 0)}
 )

@@ -41,7 +41,7 @@ from unirl.worlds.shapes.world import IMAGE_SIDE
 logger = logging.getLogger(__name__)
 
 SHIFT = 3.0
-"""Of the noise schedule; the sampler uses the same."""
+"""Shift of the noise schedule; the sampler uses the same."""
 LATENT_CHANNELS = 8
 WIDTH = 128
 NUM_HEADS = 4
@@ -67,7 +67,7 @@ class TaskBank:
     source_SChw: Tensor
     """The mode, as the pipeline encodes an image that is given."""
     mean_NChw: Tensor
-    """Of the result, which in some tasks is a near miss."""
+    """Latent mean of the result, which in some tasks is a near miss."""
     std_NChw: Tensor
     source_N: Tensor
     """Number of the source of each task."""

@@ -24,7 +24,7 @@ from unirl.worlds.shapes.world import IMAGE_SIDE, QUADRANTS, coverage
 NEAR_MISS_FRACTION: Mapping[str, float] = MappingProxyType({"color": 0.5, "shape": 0.5, "remove": 0.5, "move": 0.5})
 """Share of the pretraining results of each category that are wrong in one respect."""
 HELDOUT_FRACTION = 0.1
-"""Of all arrangements of objects; neither the base nor RL has seen these."""
+"""Fraction of all arrangements of objects; neither the base nor RL has seen these."""
 FOLDER = Path(__file__).parent
 NUM_TRAIN = 1280
 NUM_HELDOUT = 256
@@ -43,7 +43,7 @@ class Placed:
     item: ShapeObject
     quadrant: int
     offset_yx: tuple[float, float]
-    """Of its centre from that of the quadrant, pixels."""
+    """Offset of its centre from that of the quadrant, pixels."""
     radius: float
     """Half its height, pixels."""
 

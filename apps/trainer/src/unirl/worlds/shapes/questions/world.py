@@ -29,7 +29,7 @@ PLACES: tuple[str, ...] = ("top left", "top right", "bottom left", "bottom right
 NUMBERS: tuple[str, ...] = ("0", "1", "2", "3", "4")
 ORDER: tuple[str, ...] = ("first", "second")
 HELDOUT_FRACTION = 0.1
-"""Of all scenes; neither the base nor RL has seen these."""
+"""Fraction of all scenes; neither the base nor RL has seen these."""
 NUM_TRAIN = 1280
 NUM_HELDOUT = 400
 SHEET_COLUMNS = 40

@@ -15,7 +15,7 @@ from unirl.reward.worlds.shapes_grammar import COLORS, NUMBERS, SHAPES, PromptSp
 from unirl.worlds.shapes.world import Layout, layouts_for
 
 PLACES = ("top left", "top right", "bottom left", "bottom right")
-"""Of the quadrants, in the order of a layout."""
+"""Names of the quadrants, in the order of a layout."""
 
 MISREAD: Mapping[str, str] = MappingProxyType(
     {"yellow": "green", "three": "four", "right of": "left of", "below": "above"}

@@ -20,7 +20,7 @@ from unirl.types.errors import ConfigError
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 RELATIONS = ("left of", "right of", "above", "below")
 _HALF = 0.5
-"""Of the distance between two centres: a relation holds along an axis that has more than this share of it."""
+"""Share of the distance between two centres: a relation holds along an axis that has more than this share of it."""
 
 Box = tuple[float, float, float, float]
 

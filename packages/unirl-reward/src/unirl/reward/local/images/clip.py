@@ -159,7 +159,7 @@ class CLIPRewardScorer(CLIPModelScorer):
         self._preprocess = CropPreprocessing.of(self._processor, f"scorer {name}: processor {processor!r}")
 
     def model_input(self, pixels_bCHW: Tensor) -> Tensor:
-        """Of transformers' processor, on PIL images."""
+        """Model input by transformers' processor, on PIL images."""
         return self._processor(images=to_pictures(pixels_bCHW), return_tensors="pt")["pixel_values"]
 
     def model_input_with_gradient(self, pixels_bCHW: Tensor) -> Tensor:

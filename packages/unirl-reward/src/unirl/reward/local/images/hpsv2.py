@@ -120,12 +120,12 @@ class HPSv2RewardScorer(CLIPModelScorer):
         self._preprocess = PadPreprocessing(loaded.config.vision_config.image_size)
 
     def model_input(self, pixels_bCHW: Tensor) -> Tensor:
-        """Of the pixels rounded to bytes."""
+        """Model input from the pixels rounded to bytes."""
         rounded = torch.from_numpy(to_bytes(pixels_bCHW)).permute(0, 3, 1, 2).float() / 255
         return self._preprocess(rounded)
 
     def model_input_with_gradient(self, pixels_bCHW: Tensor) -> Tensor:
-        """Of the float pixels."""
+        """Model input from the float pixels."""
         return self._preprocess(pixels_bCHW)
 
 

@@ -32,13 +32,13 @@ from unirl.types.reward import RewardRequest
 
 REWARD_MEAN = 0.16717362830052426
 REWARD_STD = 1.0333394966054072
-"""Of the raw output over the authors' test set; the published score is the raw output less the mean over the std."""
+"""Over the authors' test set; the published score is the raw output less the mean, divided by this."""
 NUM_TOKENS = 35
 """Longer prompts are cut and shorter ones padded, as published."""
 HEAD_WIDTH = 64
-"""Of an attention head of BLIP's image tower, base and large alike."""
+"""Width of an attention head of BLIP's image tower, base and large alike."""
 VISION_EPS = 1e-6
-"""Of BLIP's image tower; transformers' own default is 1e-5."""
+"""Layer-norm epsilon of BLIP's image tower; transformers' own default is 1e-5."""
 
 _VISION = {
     "cls_token": "embeddings.class_embedding",

@@ -36,7 +36,7 @@ class VLMJudge:
     """
 
     model_billions: ClassVar[float] = 8.29
-    """Of Qwen2.5-VL-7B, for `trainer check --memory`."""
+    """Size of Qwen2.5-VL-7B, for `trainer check --memory`."""
 
     def __init__(
         self,

@@ -120,7 +120,7 @@ def simplified(answer: str) -> str:
 
 
 def _fraction(answer: str) -> Fraction | None:
-    """Of a plain number, a/b or \\frac{a}{b}; None of anything else. No exponents: 1e999999999 would fill memory."""
+    """Value of a plain number, a/b or \\frac{a}{b}; None otherwise. No exponents: 1e999999999 would fill memory."""
     number = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
     match = re.fullmatch(rf"({number})(?:/({number}))?", answer)
     if match is None:

@@ -32,7 +32,7 @@ from unirl.types.reward import RewardRequest
 COMPONENTS = ("VQ", "MQ", "TA")
 REWARD_TOKENS = tuple(f"<|{component}_reward|>" for component in COMPONENTS)
 MIN_PIXELS = 128 * 28 * 28
-"""Of a resized frame, as Qwen's own preprocessing of videos has it."""
+"""Smallest area of a resized frame, as Qwen's own preprocessing of videos has it."""
 MIN_FRAMES, MAX_FRAMES, FRAME_FACTOR = 4, 768, 2
 
 
