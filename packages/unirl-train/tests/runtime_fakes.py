@@ -252,6 +252,22 @@ def build_source(context: WorkerContext) -> dict[str, object]:
     return {"source": Source(context)}
 
 
+HANGS_S = 600.0
+
+
+class Hanging(Source):
+    """Has a method that does not return in the time of a test."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def hang(self) -> None:
+        time.sleep(HANGS_S)
+
+
+def build_hanging(context: WorkerContext) -> dict[str, object]:
+    """One component that can hang."""
+    return {"source": Hanging(context)}
+
+
 def build_pairs(context: WorkerContext, *, neighbours: bool = True) -> dict[str, object]:
     """A source in workers of which each two stand at one data-parallel place."""
     return {"backend": PairedBackend(context, neighbours=neighbours), "source": Source(context)}

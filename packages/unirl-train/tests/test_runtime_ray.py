@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import Trainee, build, build_nothing, build_pairs, build_source, check_pairs, grown, numbered
+from runtime_fakes import (
+    Trainee,
+    build,
+    build_hanging,
+    build_nothing,
+    build_pairs,
+    build_source,
+    check_pairs,
+    grown,
+    numbered,
+)
 
 from unirl.distributed.group.device_pool import DevicePool
 from unirl.distributed.group.ray_runtime import RayRuntime
@@ -35,10 +45,23 @@ def runtime(ray_of_two_cores):
         yield runtime
 
 
-# First of all: the runtime below takes both cores.
+# These two first: the runtime below takes both cores.
 def test_a_worker_has_as_many_threads_as_cores_are_reserved_for_it(ray_of_two_cores) -> None:
     with RayRuntime(build_source, num_devices=1, cpus_per_device=2, timeout_s=120, start_timeout_s=600) as runtime:
         assert runtime.role("source").environment("OMP_NUM_THREADS") == [("2", 2)]
+
+
+def test_a_worker_that_hangs_is_named_with_what_it_does_since_when_and_where(ray_of_two_cores, monkeypatch, caplog):
+    monkeypatch.setattr("unirl.distributed.group.waiting.SLOW_S", 1.5)
+    with RayRuntime(build_hanging, num_devices=1, timeout_s=600, start_timeout_s=600) as runtime:
+        assert runtime.role("source").environment("COLOUR")  # it is built and answers
+        runtime._timeout_s = 4.0  # of the next call: to build takes longer
+        with pytest.raises(
+            WorkerError, match=r"worker-0 \(rank 0 of 1, pid \d+\): in source.hang for [45] s, at"
+        ) as raised:
+            runtime.role("source").hang()
+    assert "time.sleep(HANGS_S)" in str(raised.value)
+    assert "source.hang takes longer than 2 s" in caplog.text and "in source.hang for" in caplog.text
 
 
 def test_every_rank_is_a_process_of_its_own(runtime) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from unirl.distributed.dispatch import HeldKey, shard_ranks
 from unirl.distributed.group.device_pool import Block, Device, DevicePool
 from unirl.distributed.group.framework import ray_module
-from unirl.distributed.group.ray_worker import ProcessInfo, RayWorker
+from unirl.distributed.group.ray_worker import CONTROL, ProcessInfo, RayWorker
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.group.waiting import CallFailed, answers
 from unirl.distributed.runtime import Runtime
@@ -119,8 +119,7 @@ class RayRuntime(Runtime):
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self._block.pool.num_nodes == 1 else {}
         is_cuda = self._block.pool.device == "cuda"
         self._plane.prepare()
-        own = dict(self._plane.actor_options)
-        actor_class = self._ray.remote(**own)(RayWorker) if own else self._ray.remote(RayWorker)
+        actor_class = self._ray.remote(concurrency_groups={CONTROL: 1}, **self._plane.actor_options)(RayWorker)
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for rank, place in enumerate(self._block.places):
             options = actor_class.options(
@@ -197,7 +196,8 @@ class RayRuntime(Runtime):
     def _await(self, pending: dict[Any, int], what: str, timeout_s: float) -> list[Any]:
         names = self._names()
         try:
-            return answers({reference: names[rank] for reference, rank in pending.items()}, what, timeout_s)
+            actors = dict(zip(names, self._actors, strict=True))
+            return answers({reference: names[rank] for reference, rank in pending.items()}, what, timeout_s, actors)
         except CallFailed as failed:
             if not failed.is_settled:
                 self._close_after(f"{failed.failures[0].worker} failed in {what}")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +23,9 @@ from unirl.distributed.worker import Builder, ComponentInfo, Openable, Worker, W
 from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
 
+STACK_DEPTH = 12
+"""Innermost frames that a report shows."""
+
 
 @dataclass(frozen=True)
 class ProcessInfo:
@@ -29,8 +36,29 @@ class ProcessInfo:
     """Address of its node."""
 
 
+CONTROL = "control"
+"""Ray's concurrency group of what is answered beside a call that runs: `RayWorker.report`."""
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What a worker does at this moment."""
+
+    doing: str | None
+    """The call that runs; None: none."""
+    since_s: float
+    """For how long."""
+    stack: str
+    """Of the thread that runs it."""
+
+    def __str__(self) -> str:
+        what = "waits for a call" if self.doing is None else f"in {self.doing} for {self.since_s:.0f} s"
+        return f"{what}, at\n{self.stack}" if self.doing else what
+
+
 class RayWorker:
-    """One rank in a process of its own. Every method is called by the driver's `RayRuntime`, one at a time."""
+    """One rank in a process of its own, with two lanes. What `RayRuntime` calls runs in the lane of work, one call at a
+    time and always in the same thread; `report` answers beside it, in the lane CONTROL."""
 
     def __init__(self, rank: int, world_size: int, device: str, import_path: list[str]) -> None:
         # The driver's import path: Ray passes on its script and working directories only.
@@ -39,6 +67,26 @@ class RayWorker:
         self._store: torch.distributed.Store | None = None
         self._worker: Worker | None = None
         self._kept: dict[str, Any] = {}  # Any: see Openable
+        self._running: tuple[str, float, int] | None = None
+        """Name, start and thread of the call that runs."""
+
+    @contextmanager
+    def _doing(self, what: str) -> Generator[None]:
+        self._running = what, time.monotonic(), threading.get_ident()
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def report(self) -> WorkerReport:
+        """What runs in the lane of work, since when and where."""
+        running = self._running
+        if running is None:
+            return WorkerReport(None, 0.0, "")
+        what, start, thread = running
+        frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, though it has an underscore
+        stack = "".join(traceback.format_stack(frame)[-STACK_DEPTH:]) if frame is not None else ""
+        return WorkerReport(what, time.monotonic() - start, stack.rstrip())
 
     def process_info(self) -> ProcessInfo:
         """Make this process the leader of its own process group, so that what it starts can be ended with it."""
@@ -80,7 +128,8 @@ class RayWorker:
 
     def build(self, builder: Builder) -> tuple[dict[str, ComponentInfo], MeshPlace]:
         """On all ranks: build the components; says what they are and where this worker stands."""
-        self._worker = Worker(builder, self._context)
+        with self._doing("build"):
+            self._worker = Worker(builder, self._context)
         return self._worker.component_infos(), self._worker.mesh_place
 
     def close(self) -> None:
@@ -117,4 +166,5 @@ class RayWorker:
         """Call a method of `Worker`; what it returns leaves as CPU tensors."""
         if self._worker is None:
             raise RuntimeError("build comes before perform")
-        return outgoing(getattr(self._worker, method)(*args))
+        with self._doing(".".join(args[:2]) if method == "invoke" else method):
+            return outgoing(getattr(self._worker, method)(*args))

@@ -43,7 +43,8 @@ class RemoteRole:
 
         def wait() -> list[Any]:
             try:
-                return answers(pending, f"{self.name}.{method}", self.timeout_s)
+                actors = dict(zip(self.workers, self.actors, strict=True))
+                return answers(pending, f"{self.name}.{method}", self.timeout_s, actors)
             except CallFailed as failed:
                 failed.raise_cause()
 

@@ -7,17 +7,25 @@ failure the others get a few seconds to answer, the cause is picked among the fa
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from unirl.distributed.group.framework import ray_module
+from unirl.distributed.group.ray_worker import CONTROL
 from unirl.types.errors import UniRLError, WorkerError
+
+logger = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
 """How long the other ranks may take to answer after one has failed."""
+SLOW_S = 600.0
+"""After this time, and after each doubling of it, a warning says what workers do that have not answered."""
+REPORT_S = 5.0
+"""How long a worker may take to say what it does."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset) by peer|process ?group", re.IGNORECASE)
@@ -68,18 +76,49 @@ class CallFailed(Exception):
         raise named from None
 
 
-def answers(pending: Mapping[Any, str], what: str, timeout_s: float) -> list[Any]:
+def reports(workers: Mapping[str, Any]) -> str:  # Any: ray actor handles
+    """What each worker does at this moment, asked in its lane of control (`RayWorker.report`)."""
+    ray = ray_module()
+    asked = {actor.report.options(concurrency_group=CONTROL).remote(): name for name, actor in workers.items()}
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REPORT_S) if asked else ([], [])
+    lines = []
+    for reference, name in asked.items():
+        found = f"no sign of life for {REPORT_S:.0f} s: its process is stopped, or holds the interpreter's lock"
+        if reference in answered:
+            try:
+                found = str(ray.get(reference))
+            except ray.exceptions.RayError as error:
+                found = Failure(name, error).text
+        lines.append(f"{name}: {found}")
+    return "\n".join(lines)
+
+
+def answers(
+    pending: Mapping[Any, str],
+    what: str,
+    timeout_s: float,
+    actors: Mapping[str, Any] | None = None,  # Any: ray actor handles
+) -> list[Any]:
     """The results of the object references `pending` (reference -> worker), in their order.
 
+    actors: `RayWorker`s by name, of which those that do not answer for long are asked what they do, for a warning and
+        for the error.
     Raises CallFailed, or WorkerError naming the workers that gave no answer within `timeout_s`.
     """
     ray = ray_module()
-    deadline = time.monotonic() + timeout_s
+    begin = time.monotonic()
+    deadline, slow = begin + timeout_s, begin + SLOW_S
     waiting = dict(pending)
     results: dict[Any, Any] = {}
     failures: list[Failure] = []
     while waiting:
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        until = min(deadline, slow) if actors else deadline
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        if not ready and until < deadline:
+            found = _reported(waiting.values(), actors)
+            logger.warning("%s takes longer than %.0f s%s", what, slow - begin, found)
+            slow = begin + 2 * (slow - begin)
+            continue
         if not ready:
             break
         for reference in ready:
@@ -97,6 +136,13 @@ def answers(pending: Mapping[Any, str], what: str, timeout_s: float) -> list[Any
         raise WorkerError(
             ", ".join(waiting.values()),
             f"no answer to {what} within {timeout_s:.0f} s. If the work is that long, raise cluster.timeout_s; "
-            "otherwise ranks wait for one another: look for a collective that not every rank reaches.",
+            "otherwise ranks wait for one another: look for a collective that not every rank reaches."
+            + _reported(waiting.values(), actors),
         )
     return [results[reference] for reference in pending]
+
+
+def _reported(waiting: Iterable[str], actors: Mapping[str, Any] | None) -> str:
+    """What the workers that did not answer do, on further lines."""
+    silent = {name: actors[name] for name in waiting if name in actors} if actors else {}
+    return f"\n{reports(silent)}" if silent else ""
