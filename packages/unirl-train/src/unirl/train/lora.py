@@ -140,12 +140,15 @@ def merged_weight(
     alpha: float,
     dtype: torch.dtype | None = None,
     tally: UpdateTally | None = None,
+    rows: tuple[int, int] | None = None,
 ) -> Tensor:
     """W + (alpha / rank) B A, computed in float32 and returned in W's dtype or another. W [O, I], A [r, I], B [O, r].
 
-    tally: is told what the rounding takes.
+    tally: is told what the rounding takes. rows: those of W that `base` has; None for all.
     """
     delta = (b.float() @ a.float()) * (alpha / rank)
+    if rows is not None:
+        delta = delta[slice(*rows)]  # of the whole product, whose bits a product of these rows alone need not have
     merged = (base.float() + delta).to(base.dtype if dtype is None else dtype)
     if tally is not None:
         tally.add(base, delta, merged)

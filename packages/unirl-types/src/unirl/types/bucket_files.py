@@ -10,8 +10,9 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -93,6 +94,22 @@ class BucketLayout:
         """The tensors in the bytes of a file, uint8, whose memory they share."""
         return {name: buffer[start:stop].view(dtype).view(shape) for name, dtype, shape, start, stop in self.spans}
 
+    def span(self, name: str, first: int, last: int) -> tuple[int, int]:
+        """Start and stop of rows [first, last) of a tensor, in bytes of the file."""
+        _, _, shape, start, stop = self._places[name]
+        row = (stop - start) // max(1, shape[0] if shape else 1)
+        return start + first * row, start + last * row
+
+    def place(self, buffer: Tensor, name: str, first: int, shape: Sequence[int]) -> Tensor:
+        """Where rows of a tensor from `first` on lie in the bytes of a file; shape: of these rows."""
+        dtype = self._places[name][1]
+        start, stop = self.span(name, first, first + (shape[0] if shape else 1))
+        return buffer[start:stop].view(dtype).view(tuple(shape))
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, torch.dtype, tuple[int, ...], int, int]]:
+        return {span[0]: span for span in self.spans}
+
     def write(self, tensors: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Copy the header and the tensors into a buffer, uint8 [at least num_bytes]."""
         buffer[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
@@ -111,41 +128,57 @@ class BucketFiles:
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> Path:
         """Write tensors over what file `number` held. Raises WeightSyncError if there is no room."""
         layout = BucketLayout.of(tensors)
-        path = self._folder / f"bucket-{number}.safetensors"
-        try:
-            if self._is_mapped:
-                layout.write(tensors, self._buffer(number, path, layout.num_bytes))
-            else:
-                _write_file(path, layout, tensors)
-        except OSError as error:
-            raise WeightSyncError(
-                f"a bucket of {layout.num_bytes / 1e6:.1f} MB cannot be written to {path}: {as_sentence(error)} Free "
-                "space there, or set another transfer_dir (of sync or engine) or a smaller sync.bucket_bytes."
-            ) from error
+        path = self.begin(number, layout)
+        for name, tensor in tensors.items():
+            self.write_rows(number, layout, name, tensor)
         return path
 
-    def _buffer(self, number: int, path: Path, num_bytes: int) -> Tensor:
-        """The mapped bytes of a file of exactly this size; its memory is reserved, since a write could not fail."""
-        present = self._buffers.get(number)
-        if present is None or present.numel() != num_bytes:
+    def begin(self, number: int, layout: BucketLayout) -> Path:
+        """Give file `number` this layout, of which others may write parts. Raises as `write`."""
+        path = self.path(number)
+        try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                os.ftruncate(descriptor, num_bytes)
-                os.posix_fallocate(descriptor, 0, num_bytes)
-                present = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+                os.ftruncate(descriptor, layout.num_bytes)
+                os.pwrite(descriptor, layout.header, 0)
+                if self._is_mapped:
+                    self._map(number, descriptor, layout.num_bytes)
             finally:
                 os.close(descriptor)
-            self._buffers[number] = present
-        return present
+        except OSError as error:
+            raise _no_room(path, layout, error) from error
+        return path
+
+    def write_rows(self, number: int, layout: BucketLayout, name: str, rows: Tensor, start: int = 0) -> None:
+        """Write rows of a tensor, from row `start` on, into a file that has begun. Raises as `write`."""
+        if self._is_mapped:
+            layout.place(self._buffers[number], name, start, rows.shape).copy_(rows)
+            return
+        path, own = self.path(number), rows.detach().cpu().contiguous()
+        try:
+            with path.open("r+b") as file:
+                file.seek(layout.span(name, start, start)[0])
+                file.write(own.flatten().view(torch.uint8).numpy())
+        except OSError as error:
+            raise _no_room(path, layout, error) from error
+
+    def path(self, number: int) -> Path:
+        """Of file `number`."""
+        return self._folder / f"bucket-{number}.safetensors"
+
+    def _map(self, number: int, descriptor: int, num_bytes: int) -> None:
+        """Map a file of exactly this size; its memory is reserved, since a write could not fail."""
+        present = self._buffers.get(number)
+        if present is None or present.numel() != num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            self._buffers[number] = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
-def _write_file(path: Path, layout: BucketLayout, tensors: Mapping[str, Tensor]) -> None:
-    with path.open("r+b" if path.exists() else "wb") as file:
-        file.write(layout.header)
-        for name, *_ in layout.spans:
-            own = tensors[name].detach().cpu().contiguous()
-            file.write(own.flatten().view(torch.uint8).numpy())
-        file.truncate(layout.num_bytes)
+def _no_room(path: Path, layout: BucketLayout, error: OSError) -> WeightSyncError:
+    return WeightSyncError(
+        f"a bucket of {layout.num_bytes / 1e6:.1f} MB cannot be written to {path}: {as_sentence(error)} Free space "
+        "there, or set another transfer_dir (of sync or engine) or a smaller sync.bucket_bytes."
+    )
 
 
 class MappedBuckets:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -21,20 +22,44 @@ class WeightSpec:
     shape: tuple[int, ...]
     dtype: str
     checksum: str
+    stops: tuple[int, ...] = ()
+    """Rows at which the pieces end that it was sent in, each with a checksum, of which `checksum` is one; empty for one
+    piece."""
 
 
-def tensor_checksum(tensor: Tensor) -> str:
-    """XXH3 (128 bits, hexadecimal) of the tensor's bytes (row-major), the same on every device.
+@dataclass(frozen=True, eq=False)
+class WeightShard:
+    """Rows of a tensor of the model, as one rank of training has them."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    """Its first row."""
+    rows: Tensor
+    """Where they lie; a tensor without dimensions is one row."""
+
+
+def tensor_checksum(tensor: Tensor, stops: Sequence[int] = ()) -> str:
+    """XXH3 (128 bits, hexadecimal) of the tensor's bytes (row-major), the same on every device; in pieces that end at
+    the rows `stops`, of their checksums.
 
     As fast as memory is read. It finds what transports and bugs do to weights; it is no proof against a forger.
     """
+    if stops:
+        return joined_checksum([tensor_checksum(tensor[start:stop]) for start, stop in pairwise((0, *stops))])
     data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(data.numpy())
 
 
-def weight_spec(name: str, tensor: Tensor) -> WeightSpec:
-    """What a receiver must find for this tensor."""
-    return WeightSpec(name, tuple(tensor.shape), str(tensor.dtype), tensor_checksum(tensor))
+def joined_checksum(pieces: Sequence[str]) -> str:
+    """The checksum of a tensor by those of its pieces."""
+    return xxhash.xxh3_128_hexdigest("".join(pieces).encode())
+
+
+def weight_spec(name: str, tensor: Tensor, stops: tuple[int, ...] = ()) -> WeightSpec:
+    """What a receiver must find for this tensor. stops: see `WeightSpec`."""
+    return WeightSpec(name, tuple(tensor.shape), str(tensor.dtype), tensor_checksum(tensor, stops), stops)
 
 
 @dataclass(frozen=True)
@@ -140,6 +165,8 @@ class WeightBucket:
     """Specs of tensors that do not travel because the receiver has them from an earlier push."""
     file: str | None = None
     """Path of a safetensors file (`unirl.types.bucket_files`) with these tensors, good until the next push begins."""
+    found: Mapping[str, str] = field(default_factory=dict)
+    """Checksums of tensors that were computed when they arrived."""
 
     @property
     def num_bytes(self) -> int:
@@ -151,7 +178,9 @@ class WeightBucket:
         if set(self.tensors) != {spec.name for spec in self.specs}:
             raise WeightSyncError(f"bucket holds {sorted(self.tensors)} but describes {[s.name for s in self.specs]}")
         for spec in self.specs:
-            found = weight_spec(spec.name, self.tensors[spec.name])
+            tensor = self.tensors[spec.name]
+            checksum = self.found.get(spec.name) or tensor_checksum(tensor, spec.stops)
+            found = WeightSpec(spec.name, tuple(tensor.shape), str(tensor.dtype), checksum, spec.stops)
             if found != spec:
                 raise WeightSyncError(f"weights arrived changed: expected {spec}, found {found}")
 

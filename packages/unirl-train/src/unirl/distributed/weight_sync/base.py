@@ -14,7 +14,7 @@ from torch import Tensor
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.weight_sync.canary import Canary, TokenCanary, TransitionCanary, canary_primitives
 from unirl.distributed.weight_sync.remote_engines import RemoteEngines
-from unirl.distributed.weight_sync.transports.base import TransportName
+from unirl.distributed.weight_sync.transports.base import SlicingTransport, TransportName
 from unirl.distributed.weight_sync.transports.choice import make_transport
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError, WeightSyncError
@@ -82,6 +82,9 @@ class WeightSync(ABC):
         self._engine = engine
         self._dtype = dtype_named(dtype, "sync.dtype")
         self._rank = rank
+        self._slicing: SlicingTransport | None = None
+        """What takes the rows of every rank; None where the first sends whole tensors."""
+        self._ranks = backend.collectives
         self._sent: dict[str, str] = {}
         self._checksums: dict[str | None, dict[str, str]] = {}
         """Checksum of every tensor of the last push, by named policy: whether an update changed anything."""
@@ -91,7 +94,8 @@ class WeightSync(ABC):
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def connect(self, engine: PushTarget) -> None:
-        """Push to another engine from now on: rank 0 sends, the others only gather."""
+        """Push to another engine from now on: rank 0 sends whole tensors, the others only gather."""
+        self._slicing = None
         self._engine = engine if self._rank == 0 else None
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
@@ -102,6 +106,7 @@ class WeightSync(ABC):
         """
         transport = make_transport(self._transport, self._device, engines, self._transfer_dir, shares_device)
         self.connect(RemoteEngines(engines, transport))
+        self._slicing = transport if isinstance(transport, SlicingTransport) else None
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.weight_sync.base import CANARY_PROMPTS, WeightSync
+from unirl.distributed.weight_sync.remote_engines import RemoteEngines
+from unirl.distributed.weight_sync.slices import SlicePush
 from unirl.distributed.weight_sync.transports.base import TransportName
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import WeightSyncError
@@ -58,12 +61,30 @@ class FullWeightSync(WeightSync):
         self._bucket_bytes = bucket_bytes
         self._only_changed = only_changed
         self._engine_has: dict[str, WeightSpec] = {}
+        self._slices: SlicePush | None = None
+
+    def connect_elsewhere(self, engines: RemoteRole, shares_device: bool = False) -> None:
+        """See WeightSync."""
+        super().connect_elsewhere(engines, shares_device)
+        self._slices = None
+        if self._slicing is not None and not self._only_changed:
+            own = self._engine if isinstance(self._engine, RemoteEngines) else None
+            self._slices = SlicePush(
+                self._source, self._ranks, self._slicing, self._rank, own, self._dtype, self._bucket_bytes
+            )
 
     def _gather(self, policy: str | None) -> None:
+        if self._slices is not None:
+            self._slices.push(self._source.policy_version, policy)
+            return
         for _ in self._source.weights(policy):
             pass
 
     def _send(self, engine: PushTarget, version: int, policy: str | None) -> WeightReceipt:
+        if self._slices is not None:
+            receipt, sent = self._slices.push(version, policy)
+            self._note_sent(sent)
+            return _of_all(receipt, len(sent))
         shapes = self._source.weight_shapes()
         engine.begin_weights(version, [WeightSpec(name, shape, str(self._dtype), "") for name, shape in shapes.items()])
         rounded = ((name, self._rounded(tensor)) for name, tensor in self._source.weights(policy))
@@ -73,9 +94,14 @@ class FullWeightSync(WeightSync):
             engine.receive_weights(bucket)
             self._note_sent((*bucket.specs, *bucket.kept))
             sent.update({spec.name: spec for spec in (*bucket.specs, *bucket.kept)})
-        receipt = engine.finish_weights(version, policy)
-        if receipt.num_tensors != len(shapes):
-            raise WeightSyncError(f"{len(shapes)} tensors were sent, the engine counts {receipt.num_tensors}")
+        receipt = _of_all(engine.finish_weights(version, policy), len(shapes))
         if self._only_changed:
             self._engine_has = sent
         return receipt
+
+
+def _of_all(receipt: WeightReceipt | None, num_sent: int) -> WeightReceipt:
+    """The receipt. Raises WeightSyncError unless it is of all that was sent."""
+    if receipt is None or receipt.num_tensors != num_sent:
+        raise WeightSyncError(f"{num_sent} tensors were sent, the engine counts {receipt and receipt.num_tensors}")
+    return receipt

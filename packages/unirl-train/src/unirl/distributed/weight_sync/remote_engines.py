@@ -8,7 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from unirl.distributed.group.remote_role import RemoteRole
-from unirl.distributed.weight_sync.transports.base import NUM_UNDER_WAY, ObjectTransport, WeightTransport
+from unirl.distributed.weight_sync.transports.base import (
+    NUM_UNDER_WAY,
+    ObjectTransport,
+    Parcel,
+    WeightTransport,
+)
 from unirl.types.errors import UniRLError, WeightSyncError
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
@@ -53,6 +58,12 @@ class RemoteEngines:
         with self._dropping():
             self._send("receive_weights", bucket)
 
+    def receive_parcel(self, number: int, parcel: Parcel) -> None:
+        """Hand a bucket over that several ranks have written, and will send with `depart` of the transport."""
+        with self._dropping():
+            self._make_way()
+            self._on_their_way.append((number, self._role.submit("receive_weights", parcel)))
+
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
         """See PushTarget; of all engines."""
         with self._dropping():
@@ -80,13 +91,16 @@ class RemoteEngines:
         self._transport.drop()
 
     def _send(self, method: str, bucket: WeightBucket, *args: object) -> None:
-        while len(self._on_their_way) >= NUM_UNDER_WAY:
-            self._take_answers()
+        self._make_way()
         number = self._num_sent
         self._num_sent += 1
         parcel = self._transport.pack(bucket, number)
         self._on_their_way.append((number, self._role.submit(method, parcel, *args)))
         self._transport.depart(number)
+
+    def _make_way(self) -> None:
+        while len(self._on_their_way) >= NUM_UNDER_WAY:
+            self._take_answers()
 
     def _take_answers(self) -> list[Any]:  # Any: as the component's methods
         """Wait for the engines to answer the oldest bucket."""

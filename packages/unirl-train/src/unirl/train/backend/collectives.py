@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +34,23 @@ class RankCollectives:
         if not self._is_sharded or self._dp_size == 1:
             return value
         return bool(self.all_reduce_max(torch.tensor(float(value), device=self._device)))
+
+    def gathered(self, value: Any) -> list[Any]:  # Any: JSON
+        """The values of all data-parallel ranks, in their order, as JSON brings them."""
+        if self._dp_size == 1:
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [int(length) for length in self._all_gathered(torch.tensor([len(text)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(text)] = text
+        texts = zip(self._all_gathered(padded), lengths, strict=True)
+        return [json.loads(bytes(each[:length].numpy())) for each, length in texts]
+
+    def _all_gathered(self, own: Tensor) -> list[Tensor]:
+        """Of tensors on the CPU, of one size."""
+        found = [torch.empty_like(own) for _ in range(self._dp_size)]
+        dist.all_gather(found, own)
+        return found
 
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self._dp_size == 1:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from unirl.train.backend.policies import CURRENT_POLICY, NamedPolicies
 from unirl.train.backend.state import Progress
 from unirl.train.lora import is_adapted, lora_factor_names, merged_weight, plain_base_name, plain_lora_name
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.weights import AdapterConfig, UpdateTally, qualified, qualified_name
+from unirl.types.weights import AdapterConfig, UpdateTally, WeightShard, qualified, qualified_name
 
 
 class PolicyWeights:
@@ -69,6 +69,36 @@ class PolicyWeights:
         for name, module in chosen.items():
             for plain, tensor in self._merged(name, _without_ties(module), values):
                 yield qualified_name(name, plain, chosen), tensor
+
+    def shard_rows(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, int, int]]:
+        """See WeightSource. Shape and dtype are those of the tensor, of which this rank has rows [start, stop)."""
+        found: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype, int, int]]] = {}
+        for component, module in self._modules.items():
+            names = ((plain_base_name(key), tensor) for key, tensor in _without_ties(module).items())
+            found[component] = {
+                plain: (tuple(tensor.shape), tensor.dtype, *_rows_of(tensor))
+                for plain, tensor in names
+                if plain is not None
+            }
+        return qualified(found)
+
+    def shards(self, policy: str | None = None) -> Iterator[WeightShard]:
+        """See WeightSource. Raises ContractError for an unknown policy."""
+        values = self._policies.values(CURRENT_POLICY if policy is None else policy)
+        self._before_reading()
+        for component, module in self._modules.items():
+            own = {key: values.get(f"{component}.{key}", tensor) for key, tensor in _without_ties(module).items()}
+            for key, tensor in own.items():
+                plain = plain_base_name(key)
+                if plain is None:
+                    continue
+                (start, stop), rows = _rows_of(tensor), _own_rows(tensor)
+                if self._adapter is not None and is_adapted(key):
+                    a, b = (_whole(own[factor]) for factor in lora_factor_names(key))
+                    rows = merged_weight(
+                        rows.to("cpu"), a, b, rank=self._adapter.rank, alpha=self._adapter.alpha, rows=(start, stop)
+                    )
+                yield WeightShard(qualified_name(component, plain, self._modules), tuple(tensor.shape), start, rows)
 
     def adapter_weights(self, policy: str | None = None, component: str | None = None) -> dict[str, Tensor]:
         """A policy's LoRA factors as peft names them. Raises ConfigError for full fine-tuning."""
@@ -144,6 +174,32 @@ class PolicyWeights:
 def _whole(tensor: Tensor) -> Tensor:
     """The unsharded tensor in host memory. Every rank calls it."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu")
+
+
+def _row_axis(tensor: DTensor) -> int | None:
+    """The axis of the mesh over which the rows of a tensor are cut; None where it is cut otherwise, or not at all."""
+    cut = [axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    is_of_rows = len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard and tensor.placements[cut[0]] == Shard(0)
+    return cut[0] if is_of_rows else None
+
+
+def _rows_of(tensor: Tensor) -> tuple[int, int]:
+    """First row and end of what `_own_rows` gives; FSDP cuts as torch.chunk does."""
+    num = tensor.shape[0] if tensor.dim() else 1
+    axis = _row_axis(tensor) if isinstance(tensor, DTensor) else None
+    if axis is None or not isinstance(tensor, DTensor):
+        return 0, num
+    chunk = -(-num // tensor.device_mesh.size(axis))
+    start = min(num, tensor.device_mesh.get_local_rank(axis) * chunk)
+    return start, min(num, start + chunk)
+
+
+@torch.no_grad()
+def _own_rows(tensor: Tensor) -> Tensor:
+    """This rank's rows of a tensor, where they lie; all of one that is not cut by rows, which every rank gathers."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    return (tensor.full_tensor() if _row_axis(tensor) is None else tensor.to_local()).detach()
 
 
 def _without_ties(module: nn.Module) -> dict[str, Tensor]:

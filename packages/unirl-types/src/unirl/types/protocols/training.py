@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from unirl.types.roles import MeshPlace
 from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
-from unirl.types.weights import AdapterConfig, UpdateTally
+from unirl.types.weights import AdapterConfig, UpdateTally, WeightShard
 
 
 class PolicyStore(Protocol):
@@ -73,6 +73,10 @@ class Collectives(Protocol):
 
     def any_rank(self, value: bool) -> bool:
         """True if `value` is true on any rank that shares the model's shards, see `ShardedPolicyStore.any_rank`."""
+        ...
+
+    def gathered(self, value: Any) -> list[Any]:  # Any: JSON
+        """The values of all data-parallel ranks, in their order, as JSON brings them."""
         ...
 
 
@@ -195,6 +199,15 @@ class WeightSource(Protocol):
 
     def weights(self, policy: str | None = None, component: str | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model, adapters merged; tied ones once. Raises ContractError for an unknown policy."""
+        ...
+
+    def shard_rows(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, int, int]]:
+        """Whole shape, dtype, first row and end of what `shards` gives of each tensor, without moving one."""
+        ...
+
+    def shards(self, policy: str | None = None) -> Iterator[WeightShard]:
+        """As `weights`, of each tensor the rows that this rank has, where they lie; nothing whole is gathered but
+        adapters."""
         ...
 
     def adapter_weights(self, policy: str | None = None, component: str | None = None) -> dict[str, Tensor]:

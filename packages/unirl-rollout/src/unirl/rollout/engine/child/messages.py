@@ -148,13 +148,14 @@ class MessageCodec:
             call = int(content.pop("call", 0))
             message_class = self._classes[content.pop("message")]
             if "specs" in content:
-                content["specs"] = [
-                    WeightSpec(spec["name"], tuple(spec["shape"]), spec["dtype"], spec["checksum"])
-                    for spec in content["specs"]
-                ]
+                content["specs"] = [_spec(**spec) for spec in content["specs"]]
             return call, message_class(**content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ContractError(
                 f"no message of this protocol ({type(error).__name__}: {error}): {data[:200]!r}. "
                 f"Install the same unirl-rollout in the trainer's environment and in {self.engine}'s."
             ) from error
+
+
+def _spec(name: str, shape: list[int], dtype: str, checksum: str, stops: list[int]) -> WeightSpec:
+    return WeightSpec(name, tuple(shape), dtype, checksum, tuple(stops))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from unirl.distributed.weight_sync.plan import Piece, PlannedBucket
 from unirl.distributed.weight_sync.transports.flat import roomy
 from unirl.types.bucket_files import BucketLayout
 from unirl.types.weights import WeightBucket, WeightSpec
@@ -57,6 +60,42 @@ class WeightTransport(ABC):
 
     def drop(self) -> None:  # noqa: B027
         """Forget what is on its way, after a failure; the next parcel begins anew."""
+
+
+class SlicingTransport(WeightTransport):
+    """Takes the buckets of a push in pieces, which several ranks write at once. Each rank has one.
+
+    transport.join([what `opened` gave on each rank])
+    transport.begin(number, bucket); transport.write(number, bucket, piece, rows); ...
+    ...                                     # all ranks have written
+    transport.parcel(number, ...)           # on the rank that speaks to the engines, which hands it to them
+    transport.depart(number)
+    ...
+    transport.settle()
+    """
+
+    @abstractmethod
+    def opened(self, rank: int) -> Any:  # Any: JSON, each transport's own
+        """What the other ranks must know of this one."""
+
+    @abstractmethod
+    def join(self, opened: Sequence[Any]) -> None:
+        """Take part in a push."""
+
+    @abstractmethod
+    def begin(self, number: int, bucket: PlannedBucket) -> None:
+        """Make room for a bucket."""
+
+    @abstractmethod
+    def write(self, number: int, bucket: PlannedBucket, piece: Piece, rows: Tensor) -> None:
+        """Write a piece of this rank, whose rows stay as they are until `settle`."""
+
+    @abstractmethod
+    def parcel(self, number: int, version: int, bucket: PlannedBucket, specs: Sequence[WeightSpec]) -> Parcel:
+        """What brings a bucket to the engines."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Return when all that this rank wrote has left. Raises WeightSyncError where it could not."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,10 +16,11 @@ import torch.distributed
 from torch import Tensor
 
 from unirl.distributed.group.framework import ray_module
-from unirl.distributed.weight_sync.transports.base import NUM_UNDER_WAY, Parcel, WeightTransport
+from unirl.distributed.weight_sync.plan import Piece, PlannedBucket
+from unirl.distributed.weight_sync.transports.base import Parcel, SlicingTransport
 from unirl.distributed.weight_sync.transports.flat import FlatBucket, roomy
 from unirl.types.errors import WeightSyncError, as_sentence
-from unirl.types.weights import WeightBucket
+from unirl.types.weights import WeightBucket, WeightSpec, tensor_checksum
 
 _JOINED = "joined"
 """Key of the store that counts the engines which have joined."""
@@ -55,69 +57,72 @@ class Meeting:
         return torch.distributed.ProcessGroupGloo(store, rank, self.num_members, timeout)
 
 
-def _broadcast(group: Any, pieces: Sequence[Tensor], timeout_s: float) -> None:  # Any: see Meeting.group
-    """Take part in broadcasts of the trainer's pieces."""
+def _broadcast(group: Any, piece: Tensor) -> Any:  # Any: torch's backends and their work share no public class
+    """Start a broadcast of the sender's piece."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
-    works = [group.broadcast([piece], options) for piece in pieces]
-    for work in works:
-        work.wait(timedelta(seconds=timeout_s))
-
-
-def _pieces(bucket: FlatBucket, buffer: Tensor) -> list[Tensor]:
-    """What crosses of a bucket that lies in a buffer: on a GPU all of it at once, else each tensor by itself."""
-    if buffer.is_cuda:
-        return [buffer[: bucket.num_bytes]] if bucket.specs else []
-    return [buffer[start:stop] for *_, start, stop in bucket.layout.spans if stop > start]
+    return group.broadcast([piece], options)
 
 
 @dataclass(frozen=True)
 class BroadcastParcel(Parcel):
-    """Tells an engine to take part in the broadcast of a bucket."""
+    """Tells an engine to take part in the broadcasts of a bucket."""
 
-    meeting: Meeting
+    meetings: tuple[Meeting, ...]
+    """One per sender."""
     bucket: FlatBucket
     number: int
+    pieces: tuple[tuple[int, int, int], ...]
+    """Sender of each piece, and its start and stop in the bucket's bytes."""
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
-        place = f"broadcast {self.meeting.name}"
+        place = f"broadcast {' '.join(meeting.name for meeting in self.meetings)}"
         if place in kept and kept[place] is None:
             raise WeightSyncError(f"the bucket before this one of version {self.bucket.policy_version} did not arrive")
         try:
             if place not in kept:
-                kept[place] = _Receiver(self.meeting)
-            buffer = kept[place].receive(self.number, self.bucket)
+                kept[place] = _Receiver(self.meetings)
+            return kept[place].receive(self)
         except RuntimeError as error:
             kept[place] = None  # what follows in the same group need not wait
             raise WeightSyncError(
                 f"a bucket of version {self.bucket.policy_version} did not arrive by broadcast: {error}"
             ) from error
-        return self.bucket.read(buffer)
 
 
 class _Receiver:
-    """An engine's side of one group."""
+    """An engine's side of the groups of all senders."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._timeout_s = meeting.timeout_s
-        self._device = torch.device(meeting.device)
-        self._store = meeting.store(is_master=False)
-        self._group = meeting.group(self._store, self._store.add(_JOINED, 1))
+    def __init__(self, meetings: Sequence[Meeting]) -> None:
+        self._timeout_s = meetings[0].timeout_s
+        self._device = torch.device(meetings[0].device)
+        self._stores = [meeting.store(is_master=False) for meeting in meetings]
+        self._groups = [
+            meeting.group(store, store.add(_JOINED, 1)) for meeting, store in zip(meetings, self._stores, strict=True)
+        ]
         self._buffers: dict[int, Tensor] = {}
 
-    def receive(self, number: int, bucket: FlatBucket) -> Tensor:
-        """The next broadcast, in the buffer of this number."""
-        buffer = self._buffers[number] = roomy(self._buffers.get(number), bucket.num_bytes, self._device)
-        _broadcast(self._group, _pieces(bucket, buffer), self._timeout_s)
-        return buffer
+    def receive(self, parcel: BroadcastParcel) -> WeightBucket:
+        """A bucket, in the buffer of its number. Each tensor is hashed while the next ones arrive."""
+        number, flat = parcel.number, parcel.bucket
+        buffer = self._buffers[number] = roomy(self._buffers.get(number), flat.num_bytes, self._device)
+        works = deque(
+            (stop, _broadcast(self._groups[sender], buffer[start:stop])) for sender, start, stop in parcel.pieces
+        )
+        bucket, stops = flat.read(buffer), {spec.name: spec.stops for spec in flat.specs}
+        found = {}
+        for name, *_, end in flat.layout.spans:
+            while works and works[0][0] <= end:
+                works.popleft()[1].wait(timedelta(seconds=self._timeout_s))
+            found[name] = tensor_checksum(bucket.tensors[name], stops[name])
+        return dataclasses.replace(bucket, found=found)
 
 
-class BroadcastTransport(WeightTransport):
-    """Broadcasts each bucket to all engines at once: from a GPU out of one of two buffers, of which one is filled while
-    the other leaves, else tensor by tensor from where they lie.
+class BroadcastTransport(SlicingTransport):
+    """Broadcasts each bucket to all engines at once, piece by piece from where it lies, in a group per sender.
 
-    device: "cuda" for NCCL, "cpu" for gloo. num_engines: how many take part, each with a device
-    that neither the trainer nor another engine has. timeout_s: of the group's forming and of each broadcast.
+    device: "cuda" for NCCL, "cpu" for gloo. num_engines: how many take part, each with a device that neither the
+    trainer nor another engine has. timeout_s: of the group's forming and of each broadcast.
     """
 
     def __init__(self, device: torch.device, num_engines: int, timeout_s: float) -> None:
@@ -125,37 +130,57 @@ class BroadcastTransport(WeightTransport):
         self._num_members = num_engines + 1
         self._timeout_s = timeout_s
         self._sender: _Sender | None = None
-        self._buffers: dict[int, Tensor] = {}
+        self._meetings: tuple[Meeting, ...] = ()
         self._leaving: dict[int, list[Tensor]] = {}
 
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
-        slot = number % NUM_UNDER_WAY
-        if self._sender is None:
-            self._sender = _Sender(self._device.type, self._num_members, self._timeout_s)
         flat = FlatBucket.of(bucket)
-        if self._device.type == "cuda":
-            buffer = self._buffers[slot] = roomy(self._buffers.get(slot), flat.num_bytes, self._device)
-            flat.layout.write(bucket.tensors, buffer)
-            self._leaving[slot] = _pieces(flat, buffer)
-        else:
-            whole = [bucket.tensors[name].detach().cpu().contiguous() for name, *_ in flat.layout.spans]
-            self._leaving[slot] = [tensor.flatten().view(torch.uint8) for tensor in whole if tensor.numel()]
-        return BroadcastParcel(self._sender.meeting, flat, number)
+        spans = [(name, start, stop) for name, *_, start, stop in flat.layout.spans if stop > start]
+        self._leaving[number] = [self._bytes(bucket.tensors[name]) for name, *_ in spans]
+        meeting = Meeting(**self.opened(0))
+        return BroadcastParcel((meeting,), flat, number, tuple((0, start, stop) for _, start, stop in spans))
 
     def depart(self, number: int) -> None:
-        slot = number % NUM_UNDER_WAY
-        if self._sender is not None and self._leaving[slot]:
-            self._sender.start(slot, self._leaving[slot])
+        pieces = self._leaving.pop(number, [])
+        if self._sender is not None and pieces:
+            self._sender.start(number, pieces)
 
     def arrived(self, number: int) -> None:
         """See WeightTransport. Raises WeightSyncError where the broadcast failed on this side."""
         if self._sender is not None:
-            self._sender.wait(number % NUM_UNDER_WAY)
+            self._sender.wait(number)
 
     def drop(self) -> None:
         self._sender = None
-        self._buffers.clear()  # a broadcast that hangs may still read them
-        self._leaving.clear()
+        self._leaving.clear()  # a broadcast that hangs may still read them
+
+    def opened(self, rank: int) -> dict[str, Any]:  # Any: see SlicingTransport
+        """Where this rank's group meets."""
+        if self._sender is None:
+            self._sender = _Sender(self._device.type, self._num_members, self._timeout_s)
+        return dataclasses.asdict(self._sender.meeting)
+
+    def join(self, opened: Sequence[Any]) -> None:  # Any: see SlicingTransport
+        self._meetings = tuple(Meeting(**each) for each in opened)
+
+    def begin(self, number: int, bucket: PlannedBucket) -> None:
+        self._leaving[number] = []
+
+    def write(self, number: int, bucket: PlannedBucket, piece: Piece, rows: Tensor) -> None:
+        if rows.numel():
+            self._leaving[number].append(self._bytes(rows))
+
+    def parcel(self, number: int, version: int, bucket: PlannedBucket, specs: Sequence[WeightSpec]) -> Parcel:
+        spans = [(piece.rank, *bucket.layout.span(piece.name, piece.start, piece.stop)) for piece in bucket.pieces]
+        filled = tuple((rank, start, stop) for rank, start, stop in spans if stop > start)
+        return BroadcastParcel(self._meetings, FlatBucket(version, tuple(specs), (), bucket.layout), number, filled)
+
+    def settle(self) -> None:
+        if self._sender is not None:
+            self._sender.wait_for_all()
+
+    def _bytes(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._device).contiguous().flatten().view(torch.uint8)
 
 
 class _Sender:
@@ -172,15 +197,20 @@ class _Sender:
         self._last: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def start(self, slot: int, pieces: Sequence[Tensor]) -> None:
-        """Broadcast the pieces of a slot after those before them."""
+    def start(self, number: int, pieces: Sequence[Tensor]) -> None:
+        """Broadcast the pieces of a bucket after those before them."""
         self._last = threading.Thread(target=self._send, args=(pieces, self._last), daemon=True)
-        self._threads[slot] = self._last
+        self._threads[number] = self._last
         self._last.start()
 
-    def wait(self, slot: int) -> None:
-        """Return when the pieces of a slot have left. Raises WeightSyncError where it could not."""
-        thread = self._threads.pop(slot, None)
+    def wait_for_all(self) -> None:
+        """`wait` for every bucket."""
+        for number in list(self._threads):
+            self.wait(number)
+
+    def wait(self, number: int) -> None:
+        """Return when the pieces of a bucket have left. Raises WeightSyncError where it could not."""
+        thread = self._threads.pop(number, None)
         if thread is not None:
             thread.join(2 * self.meeting.timeout_s)
         if self._error is not None or (thread is not None and thread.is_alive()):
@@ -198,6 +228,8 @@ class _Sender:
         try:
             if self._group is None:
                 self._group = self.meeting.group(self._store, 0)
-            _broadcast(self._group, pieces, self.meeting.timeout_s)
+            works = [_broadcast(self._group, piece) for piece in pieces]
+            for work in works:
+                work.wait(timedelta(seconds=self.meeting.timeout_s))
         except RuntimeError as error:
             self._error = error

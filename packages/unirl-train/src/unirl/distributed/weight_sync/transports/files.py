@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unirl.distributed.weight_sync.transports.base import Parcel, WeightTransport
+from torch import Tensor
+
+from unirl.distributed.weight_sync.plan import Piece, PlannedBucket
+from unirl.distributed.weight_sync.transports.base import Parcel, SlicingTransport
 from unirl.types.bucket_files import BucketFiles, MappedBuckets
 from unirl.types.errors import ConfigError, WeightSyncError
 from unirl.types.owned_folder import OwnedFolder
@@ -40,7 +44,7 @@ class FileParcel(Parcel):
         return WeightBucket(self.policy_version, tensors, self.specs, self.kept, self.path)
 
 
-class FileTransport(WeightTransport):
+class FileTransport(SlicingTransport):
     """Writes each bucket over the file that had its number in the last push.
 
     folder: memory of one machine, or a file system that several share. remedy: what to do where an engine cannot read
@@ -53,16 +57,47 @@ class FileTransport(WeightTransport):
         self._folder = folder
         self._remedy = remedy
         self._own: tuple[OwnedFolder, BucketFiles] | None = None
+        self._shared: tuple[str, BucketFiles] | None = None
+        """Folder of the first rank, and this rank's view of the files in it."""
 
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
         """See WeightTransport. Raises WeightSyncError where there is no room."""
-        if self._own is None:
-            folder = OwnedFolder("unirl-push-", self._folder)
-            self._own = folder, BucketFiles(folder.path)
-        path = self._own[1].write(number, bucket.tensors) if bucket.tensors else self._own[0].path
+        folder, files = self._opened()
+        path = files.write(number, bucket.tensors) if bucket.tensors else folder.path
         return FileParcel(str(path), bucket.policy_version, bucket.specs, bucket.kept, self._remedy)
 
+    def opened(self, rank: int) -> str | None:
+        """The folder, which is that of the first rank."""
+        return str(self._opened()[0].path) if rank == 0 else None
+
+    def join(self, opened: Sequence[Any]) -> None:  # Any: see SlicingTransport
+        if self._shared is None or self._shared[0] != opened[0]:
+            self._shared = opened[0], BucketFiles(Path(opened[0]))
+
+    def begin(self, number: int, bucket: PlannedBucket) -> None:
+        self._files.begin(number, bucket.layout)
+
+    def write(self, number: int, bucket: PlannedBucket, piece: Piece, rows: Tensor) -> None:
+        self._files.write_rows(number, bucket.layout, piece.name, rows, piece.start)
+
+    def parcel(self, number: int, version: int, bucket: PlannedBucket, specs: Sequence[WeightSpec]) -> Parcel:
+        return FileParcel(str(self._files.path(number)), version, tuple(specs), (), self._remedy)
+
     def drop(self) -> None:
+        self._shared = None
         if self._own is not None:
             self._own[0].remove()
             self._own = None
+
+    def _opened(self) -> tuple[OwnedFolder, BucketFiles]:
+        if self._own is None:
+            folder = OwnedFolder("unirl-push-", self._folder)
+            self._own = folder, BucketFiles(folder.path)
+        return self._own
+
+    @property
+    def _files(self) -> BucketFiles:
+        """Of the push under way."""
+        if self._shared is None:
+            raise WeightSyncError("no push is under way: join comes first, and again after a failure")
+        return self._shared[1]
