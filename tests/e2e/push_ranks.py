@@ -1,4 +1,4 @@
-"""What each of two ranks does that train one sharded model and push it together. A module of its own, so that the
+"""What each of two ranks does that train one sharded model and push it together. A separate module, so that the
 ranks' processes can import it."""
 
 from __future__ import annotations

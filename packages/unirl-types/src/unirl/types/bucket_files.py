@@ -163,7 +163,7 @@ class BucketFiles:
             raise _no_room(path, layout, error) from error
 
     def path(self, number: int) -> Path:
-        """Of file `number`."""
+        """Where file `number` lies."""
         return self._folder / f"bucket-{number}.safetensors"
 
     def _map(self, number: int, descriptor: int, num_bytes: int) -> None:

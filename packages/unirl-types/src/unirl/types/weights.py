@@ -33,7 +33,7 @@ class WeightShard:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The whole tensor's."""
     start: int
     """Its first row."""
     rows: Tensor

@@ -61,7 +61,7 @@ class RemoteEngines:
     def receive_parcel(self, number: int, parcel: Parcel) -> None:
         """Hand a bucket over that several ranks have written, and will send with `depart` of the transport."""
         with self._dropping():
-            self._make_way()
+            self.make_way()
             self._on_their_way.append((number, self._role.submit("receive_weights", parcel)))
 
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
@@ -91,16 +91,18 @@ class RemoteEngines:
         self._transport.drop()
 
     def _send(self, method: str, bucket: WeightBucket, *args: object) -> None:
-        self._make_way()
+        self.make_way()
         number = self._num_sent
         self._num_sent += 1
         parcel = self._transport.pack(bucket, number)
         self._on_their_way.append((number, self._role.submit(method, parcel, *args)))
         self._transport.depart(number)
 
-    def _make_way(self) -> None:
-        while len(self._on_their_way) >= NUM_UNDER_WAY:
-            self._take_answers()
+    def make_way(self) -> None:
+        """Return when another bucket may leave. Raises what the engines raise of those that they have."""
+        with self._dropping():
+            while len(self._on_their_way) >= NUM_UNDER_WAY:
+                self._take_answers()
 
     def _take_answers(self) -> list[Any]:  # Any: as the component's methods
         """Wait for the engines to answer the oldest bucket."""

@@ -83,6 +83,8 @@ class SlicePush:
 
     def _written(self, number: int, bucket: PlannedBucket, rows: Mapping[str, Tensor]) -> dict[str, str]:
         """Write this rank's pieces; tensor -> checksum."""
+        if self._engines is not None:
+            self._engines.make_way()
         self._transport.begin(number, bucket)
         sums = {}
         for piece in bucket.pieces:

@@ -47,7 +47,7 @@ class RankCollectives:
         return [json.loads(bytes(each[:length].numpy())) for each, length in texts]
 
     def _all_gathered(self, own: Tensor) -> list[Tensor]:
-        """Of tensors on the CPU, of one size."""
+        """The tensors of all ranks, on the CPU and of one size."""
         found = [torch.empty_like(own) for _ in range(self._dp_size)]
         dist.all_gather(found, own)
         return found

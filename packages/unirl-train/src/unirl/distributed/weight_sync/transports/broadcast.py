@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,11 +17,14 @@ from torch import Tensor
 
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.weight_sync.plan import Piece, PlannedBucket
-from unirl.distributed.weight_sync.transports.base import Parcel, SlicingTransport
+from unirl.distributed.weight_sync.transports.base import NUM_UNDER_WAY, Parcel, SlicingTransport
 from unirl.distributed.weight_sync.transports.flat import FlatBucket, roomy
+from unirl.types.bucket_files import BucketLayout
 from unirl.types.errors import WeightSyncError, as_sentence
 from unirl.types.weights import WeightBucket, WeightSpec, tensor_checksum
 
+_RUN_BYTES = 16 << 20
+"""Gloo takes longer for larger broadcasts, and for many small ones; each run is hashed while the next one arrives."""
 _JOINED = "joined"
 """Key of the store that counts the engines which have joined."""
 
@@ -65,6 +68,33 @@ def _broadcast(group: Any, piece: Tensor) -> Any:  # Any: torch's backends and t
 
 
 @dataclass(frozen=True)
+class Run:
+    """Bytes of a bucket that one rank broadcasts at once."""
+
+    sender: int
+    start: int
+    stop: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """Its part of a bucket's bytes."""
+        return buffer[self.start : self.stop]
+
+
+def runs_of(spans: Iterable[tuple[int, int, int]]) -> tuple[Run, ...]:
+    """Runs of consecutive (sender, start, stop), in order, each of at most `_RUN_BYTES`."""
+    joined: list[Run] = []
+    for sender, start, stop in spans:
+        if joined and (joined[-1].sender, joined[-1].stop) == (sender, start):
+            start = joined.pop().start
+        joined.append(Run(sender, start, stop))
+    return tuple(
+        Run(run.sender, start, min(start + _RUN_BYTES, run.stop))
+        for run in joined
+        for start in range(run.start, run.stop, _RUN_BYTES)
+    )
+
+
+@dataclass(frozen=True)
 class BroadcastParcel(Parcel):
     """Tells an engine to take part in the broadcasts of a bucket."""
 
@@ -72,8 +102,7 @@ class BroadcastParcel(Parcel):
     """One per sender."""
     bucket: FlatBucket
     number: int
-    pieces: tuple[tuple[int, int, int], ...]
-    """Sender of each piece, and its start and stop in the bucket's bytes."""
+    runs: tuple[Run, ...]
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
         place = f"broadcast {' '.join(meeting.name for meeting in self.meetings)}"
@@ -106,39 +135,40 @@ class _Receiver:
         """A bucket, in the buffer of its number. Each tensor is hashed while the next ones arrive."""
         number, flat = parcel.number, parcel.bucket
         buffer = self._buffers[number] = roomy(self._buffers.get(number), flat.num_bytes, self._device)
-        works = deque(
-            (stop, _broadcast(self._groups[sender], buffer[start:stop])) for sender, start, stop in parcel.pieces
-        )
+        works = deque((run.stop, _broadcast(self._groups[run.sender], run.of(buffer))) for run in parcel.runs)
         bucket, stops = flat.read(buffer), {spec.name: spec.stops for spec in flat.specs}
-        found = {}
+        found, arrived = {}, 0
         for name, *_, end in flat.layout.spans:
-            while works and works[0][0] <= end:
-                works.popleft()[1].wait(timedelta(seconds=self._timeout_s))
+            while arrived < end and works:
+                arrived, work = works.popleft()
+                work.wait(timedelta(seconds=self._timeout_s))
             found[name] = tensor_checksum(bucket.tensors[name], stops[name])
         return dataclasses.replace(bucket, found=found)
 
 
 class BroadcastTransport(SlicingTransport):
-    """Broadcasts each bucket to all engines at once, piece by piece from where it lies, in a group per sender.
+    """Broadcasts each bucket to all engines at once, out of one of two buffers: one is filled while the other leaves.
+    Every rank that sends has its own group with the engines.
 
-    device: "cuda" for NCCL, "cpu" for gloo. num_engines: how many take part, each with a device that neither the
-    trainer nor another engine has. timeout_s: of the group's forming and of each broadcast.
+    device: of the buffers, so "cuda" for NCCL and "cpu" for gloo. num_engines: how many take part, each with a device
+    that neither the trainer nor another engine has. timeout_s: of a group's forming and of each broadcast.
     """
 
     def __init__(self, device: torch.device, num_engines: int, timeout_s: float) -> None:
         self._device = device
         self._num_members = num_engines + 1
         self._timeout_s = timeout_s
+        self._rank = 0
         self._sender: _Sender | None = None
         self._meetings: tuple[Meeting, ...] = ()
+        self._buffers: dict[int, Tensor] = {}
         self._leaving: dict[int, list[Tensor]] = {}
 
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
-        flat = FlatBucket.of(bucket)
-        spans = [(name, start, stop) for name, *_, start, stop in flat.layout.spans if stop > start]
-        self._leaving[number] = [self._bytes(bucket.tensors[name]) for name, *_ in spans]
-        meeting = Meeting(**self.opened(0))
-        return BroadcastParcel((meeting,), flat, number, tuple((0, start, stop) for _, start, stop in spans))
+        flat, meeting = FlatBucket.of(bucket), Meeting(**self.opened(0))
+        runs = runs_of((0, start, stop) for *_, start, stop in flat.layout.spans)
+        flat.layout.write(bucket.tensors, self._filling(number, flat.layout, runs))
+        return BroadcastParcel((meeting,), flat, number, runs)
 
     def depart(self, number: int) -> None:
         pieces = self._leaving.pop(number, [])
@@ -152,10 +182,12 @@ class BroadcastTransport(SlicingTransport):
 
     def drop(self) -> None:
         self._sender = None
-        self._leaving.clear()  # a broadcast that hangs may still read them
+        self._buffers.clear()  # a broadcast that hangs may still read them
+        self._leaving.clear()
 
     def opened(self, rank: int) -> dict[str, Any]:  # Any: see SlicingTransport
         """Where this rank's group meets."""
+        self._rank = rank
         if self._sender is None:
             self._sender = _Sender(self._device.type, self._num_members, self._timeout_s)
         return dataclasses.asdict(self._sender.meeting)
@@ -164,23 +196,30 @@ class BroadcastTransport(SlicingTransport):
         self._meetings = tuple(Meeting(**each) for each in opened)
 
     def begin(self, number: int, bucket: PlannedBucket) -> None:
-        self._leaving[number] = []
+        self._filling(number, bucket.layout, _runs_of_pieces(bucket))
 
     def write(self, number: int, bucket: PlannedBucket, piece: Piece, rows: Tensor) -> None:
-        if rows.numel():
-            self._leaving[number].append(self._bytes(rows))
+        bucket.layout.place(self._buffers[number % NUM_UNDER_WAY], piece.name, piece.start, rows.shape).copy_(rows)
 
     def parcel(self, number: int, version: int, bucket: PlannedBucket, specs: Sequence[WeightSpec]) -> Parcel:
-        spans = [(piece.rank, *bucket.layout.span(piece.name, piece.start, piece.stop)) for piece in bucket.pieces]
-        filled = tuple((rank, start, stop) for rank, start, stop in spans if stop > start)
-        return BroadcastParcel(self._meetings, FlatBucket(version, tuple(specs), (), bucket.layout), number, filled)
+        flat = FlatBucket(version, tuple(specs), (), bucket.layout)
+        return BroadcastParcel(self._meetings, flat, number, _runs_of_pieces(bucket))
 
     def settle(self) -> None:
         if self._sender is not None:
             self._sender.wait_for_all()
 
-    def _bytes(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self._device).contiguous().flatten().view(torch.uint8)
+    def _filling(self, number: int, layout: BucketLayout, runs: Sequence[Run]) -> Tensor:
+        """The buffer of a bucket, once the one that it held has left."""
+        self.arrived(number - NUM_UNDER_WAY)
+        slot = number % NUM_UNDER_WAY
+        buffer = self._buffers[slot] = roomy(self._buffers.get(slot), layout.num_bytes, self._device)
+        self._leaving[number] = [run.of(buffer) for run in runs if run.sender == self._rank]
+        return buffer
+
+
+def _runs_of_pieces(bucket: PlannedBucket) -> tuple[Run, ...]:
+    return runs_of((piece.rank, *bucket.layout.span(piece.name, piece.start, piece.stop)) for piece in bucket.pieces)
 
 
 class _Sender:
