@@ -219,36 +219,37 @@ def _keys(recipe: Resolved) -> Iterator[str]:
 
 def _stage_keys(recipe: Resolved) -> Iterator[str]:
     """Keys of stages, unknown or of the wrong type, and what does nothing without stages."""
-    stages, policies, known = recipe.get("stages") or {}, recipe.get("policies"), schema.keys(StageSections)
+    stages, policies = recipe.get("stages") or {}, recipe.get("policies")
     for name, own in policies.items() if isinstance(policies, Mapping) and not stages else ():
         for key in (key for key in schema.OF_STAGE if isinstance(own, Mapping) and own.get(key)):
             yield f"policies.{name}.{key}: no stage samples from {name}. Add stages, or remove it."
     for key in (key for key in SAMPLED if stages and policies and recipe.get(key)):
         if all(prefix for prefix, _ in policy_sections(recipe).values()):
             yield f"{key}: each stage has its own, or its policy's. Move it to stages.{next(iter(stages))}.{key}."
-    for track, stage in stages.items() if isinstance(stages, Mapping) else ():
-        at = f"stages.{track}"
-        if not isinstance(stage, Mapping):
-            yield f"{at} = {stage!r} must be a mapping of {', '.join(known)}."
-            continue
-        for key in (key for key in stage if key not in known):
-            yield f"{at}.{key}: unknown key. {did_you_mean(str(key), known)}"
-        yield from _plain_values(StageSections, stage, f"{at}.")
+    yield from _named_sections("stages", stages, StageSections)
 
 
 def _pool_keys(recipe: Resolved) -> Iterator[str]:
     """Keys of pools, unknown, missing or of the wrong type."""
-    pools, known = recipe.get("pools") or {}, schema.keys(Pool)
+    pools = recipe.get("pools") or {}
+    yield from _named_sections("pools", pools, Pool)
     for name, pool in pools.items() if isinstance(pools, Mapping) else ():
-        at = f"pools.{name}"
-        if not isinstance(pool, Mapping):
-            yield f"{at} = {pool!r} must be a mapping of {', '.join(known)}."
-            continue
-        for key in (key for key in pool if key not in known):
-            yield f"{at}.{key}: unknown key. {did_you_mean(str(key), known)}"
-        if pool.get("devices") is None:
+        if isinstance(pool, Mapping) and pool.get("devices") is None:
+            at = f"pools.{name}"
             yield f"{at} has no devices. Name some in {at}.devices, such as 0-3, or remove the pool."
-        yield from _plain_values(Pool, pool, f"{at}.")
+
+
+def _named_sections(place: str, sections: Value, section: type) -> Iterator[str]:
+    """Plain sections by name: what is no mapping, unknown keys and values of the wrong type."""
+    known = schema.keys(section)
+    for name, own in sections.items() if isinstance(sections, Mapping) else ():
+        at = f"{place}.{name}"
+        if not isinstance(own, Mapping):
+            yield f"{at} = {own!r} must be a mapping of {', '.join(known)}."
+            continue
+        for key in (key for key in own if key not in known):
+            yield f"{at}.{key}: unknown key. {did_you_mean(str(key), known)}"
+        yield from _plain_values(section, own, f"{at}.")
 
 
 def _is_built(key: str, prefix: str, sections: Resolved) -> bool:
