@@ -322,16 +322,21 @@ class RolloutResp(Batch):
             parent_track=None,
         )
 
+    def lineage(self, name: str) -> dict[str, list[int]]:
+        """The track and those that it grew from, up to the root -> the row in each that a sample of the track grew
+        from."""
+        at = self.track(name)
+        found = {name: list(range(at.batch_size))}
+        while (up := at.parent_track) is not None:
+            places = {sample: row for row, sample in enumerate(self.tracks[up].sample_ids)}
+            found[up] = [places[at.group_ids[row]] for row in next(reversed(found.values()))]
+            at = self.tracks[up]
+        return found
+
     def root_rows(self, name: str) -> tuple[RolloutTrack, list[int]]:
         """The root track that a track grew from, and the row in it of each of the track's samples."""
-        at = self.track(name)
-        rows = list(range(at.batch_size))
-        while at.parent_track is not None:
-            above = self.tracks[at.parent_track]
-            places = {sample: row for row, sample in enumerate(above.sample_ids)}
-            rows = [places[at.group_ids[row]] for row in rows]
-            at = above
-        return at, rows
+        root, rows = list(self.lineage(name).items())[-1]
+        return self.tracks[root], rows
 
     def propagate_rewards(self, child: str, parent: str, how: Credit) -> Self:
         """The response with rewards [B] and component rewards of `parent` made from those of its children.

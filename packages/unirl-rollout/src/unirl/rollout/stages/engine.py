@@ -144,15 +144,10 @@ class StagesEngine(BaseRolloutEngine):
     def _above(self, tracks: Mapping[str, RolloutTrack], parent: str, req: RolloutReq) -> Above:
         """What a stage that grows from `parent` can read; rows of the tracks further up and of the request are those of
         the ancestors of each sample."""
-        above = {parent: tracks[parent]}
-        rows = list(range(tracks[parent].batch_size))
-        name = parent
-        while (up := tracks[name].parent_track) is not None:
-            places = {sample: row for row, sample in enumerate(tracks[up].sample_ids)}
-            rows = [places[tracks[name].group_ids[row]] for row in rows]
-            above[up] = tracks[up].select(rows)
-            name = up
-        asked = {slot: value.select(rows) for slot, value in req.primitives.items()}
+        lineage = RolloutResp(tracks=dict(tracks)).lineage(parent)
+        above = {name: tracks[name] if name == parent else tracks[name].select(rows) for name, rows in lineage.items()}
+        of_root = next(reversed(lineage.values()))
+        asked = {slot: value.select(of_root) for slot, value in req.primitives.items()}
         return Above(asked=asked, tracks=above, pipelines=self._pipelines)
 
     def _made_by_size(
