@@ -102,14 +102,14 @@ class SampleFiles:
         self, record: SampleRecord, folder: Path, stem: str, given: dict[str, Description]
     ) -> dict[str, Any]:  # Any: JSON values
         """given: what is described already, by digest. Samples of a prompt share its media."""
-        for item in record.given:
-            key = digest(item)
+        keys = [digest(item) for item in record.given]
+        for key, item in zip(keys, record.given, strict=True):
             if key not in given:
                 given[key] = write_medium(item, folder, f"given-{key}", self._image_format)
         fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
         return {
-            **{key: _jsonable(value) for key, value in fields.items() if key not in _MEDIA},
-            "given": [given[digest(item)] for item in record.given],
+            **{name: _jsonable(value) for name, value in fields.items() if name not in _MEDIA},
+            "given": [given[key] for key in keys],
             "media": None if record.media is None else write_medium(record.media, folder, stem, self._image_format),
         }
 
