@@ -40,6 +40,11 @@ class WeightShard:
     """Where they lie; a tensor without dimensions is one row."""
 
 
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in the dtype that an engine samples with; one of integers or booleans as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def tensor_checksum(tensor: Tensor, stops: Sequence[int] = ()) -> str:
     """XXH3 (128 bits, hexadecimal) of the tensor's bytes (row-major), the same on every device; in pieces that end at
     the rows `stops`, of their checksums.

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, cast
 
-from torch import Tensor
-
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.weight_sync.canary import Canary, TokenCanary, TransitionCanary, canary_primitives
 from unirl.distributed.weight_sync.remote_engines import RemoteEngines
@@ -183,9 +181,6 @@ class WeightSync(ABC):
     def _note_sent(self, specs: Iterable[WeightSpec]) -> None:
         """Called by `_send` with every tensor, whether it travels or the engine has it."""
         self._sent.update({spec.name: spec.checksum for spec in specs})
-
-    def _rounded(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 def _canary(

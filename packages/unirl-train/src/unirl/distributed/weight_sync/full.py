@@ -15,7 +15,7 @@ from unirl.types.protocols.engines import PushTarget
 from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
 from unirl.types.protocols.training import TrainBackend
 from unirl.types.sampling import BaseSamplingParams, Precision
-from unirl.types.weights import WeightReceipt, WeightSpec, weight_buckets
+from unirl.types.weights import WeightReceipt, WeightSpec, rounded, weight_buckets
 
 
 @bounded("sync")
@@ -87,10 +87,10 @@ class FullWeightSync(WeightSync):
             return _of_all(receipt, len(sent))
         shapes = self._source.weight_shapes()
         engine.begin_weights(version, [WeightSpec(name, shape, str(self._dtype), "") for name, shape in shapes.items()])
-        rounded = ((name, self._rounded(tensor)) for name, tensor in self._source.weights(policy))
+        tensors = ((name, rounded(tensor, self._dtype)) for name, tensor in self._source.weights(policy))
         known, self._engine_has = self._engine_has, {}  # after a push that fails nothing is known
         sent: dict[str, WeightSpec] = {}
-        for bucket in weight_buckets(rounded, policy_version=version, max_bytes=self._bucket_bytes, known=known):
+        for bucket in weight_buckets(tensors, policy_version=version, max_bytes=self._bucket_bytes, known=known):
             engine.receive_weights(bucket)
             self._note_sent((*bucket.specs, *bucket.kept))
             sent.update({spec.name: spec for spec in (*bucket.specs, *bucket.kept)})

@@ -13,7 +13,7 @@ from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.distributed.weight_sync.transports.base import SlicingTransport
 from unirl.types.errors import UniRLError, WeightSyncError
 from unirl.types.protocols.training import Collectives, WeightSource
-from unirl.types.weights import WeightReceipt, WeightSpec, joined_checksum, tensor_checksum
+from unirl.types.weights import WeightReceipt, WeightSpec, joined_checksum, rounded, tensor_checksum
 
 
 class SlicePush:
@@ -57,7 +57,7 @@ class SlicePush:
         transport.join(self._all(lambda: self._begun(version)))
         shards = self._source.shards(policy)
         for number, bucket in enumerate(self._plan):
-            rows = {shard.name: self._rounded(shard.rows) for shard in (next(shards) for _ in bucket.names)}
+            rows = {shard.name: rounded(shard.rows, self._dtype) for shard in (next(shards) for _ in bucket.names)}
             sums = self._all(lambda number=number, bucket=bucket, rows=rows: self._written(number, bucket, rows))
             specs = _specs(bucket, sums)
             sent += specs
@@ -97,9 +97,6 @@ class SlicePush:
         if self._engines is not None:
             receipt.append(self._engines.finish_weights(version, policy))
         self._transport.settle()
-
-    def _rounded(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def _all(self, work: Callable[[], Any]) -> list[Any]:  # Any: JSON
         """What every rank's work gives. Raises where one failed, on all of them."""
