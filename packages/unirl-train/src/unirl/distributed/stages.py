@@ -11,6 +11,7 @@ from unirl.types.copies import Copies
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import DiffusionPlan, RolloutReq
 from unirl.types.sampling import StagedSamplingParams
+from unirl.types.stages import staged_params
 
 Engine = Any  # Any: the role of a StagesEngine, whose methods follow its markers
 
@@ -68,9 +69,7 @@ class LedStages:
 
     def _legs(self, req: RolloutReq) -> list[tuple[Engine, StagedSamplingParams]]:
         """Stages in a row of one engine are one call."""
-        params = req.sampling_params
-        if not isinstance(params, StagedSamplingParams):
-            raise ContractError(f"this engine has several stages, the request has {type(params).__name__}")
+        params = staged_params(req)
         legs: list[tuple[Engine, dict[str, Any]]] = []  # Any: parameters of any kind of stage
         for track, own in params.stages.items():
             engine = self._engine(track)

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from unirl.types.errors import ContractError
 from unirl.types.media import Primitive
 from unirl.types.protocols.engines import RolloutEngine
-from unirl.types.rollout import RolloutTrack
+from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.sampling import StagedSamplingParams
 
 Inputs = Mapping[str, Primitive]
 """By slot, one entry per row."""
@@ -47,6 +49,14 @@ class Reading:
     """Height and width of each row's image; None stands for those of the sampling parameters, of one row or of all."""
     start: Tensor | None = None
     """[B, ...] clean latents that the stage begins from, mixed with its noise at its first noise level; None: noise."""
+
+
+def staged_params(req: RolloutReq) -> StagedSamplingParams:
+    """How the stages of a request are sampled. Raises ContractError for a request of one stage."""
+    params = req.sampling_params
+    if not isinstance(params, StagedSamplingParams):
+        raise ContractError(f"this engine has several stages, the request has {type(params).__name__}")
+    return params
 
 
 class StageReader(Protocol):

@@ -21,7 +21,7 @@ from unirl.types.protocols.engines import DiffusionRolloutEngine
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, StagedSamplingParams
-from unirl.types.stages import Above, BuiltStage, Reading, Size
+from unirl.types.stages import Above, BuiltStage, Reading, Size, staged_params
 
 StageParams = ARSamplingParams | DiffusionSamplingParams
 
@@ -74,7 +74,7 @@ class StagesEngine(BaseRolloutEngine):
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def check_prompts(self, req: RolloutReq) -> None:
         """Raise ConfigError where the first stage cannot read a prompt."""
-        track, params = next(iter(_staged(req).stages.items()))
+        track, params = next(iter(staged_params(req).stages.items()))
         stage = self._stage(track)
         stage.engine.check_prompts(_of_prompt(req, params, stage.reader.of_prompt(req.primitives)))
 
@@ -87,7 +87,7 @@ class StagesEngine(BaseRolloutEngine):
         that is not there, and ContractError for a request of one stage.
         """
         tracks: dict[str, RolloutTrack] = {} if above is None else dict(above.tracks)
-        for track, params in _staged(req).stages.items():
+        for track, params in staged_params(req).stages.items():
             stage = self._stage(track)
             copy = copy_of(policy, track, stage.policy)
             if stage.grows_from in tracks:
@@ -192,13 +192,6 @@ class StagesEngine(BaseRolloutEngine):
         """All engines."""
         for stage in self._stages.values():
             stage.engine.shutdown()
-
-
-def _staged(req: RolloutReq) -> StagedSamplingParams:
-    params = req.sampling_params
-    if not isinstance(params, StagedSamplingParams):
-        raise ContractError(f"this engine has several stages, the request has {type(params).__name__}")
-    return params
 
 
 def _of_prompt(req: RolloutReq, params: StageParams, reading: Reading) -> RolloutReq:
