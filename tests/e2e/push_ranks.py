@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pushed_weights import CopyEngine, EnginesInThreads, ForwardPipeline, make_training, train
+from pushed_weights import CopyEngine, EnginesInThreads, make_sync, make_training, train
 from torch.distributed.tensor import DTensor
 
-from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.train.configs import LoraConfig, TrainTopology
 from unirl.types.bucket_files import BucketFiles
 from unirl.types.errors import WeightSyncError
-from unirl.types.sampling import ARSamplingParams
 from unirl.types.weights import tensor_checksum
 
 TRANSPORTS = ("ray", "files", "ipc", "nccl")
@@ -48,20 +46,9 @@ def rows_of_a_rank(options: dict[str, Any]) -> dict[str, Any]:
 def pushes_of_a_rank(transport: str, options: dict[str, Any], folder: Path, *, fails: bool = False) -> dict[str, Any]:
     """Three pushes to two engines of the first rank; with `fails`, rank 1 cannot write in the second."""
     rank = dist.get_rank()
-    bundle, backend = make_training(**options)
-    pipeline: Any = ForwardPipeline(bundle)
-    sync = FullWeightSync(
-        backend,
-        None,
-        pipeline,
-        sampling=ARSamplingParams(temperature=1.0),
-        dtype="fp32",
-        canary_tolerance=1e-5,
-        transport=transport,  # ty: ignore[invalid-argument-type]
-        transfer_dir=str(folder),
-        bucket_bytes=400,
-        rank=rank,
-    )
+    training = make_training(**options)
+    backend = training[1]
+    sync = make_sync(training, transport, canary_tolerance=1e-5, transfer_dir=str(folder), bucket_bytes=400, rank=rank)
     engines = (CopyEngine(), CopyEngine())
     role: Any = EnginesInThreads(*engines)
     sync.connect_elsewhere(role)

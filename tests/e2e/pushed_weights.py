@@ -120,6 +120,14 @@ class CopyEngine(PushedWeights):
         return {name: tensor_checksum(tensor) for name, tensor in self._weights._tensors().items()}
 
 
+def make_sync(training: tuple[Any, FSDPBackend], transport: str, *, kind: Any = FullWeightSync, **options: Any) -> Any:
+    """A sync of what `make_training` made, with no engine yet. kind: its class. options: its other keywords."""
+    bundle, backend = training
+    pipeline: Any = ForwardPipeline(bundle)
+    sampling = ARSamplingParams(temperature=1.0)
+    return kind(backend, None, pipeline, sampling=sampling, dtype="fp32", transport=transport, **options)
+
+
 def build_copy(context) -> dict[str, object]:
     """A worker with a small engine alone."""
     return {"engine": CopyEngine(device=context.device)}
@@ -127,19 +135,9 @@ def build_copy(context) -> dict[str, object]:
 
 def build_training(transport: str, context) -> dict[str, object]:
     """A worker that trains and pushes."""
-    bundle, backend = make_training(device=context.device)
-    pipeline: Any = ForwardPipeline(bundle)
-    sync = FullWeightSync(
-        backend,
-        None,
-        pipeline,
-        sampling=ARSamplingParams(temperature=1.0),
-        dtype="fp32",
-        canary_tolerance=1e-5,
-        transport=transport,  # ty: ignore[invalid-argument-type]
-        bucket_bytes=400,
-    )
-    return {"sync": sync, "trainee": Trainee(backend)}
+    training = make_training(device=context.device)
+    sync = make_sync(training, transport, canary_tolerance=1e-5, bucket_bytes=400)
+    return {"sync": sync, "trainee": Trainee(training[1])}
 
 
 class Trainee:

@@ -1,5 +1,7 @@
 """What makes a recipe on the shapes world, in two stages or of a unified model, small enough for a test."""
 
+from typing import Any
+
 SMALL = [
     "batch_size=4",
     "sampling.samples_per_prompt=4",
@@ -48,3 +50,21 @@ SMALL_UNIFIED = [
     "media_interval=1",
     "guardrails.action=off",
 ]
+
+COPIES = {
+    "writer": ("unirl.rollout.engine.replica.text.ReplicaTextEngine", ["a crimson box =", "two of the dots ="]),
+    "painter": ("unirl.rollout.engine.replica.engine.ReplicaRolloutEngine", ["a red circle", "two blue squares"]),
+}
+"""Policy of the phrases world -> engine with a copy of its model, and prompts that prove a push to it."""
+
+
+def push_to_copies(recipe: dict[str, Any]) -> None:
+    """Let both policies of the phrases world be sampled from copies in float32 that they are pushed to."""
+    for policy, (path, prompts) in COPIES.items():
+        own = recipe["policies"][policy]
+        own["engine"] |= {"_target_": path, "dtype": "fp32"}
+        own["sync"] = {
+            "_target_": "unirl.distributed.weight_sync.full.FullWeightSync",
+            "dtype": "fp32",
+            "canary_prompts": prompts,
+        }

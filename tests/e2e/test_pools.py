@@ -7,31 +7,19 @@ from pathlib import Path
 
 import pytest
 import stopping
-from small import SMALL_STAGES
+from small import SMALL_STAGES, push_to_copies
 from stopping import comparable
 
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
 
-ENGINES = {
-    "writer": ("unirl.rollout.engine.replica.text.ReplicaTextEngine", ["a crimson box =", "two of the dots ="]),
-    "painter": ("unirl.rollout.engine.replica.engine.ReplicaRolloutEngine", ["a red circle", "two blue squares"]),
-}
-
 
 def pushed(*overrides):
     """The recipe of the phrases world with a few samples, whose engines have copies of the models in float32."""
     register_resolvers()
     recipe = resolve(compose("pe/shapes", [*SMALL_STAGES, "eval=null", "save.best_metric=reward", *overrides]))
-    for policy, (path, prompts) in ENGINES.items():
-        own = recipe["policies"][policy]
-        own["engine"] |= {"_target_": path, "dtype": "fp32"}
-        own["sync"] = {
-            "_target_": "unirl.distributed.weight_sync.full.FullWeightSync",
-            "dtype": "fp32",
-            "canary_prompts": prompts,
-        }
+    push_to_copies(recipe)
     return recipe
 
 

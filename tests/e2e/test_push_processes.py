@@ -5,21 +5,18 @@ import json
 import os
 import signal
 import threading
-from typing import Any
 
 import pytest
 import torch
-from pushed_weights import ForwardPipeline, build_copy, build_training, make_training, train
+from pushed_weights import build_copy, build_training, make_sync, make_training, train
 
 from unirl.config.runs import run_of
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.group.start import GroupPlan, Push, start_groups
-from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.tracking.jsonl import JsonlTracker
 from unirl.trainer.build.assembly import make_trainer
 from unirl.trainer.build.launch import make_runtime
 from unirl.types.errors import WorkerError
-from unirl.types.sampling import ARSamplingParams
 from unirl.types.weights import tensor_checksum
 
 TRANSPORTS = ("ray", "files", "ipc", "nccl")
@@ -30,23 +27,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.matrix]
 
 def test_every_transport_crosses_between_processes_and_a_dead_engine_is_named(ray_of_two_cores, tmp_path):
     with RayRuntime(build_copy, num_devices=1, timeout_s=300, start_timeout_s=600) as rollouts:
-        bundle, backend = make_training()
-        pipeline: Any = ForwardPipeline(bundle)
-        syncs = {}
-        for transport in TRANSPORTS:
-            syncs[transport] = FullWeightSync(
-                backend,
-                None,
-                pipeline,
-                sampling=ARSamplingParams(temperature=1.0),
-                dtype="fp32",
-                canary_tolerance=1e-6,
-                transport=transport,
-                transfer_dir=str(tmp_path),
-                bucket_bytes=400,
-                only_changed=True,
-            )
-            syncs[transport].connect_elsewhere(rollouts.remote_role("engine"))
+        training = make_training()
+        backend = training[1]
+        options = {"canary_tolerance": 1e-6, "transfer_dir": str(tmp_path), "bucket_bytes": 400, "only_changed": True}
+        syncs = {transport: make_sync(training, transport, **options) for transport in TRANSPORTS}
+        for sync in syncs.values():
+            sync.connect_elsewhere(rollouts.remote_role("engine"))
         for _ in range(2):
             for sync in syncs.values():
                 train(backend)  # every tensor, so that what one transport left is nothing that the next may keep

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pushed_weights import CopyEngine, EnginesInThreads, ForwardPipeline, make_training, train
+from pushed_weights import CopyEngine, EnginesInThreads, make_sync, make_training, train
 
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.lora import LoraWeightSync
@@ -17,7 +17,6 @@ from unirl.distributed.weight_sync.transports.broadcast import BroadcastParcel
 from unirl.distributed.weight_sync.transports.files import FileParcel
 from unirl.train.configs import LoraConfig
 from unirl.types.errors import ConfigError, WeightSyncError, WorkerError
-from unirl.types.sampling import ARSamplingParams
 from unirl.types.weights import tensor_checksum
 
 TRANSPORTS = ("ray", "files", "ipc", "nccl")
@@ -29,24 +28,14 @@ def connected(tmp_path):
     """connected(transport, engines, ...) -> backend, sync, role: small buckets, so that several are on their way."""
 
     def make(transport, *engines, kind=FullWeightSync, training=None, times={}, **own) -> Any:  # noqa: B006
-        bundle, backend = training or make_training()
+        trained = training or make_training()
         options: dict[str, Any] = {"transfer_dir": str(tmp_path), **own}
         if kind is FullWeightSync:
             options.setdefault("bucket_bytes", 400)
-        pipeline: Any = ForwardPipeline(bundle)
-        sync = kind(
-            backend,
-            None,
-            pipeline,
-            sampling=ARSamplingParams(temperature=1.0),
-            dtype="fp32",
-            canary_tolerance=1e-6,
-            transport=transport,
-            **options,
-        )
+        sync = make_sync(trained, transport, kind=kind, canary_tolerance=1e-6, **options)
         role: Any = EnginesInThreads(*engines, **times)
         sync.connect_elsewhere(role)
-        return backend, sync, role
+        return trained[1], sync, role
 
     return make
 

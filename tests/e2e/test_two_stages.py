@@ -7,7 +7,7 @@ import pytest
 import stopping
 import torch
 from safetensors.torch import load_file
-from small import SMALL_STAGES
+from small import SMALL_STAGES, push_to_copies
 from stopping import comparable
 
 from unirl.app.environment import register_resolvers
@@ -137,19 +137,8 @@ def test_one_worker_and_two_agree(small, tmp_path):
 
 @pytest.mark.matrix
 def test_both_are_pushed_to_engines_with_copies_of_the_models(small, tmp_path):
-    engines = {
-        "writer": ("unirl.rollout.engine.replica.text.ReplicaTextEngine", ["a crimson box =", "two of the dots ="]),
-        "painter": ("unirl.rollout.engine.replica.engine.ReplicaRolloutEngine", ["a red circle", "two blue squares"]),
-    }
     recipe = small("eval=null", "save.best_metric=reward", "media_interval=0")
-    for policy, (path, prompts) in engines.items():
-        own = recipe["policies"][policy]
-        own["engine"] |= {"_target_": path, "dtype": "fp32"}
-        own["sync"] = {
-            "_target_": "unirl.distributed.weight_sync.full.FullWeightSync",
-            "dtype": "fp32",
-            "canary_prompts": prompts,
-        }
+    push_to_copies(recipe)
     _, pushed = run(recipe, tmp_path / "pushed")
     _, direct = run(small("eval=null", "save.best_metric=reward", "media_interval=0"), tmp_path / "direct")
     assert pushed[2]["writer/sync/logprob_gap_max"] < 1e-4
