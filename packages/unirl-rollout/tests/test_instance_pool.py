@@ -18,152 +18,11 @@ from safetensors.torch import save_file
 
 from unirl.rollout.engine.child.devices import dealt_gpus
 from unirl.rollout.engine.child.options import EngineProcesses
-from unirl.rollout.engine.child.pool import InstancePool
 from unirl.rollout.engine.served_latents.call import LATENTS, SampledLatents
 from unirl.rollout.engine.served_latents.engine import ServedLatentsEngine
-from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
+from unirl.types.errors import ConfigError, WeightSyncError
 from unirl.types.media import Modality
 from unirl.types.weights import weight_buckets
-
-# The pool alone: instances are objects that die where they are told to
-
-
-class FakeInstance:
-    """Stands for a process: answers a message with it and its own id, and dies of each in `deadly` once."""
-
-    def __init__(self, pid, deadly=frozenset()):
-        self.pid, self.name, self.is_alive = pid, f"fake (pid {pid})", True
-        self.deadly: Any = deadly
-        self.asked, self.num_starts, self.dies_at_start = [], 1, 0
-
-    def ready(self):
-        if self.dies_at_start:
-            self.dies_at_start -= 1
-            self._die()
-        return "ready"
-
-    def call(self, message):
-        if not self.is_alive:
-            raise WorkerError(self.name, "it is dead")
-        self.asked.append(message)
-        if message in self.deadly:
-            self.deadly.remove(message)
-            self._die()
-        return message, self.pid
-
-    def restart(self):
-        self.is_alive, self.num_starts = True, self.num_starts + 1
-
-    def stop(self):
-        self.is_alive = False
-
-    def _die(self):
-        self.is_alive = False
-        raise WorkerError(self.name, "it died")
-
-
-def pool_of(*instances, restore: Any = lambda instance: None):
-    fakes: Any = instances
-    return InstancePool(fakes, restore)
-
-
-def asked(pool, num):
-    """number -> what its answer was made of; raises where a call has two answers."""
-    found = {}
-    for number, answer in pool.answers(range(num), lambda number: number, lambda answer: answer):
-        assert number not in found
-        found[number] = answer
-    return found
-
-
-def test_a_call_goes_to_the_instance_that_is_free_first():
-    class Slow(FakeInstance):
-        def call(self, message):
-            assert fast.has_done_the_rest.wait(60)
-            return super().call(message)
-
-    class Fast(FakeInstance):
-        has_done_the_rest = threading.Event()
-
-        def call(self, message):
-            answer = super().call(message)
-            if len(self.asked) == 8:
-                self.has_done_the_rest.set()
-            return answer
-
-    slow, fast = Slow(1), Fast(2)
-    found = asked(pool_of(slow, fast), 9)
-    assert [found[number][0] for number in range(9)] == list(range(9))
-    assert len(slow.asked) == 1 and len(fast.asked) == 8
-
-
-def test_what_an_instance_left_unfinished_goes_to_the_others_once():
-    deadly = {0, 3, 4}  # each ends the first process that is asked
-    first, second = FakeInstance(1, deadly), FakeInstance(2, deadly)
-    restored = []
-    pool = pool_of(first, second, restore=lambda instance: restored.append(instance.pid))
-    found = asked(pool, 8)
-    assert sorted(found) == list(range(8)) and all(found[number][0] == number for number in found)
-    pool.heal()
-    assert first.is_alive and second.is_alive
-    assert pool.num_restarts == len(restored) == first.num_starts + second.num_starts - 2 == 3
-    assert sorted(first.asked + second.asked) == sorted([*range(8), 0, 3, 4])
-
-
-def test_a_call_that_ends_every_process_ends_the_run():
-    class Poisoned(FakeInstance):
-        def call(self, message):
-            self.deadly = {1}
-            return super().call(message)
-
-    pool = pool_of(Poisoned(1), Poisoned(2))
-    with pytest.raises(WorkerError, match="it died"):
-        asked(pool, 3)
-    assert pool.num_restarts <= 4
-
-
-def test_a_process_that_dies_again_and_again_while_it_starts_ends_the_run():
-    instance = FakeInstance(1, {0})
-    instance.dies_at_start = 2
-    assert asked(pool_of(instance), 2) == {0: (0, 1), 1: (1, 1)}  # the third start holds
-    assert instance.num_starts == 4
-    instance.deadly, instance.dies_at_start = {0}, 3
-    with pytest.raises(WorkerError, match="it died"):
-        asked(pool_of(instance), 2)
-
-
-def test_what_the_engine_itself_refuses_is_raised_and_replaces_nothing():
-    class Refusing(FakeInstance):
-        def call(self, message):
-            raise ContractError("no such step")
-
-    pool = pool_of(Refusing(1), Refusing(2))
-    with pytest.raises(ContractError, match="no such step"):
-        asked(pool, 2)
-    with pytest.raises(ContractError, match="no such step"):
-        pool.broadcast("push")
-    assert pool.num_restarts == 0
-
-
-def test_a_push_reaches_all_and_is_given_later_to_one_that_died_of_it():
-    first, second = FakeInstance(1), FakeInstance(2, {"push"})
-    pool = pool_of(first, second)
-    assert pool.broadcast("push") == [("push", 1)]
-    assert pool.broadcast("more") == [("more", 1)]
-    assert second.asked == ["push"] and second.num_starts == 1
-    pool.heal()
-    assert pool.broadcast("next") == [("next", 1), ("next", 2)]
-
-
-def test_a_push_that_no_instance_survives_is_left_to_those_in_their_place():
-    first, second = FakeInstance(1, {"push"}), FakeInstance(2, {"push"})
-    pool = pool_of(first, second)
-    assert pool.broadcast("push") == pool.broadcast("more") == []
-    pool.heal()
-    assert pool.broadcast("next") == [("next", 1), ("next", 2)]
-
-
-# Real processes
 
 
 class LinearEngine(ServedLatentsEngine):
@@ -259,7 +118,7 @@ def test_twenty_processes_of_three_are_killed_at_random_and_every_sample_is_ther
         while that loads."""
         while len(killed) < 21 and not stop.is_set():
             time.sleep(random_kills.uniform(0.1, 1.0))
-            instance: Any = random_kills.choice(engine._pool._instances)
+            instance: Any = random_kills.choice(engine._pool._members)
             pid = instance.pid
             if pid in killed or instance._ready is None:
                 continue

@@ -274,7 +274,7 @@ def test_a_server_that_is_gone_or_answers_with_an_error_is_named(server, engine)
     with pytest.raises(ContractError):
         engine.generate(request(["1", "2"]))
     with pytest.raises(WorkerError, match=r"/nowhere answered 404"):
-        engine._pool._instances[0]._post("/nowhere", {})
+        engine._pool._members[0]._post("/nowhere", {})
     server.close()
     with pytest.raises(WorkerError, match=r"/generate failed"):
         engine.generate(request(["1"]))

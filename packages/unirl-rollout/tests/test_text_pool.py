@@ -263,7 +263,7 @@ def test_twenty_processes_of_three_are_killed_at_random_and_every_sample_is_ther
     def kill():
         """Kill a process that has loaded, at a random time, until twenty are dead."""
         while len(killed) < 20 and not stop.wait(random_kills.uniform(0.3, 1.2)):
-            instance: Any = random_kills.choice(engine._pool._instances)
+            instance: Any = random_kills.choice(engine._pool._members)
             if instance.pid not in killed and instance._ready is not None:
                 killed.append(instance.pid)
                 os.kill(killed[-1], signal.SIGKILL)
@@ -323,7 +323,7 @@ def test_a_killed_server_is_replaced_with_the_present_weights_and_no_sample_is_l
             assert tokens.tolist() == list(range(last + 1, 10 if last < 9 else last + 25))  # it counts, to 9 or on
         engine._pool.heal()
         assert engine._pool.num_restarts == 1 and len(set(before) & set(engine.pids)) == 1
-        servers: Any = engine._pool._instances
+        servers: Any = engine._pool._members
         first, second = [checksums(each._check_weights("checksum")) for each in servers]
         assert first == second
     finally:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from safetensors.torch import save_file
 
 from unirl.rollout.engine.base import BaseRolloutEngine
-from unirl.rollout.engine.child.instance import EngineInstance, Instance, Launch
+from unirl.rollout.engine.child.instance import EngineInstance, Launch
 from unirl.rollout.engine.child.messages import (
     BeginWeights,
     FinishWeights,
@@ -27,12 +27,12 @@ from unirl.rollout.engine.child.messages import (
     WakeUp,
 )
 from unirl.rollout.engine.child.options import EngineProcesses
-from unirl.rollout.engine.child.pool import InstancePool
 from unirl.rollout.engine.child.process import interpreter
 from unirl.rollout.engine.child.rules import sleeps_otherwise
 from unirl.rollout.engine.push import check_version, refuse_other, refuse_unkept
 from unirl.types.bucket_files import BucketFiles
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
+from unirl.types.member_pool import Member, MemberPool
 from unirl.types.owned_folder import OwnedFolder
 from unirl.types.protocols.training import PolicyStore
 from unirl.types.renamed import Renamed
@@ -115,7 +115,7 @@ class ChildEngine(BaseRolloutEngine):
 
     def _begin(
         self,
-        make_instances: Callable[[Path], Sequence[Instance]],
+        make_instances: Callable[[Path], Sequence[Member]],
         policies: PolicyStore | None,
         processes: EngineProcesses,
     ) -> None:
@@ -137,13 +137,13 @@ class ChildEngine(BaseRolloutEngine):
         self._owned = OwnedFolder("unirl-engine-", processes.transfer_dir)
         self._folder = self._owned.path
         self._files = BucketFiles(self._folder)
-        self._pool = InstancePool(make_instances(self._folder), self._restore)
+        self._pool = MemberPool(make_instances(self._folder), self._restore)
 
     @abstractmethod
     def _check_ready(self, answer: Message, pid: int) -> None:
         """Look at the first message of a process. Raises ConfigError where the engine is not what the trainer needs."""
 
-    def _restore(self, instance: Instance) -> None:
+    def _restore(self, instance: Member) -> None:
         """Give a process that has just started the policy that was pushed last, and prove it."""
         for message in self._push:
             self._restored = instance.call(message)
@@ -170,7 +170,7 @@ class ChildEngine(BaseRolloutEngine):
         self._proof = message, first
         return first
 
-    def _prove(self, instance: Instance) -> None:
+    def _prove(self, instance: Member) -> None:
         """Raise WeightSyncError where an instance that has just started does not sample as the others did."""
         if self._proof is not None:
             message, expected = self._proof

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from unirl.rollout.engine.child.messages import PROTOCOL, EngineReady, Message, MessageCodec, Start
 from unirl.rollout.engine.child.process import EngineProcess
@@ -33,45 +33,6 @@ class Launch:
     """(first message, process id): raises ConfigError where the engine is not what the trainer needs."""
     start_timeout_s: float
     timeout_s: float
-
-
-class Instance(Protocol):
-    """What a pool needs of an instance, which loads while the caller does something else."""
-
-    @property
-    def pid(self) -> int:
-        """Id of the present process."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Engine and process, as errors call them."""
-        ...
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        ...
-
-    def ready(self) -> Any:  # Any: the engine's own message
-        """What it says when it has loaded the model; waits for it once. Raises WorkerError where it died."""
-        ...
-
-    def call(self, message: Message) -> Message:
-        """The answer to a message. Raises WorkerError where the process dies or is too late, which ends it."""
-        ...
-
-    def post(self, message: Message) -> None:
-        """Send what has no answer, from any thread."""
-        ...
-
-    def restart(self) -> None:
-        """Begin another process in the place of this one."""
-        ...
-
-    def stop(self) -> None:
-        """End the process. Safe to call twice."""
-        ...
 
 
 class EngineInstance:

@@ -6,9 +6,7 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from unirl.rollout.engine.child.engine import ChildEngine
-from unirl.rollout.engine.child.instance import Instance
 from unirl.rollout.engine.child.messages import Abort, Message
-from unirl.rollout.engine.child.pool import MAX_AT_ONCE
 from unirl.rollout.engine.served_text.call import (
     AGREEMENT,
     Generate,
@@ -27,6 +25,7 @@ from unirl.rollout.engine.served_text.call import (
 )
 from unirl.rollout.text_checks import text_params
 from unirl.types.errors import ContractError, UniRLError, WeightSyncError
+from unirl.types.member_pool import MAX_AT_ONCE, Member
 from unirl.types.protocols.models import TextCodec
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
@@ -114,7 +113,7 @@ class ServedTextEngine(ChildEngine):
             self._aborted = running
             self._pool.post(Abort(running))
 
-    def _restore(self, instance: Instance) -> None:
+    def _restore(self, instance: Member) -> None:
         super()._restore(instance)
         if self._aborted is not None:  # it may have come after the process that this one takes the place of
             instance.post(Abort(self._aborted))

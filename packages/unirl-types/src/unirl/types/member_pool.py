@@ -1,0 +1,224 @@
+"""Several members that do the same, asked as one: calls go to whichever is free, and one that dies is replaced."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol, TypeVar
+
+from unirl.types.errors import WorkerError
+
+logger = logging.getLogger(__name__)
+
+Message = Any
+"""What a member is asked; each kind of member has its own."""
+AnswerT = TypeVar("AnswerT")
+
+_MAX_LOSSES = 4
+"""Processes that one call may end before it is taken for the cause."""
+MAX_AT_ONCE = 32
+"""Calls that a member is given at once at most: each waits in a thread."""
+_MAX_STARTS = 3
+"""Processes that may die in a row, one replacing the other, before one has the weights again."""
+
+
+class Member(Protocol):
+    """What a pool needs of a member, which loads while the caller does something else: a child process, or a worker on
+    any node."""
+
+    @property
+    def pid(self) -> int:
+        """Id of the present process."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """As errors call it, with the process."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the process runs, as far as is known."""
+        ...
+
+    def ready(self) -> Any:  # Any: the member's own message
+        """What it says when it has loaded; waits for it once. Raises WorkerError if it died."""
+        ...
+
+    def call(self, message: Message) -> Any:  # Any: the member's own answer
+        """The answer to a message. Raises WorkerError if the process dies or is too late, which ends it."""
+        ...
+
+    def post(self, message: Message) -> None:
+        """Send what has no answer, from any thread."""
+        ...
+
+    def restart(self) -> None:
+        """Begin another process instead of this one."""
+        ...
+
+    def stop(self) -> None:
+        """End the process. Safe to call twice."""
+        ...
+
+
+class MemberPool:
+    """The members. Its methods but `post` are called from one thread; members work in others.
+
+    restore: gives a process that has just started the present weights, and proves them. What each method raises of a
+    member: see `Member`.
+    """
+
+    def __init__(self, members: Sequence[Member], restore: Callable[[Member], None]) -> None:
+        self._members = list(members)
+        self._restore = restore
+        self._threads = ThreadPoolExecutor(len(members) * MAX_AT_ONCE, "unirl-member")
+        self._healing: dict[Future[Any], Member] = {}  # Any: None
+        self._left: Collection[Future[Any]] = ()
+        """Calls that still run although another one has failed."""
+        self._starting = threading.Lock()
+        self._is_stopped = False
+        self.num_restarts = 0
+        """Processes that replaced dead ones."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the members."""
+        return [member.pid for member in self._members]
+
+    def ready(self) -> Any:  # Any: the member's own message
+        """What the first member said when it had loaded the model; waits for all."""
+        return [member.ready() for member in self._members][0]
+
+    def post(self, message: Message) -> None:
+        """Send to every living member without waiting for an answer. Safe while another thread waits for answers."""
+        for member in self._members:
+            try:
+                member.post(message)
+            except WorkerError:
+                if member.is_alive:
+                    raise
+
+    def broadcast(self, message: Message) -> list[Any]:  # Any: the members' own
+        """The answers of all living members, perhaps none. One that dies is left to `heal`."""
+        wait(self._left)
+        asked = [member for member in self._members if member.is_alive]
+        futures = [(member, self._threads.submit(member.call, message)) for member in asked]
+        wait([future for _, future in futures])
+        answers = []
+        for member, future in futures:
+            try:
+                answers.append(future.result())
+            except WorkerError as error:
+                if member.is_alive:
+                    raise
+                logger.warning("%s", error)
+        return answers
+
+    def answers(
+        self,
+        numbers: Sequence[int],
+        prepare: Callable[[int], Message],
+        read: Callable[[Message], AnswerT],
+        at_once: int = 1,
+    ) -> Generator[tuple[int, AnswerT]]:
+        """The answer to each of some numbered calls as it comes, with its number; every call has exactly one.
+
+        A call goes to the member that is free first, of several to the one with the least to do. Those of a member
+        that dies go to the others.
+        at_once: calls that a member has at most, up to `MAX_AT_ONCE`. prepare: the message of a call, made here when
+        a member is free. read: of an answer, in a thread, while the member's files are there.
+        """
+        wait(self._left)
+        todo, losses = deque(numbers), dict.fromkeys(numbers, 0)
+        messages: dict[int, Message] = {}
+        running: dict[Future[Any], tuple[int, Member]] = {}  # Any: AnswerT
+        finished: list[tuple[int, AnswerT]] = []
+        dead: set[int] = set()
+        try:
+            while todo or running or finished:
+                self._replace_dead([member for _, member in running.values()])
+                while todo and (member := self._least_busy([each for _, each in running.values()], at_once)):
+                    number = todo.popleft()
+                    if number not in messages:
+                        messages[number] = prepare(number)
+                    running[self._threads.submit(_asked, member, messages[number], read)] = (number, member)
+                while finished:  # what the caller does with them, it does while the members work
+                    yield finished.pop(0)
+                done, _ = wait([*running, *self._healing], return_when=FIRST_COMPLETED)
+                for future in done & self._healing.keys():
+                    self._healed(future)
+                for future in done & running.keys():
+                    number, member = running.pop(future)
+                    try:
+                        finished.append((number, future.result()))
+                        del messages[number]
+                    except WorkerError as error:
+                        losses[number] += 1
+                        if member.is_alive or losses[number] >= _MAX_LOSSES:
+                            raise
+                        if member.pid not in dead:  # once, not for each of its calls
+                            logger.warning("%s\nIts samples go to the others.", error)
+                        dead.add(member.pid)
+                        todo.appendleft(number)
+        finally:
+            self._left = list(running)
+
+    def heal(self) -> None:
+        """Return when a living process with the present weights has replaced every dead one."""
+        self._replace_dead()
+        for future in list(self._healing):
+            self._healed(future)
+
+    def stop(self) -> None:
+        """End all processes. Safe to call twice."""
+        with self._starting:
+            self._is_stopped = True
+        for member in self._members:
+            member.stop()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _least_busy(self, busy: Sequence[Member], at_once: int) -> Member | None:
+        """The living member with the fewest calls, if that is fewer than `at_once`. busy: the member of each call."""
+        calls = {
+            each: busy.count(each) for each in self._members if each.is_alive and each not in self._healing.values()
+        }
+        free = [each for each, num in calls.items() if num < at_once]
+        return min(free, key=calls.__getitem__, default=None)
+
+    def _replace_dead(self, busy: Collection[Member] = ()) -> None:
+        """Begin to replace the dead; not those that are busy, whose answers may still be read."""
+        for member in self._members:
+            if not member.is_alive and member not in (*busy, *self._healing.values()):
+                self._healing[self._threads.submit(self._replace, member)] = member
+
+    def _replace(self, member: Member) -> None:
+        """Start another process, and give it the weights; again where it dies meanwhile."""
+        for attempt in range(1, _MAX_STARTS + 1):
+            with self._starting:
+                if self._is_stopped:
+                    return
+                member.restart()
+                self.num_restarts += 1
+            try:
+                member.ready()
+                self._restore(member)
+            except WorkerError as error:
+                if member.is_alive or attempt == _MAX_STARTS:
+                    raise
+                logger.warning("%s\nIt had just taken the place of a dead process. Starting another.", error)
+            else:
+                logger.warning("%s took the place of a dead process, with the present weights", member.name)
+                return
+
+    def _healed(self, future: Future[Any]) -> None:
+        """Wait for a replacement. Raises what it raised."""
+        del self._healing[future]
+        future.result()
+
+
+def _asked(member: Member, message: Message, read: Callable[[Message], AnswerT]) -> AnswerT:
+    return read(member.call(message))

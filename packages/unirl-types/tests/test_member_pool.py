@@ -1,0 +1,144 @@
+"""A pool of members: calls go to whichever is free, nothing is lost or made twice where members die."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from unirl.types.errors import ContractError, WorkerError
+from unirl.types.member_pool import MemberPool
+
+
+class FakeMember:
+    """Stands for a process: answers a message with it and its own id, and dies of each in `deadly` once."""
+
+    def __init__(self, pid, deadly=frozenset()):
+        self.pid, self.name, self.is_alive = pid, f"fake (pid {pid})", True
+        self.deadly: Any = deadly
+        self.asked, self.num_starts, self.dies_at_start = [], 1, 0
+
+    def ready(self):
+        if self.dies_at_start:
+            self.dies_at_start -= 1
+            self._die()
+        return "ready"
+
+    def call(self, message):
+        if not self.is_alive:
+            raise WorkerError(self.name, "it is dead")
+        self.asked.append(message)
+        if message in self.deadly:
+            self.deadly.remove(message)
+            self._die()
+        return message, self.pid
+
+    def restart(self):
+        self.is_alive, self.num_starts = True, self.num_starts + 1
+
+    def stop(self):
+        self.is_alive = False
+
+    def _die(self):
+        self.is_alive = False
+        raise WorkerError(self.name, "it died")
+
+
+def pool_of(*members, restore: Any = lambda member: None):
+    fakes: Any = members
+    return MemberPool(fakes, restore)
+
+
+def asked(pool, num):
+    """number -> what its answer was made of; raises where a call has two answers."""
+    found = {}
+    for number, answer in pool.answers(range(num), lambda number: number, lambda answer: answer):
+        assert number not in found
+        found[number] = answer
+    return found
+
+
+def test_a_call_goes_to_the_member_that_is_free_first():
+    class Slow(FakeMember):
+        def call(self, message):
+            assert fast.has_done_the_rest.wait(60)
+            return super().call(message)
+
+    class Fast(FakeMember):
+        has_done_the_rest = threading.Event()
+
+        def call(self, message):
+            answer = super().call(message)
+            if len(self.asked) == 8:
+                self.has_done_the_rest.set()
+            return answer
+
+    slow, fast = Slow(1), Fast(2)
+    found = asked(pool_of(slow, fast), 9)
+    assert [found[number][0] for number in range(9)] == list(range(9))
+    assert len(slow.asked) == 1 and len(fast.asked) == 8
+
+
+def test_what_an_member_left_unfinished_goes_to_the_others_once():
+    deadly = {0, 3, 4}  # each ends the first process that is asked
+    first, second = FakeMember(1, deadly), FakeMember(2, deadly)
+    restored = []
+    pool = pool_of(first, second, restore=lambda member: restored.append(member.pid))
+    found = asked(pool, 8)
+    assert sorted(found) == list(range(8)) and all(found[number][0] == number for number in found)
+    pool.heal()
+    assert first.is_alive and second.is_alive
+    assert pool.num_restarts == len(restored) == first.num_starts + second.num_starts - 2 == 3
+    assert sorted(first.asked + second.asked) == sorted([*range(8), 0, 3, 4])
+
+
+def test_a_call_that_ends_every_process_ends_the_run():
+    class Poisoned(FakeMember):
+        def call(self, message):
+            self.deadly = {1}
+            return super().call(message)
+
+    pool = pool_of(Poisoned(1), Poisoned(2))
+    with pytest.raises(WorkerError, match="it died"):
+        asked(pool, 3)
+    assert pool.num_restarts <= 4
+
+
+def test_a_process_that_dies_again_and_again_while_it_starts_ends_the_run():
+    member = FakeMember(1, {0})
+    member.dies_at_start = 2
+    assert asked(pool_of(member), 2) == {0: (0, 1), 1: (1, 1)}  # the third start holds
+    assert member.num_starts == 4
+    member.deadly, member.dies_at_start = {0}, 3
+    with pytest.raises(WorkerError, match="it died"):
+        asked(pool_of(member), 2)
+
+
+def test_what_the_engine_itself_refuses_is_raised_and_replaces_nothing():
+    class Refusing(FakeMember):
+        def call(self, message):
+            raise ContractError("no such step")
+
+    pool = pool_of(Refusing(1), Refusing(2))
+    with pytest.raises(ContractError, match="no such step"):
+        asked(pool, 2)
+    with pytest.raises(ContractError, match="no such step"):
+        pool.broadcast("push")
+    assert pool.num_restarts == 0
+
+
+def test_a_push_reaches_all_and_is_given_later_to_one_that_died_of_it():
+    first, second = FakeMember(1), FakeMember(2, {"push"})
+    pool = pool_of(first, second)
+    assert pool.broadcast("push") == [("push", 1)]
+    assert pool.broadcast("more") == [("more", 1)]
+    assert second.asked == ["push"] and second.num_starts == 1
+    pool.heal()
+    assert pool.broadcast("next") == [("next", 1), ("next", 2)]
+
+
+def test_a_push_that_no_member_survives_is_left_to_those_in_their_place():
+    first, second = FakeMember(1, {"push"}), FakeMember(2, {"push"})
+    pool = pool_of(first, second)
+    assert pool.broadcast("push") == pool.broadcast("more") == []
+    pool.heal()
+    assert pool.broadcast("next") == [("next", 1), ("next", 2)]
