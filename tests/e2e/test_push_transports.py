@@ -124,10 +124,13 @@ def test_an_engine_that_lost_what_it_had_refuses_and_is_then_sent_all(connected)
 def tampered(parcel):
     """The parcel with a checksum that is not that of its tensors."""
     if isinstance(parcel, ObjectParcel | FileParcel):
-        return replace(parcel, specs=(replace(parcel.specs[0], checksum="0" * 32), *parcel.specs[1:]))
-    flat = parcel.bucket
-    wrong = replace(flat, specs=(replace(flat.specs[0], checksum="0" * 32), *flat.specs[1:]))
-    return replace(parcel, bucket=wrong)
+        return replace(parcel, head=misdescribed(parcel.head))
+    return replace(parcel, bucket=replace(parcel.bucket, head=misdescribed(parcel.bucket.head)))
+
+
+def misdescribed(bucket):
+    first, *others = bucket.specs
+    return replace(bucket, specs=(replace(first, checksum="0" * 32), *others))
 
 
 def is_parcel(value):

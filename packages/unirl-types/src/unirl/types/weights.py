@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 import xxhash
@@ -177,6 +177,10 @@ class WeightBucket:
     def num_bytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """All that the bucket says, of these tensors."""
+        return replace(self, tensors=tensors)
 
     def verify(self) -> None:
         """Raise WeightSyncError unless every tensor is the one that was described."""

@@ -103,12 +103,11 @@ class ObjectParcel(Parcel):
     """The bytes of the tensors as numpy arrays, which Ray copies into its object store once."""
 
     number: int
-    policy_version: int
+    head: WeightBucket
+    """The bucket without its tensors."""
     arrays: tuple[Any, ...]  # Any: numpy's uint8 arrays, one per tensor
     layouts: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
     """Name, dtype and shape of each tensor."""
-    specs: tuple[WeightSpec, ...]
-    kept: tuple[WeightSpec, ...]
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
         """See Parcel. The tensors are copied, so that the object store holds no more than is under way."""
@@ -121,7 +120,7 @@ class ObjectParcel(Parcel):
         layout, place = BucketLayout.of(stored), f"ray {self.number}"
         buffer = kept[place] = roomy(kept.get(place), layout.num_bytes, torch.device("cpu"))
         layout.write(stored, buffer)
-        return WeightBucket(self.policy_version, layout.views(buffer), self.specs, self.kept)
+        return self.head.with_tensors(layout.views(buffer))
 
 
 class ObjectTransport(WeightTransport):
@@ -131,9 +130,7 @@ class ObjectTransport(WeightTransport):
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.tensors.items()}
         return ObjectParcel(
             number,
-            bucket.policy_version,
+            bucket.with_tensors({}),
             tuple(tensor.flatten().view(torch.uint8).numpy() for tensor in own.values()),
             tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()),
-            bucket.specs,
-            bucket.kept,
         )

@@ -107,7 +107,9 @@ class BroadcastParcel(Parcel):
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
         place = f"broadcast {' '.join(meeting.name for meeting in self.meetings)}"
         if place in kept and kept[place] is None:
-            raise WeightSyncError(f"the bucket before this one of version {self.bucket.policy_version} did not arrive")
+            raise WeightSyncError(
+                f"the bucket before this one of version {self.bucket.head.policy_version} did not arrive"
+            )
         try:
             if place not in kept:
                 kept[place] = _Receiver(self.meetings)
@@ -115,7 +117,7 @@ class BroadcastParcel(Parcel):
         except RuntimeError as error:
             kept[place] = None  # what follows in the same group need not wait
             raise WeightSyncError(
-                f"a bucket of version {self.bucket.policy_version} did not arrive by broadcast: {error}"
+                f"a bucket of version {self.bucket.head.policy_version} did not arrive by broadcast: {error}"
             ) from error
 
 
@@ -136,7 +138,7 @@ class _Receiver:
         number, flat = parcel.number, parcel.bucket
         buffer = self._buffers[number] = roomy(self._buffers.get(number), flat.num_bytes, self._device)
         works = deque((run.stop, _broadcast(self._groups[run.sender], run.of(buffer))) for run in parcel.runs)
-        bucket, stops = flat.read(buffer), {spec.name: spec.stops for spec in flat.specs}
+        bucket, stops = flat.read(buffer), {spec.name: spec.stops for spec in flat.head.specs}
         found, arrived = {}, 0
         for name, *_, end in flat.layout.spans:
             while arrived < end and works:
@@ -202,7 +204,7 @@ class BroadcastTransport(SlicingTransport):
         bucket.layout.place(self._buffers[number % NUM_UNDER_WAY], piece.name, piece.start, rows.shape).copy_(rows)
 
     def parcel(self, number: int, version: int, bucket: PlannedBucket, specs: Sequence[WeightSpec]) -> Parcel:
-        flat = FlatBucket(version, tuple(specs), (), bucket.layout)
+        flat = FlatBucket(WeightBucket(version, {}, tuple(specs)), bucket.layout)
         return BroadcastParcel(self._meetings, flat, number, _runs_of_pieces(bucket))
 
     def settle(self) -> None:

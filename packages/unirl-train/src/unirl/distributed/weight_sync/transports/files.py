@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,22 @@ class FileParcel(Parcel):
     """The path of a safetensors file, which an engine reads in place or hands to its own processes."""
 
     path: str
-    policy_version: int
-    specs: tuple[WeightSpec, ...]
-    kept: tuple[WeightSpec, ...]
+    head: WeightBucket
+    """The bucket without its tensors."""
     remedy: str
     """What to do where the file cannot be read."""
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
         """See Parcel. The tensors are in memory that must not be written."""
-        if not self.specs:
-            return WeightBucket(self.policy_version, {}, (), self.kept)
+        if not self.head.specs:
+            return self.head
         mapped: MappedBuckets = kept.setdefault(_KEPT, MappedBuckets())
         mapped.forget_removed()
         try:
             tensors = mapped.tensors(self.path)
         except WeightSyncError as error:
-            raise WeightSyncError(f"version {self.policy_version}: {error} {self.remedy}") from error
-        return WeightBucket(self.policy_version, tensors, self.specs, self.kept, self.path)
+            raise WeightSyncError(f"version {self.head.policy_version}: {error} {self.remedy}") from error
+        return replace(self.head.with_tensors(tensors), file=self.path)
 
 
 class FileTransport(SlicingTransport):
@@ -64,7 +63,7 @@ class FileTransport(SlicingTransport):
         """See WeightTransport. Raises WeightSyncError where there is no room."""
         folder, files = self._opened()
         path = files.write(number, bucket.tensors) if bucket.tensors else folder.path
-        return FileParcel(str(path), bucket.policy_version, bucket.specs, bucket.kept, self._remedy)
+        return FileParcel(str(path), bucket.with_tensors({}), self._remedy)
 
     def opened(self, rank: int) -> str | None:
         """The folder, which is that of the first rank."""
@@ -81,7 +80,7 @@ class FileTransport(SlicingTransport):
         self._files.write_rows(number, bucket.layout, piece.name, rows, piece.start)
 
     def parcel(self, number: int, version: int, bucket: PlannedBucket, specs: Sequence[WeightSpec]) -> Parcel:
-        return FileParcel(str(self._files.path(number)), version, tuple(specs), (), self._remedy)
+        return FileParcel(str(self._files.path(number)), WeightBucket(version, {}, tuple(specs)), self._remedy)
 
     def drop(self) -> None:
         self._shared = None

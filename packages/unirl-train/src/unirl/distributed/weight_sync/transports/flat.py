@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from unirl.types.bucket_files import BucketLayout
-from unirl.types.weights import WeightBucket, WeightSpec
+from unirl.types.weights import WeightBucket
 
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """All that a bucket says but its tensors, and where they lie in a buffer."""
+    """A bucket whose tensors lie in a buffer."""
 
-    policy_version: int
-    specs: tuple[WeightSpec, ...]
-    kept: tuple[WeightSpec, ...]
+    head: WeightBucket
+    """The bucket without its tensors."""
     layout: BucketLayout
+    """Where they lie."""
 
     @classmethod
     def of(cls, bucket: WeightBucket) -> Self:
         """The places of a bucket's tensors."""
-        return cls(bucket.policy_version, bucket.specs, bucket.kept, BucketLayout.of(bucket.tensors))
+        return cls(bucket.with_tensors({}), BucketLayout.of(bucket.tensors))
 
     @property
     def num_bytes(self) -> int:
@@ -33,7 +33,7 @@ class FlatBucket:
 
     def read(self, buffer: Tensor) -> WeightBucket:
         """The bucket in a buffer; its tensors share the buffer's memory."""
-        return WeightBucket(self.policy_version, self.layout.views(buffer), self.specs, self.kept)
+        return self.head.with_tensors(self.layout.views(buffer))
 
 
 def roomy(buffer: Tensor | None, num_bytes: int, device: torch.device) -> Tensor:
