@@ -29,7 +29,7 @@ def test_every_transport_crosses_between_processes_and_a_dead_engine_is_named(ra
     with RayRuntime(build_copy, num_devices=1, timeout_s=300, start_timeout_s=600) as rollouts:
         training = make_training()
         backend = training[1]
-        options = {"canary_tolerance": 1e-6, "transfer_dir": str(tmp_path), "bucket_bytes": 400, "only_changed": True}
+        options = {"canary_tolerance": 1e-6, "transfer_dir": str(tmp_path), "bucket_bytes": 400, "changed": "tensors"}
         syncs = {transport: make_sync(training, transport, **options) for transport in TRANSPORTS}
         for sync in syncs.values():
             sync.connect_elsewhere(rollouts.remote_role("engine"))

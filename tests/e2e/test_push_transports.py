@@ -91,7 +91,7 @@ def test_a_named_policy_and_both_components_arrive(connected, transport):
 def test_only_what_changed_travels_and_the_engine_is_as_after_a_whole_push(connected, transport):
     engine, other = CopyEngine(), CopyEngine()
     training = make_training(lora=LORA)
-    backend, sync, role = connected(transport, engine, training=training, only_changed=True)
+    backend, sync, role = connected(transport, engine, training=training, changed="tensors")
     _, whole, _ = connected("ray", other, training=training)
     everything = sync.push()["sync/megabytes"]
     train(backend)
@@ -108,7 +108,7 @@ def test_only_what_changed_travels_and_the_engine_is_as_after_a_whole_push(conne
 
 def test_an_engine_that_lost_what_it_had_refuses_and_is_then_sent_all(connected):
     engine = CopyEngine()
-    backend, sync, _ = connected("ray", engine, only_changed=True)
+    backend, sync, _ = connected("ray", engine, changed="tensors")
     sync.push()
     with torch.no_grad():
         engine.models["transformer"].get_parameter("proj_in.bias").add_(1e-3)

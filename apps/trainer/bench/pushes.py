@@ -168,8 +168,8 @@ def main() -> None:
     bucket_bytes = int(options.bucket_megabytes * 1e6)
     beside = CopyEngine(options.megabytes, torch.device(options.device))
     syncs = {}
-    for name, only_changed in (("beside", False), ("beside, changed", True)):
-        syncs[name] = trainer.sync(bucket_bytes, only_changed=only_changed)
+    for name, changed in (("beside", "all"), ("beside, changed", "tensors")):
+        syncs[name] = trainer.sync(bucket_bytes, changed=changed)
         syncs[name].connect(beside)
     runtime = None
     if options.transports:
@@ -178,8 +178,8 @@ def main() -> None:
         )
         runtime = RayRuntime(_Builder(options.megabytes), num_devices=1, device=options.device, timeout_s=120)
         for transport in options.transports:
-            for name, only_changed in ((transport, False), (f"{transport}, changed", True)):
-                syncs[name] = trainer.sync(bucket_bytes, only_changed=only_changed, transport=transport)
+            for name, changed in ((transport, "all"), (f"{transport}, changed", "tensors")):
+                syncs[name] = trainer.sync(bucket_bytes, changed=changed, transport=transport)
                 syncs[name].connect_elsewhere(runtime.remote_role("engine"))
     spent: dict[str, list[float]] = {name: [] for name in ("copy", "checksums", "blake2b", *syncs)}
     sent: dict[str, float] = {}
@@ -190,15 +190,13 @@ def main() -> None:
             "blake2b": seconds(lambda: [blake2b(tensor) for tensor in trainer.tensors.values()]),
         }
         for name, sync in syncs.items():
-            if sync._engine_has:
-                trainer.change(NUM_CHANGED)
-            elif "changed" in name:
+            if "changed" in name:
                 sync.push()
                 trainer.change(NUM_CHANGED)
             metrics = sync.push()
             parts[name], sent[name] = metrics["sync/seconds"], metrics["sync/megabytes"]
             if "changed" in name:
-                sync._engine_has = {}  # the other syncs push to the same engine
+                sync._forget()  # the other syncs push to the same engine
         for name, taken in parts.items():
             if repeat:  # the first warms up
                 spent[name].append(taken)

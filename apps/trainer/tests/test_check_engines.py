@@ -197,7 +197,7 @@ def findings(name, *overrides):
             ["+engine.max_lora_rank=16"],
             "FullWeightSync pushes whole weights, but engine.max_lora_rank = 16. Set engine.max_lora_rank: null",
         ),
-        (VLLM, ["+sync.only_changed=true"], "sync.only_changed: true, but VLLMRolloutEngine takes whole pushes only."),
+        (VLLM, ["+sync.changed=tensors"], "sync.changed: tensors, but VLLMRolloutEngine takes whole pushes only."),
         (
             REPLICA,
             ["+sync.transport=ipc"],
@@ -244,7 +244,7 @@ def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
         (REPLICA, [LORA_SYNC, "parts/train=lora"]),
         (VLLM, ["+placement.train=0-31", "+placement.rollout=16-31"]),
         ("diffusion/sd3_shapes", ["device=cuda", "+residency.offload_optimizer=true"]),
-        (REPLICA, [*APART, "+sync.transport=ipc", "+sync.only_changed=true"]),
+        (REPLICA, [*APART, "+sync.transport=ipc", "+sync.changed=tensors"]),
         (REPLICA, [*APART, "+sync.transport=files", "+sync.transfer_dir=/dev/shm"]),
     ],
 )
@@ -372,3 +372,14 @@ def test_an_old_keyword_beside_its_new_one_is_refused():
     both = compose(SGLANG, ["+engine.server_args={a: 1}"])
     with pytest.raises(ConfigError, match="engine.server_args is the old name of engine.engine_args, and both are set"):
         resolve(both)
+    both = compose(REPLICA, ["+sync.only_changed=true", "+sync.changed=tensors"])
+    with pytest.raises(ConfigError, match="sync.only_changed is the old name of sync.changed, and both are set"):
+        resolve(both)
+
+
+def test_a_push_of_what_changed_may_have_its_old_name(caplog):
+    register_resolvers()
+    for old, new in (("true", "tensors"), ("false", "all")):
+        run = check_recipe(resolve(compose(REPLICA, [f"+sync.only_changed={old}", "runtime=local", "num_devices=1"])))
+        assert run.policy.sync is not None and run.policy.sync.get("changed") == new
+    assert "sync.only_changed is called sync.changed now" in caplog.text

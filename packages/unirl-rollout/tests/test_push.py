@@ -178,8 +178,8 @@ def test_a_long_list_is_cut_and_counted():
 # Pushes of what changed
 
 
-def left_out(name, tensor, version=5):
-    return WeightBucket(version, {}, (), (weight_spec(name, tensor),))
+def left_out(name, tensor, version=5, base=4):
+    return WeightBucket(version, {}, (), (weight_spec(name, tensor),), base_version=base)
 
 
 def test_what_was_left_out_counts_where_the_engine_has_it(receiver):
@@ -195,8 +195,13 @@ def test_what_was_left_out_counts_where_the_engine_has_it(receiver):
     ("kept", "own", "text"),
     [
         (left_out("b.weight", torch.zeros(3)), WEIGHTS, r"does not have what was left out .*\n  changed: b.weight"),
-        (left_out("b.weight", WEIGHTS["b.weight"]), None, "takes whole pushes only. Set sync.only_changed: false"),
+        (left_out("b.weight", WEIGHTS["b.weight"]), None, "takes whole pushes only. Set sync.changed: all"),
         (left_out("c.weight", torch.ones(1)), WEIGHTS, "unknown: c.weight"),
+        (
+            left_out("b.weight", WEIGHTS["b.weight"], base=3),
+            WEIGHTS,
+            "brings what changed since version 3, but the engine has version 4; push again, and all is sent",
+        ),
         (left_out("a.weight", WEIGHTS["a.weight"]), WEIGHTS, "twice: a.weight"),
         (left_out("b.weight", torch.ones(4)), WEIGHTS, r"shape: b.weight is \[4\], expected \[3\]"),
     ],

@@ -235,15 +235,20 @@ def test_buckets_cover_every_weight_within_the_limit_and_verify():
     ]
 
 
-def test_what_is_known_is_described_and_does_not_travel():
+def test_what_the_receiver_has_is_described_and_does_not_travel():
     known = {name: weight_spec(name, tensor) for name, tensor in weights()}
     known["b"] = weight_spec("b", torch.zeros(1))
-    (bucket,) = weight_buckets(weights(), policy_version=0, max_bytes=10**6, known=known)
+
+    def changes(spec, tensor):
+        return None if known[spec.name] == spec else tensor
+
+    (bucket,) = weight_buckets(weights(), policy_version=1, max_bytes=10**6, base_version=0, changes=changes)
     bucket.verify()
     assert list(bucket.tensors) == ["b"]
     assert [spec.name for spec in bucket.kept] == ["a", "c", "d"]
+    assert bucket.base_version == 0
     known["b"] = weight_spec("b", bucket.tensors["b"])
-    (nothing,) = weight_buckets(weights(), policy_version=0, max_bytes=1, known=known)
+    (nothing,) = weight_buckets(weights(), policy_version=1, max_bytes=1, base_version=0, changes=changes)
     assert (nothing.num_bytes, len(nothing.kept)) == (0, 4)
 
 

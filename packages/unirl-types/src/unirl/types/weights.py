@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Self, TypeVar
@@ -168,6 +168,8 @@ class WeightBucket:
     """Specs of the tensors that travel."""
     kept: tuple[WeightSpec, ...] = ()
     """Specs of tensors that do not travel because the receiver has them from an earlier push."""
+    base_version: int | None = None
+    """Version of that push, the last one to the receiver; None in a push that brings all."""
     file: str | None = None
     """Path of a safetensors file (`unirl.types.bucket_files`) with these tensors, good until the next push begins."""
     found: Mapping[str, str] = field(default_factory=dict)
@@ -236,16 +238,17 @@ def weight_buckets(
     *,
     policy_version: int,
     max_bytes: int,
-    known: Mapping[str, WeightSpec] | None = None,
+    base_version: int | None = None,
+    changes: Callable[[WeightSpec, Tensor], Tensor | None] | None = None,
 ) -> Iterator[WeightBucket]:
     """Cut named tensors into buckets of at most `max_bytes` (a larger tensor gets its own).
 
-    known: what the receiver has, by name. A tensor of the same shape, dtype and checksum is only described (`kept`).
+    base_version: see `WeightBucket`. changes: called with each tensor in turn; gives None where the receiver has it, so
+    that it is only described (`kept`), and otherwise the tensor.
     Raises WeightSyncError if a name comes twice.
     """
     if max_bytes < 1:
         raise WeightSyncError(f"max_bytes = {max_bytes} must be at least 1")
-    known = known or {}
     current: dict[str, Tensor] = {}
     specs: list[WeightSpec] = []
     kept: list[WeightSpec] = []
@@ -256,15 +259,15 @@ def weight_buckets(
             raise WeightSyncError(f"weight {name} was sent twice")
         seen.add(name)
         spec = weight_spec(name, tensor)
-        if known.get(name) == spec:
+        travelling = tensor if changes is None else changes(spec, tensor)
+        if travelling is None:
             kept.append(spec)
             continue
-        own = tensor.numel() * tensor.element_size()
-        if current and size + own > max_bytes:
-            yield WeightBucket(policy_version, current, tuple(specs), tuple(kept))
+        if current and size + travelling.nbytes > max_bytes:
+            yield WeightBucket(policy_version, current, tuple(specs), tuple(kept), base_version)
             current, specs, kept, size = {}, [], [], 0
-        current[name] = tensor
+        current[name] = travelling
         specs.append(spec)
-        size += own
+        size += travelling.nbytes
     if current or kept:
-        yield WeightBucket(policy_version, current, tuple(specs), tuple(kept))
+        yield WeightBucket(policy_version, current, tuple(specs), tuple(kept), base_version)

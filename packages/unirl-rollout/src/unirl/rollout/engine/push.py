@@ -78,14 +78,15 @@ class PushReceiver:
 
         own: the engine's present weights, for the tensors that the bucket says are kept; None in an engine that takes
         whole pushes only.
-        Raises WeightSyncError where no push is open, and where the bucket is of another version, holds tensors that
-        were not announced or came before, or does not match its checksums.
+        Raises WeightSyncError where no push is open, and where the bucket is of another version or was made for an
+        engine with another one, holds tensors that were not announced or came before, or does not match its checksums.
         """
         push = self._require_open()
         if bucket.policy_version != push.policy_version:
             raise WeightSyncError(
                 f"version {push.policy_version} was announced, the bucket is of version {bucket.policy_version}"
             )
+        refuse_other_base(bucket, self._policy_version)
         specs = (*bucket.specs, *bucket.kept)
         announced = [push.announced[spec.name] for spec in specs if spec.name in push.announced]
         times = Counter([*push.received, *(spec.name for spec in specs)])
@@ -162,7 +163,7 @@ def refuse_unkept(bucket: WeightBucket, own: Mapping[str, Tensor] | None = None)
     if bucket.kept and own is None:
         raise WeightSyncError(
             f"{len(bucket.kept)} tensors were left out of the push, but this engine takes whole pushes only. "
-            "Set sync.only_changed: false."
+            "Set sync.changed: all."
         )
     changed = [
         f"changed: {spec.name}"
@@ -170,6 +171,15 @@ def refuse_unkept(bucket: WeightBucket, own: Mapping[str, Tensor] | None = None)
         if own is not None and weight_spec(spec.name, own[spec.name]) != spec
     ]
     refuse("the engine does not have what was left out of the push; push again, and all is sent", changed)
+
+
+def refuse_other_base(bucket: WeightBucket, present: int) -> None:
+    """Raise WeightSyncError where a bucket is of what changed since another version than the engine's present one."""
+    if bucket.base_version not in (None, present):
+        raise WeightSyncError(
+            f"the push brings what changed since version {bucket.base_version}, but the engine has version {present}; "
+            "push again, and all is sent"
+        )
 
 
 def refuse_other(asked: str | None, pushed: str | None) -> None:

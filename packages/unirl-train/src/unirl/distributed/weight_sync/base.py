@@ -94,6 +94,7 @@ class WeightSync(ABC):
     def connect(self, engine: PushTarget) -> None:
         """Push to another engine from now on: rank 0 sends whole tensors, the others only gather."""
         self._slicing = None
+        self._forget()
         self._engine = engine if self._rank == 0 else None
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
@@ -136,6 +137,7 @@ class WeightSync(ABC):
         seconds = time.perf_counter() - begin
         with self._under(policy):
             largest, mean = self._canary.check(engine, version, policy)
+        more = self._proved(version)
         logger.info(
             "pushed policy version %d%s: %d tensors, %.1f MB in %.2f s; log-prob gap %.1e",
             version,
@@ -148,6 +150,7 @@ class WeightSync(ABC):
         bound = {} if receipt.num_bound is None else {"sync/bound": float(receipt.num_bound)}
         return {
             **bound,
+            **more,
             "sync/seconds": seconds,
             "sync/megabytes": receipt.num_bytes / 1e6,
             "sync/tensors": float(receipt.num_tensors),
@@ -173,6 +176,13 @@ class WeightSync(ABC):
     @abstractmethod
     def _gather(self, policy: str | None) -> None:
         """The collectives of `_send`, on a rank that has no engine."""
+
+    def _proved(self, version: int) -> Metrics:
+        """Called when the engine was proved to sample from what `_send` sent; metrics of the push."""
+        return {}
+
+    def _forget(self) -> None:  # noqa: B027 (most remember nothing)
+        """Called when pushes go to another engine from now on."""
 
     def _under(self, policy: str | None) -> AbstractContextManager[None]:
         """Inside, the trainer's model has the values of the policy."""

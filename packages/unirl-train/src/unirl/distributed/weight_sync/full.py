@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from unirl.distributed.group.remote_role import RemoteRole
-from unirl.distributed.weight_sync.base import CANARY_PROMPTS, WeightSync
+from unirl.distributed.weight_sync.base import CANARY_PROMPTS, Metrics, WeightSync
+from unirl.distributed.weight_sync.last_push import Changed, LastPush
 from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.distributed.weight_sync.slices import SlicePush
 from unirl.distributed.weight_sync.transports.base import TransportName
@@ -14,6 +16,7 @@ from unirl.types.errors import WeightSyncError
 from unirl.types.protocols.engines import PushTarget
 from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
 from unirl.types.protocols.training import TrainBackend
+from unirl.types.renamed import Renamed
 from unirl.types.sampling import BaseSamplingParams, Precision
 from unirl.types.weights import WeightReceipt, WeightSpec, rounded, weight_buckets
 
@@ -23,10 +26,13 @@ class FullWeightSync(WeightSync):
     """Gathers the model tensor by tensor and sends it in buckets; the engine loads it when all of it is there.
 
     bucket_bytes: most bytes in one bucket, of which two are on their way at once (a larger tensor travels alone).
-    only_changed: whether tensors that are as in the last push stay behind; the engine compares its own with their
-        checksums. For adapters that are merged, and for models of which parts are frozen.
+    changed: what travels of the model: "all"; or "tensors", those that are not as in the last push, while the engine
+        compares its own with the checksums of the rest: for adapters that are merged, and for models of which parts are
+        frozen.
     The rest: see `WeightSync`.
     """
+
+    renamed_keywords: ClassVar[Renamed] = {"only_changed": ("changed", {True: "tensors", False: "all"})}
 
     def __init__(
         self,
@@ -42,7 +48,7 @@ class FullWeightSync(WeightSync):
         transport: TransportName | None = None,
         transfer_dir: str | None = None,
         bucket_bytes: PositiveInt = 512 << 20,
-        only_changed: bool = False,
+        changed: Changed = "all",
         rank: int = 0,
     ) -> None:
         super().__init__(
@@ -59,15 +65,14 @@ class FullWeightSync(WeightSync):
             rank=rank,
         )
         self._bucket_bytes = bucket_bytes
-        self._only_changed = only_changed
-        self._engine_has: dict[str, WeightSpec] = {}
+        self._last = None if changed == "all" else LastPush()
         self._slices: SlicePush | None = None
 
     def connect_elsewhere(self, engines: RemoteRole, shares_device: bool = False) -> None:
         """See WeightSync."""
         super().connect_elsewhere(engines, shares_device)
         self._slices = None
-        if self._slicing is not None and not self._only_changed:
+        if self._slicing is not None and self._last is None:
             own = self._engine if isinstance(self._engine, RemoteEngines) else None
             self._slices = SlicePush(
                 self._source, self._ranks, self._slicing, self._rank, own, self._dtype, self._bucket_bytes
@@ -88,16 +93,26 @@ class FullWeightSync(WeightSync):
         shapes = self._source.weight_shapes()
         engine.begin_weights(version, [WeightSpec(name, shape, str(self._dtype), "") for name, shape in shapes.items()])
         tensors = ((name, rounded(tensor, self._dtype)) for name, tensor in self._source.weights(policy))
-        known, self._engine_has = self._engine_has, {}  # after a push that fails nothing is known
-        sent: dict[str, WeightSpec] = {}
-        for bucket in weight_buckets(tensors, policy_version=version, max_bytes=self._bucket_bytes, known=known):
+        last = self._last
+        for bucket in weight_buckets(
+            tensors,
+            policy_version=version,
+            max_bytes=self._bucket_bytes,
+            base_version=None if last is None else last.begin(),
+            changes=None if last is None else last.changes,
+        ):
             engine.receive_weights(bucket)
             self._note_sent((*bucket.specs, *bucket.kept))
-            sent.update({spec.name: spec for spec in (*bucket.specs, *bucket.kept)})
-        receipt = _of_all(engine.finish_weights(version, policy), len(shapes))
-        if self._only_changed:
-            self._engine_has = sent
-        return receipt
+        return _of_all(engine.finish_weights(version, policy), len(shapes))
+
+    def _proved(self, version: int) -> Metrics:
+        if self._last is not None:
+            self._last.succeed(version)
+        return {}
+
+    def _forget(self) -> None:
+        if self._last is not None:
+            self._last.begin()
 
 
 def _of_all(receipt: WeightReceipt | None, num_sent: int) -> WeightReceipt:

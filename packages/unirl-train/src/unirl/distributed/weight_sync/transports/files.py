@@ -24,7 +24,8 @@ _KEPT = "files"
 class FileParcel(Parcel):
     """The path of a safetensors file, which an engine reads in place or hands to its own processes."""
 
-    path: str
+    path: str | None
+    """None where no tensor travels."""
     head: WeightBucket
     """The bucket without its tensors."""
     remedy: str
@@ -32,7 +33,7 @@ class FileParcel(Parcel):
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
         """See Parcel. The tensors are in memory that must not be written."""
-        if not self.head.specs:
+        if self.path is None:
             return self.head
         mapped: MappedBuckets = kept.setdefault(_KEPT, MappedBuckets())
         mapped.forget_removed()
@@ -61,9 +62,9 @@ class FileTransport(SlicingTransport):
 
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
         """See WeightTransport. Raises WeightSyncError where there is no room."""
-        folder, files = self._opened()
-        path = files.write(number, bucket.tensors) if bucket.tensors else folder.path
-        return FileParcel(str(path), bucket.with_tensors({}), self._remedy)
+        _, files = self._opened()
+        path = str(files.write(number, bucket.tensors)) if bucket.tensors else None
+        return FileParcel(path, bucket.with_tensors({}), self._remedy)
 
     def opened(self, rank: int) -> str | None:
         """The folder, which is that of the first rank."""
