@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NOT_YET_MENDED = (
-    "packages/unirl-rollout/",
     "packages/unirl-train/src/unirl/config/",
     "packages/unirl-train/src/unirl/distributed/",
     "packages/unirl-train/src/unirl/trainer/",

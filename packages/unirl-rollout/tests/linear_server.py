@@ -1,5 +1,5 @@
-"""The process of an engine whose model is a velocity a x + b of two pushed numbers: what pools are tested on, with real
-processes that start in seconds. `die_once` in its options: a file, which the process that makes it does not survive."""
+"""An engine process whose model is a velocity a x + b of two pushed numbers, to test pools with real processes that
+start in seconds. `die_once` in its options: a file; the process that makes it is killed."""
 
 import functools
 import time
@@ -26,7 +26,7 @@ CODEC = MessageCodec("Linear", EngineReady, SampleLatents, SampledLatents)
 
 
 class LinearHost:
-    """Samples with the numbers that were pushed last; with those of the trainer's fake before any were."""
+    """Samples with the last pushed numbers; before the first push, with those of the trainer's fake."""
 
     def __init__(self, start, aborts):
         torch.set_num_threads(1)

@@ -1,5 +1,5 @@
-"""The process of an engine that shares memory with processes of its own, as vLLM does with the ranks of one model, and
-maps memory that COMMON names, which the trainer has too. Its answer names its own."""
+"""An engine process that shares memory with its child processes, as vLLM does with the ranks of a model, and maps
+memory named by COMMON that the trainer has too. Its answer names the memory that is its own."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ time.sleep(1000)
 
 
 class MemoryHost:
-    """Has a process that holds the memory."""
+    """Starts a child process that holds the memory."""
 
     def __init__(self, start, aborts):
         self._rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True)

@@ -1,9 +1,9 @@
-"""The process of an engine whose language model is two pushed numbers: what pools of text engines are tested on, with
-real processes that start in seconds.
+"""An engine process whose language model is two pushed numbers, to test pools of text engines with real processes that
+start in seconds.
 
-It writes a token of each of its samples per step, of all its calls together. Files in the folder `control` of its
-options steer it: who removes `die` does not survive the call that it is at; while there is `hold`, no sample grows
-beyond two tokens, and a file named after each process says that one of its samples has come so far.
+A step writes one token for each sample of all its calls. Files in the folder `control` of its options steer it: the
+process that removes `die` is killed in its current call; while `hold` exists, samples stop at two tokens, and each
+process that gets there makes a file named by its process id.
 """
 
 import os
@@ -46,7 +46,7 @@ class Writer:
 
 
 class NumberHost:
-    """Writes with the numbers that were pushed last."""
+    """Writes with the last pushed numbers."""
 
     def __init__(self, start, aborts):
         torch.set_num_threads(1)
@@ -74,7 +74,7 @@ class NumberHost:
 
     def _generate(self, call):
         self._running += 1
-        # The trainer gives it no more than it writes at once, but for one call alone.
+        # The trainer gives it no more than it writes at once, except if one call is larger.
         assert self._running * len(call.prompts) <= self._options["max_running"] or self._running == 1
         writers = [Writer(call, row, self._pair.weights) for row in range(len(call.prompts))]
         while any(writer.reason is None for writer in writers) and call.number not in self._aborts:

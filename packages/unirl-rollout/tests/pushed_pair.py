@@ -1,4 +1,4 @@
-"""The two numbers `a` and `b` of the engines that pools are tested on, and how they are pushed."""
+"""The two numbers `a` and `b` of the engines that test pools, and how they are pushed."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from unirl.types.weights import WeightBucket
 
 
 class PushedPair:
-    """Has the numbers that were pushed last as `weights`; before any were, those that it is made with."""
+    """`weights` are the last pushed numbers; before the first push, the constructor's."""
 
     def __init__(self, a, b, policy_version):
         self.weights = {"a": torch.tensor(a), "b": torch.tensor(b)}
@@ -45,7 +45,7 @@ class PushedPair:
 
 
 def die_where(changes):
-    """End this process at once where it is the one that makes the change of a file."""
+    """Kill this process if it is the one that succeeds in changing a file."""
     with contextlib.suppress(FileNotFoundError, FileExistsError):
         changes()
         os.kill(os.getpid(), signal.SIGKILL)

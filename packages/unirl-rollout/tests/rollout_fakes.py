@@ -1,4 +1,4 @@
-"""A velocity field of two numbers, its named copy and requests for it: what the engines are tested on."""
+"""A velocity field of two numbers, a named copy of it, and requests, to test engines with."""
 
 from contextlib import contextmanager
 from typing import Any

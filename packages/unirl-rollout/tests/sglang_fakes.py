@@ -1,4 +1,4 @@
-"""A server that speaks SGLang's HTTP protocol (0.5.23): its paths, fields and answers, and nothing behind them.
+"""A fake server with SGLang's HTTP protocol (0.5.23): its paths, fields and answers, without a model.
 
 Field names are those of sglang.srt.managers.io_struct and sampling_params; any other is refused, as SGLang does.
 """
@@ -31,18 +31,19 @@ SAMPLING = {"temperature", "max_new_tokens", "stop_token_ids", "sampling_seed", 
 
 
 IMAGE, PIXELS_PER_TOKEN = 40, 16
-"""The placeholder of images, and how many pixels the fake makes one token of."""
+"""Placeholder token of images, and pixels per token."""
 
 
 def decoded(uri: str) -> Image.Image:
-    """The picture of a data URI, as SGLang's load_image reads it."""
+    """The image in a data URI, as SGLang's load_image reads it."""
     head, data = uri.split(",", 1)
     assert head == "data:image/png;base64"
     return Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
 
 
 class SGLangFake:
-    """Runs the server in threads. `log` has every (path, body); `weights` what it read last, `images` what it saw."""
+    """Runs the server in threads. `log` has every (path, body), `weights` the last tensors it read, `images` the images
+    of requests."""
 
     def __init__(self, port=0):
         self.log: list[tuple[str, dict[str, Any]]] = []
@@ -55,9 +56,9 @@ class SGLangFake:
         self.max_running = 4
         self.sizes = {"tp_size": 1, "pp_size": 1, "nnodes": 1}
         self.leaves_out: set[str] = set()
-        """Parameters that a push does not reach, although it is called a success."""
+        """Parameters that a push does not reach, although it reports success."""
         self.writes: dict[str, Any] = {}
-        """What a push writes beside its files."""
+        """Tensors that a push changes in addition to those of its files."""
         self.noise = 0
         self.num_stale = 0
         """Ranks that a push does not reach."""
@@ -142,7 +143,7 @@ class SGLangFake:
         return {"version": self.release, "device": "cuda", "internal_states": states, **self.sizes}
 
     def checked(self, body):
-        """SGLang's own checksums, or noise in the place of every parameter."""
+        """SGLang's own checksums, or fill every parameter with noise."""
         if body["action"] == "reset_tensors":
             self.noise += 1
             skipped = body.get("skip_tensor_list") or ()
@@ -152,11 +153,11 @@ class SGLangFake:
             return {}
         assert body["action"] == "checksum"
         sums = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in self.weights.items()}
-        stale = {name: "as it was" for name in sums}  # of a host that reads no files of a push
+        stale = {name: "as it was" for name in sums}  # of a host that does not read the files of a push
         return {"ranks": [{"checksums": sums}, *[{"checksums": stale}] * self.num_stale]}
 
     def generate(self, body):
-        """As tokens the prompt's last token, counted up until a stop token or the limit."""
+        """Generate tokens that count up from the prompt's last token until a stop token or the limit."""
         is_drawn = any(params["temperature"] for params in body["sampling_params"])  # else instances are compared
         ends_early = self.waits_for_abort and is_drawn and self.aborted.wait(120)
         outputs = []
@@ -181,7 +182,7 @@ class SGLangFake:
         return outputs
 
     def expanded(self, prompt, row):
-        """One placeholder an image, each repeated by the size of its image, as SGLang does."""
+        """The prompt with each image's placeholder repeated according to the image's size, as in SGLang."""
         images = iter(self.images[row] if self.images else [])
         tokens = []
         for token in prompt:

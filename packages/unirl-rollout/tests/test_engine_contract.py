@@ -1,4 +1,4 @@
-"""What every engine's class promises: its role's protocol, methods that a runtime can call, abilities that are so."""
+"""Contract of every engine class: its role's protocol, methods that a runtime can call, and abilities that are true."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Several processes of one engine: by load, and nothing is lost or made twice where they are killed."""
+"""Pools of engine processes: calls go to the least busy, and none is lost or answered twice if processes are killed."""
 
 import os
 import random

@@ -16,7 +16,7 @@ GIVEN = replace(PARAMS, eta=0.0, sde_indices=[], height=3, width=3)
 
 
 class EncodingPipeline(LinearPipeline):
-    """Latents are the first two channels, and a memory of how many images came at once."""
+    """Encodes images to their first two channels, and records the batch sizes."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class EncodingPipeline(LinearPipeline):
 
 @pytest.fixture
 def sheet(tmp_path):
-    """Four pictures of 3 x 3 pixels in one file; channel c of picture k is 60 k + 10 c."""
+    """Four images of 3 x 3 pixels in one file; channel c of image k is 60 k + 10 c."""
     values = [[60 * k + 10 * c for c in range(3)] for k in range(4)]
     picture = Image.new("RGB", (6, 6))
     for k, value in enumerate(values):
@@ -87,7 +87,7 @@ def test_a_request_without_images_is_sampled_as_the_trainside_engine_does(sheet)
         ({"rollout_id": -1}, ConfigError, "rows of eval.prompts bring images"),
         ({"sampling_params": PARAMS}, ConfigError, "no stochastic steps: sampling.eta = 0.7 must be 0"),
         ({"init_noise_latent_shape": [2, 4, 4]}, ContractError, r"the request's latents \[2, 4, 4\]"),
-        ({"sampling_params": replace(GIVEN, height=6)}, DataError, "does not give a picture of 6 x 3 pixels"),
+        ({"sampling_params": replace(GIVEN, height=6)}, DataError, "does not give an image of 6 x 3 pixels"),
     ],
 )
 def test_what_does_not_fit_is_refused(sheet, change, error, message):
@@ -111,7 +111,7 @@ def test_pictures_of_other_kinds_become_rgb_and_broken_ones_are_named(tmp_path):
     torch.testing.assert_close(pictures[:, :, 0, 0], torch.tensor([[0.2, 0.2, 0.2], [1.0, 0.0, 0.2]]))
     (tmp_path / "text.png").write_text("no picture")
     for name in ("text.png", "absent.png"):
-        with pytest.raises(DataError, match=f"{name} cannot be read as a picture"):
+        with pytest.raises(DataError, match=f"{name} cannot be read as an image"):
             read_pictures([f"{tmp_path}/{name}"], 2, 3)
 
 

@@ -1,4 +1,4 @@
-"""Ports of engines: nobody else may be given one before the engine listens there."""
+"""Ports of engines: the system must not give one to another program before the engine listens on it."""
 
 import socket
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch):
 
 
 def test_sglangs_scheduler_listens_where_the_system_sends_nobody(monkeypatch, tmp_path):
-    """It binds ten seconds after it was told where, and ends where the port was given away."""
+    """SGLang binds its port ten seconds after it is told, and exits if another program has it."""
     told: list[dict[str, Any]] = []
 
     class Generator:

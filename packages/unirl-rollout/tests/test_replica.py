@@ -104,7 +104,7 @@ def test_an_adapter_adds_its_term_until_the_next_push():
     config = AdapterConfig(rank=1, alpha=2.0, target_modules=("0",))
     receipt = engine.load_adapter(bucket, config)
     assert (receipt.num_tensors, receipt.num_bound) == (2, 1)
-    engine.load_adapter(bucket, config)  # in the place of the first, not beside it
+    engine.load_adapter(bucket, config)  # replaces the first adapter, is not added to it
     x = torch.randn(5, 3)
     assert torch.equal(pipeline.layer(x), x @ base.T + (x @ a.T @ b.T) * 2.0)
     push(engine, base, version=2)

@@ -291,7 +291,7 @@ def test_twenty_processes_of_three_are_killed_at_random_and_every_sample_is_ther
 
 
 def test_a_killed_server_is_replaced_with_the_present_weights_and_no_sample_is_lost(tmp_path, monkeypatch):
-    """Of SGLang, played by processes that speak its HTTP interface."""
+    """For SGLang, with fake servers as processes."""
     model = tmp_path / "model"
     model.mkdir()
     weights = {"a": torch.zeros(2), "b": torch.ones(3)}

@@ -173,7 +173,7 @@ def test_an_incomplete_request_is_refused_with_what_is_wrong(change, message):
 
 
 def test_a_schedule_with_a_compressed_tail_is_sampled_as_it_is_pinned():
-    """MixGRPO-Flash: the driver pins fewer steps behind the window, and the engine has no schedule of its own."""
+    """MixGRPO-Flash: the driver pins fewer steps after the window, and the engine uses that schedule."""
     sigmas = compressed_tail(linear_sigmas(6), 2, 0.4)
     params = replace(PARAMS, num_inference_steps=3, sde_indices=[0, 1], post_solver="dpmpp_2m")
     segment = engine().generate(request(params=params).replace(sigmas=sigmas)).root_track().segment

@@ -126,7 +126,7 @@ def test_pictures_travel_once_in_eight_bits_with_one_placeholder_each():
     assert [each["prompt_token_ids"] for each in (first, second, third)] == [[1, 9, 2, 9], [4], [9, 5]]
     assert [image.size for image in first["multi_modal_data"]["image"]] == [(2, 2), (4, 4)]
     assert "multi_modal_data" not in second and len(third["multi_modal_data"]["image"]) == 1
-    with pytest.raises(ContractError, match="a picture is a data URI of a PNG file, got 'file:///etc/passwd'"):
+    with pytest.raises(ContractError, match="an image must be a data URI of a PNG file, got 'file:///etc/passwd'"):
         picture("file:///etc/passwd")
 
 
@@ -278,7 +278,7 @@ def test_an_error_that_is_none_of_ours_brings_its_traceback(tmp_path, monkeypatc
 
 
 def engine_of(tmp_path, monkeypatch, source=None):
-    """An engine whose process is the running interpreter, with `source` in the place of vLLM's side."""
+    """An engine whose process is the running interpreter, with `source` instead of vLLM's side."""
     if source is not None:
         played = "import sys\nfrom multiprocessing.connection import Connection\npipe = Connection(int(sys.argv[1]))\n"
         (tmp_path / "played.py").write_text(played + source)

@@ -15,8 +15,8 @@ from unirl.types.segments import LatentSegment
 
 
 def diffusion_params(req: RolloutReq) -> DiffusionSamplingParams:
-    """The request's sampling parameters. Raises ContractError where they are not those of a diffusion model or the
-    stochastic steps are still to be chosen."""
+    """The request's sampling parameters. Raises ContractError if they are not DiffusionSamplingParams or their
+    stochastic steps are not resolved."""
     params = req.sampling_params
     if not isinstance(params, DiffusionSamplingParams):
         raise ContractError(f"this engine needs DiffusionSamplingParams, the request has {type(params).__name__}")
@@ -40,7 +40,7 @@ def pinned_sigmas(req: RolloutReq, params: DiffusionSamplingParams) -> Tensor:
 
 
 def noise_recipe(req: RolloutReq, params: DiffusionSamplingParams) -> NoiseRecipe:
-    """The recipe of the request's initial noise. Raises ContractError where ids or shape are missing."""
+    """The recipe of the request's initial noise. Raises ContractError if ids or shape are missing."""
     if len(req.init_noise_group_ids) != req.batch_size or req.init_noise_latent_shape is None:
         raise ContractError(
             f"the request has {len(req.init_noise_group_ids)} noise ids for {req.batch_size} samples and latent shape "
@@ -56,19 +56,19 @@ def noise_recipe(req: RolloutReq, params: DiffusionSamplingParams) -> NoiseRecip
 
 
 def starting_latents(recipe: NoiseRecipe) -> Tensor:
-    """x_T of a recipe: given latents verbatim, else counter-based noise, float32 on CPU [B, ...]."""
+    """x_T of a recipe, float32 on CPU [B, ...]: its initial latents verbatim, else counter-based noise."""
     if recipe.initial_latents is not None:
         return recipe.initial_latents
     return initial_noise(recipe.keys, recipe.base_seed, recipe.latent_shape)
 
 
 def step_noise_keys(req: RolloutReq) -> list[str]:
-    """Ids of the per-step noise: one a sample, also where samples share their start."""
+    """Ids of the per-step noise: one per sample, even if samples share their initial noise."""
     return [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
 
 
 def same_kernel(params: DiffusionSamplingParams, engine_kernel: str) -> None:
-    """Raise ConfigError where the request names another kernel than the engine steps with."""
+    """Raise ConfigError if the request names another kernel than the engine uses."""
     if params.sde_strategy is not None and params.sde_strategy != engine_kernel:
         raise ConfigError(
             f"the request asks for the {params.sde_strategy!r} kernel, this engine steps with {engine_kernel!r}. "

@@ -1,4 +1,4 @@
-"""What every engine of language models verifies: the request before it works, the segment before it leaves."""
+"""Checks of every text engine: of the request before sampling, and of the segment before it is returned."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
 LARGEST_LOGP = 1e-5
-"""A certain token has log-prob 0; engines that subtract a logsumexp in float32 may land just above."""
+"""A certain token has log-prob 0; engines that subtract a logsumexp in float32 may give slightly more."""
 
 
 def text_params(req: RolloutReq) -> ARSamplingParams:
-    """The request's sampling parameters. Raises ContractError where they are not those of a language model."""
+    """The request's sampling parameters. Raises ContractError if they are not ARSamplingParams."""
     params = req.sampling_params
     if not isinstance(params, ARSamplingParams):
         raise ContractError(f"this engine needs ARSamplingParams, the request has {type(params).__name__}")
@@ -24,10 +24,10 @@ def text_params(req: RolloutReq) -> ARSamplingParams:
 
 
 def verify_text_segment(segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int]) -> None:
-    """Raise ContractError unless every sample has tokens, ended for the reason it names, and has finite log-probs.
+    """Raise ContractError unless every sample has tokens, an end that matches its status, and finite log-probs.
 
-    A completed sample ends with one of `stop_token_ids`, a truncated one has max_new_tokens tokens; neither has a stop
-    token before its end. Log-probs are at most 0, and absent where greedy alone.
+    A completed sample ends with one of `stop_token_ids`, a truncated one has max_new_tokens tokens; neither has an
+    earlier stop token. Log-probs are at most 0, and may only be absent for greedy sampling.
     """
     if segment.params != params:
         raise ContractError(f"the engine sampled with {segment.params}, the request asked for {params}")

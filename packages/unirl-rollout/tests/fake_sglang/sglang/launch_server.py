@@ -1,6 +1,6 @@
 """Stands for `python -m sglang.launch_server`: the server of `sglang_fakes` as a process.
 
-In the folder FAKE_CONTROL, who removes `die` while it has samples to draw does not survive them.
+The process that removes the file `die` from the folder FAKE_CONTROL while it has samples to draw is killed.
 """
 
 import argparse
@@ -13,20 +13,20 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from sglang_fakes import SGLangFake  # noqa: E402 - beside the tests
+from sglang_fakes import SGLangFake  # noqa: E402 - in the folder of the tests
 
 
 class DyingFake(SGLangFake):
-    """Dies where it is asked to."""
+    """Dies when asked to."""
 
     def generate(self, body):
-        """As the others do, who survive it."""
+        """The base class's answer, unless the process is told to die."""
         if any(params["temperature"] for params in body["sampling_params"]):
             self.die_if_asked()
         return super().generate(body)
 
     def die_if_asked(self):
-        """Kill the process where the file is there, which one process removes."""
+        """Kill this process if it is the one that removes the file."""
         try:
             Path(os.environ["FAKE_CONTROL"], "die").unlink()
         except FileNotFoundError:

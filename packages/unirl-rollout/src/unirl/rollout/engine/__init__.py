@@ -1,1 +1,1 @@
-"""One folder an engine. `trainside` samples with the training model itself."""
+"""One folder per engine. `trainside` samples with the training model itself."""

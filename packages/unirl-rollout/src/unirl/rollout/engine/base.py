@@ -1,4 +1,4 @@
-"""What engines share: abilities with their defaults, and methods that default to nothing or to a refusal."""
+"""Base classes of engines: default abilities, and methods that by default do nothing or raise."""
 
 from __future__ import annotations
 
@@ -24,59 +24,59 @@ class BaseRolloutEngine(ABC):
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.rules"
-    """Module with the rules of recipes, see `unirl.types.recipe`. A subclass that names its own adds to these."""
+    """Module with the engine's recipe rules, see `unirl.types.recipe`. Those that a subclass names are added to
+    these."""
     has_trainer_logp: ClassVar[bool] = False
-    """Whether its log-probs are computed by the very modules that train, so that in float32 a replay gives the same."""
+    """True if log-probs come from the modules that are trained, so that a replay in float32 gives the same values."""
     logp_gap_float32: ClassVar[float | None] = None
-    """Of diffusion, for an engine with weights of its own: bound of |log-prob - a replay's| in float32, in nats per
-    latent element, as measured; None where nobody has."""
+    """Measured bound of |log-prob - replayed log-prob| in float32, in nats per latent element, for diffusion engines
+    with their own weights; None if not measured."""
     gives_logp: ClassVar[bool] = True
-    """Whether its samples come with log-probs of the distribution that they were drawn from."""
+    """True if samples come with log-probs under the distribution they were drawn from."""
     announces_chunks: ClassVar[bool] = False
-    """Whether samples can be had before the whole response is there (`announce_to`)."""
+    """True if samples are available before the response is complete (`announce_to`)."""
     can_abort: ClassVar[bool] = False
-    """Whether a `generate` can be ended early (`abort`)."""
+    """True if a running `generate` can be ended early (`abort`)."""
     can_sleep: ClassVar[bool] = False
-    """Whether `sleep` gives device memory back."""
+    """True if `sleep` frees device memory."""
     sleep_option: ClassVar[str | None] = None
-    """Keyword of its constructor without which `sleep` frees nothing; None where there is none."""
+    """Constructor keyword that must be set for `sleep` to free anything; None if no keyword is needed."""
     has_own_weights: ClassVar[bool] = False
-    """Whether it samples with a copy of the weights that the policy must be pushed to (a WeightReceiver of
-    unirl.types.protocols.engines), so that the recipe needs a `sync` section."""
+    """True if it samples with a copy of the weights, which receives pushes of the policy (WeightReceiver of
+    unirl.types.protocols.engines). The recipe then needs a `sync` section."""
     adapter_option: ClassVar[str | None] = None
-    """Keyword of its constructor that says whether adapters are pushed instead of whole weights; None where either
-    may come at any time."""
+    """Constructor keyword that chooses pushes of adapters instead of whole weights; None if both are accepted at any
+    time."""
     takes_partial_pushes: ClassVar[bool] = False
-    """Whether a push of the whole model may leave out tensors that the engine has, which it then compares with their
-    checksums."""
+    """True if a push of the whole model may omit unchanged tensors; the engine verifies its own copies by checksum."""
     has_own_model: ClassVar[bool] = False
-    """Whether its `pipeline` must be built over a bundle for this engine alone, which it takes as `bundle`; the modules
-    that train are not touched."""
+    """True if its `pipeline` is built over a separate bundle, passed as `bundle`, and not over the modules that are
+    trained."""
     gives_latents: ClassVar[bool] = True
-    """Of diffusion: whether it returns the latents around stochastic steps, which replay needs."""
+    """Diffusion only: True if it returns the latents around stochastic steps, which replay needs."""
     takes_initial_latents: ClassVar[bool] = True
-    """Of diffusion: whether it starts from the noise that a request describes, so that samples can share it."""
+    """Diffusion only: True if it starts from the noise that the request describes, so that samples can share it."""
     takes_step_subsets: ClassVar[bool] = True
-    """Of diffusion: whether some steps can be stochastic and the others not."""
+    """Diffusion only: True if a subset of the steps can be stochastic."""
     shares_steps: ClassVar[bool] = False
-    """Of diffusion: whether samples can share their first steps (`unirl.types.branching`)."""
+    """Diffusion only: True if samples can share their first steps (`unirl.types.branching`)."""
     takes_media: ClassVar[bool] = False
-    """Whether images and videos of a request reach the model."""
+    """True if the model receives the images and videos of a request."""
     takes_audio: ClassVar[bool] = False
-    """Whether sounds of a request reach the model."""
+    """True if the model receives the audio of a request."""
     takes_sizes: ClassVar[bool] = False
-    """Of diffusion: whether a stage may draw every image in a size of its own."""
+    """Diffusion only: True if a stage may draw each image at a different size."""
     needs_images: ClassVar[bool] = False
-    """Whether it takes images that the data brings (`unirl.types.preference`) in the place of samples."""
+    """True if it takes images from the data (`unirl.types.preference`) instead of sampling them."""
 
     @abstractmethod
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
-        """One response for one request; `policy` names a kept copy of the weights."""
+        """Sample one response for a request. policy: name of a kept copy of the weights; None is the current policy."""
 
     def announce_to(self, listener: ChunkListener) -> None:
-        """From now on call `listener` with each chunk of a response as soon as it is made, in the order of the request.
+        """Call `listener` with each chunk of every later response as soon as it is ready, in the order of the request.
 
-        Raises ConfigError in an engine that makes whole responses only.
+        Raises ConfigError if the engine returns whole responses only.
         """
         raise ConfigError(
             f"{type(self).__name__} makes whole responses only, so nothing can be scored while it generates. "
@@ -84,12 +84,12 @@ class BaseRolloutEngine(ABC):
         )
 
     def abort(self) -> None:
-        """End the `generate` that runs in another thread. Raises ConfigError in an engine that always finishes."""
+        """End the `generate` that runs in another thread. Raises ConfigError if the engine cannot end one early."""
         raise ConfigError(f"{type(self).__name__} cannot end a rollout early; it finishes what it began.")
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)  # noqa: B027 (engines that take any prompt check nothing)
     def check_prompts(self, req: RolloutReq) -> None:
-        """Raise ConfigError where a prompt cannot be sampled from. Generates nothing."""
+        """Raise ConfigError if a prompt cannot be sampled from. Does not generate."""
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)  # noqa: B027 (engines that hold no memory of their own do nothing)
     def sleep(self) -> None:
@@ -104,7 +104,7 @@ class BaseRolloutEngine(ABC):
         """Stop what the engine started."""
 
     def close(self) -> None:
-        """Shut down with the worker that the engine is part of."""
+        """Shut down; called when the engine's worker ends."""
         self.shutdown()
 
 
@@ -117,12 +117,12 @@ class BaseDiffusionEngine(BaseRolloutEngine):
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def encodes_ahead(self) -> bool:
-        """Whether `encode_ahead` is to be called with every prompt of the run, and then `drop_text_encoders`."""
+        """True if the driver must call `encode_ahead` with every prompt of the run, and then `drop_text_encoders`."""
         return False
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)  # noqa: B027 (most engines keep nothing of prompts)
     def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
-        """Encode some prompts of the run, with what they show, as they will be sampled."""
+        """Encode and cache some prompts of the run with their images, as sampling will need them."""
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)  # noqa: B027
     def drop_text_encoders(self) -> None:
@@ -130,7 +130,7 @@ class BaseDiffusionEngine(BaseRolloutEngine):
 
 
 class PipelineEngine(BaseDiffusionEngine):
-    """An engine whose plan and prompts are those of a pipeline in this process."""
+    """Base of engines that plan and encode prompts with a pipeline in this process."""
 
     _pipeline: DiffusionPipeline
     _drops_text_encoders: bool
@@ -144,18 +144,18 @@ class PipelineEngine(BaseDiffusionEngine):
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def encodes_ahead(self) -> bool:
-        """Whether the recipe asks for it."""
+        """True if the recipe sets `drop_text_encoders`."""
         return self._drops_text_encoders
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
-        """Encode the texts of some prompts, with the images that their encoders see."""
+        """Encode the texts of some prompts, with the images that the text encoders read."""
         self._pipeline.encode_texts(primitives, params)
 
     def _encode_first(self, batches: Sequence[RolloutReq]) -> None:
-        """Encode the prompts of a rollout before anything is sampled, where the encoders leave the device then.
+        """If text encoders are offloaded after encoding, encode all prompts of a rollout before sampling starts.
 
-        The embedding cache keeps what was made of them.
+        The embedding cache keeps the results.
         """
         if not self._pipeline.encoders_rest:
             return
@@ -165,5 +165,5 @@ class PipelineEngine(BaseDiffusionEngine):
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def drop_text_encoders(self) -> None:
-        """Free this process's text encoders. Raises ConfigError where not all that they made is kept."""
+        """Free this process's text encoders. Raises ConfigError if the embedding cache does not hold every result."""
         self._pipeline.drop_text_encoders()

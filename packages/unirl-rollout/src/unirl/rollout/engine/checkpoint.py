@@ -1,4 +1,4 @@
-"""What a push must bring, read from the headers of the engine's own checkpoint: nothing the sender says is believed."""
+"""Names and shapes that a push must have, read from the headers of the engine's own checkpoint, not from the sender."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape of a checkpoint in the transformers layout, under present names; a head that is tied to the
-    embedding is no tensor of its own. Raises ConfigError for a folder without safetensors files."""
+    """Tensor name -> shape of a checkpoint in the transformers layout, under today's names. A head tied to the
+    embedding is left out. Raises ConfigError for a folder without safetensors files."""
     shapes = _shapes_in_files(folder)
     return {name: shapes[own] for name, own in _own_names(shapes).items()}
 
 
 def checkpoint_names(folder: Path) -> dict[str, str]:
-    """Tensor name of `checkpoint_shapes` -> name in the files, which an engine that began with them reads."""
+    """Tensor name of `checkpoint_shapes` -> name in the checkpoint's files, which an engine started from them
+    expects."""
     return _own_names(_shapes_in_files(folder))
 
 
 def part_shapes(folder: Path, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape of parts of a checkpoint: those whose names begin as a key of `names` says, with its value
-    in the place of that. Raises ConfigError for a folder without safetensors files."""
+    """Tensor name -> shape of the tensors whose names begin with a key of `names`; that prefix is replaced by its
+    value. Raises ConfigError for a folder without safetensors files."""
     return {
         renamed + name.removeprefix(begin): shape
         for name, shape in _all_shapes(folder).items()
@@ -63,8 +64,8 @@ def _own_names(names: Collection[str]) -> dict[str, str]:
 
 
 def local_folder(model: str) -> Path:
-    """The folder that a model's name means on this machine, without asking the network: itself, or that of a hub id
-    whose files are here. Whether there is anything in it is the caller's to see."""
+    """Local folder of a model, without network access: `model` itself, or the cached files of a hub id. The caller
+    checks that it exists."""
     folder = Path(model)
     if not folder.is_dir() and model.count("/") == 1:
         try:
@@ -78,7 +79,7 @@ def local_folder(model: str) -> Path:
 
 
 def present_name(name: str) -> str:
-    """What transformers calls a parameter of Qwen2-VL or Qwen2.5-VL; checkpoints keep names of before its 4.52."""
+    """Today's transformers name of a Qwen2-VL or Qwen2.5-VL parameter; checkpoints keep the names used before 4.52."""
     if name.startswith("visual."):
         return f"model.{name}"
     return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
@@ -95,9 +96,10 @@ def full_specs(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> list[Weight
 
 
 def adapter_specs(names: list[str], shapes: Mapping[str, tuple[int, ...]], dtype: str, rank: int) -> list[WeightSpec]:
-    """What the factors of the layers in `names` must look like: A [r, in] and B [out, r] of each layer of the model.
+    """Expected specs of the LoRA factors in `names`: A [r, in] and B [out, r] of each layer of the model.
 
-    Both factors of a layer are expected where one is named. Names of no layer are left out, so comparing finds them.
+    If one factor of a layer is named, both are expected. Names that match no layer are left out, so that the comparison
+    reports them.
     """
     layers = {name.removesuffix(suffix) for name in names for suffix in (_A, _B) if name.endswith(suffix)}
     specs = []

@@ -1,4 +1,4 @@
-"""The end of an engine's processes. Imports nothing but the standard library."""
+"""Ends an engine's process group. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_memory(group: int) -> set[int]:
-    """The files in shared memory, by inode, that processes of a group map and no other process does."""
+    """Inodes of the files in shared memory that only processes of this group map."""
     ours, others = set[int](), set[int]()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended since it was listed, or of another user
@@ -22,16 +22,16 @@ def shared_memory(group: int) -> set[int]:
 
 
 def end_group(group: int, noted: Set[int] = frozenset()) -> None:
-    """Kill all processes of a group, if there are any, and remove the memory and the semaphores that they alone share:
-    what would have removed them (Python's own tracker, torch's) is killed with them.
+    """Kill all processes of a group, and remove the shared memory and semaphores that only they use. The trackers that
+    would have removed them (Python's, torch's) are killed too.
 
-    noted: what `shared_memory` found while they ran, which tells of those that have ended since.
+    noted: result of `shared_memory` while they ran, which covers processes that have ended since.
     """
     inodes = shared_memory(group) | (noted - _mapped_by_anyone() if noted else set())
-    # By inode: a semaphore is mapped under a name that it has only until it has its own (glibc's sem_open).
+    # By inode: glibc's sem_open maps a semaphore under a temporary name.
     for file in os.scandir(_SHARED_MEMORY) if inodes else ():
         with contextlib.suppress(FileNotFoundError):
-            # What a user keeps there, such as weights that the engine maps, is readable by others or lies in a folder.
+            # Files of users, such as weights that the engine maps, are readable by others or lie in a folder.
             if file.inode() in inodes and stat.S_IMODE(file.stat().st_mode) == 0o600:
                 os.unlink(file.path)
     with contextlib.suppress(ProcessLookupError):
@@ -47,6 +47,6 @@ def _mapped_by_anyone() -> set[int]:
 
 
 def _mapped_by(process: Path) -> set[int]:
-    """Inodes of what a process maps below /dev/shm (proc(5): the fifth field of a line)."""
+    """Inodes that a process maps below /dev/shm (proc(5): the fifth field of a line)."""
     lines = (process / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
     return {int(line.split(maxsplit=5)[4]) for line in lines if "/dev/shm/" in line}

@@ -1,4 +1,4 @@
-"""What the log of an engine's process says of why it failed."""
+"""Extracts from the log of an engine's process why it failed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NUM_ERRORS = 5
 _ERROR = re.compile(
     r"^(?:\([^)\n]*\) )?(?:ERROR [^]\n]*\] )?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE
 )
-"""The last line of a traceback, behind what vLLM writes before the lines of its processes."""
+"""The last line of a traceback, after the prefix that vLLM writes before lines of its processes."""
 
 
 def end_of_log(log: Path, name: str = "its log") -> str:
-    """The end of a log, and before it the first errors that its earlier part names: of several processes the one that
-    failed first knows why, and the others fill the end. Empty where there is no log."""
+    """The end of a log, preceded by the first errors in its earlier part: the process that fails first knows the
+    reason, and the others fill the end of the log. Empty if there is no log."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _READ_BYTES))
         text = file.read()

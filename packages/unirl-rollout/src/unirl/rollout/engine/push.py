@@ -1,9 +1,9 @@
-"""The receiving side of a weight push: what was announced, what has arrived, and which policy the engine has.
+"""Receiving side of a weight push: tracks what was announced, what has arrived, and which policy the engine has.
 
     announce -> receiving (per bucket) -> finish -> loading -> the new version
 
-Any step may raise WeightSyncError. Until `loading` begins the engine keeps the policy it has; a `loading` that fails
-leaves weights that are no whole policy, and `require_usable` refuses them until a push succeeds.
+Any step may raise WeightSyncError. Until `loading` begins the engine keeps its policy. If `loading` fails, the weights
+are incomplete, and `require_usable` raises until a push succeeds.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class CompletePush:
 
     policy_version: int
     num_tensors: int
-    """With those that were kept."""
+    """Includes the tensors that the engine kept."""
     num_bytes: int
-    """Of those that arrived."""
+    """Size of the tensors that arrived."""
 
 
 class PushReceiver:
-    """Checks the pushes to one engine, and knows the version of its policy.
+    """Checks the pushes to one engine, and tracks the version of its policy.
 
     shapes: tensor name -> shape of the checkpoint that the engine was started from (`checkpoint_shapes`).
     dtype: of the engine's weights as torch writes it, such as "torch.bfloat16".
@@ -59,13 +59,13 @@ class PushReceiver:
 
     @property
     def policy_version(self) -> int:
-        """Version of the policy that was loaded last."""
+        """Version of the last loaded policy."""
         return self._policy_version
 
     def announce(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
-        """Open a push of the whole model, and drop one that was left unfinished.
+        """Open a push of the whole model; an unfinished one is dropped.
 
-        Raises WeightSyncError for an older version than the engine's, and for tensors that are not the checkpoint's.
+        Raises WeightSyncError if the version is older than the engine's, or the tensors are not the checkpoint's.
         """
         self._push = None
         self._refuse_stale(policy_version)
@@ -74,12 +74,12 @@ class PushReceiver:
 
     @contextmanager
     def receiving(self, bucket: WeightBucket, own: Mapping[str, Tensor] | None = None) -> Generator[None]:
-        """Inside, the caller keeps the bucket's tensors; they count as received where that raises nothing.
+        """Context in which the caller stores the bucket's tensors; they count as received if it raises nothing.
 
-        own: the engine's present weights, for the tensors that the bucket says are kept; None in an engine that takes
+        own: the engine's current weights, for tensors that the bucket omits as unchanged; None if the engine takes
         whole pushes only.
-        Raises WeightSyncError where no push is open, and where the bucket is of another version or was made for an
-        engine with another one, holds tensors that were not announced or came before, or does not match its checksums.
+        Raises WeightSyncError if no push is open, or if the bucket has another version, was made for an engine with
+        another version, has tensors that were not announced or have already arrived, or wrong checksums.
         """
         push = self._require_open()
         if bucket.policy_version != push.policy_version:
@@ -99,10 +99,9 @@ class PushReceiver:
         push.num_bytes += bucket.num_bytes
 
     def finish(self, policy_version: int) -> CompletePush:
-        """Close the push, which is dropped where this raises.
+        """Close the push; it is dropped if this raises.
 
-        Raises WeightSyncError where no push is open, for another version than was announced, and for tensors that did
-        not arrive.
+        Raises WeightSyncError if no push is open, the version is not the announced one, or tensors are missing.
         """
         push = self._require_open()
         self._push = None
@@ -113,7 +112,8 @@ class PushReceiver:
         return CompletePush(push.policy_version, len(push.received), push.num_bytes)
 
     def check_adapter(self, bucket: WeightBucket, rank: int) -> None:
-        """Raise WeightSyncError for an adapter that is older than the engine, does not fit it, or arrived changed."""
+        """Raise WeightSyncError if an adapter is older than the engine's policy, does not fit its model, or does not
+        match its checksums."""
         self._refuse_stale(bucket.policy_version)
         expected = adapter_specs(list(bucket.tensors), self._shapes, self._dtype, rank)
         refuse("the adapter does not fit the engine's model", diff_specs(bucket.specs, expected))
@@ -121,8 +121,8 @@ class PushReceiver:
 
     @contextmanager
     def loading(self, policy_version: int, policy: str | None = None) -> Generator[None]:
-        """Inside, the caller changes the engine's weights; the engine has the new version of the named policy where
-        that raises nothing."""
+        """Context in which the caller changes the engine's weights; the engine has the new version of the named policy
+        if it raises nothing."""
         self.invalidate(f"loading the weights of version {policy_version} did not end well")
         yield
         self._defect = None
@@ -130,16 +130,16 @@ class PushReceiver:
         self._policy = policy
 
     def invalidate(self, reason: str) -> None:
-        """Refuse to generate, for this reason, until a push succeeds."""
+        """Refuse to generate until a push succeeds. reason: used in the error."""
         self._defect = reason
 
     def require(self, policy: str | None) -> None:
-        """Raise WeightSyncError unless the engine's weights are a whole policy, and the one that is asked for."""
+        """Raise WeightSyncError unless the engine's weights are complete and of the requested policy."""
         self.require_usable()
         refuse_other(policy, self._policy)
 
     def require_usable(self) -> None:
-        """Raise WeightSyncError where the engine's weights are no whole policy."""
+        """Raise WeightSyncError if the engine's weights are incomplete."""
         if self._defect is not None:
             raise WeightSyncError(
                 f"this engine cannot generate: {self._defect}. Its weights are no whole policy; push them again."
@@ -158,8 +158,8 @@ class PushReceiver:
 
 
 def refuse_unkept(bucket: WeightBucket, own: Mapping[str, Tensor] | None = None) -> None:
-    """Raise WeightSyncError where tensors that a bucket leaves out are not among `own` as it describes them, and where
-    the engine takes whole pushes only (None)."""
+    """Raise WeightSyncError if a tensor that the bucket omits is missing or different in `own`, or if the engine takes
+    whole pushes only (None)."""
     if bucket.kept and own is None:
         raise WeightSyncError(
             f"{len(bucket.kept)} tensors were left out of the push, but this engine takes whole pushes only. "
@@ -174,7 +174,7 @@ def refuse_unkept(bucket: WeightBucket, own: Mapping[str, Tensor] | None = None)
 
 
 def refuse_other_base(bucket: WeightBucket, present: int) -> None:
-    """Raise WeightSyncError where a bucket is of what changed since another version than the engine's present one."""
+    """Raise WeightSyncError if a bucket has the changes since another version than the engine's current one."""
     if bucket.base_version not in (None, present):
         raise WeightSyncError(
             f"the push brings what changed since version {bucket.base_version}, but the engine has version {present}; "
@@ -183,15 +183,14 @@ def refuse_other_base(bucket: WeightBucket, present: int) -> None:
 
 
 def refuse_other(asked: str | None, pushed: str | None) -> None:
-    """Raise WeightSyncError where samples of another policy are asked for than was pushed last; None is the one that
-    trains."""
+    """Raise WeightSyncError if the requested policy is not the last pushed one; None is the policy being trained."""
     if asked != pushed:
         names = ["the policy that trains" if name is None else f"the policy {name!r}" for name in (pushed, asked)]
         raise WeightSyncError(f"{names[0]} was pushed last, and samples of {names[1]} are asked for. Push it first.")
 
 
 def check_version(answered: int, pushed: int) -> None:
-    """Raise WeightSyncError where samples are of another version of the policy than was pushed last."""
+    """Raise WeightSyncError if samples come from another version of the policy than the last pushed one."""
     if answered != pushed:
         raise WeightSyncError(
             f"the engine sampled with policy version {answered}, but version {pushed} was pushed last. "
@@ -200,7 +199,7 @@ def check_version(answered: int, pushed: int) -> None:
 
 
 def refuse(what: str, lines: Sequence[str]) -> None:
-    """Raise WeightSyncError with the first lines and the number of all; do nothing where there are none."""
+    """Raise WeightSyncError with the first lines and their total number; does nothing if there are none."""
     if lines:
         rest = f"\n  and {len(lines) - _MAX_LINES} more" if len(lines) > _MAX_LINES else ""
         raise WeightSyncError(f"{what} ({len(lines)}):\n  " + "\n  ".join(lines[:_MAX_LINES]) + rest)

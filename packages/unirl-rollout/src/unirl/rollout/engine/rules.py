@@ -1,4 +1,4 @@
-"""What an engine needs of the rest of a recipe, by the abilities that its class declares. See `unirl.types.recipe`."""
+"""Recipe rules that follow from the abilities that an engine's class declares. See `unirl.types.recipe`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unirl.types.sampling_rules import num_leaves
 
 
 def images_are_given(own: Part, run: Run) -> Messages:
-    """An engine that takes images from the data has data that brings them, and no noise to replay."""
+    """An engine that takes images from the data has data with images, and no stochastic steps."""
     if not own.ability("needs_images"):
         return
     if not run.data.ability("brings_images"):
@@ -21,7 +21,7 @@ def images_are_given(own: Part, run: Run) -> Messages:
 
 
 def engine_gets_its_weights(own: Part, run: Run) -> Messages:
-    """An engine with weights of its own is pushed the policy; one that samples with the trained model is not."""
+    """The recipe pushes the policy to an engine with separate weights, and only to such an engine."""
     has_own, policy = own.ability("has_own_weights"), run.policy
     if has_own and policy.sync is None and policy.trains:
         yield (
@@ -47,7 +47,7 @@ def engine_gets_its_weights(own: Part, run: Run) -> Messages:
 
 
 def async_reward_has_chunks(own: Part, run: Run) -> Messages:
-    """Scoring can overlap with generation where the engine hands samples over before all are made."""
+    """Scoring overlaps with generation only if the engine announces samples before all are ready."""
     if run.reward.get("is_async") and not own.ability("announces_chunks"):
         yield (
             f"reward.is_async: true scores samples while others are generated, but engine {own.name} "
@@ -56,7 +56,7 @@ def async_reward_has_chunks(own: Part, run: Run) -> Messages:
 
 
 def engine_takes_the_push(own: Part, run: Run) -> Messages:
-    """Adapters go to an engine that was told to expect them, and whole weights to one that was not."""
+    """Adapters are pushed only to an engine started for them, whole weights only to one that is not."""
     sync, option = run.policy.sync, own.ability("adapter_option")
     if sync is None or not own.ability("has_own_weights"):
         return
@@ -80,7 +80,7 @@ def engine_takes_the_push(own: Part, run: Run) -> Messages:
 
 
 def push_can_be_proved(own: Part, run: Run) -> Messages:
-    """What proves a push is sampled from what the model needs."""
+    """The canary that proves a push has the inputs that the model needs."""
     bundle, sync = run.policy.bundle, run.policy.sync
     if not own.ability("has_own_weights") or sync is None:
         return
@@ -97,7 +97,7 @@ def push_can_be_proved(own: Part, run: Run) -> Messages:
 
 
 def engine_gives_what_is_trained_on(own: Part, run: Run) -> Messages:
-    """What an algorithm replays, and what the sampling asks of denoising steps, is in the engine's power."""
+    """The engine returns what the algorithm replays and supports the denoising steps that the sampling asks for."""
     for algorithm in run.policy.algorithms.values():
         if algorithm.ability("requires_sde") and not own.ability("gives_latents"):
             yield f"{algorithm.name} replays denoising steps, but {own.name} returns no latents. Choose another engine."
@@ -115,7 +115,7 @@ def engine_gives_what_is_trained_on(own: Part, run: Run) -> Messages:
 
 
 def trees_are_whole(own: Part, run: Run) -> Messages:
-    """Samples that share steps are made together, by an engine that can."""
+    """Samples that share steps are sampled together, by an engine that supports it."""
     leaves = num_leaves(run.sampling)
     if leaves is None:
         return

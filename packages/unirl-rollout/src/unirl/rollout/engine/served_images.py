@@ -1,4 +1,4 @@
-"""Images of prompts as engines in other processes take them: PNG files as data URIs, one placeholder token each."""
+"""Prompt images in the form that engines in other processes take: PNG data URIs, one placeholder token each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _HEAD = "data:image/png;base64,"
 
 
 def shown_pictures(images: Primitive | None) -> tuple[list[str], list[list[int]]]:
-    """The pictures of a slot in 8 bits, as the adapters of the models round them, and which of them each sample shows.
+    """The images of a slot in 8 bits, rounded as the models' adapters do, and the indices of those that each sample
+    shows.
 
-    images: Images, one per sample, or ImageLists; None where there are none. Equal tensors are encoded once. Raises
-    ConfigError for anything else.
+    images: Images, one per sample, or ImageLists, or None. Equal tensors are encoded once. Raises ConfigError for
+    another type.
     """
     if images is None:
         return [], []
@@ -47,14 +48,14 @@ def _data_uri(pixels: Tensor) -> str:
 
 
 def picture(uri: str) -> Image.Image:
-    """The picture of a data URI of `shown_pictures`. Raises ContractError for anything else."""
+    """The image in a data URI of `shown_pictures`. Raises ContractError for anything else."""
     if not uri.startswith(_HEAD):
-        raise ContractError(f"a picture is a data URI of a PNG file, got {uri[:40]!r}")
+        raise ContractError(f"an image must be a data URI of a PNG file, got {uri[:40]!r}")
     return Image.open(io.BytesIO(base64.b64decode(uri.removeprefix(_HEAD), validate=True))).convert("RGB")
 
 
 def one_placeholder_each(prompt: Sequence[int], placeholder: int) -> list[int]:
-    """The prompt with every run of placeholders, which is one image, made one placeholder."""
+    """The prompt with every run of placeholders, which stands for one image, reduced to one placeholder."""
     return [
         token
         for place, token in enumerate(prompt)

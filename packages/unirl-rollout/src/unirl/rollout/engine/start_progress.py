@@ -1,4 +1,4 @@
-"""What is said while the process of an engine loads its model, which takes a minute and more."""
+"""Logs progress while an engine's process loads its model, which takes a minute or more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _MAX_CHARACTERS = 120
 
 @contextmanager
 def start_progress(name: str, log: Path) -> Generator[None]:
-    """Within it, one line at once and one every `PERIOD_S`: what starts, for how long, and the last line of its log.
+    """Context that logs one line at once and one every `PERIOD_S`: what starts, for how long, and the last line of its
+    log.
 
     name: of engine and process, as errors call them.
     """
@@ -39,7 +40,7 @@ def start_progress(name: str, log: Path) -> Generator[None]:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is not empty, cut to what fits a terminal; empty where there is none."""
+    """The last non-empty line of a log, cut to fit a terminal; empty if there is none."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         # Progress bars go back to the start of their line.

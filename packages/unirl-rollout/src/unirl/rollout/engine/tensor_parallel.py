@@ -15,7 +15,7 @@ _SPLIT_VISION = ("num_heads", "intermediate_size")
 
 
 def heads_divide(own: Part, run: Run, machine: Machine) -> Messages:
-    """A model of this machine has heads and layers that can be dealt evenly."""
+    """The heads and layers of a local model can be split evenly."""
     size = own.get("num_devices", 1)
     if size == 1:
         return
@@ -30,11 +30,11 @@ def heads_divide(own: Part, run: Run, machine: Machine) -> Messages:
 
 
 def _dealt(config: Mapping[str, Any], size: int) -> Iterator[tuple[str, int]]:  # Any: JSON
-    """What cannot be dealt to so many devices: its name in the configuration, and how many there are."""
+    """What cannot be split over `size` devices: name in the configuration, and count."""
     text, vision = config.get("text_config", config), config.get("vision_config", {})
     numbers = {name: text.get(name) for name in _SPLIT}
     numbers |= {f"vision_config.{name}": vision.get(name) for name in _SPLIT_VISION}
     yield from ((name, number) for name, number in numbers.items() if isinstance(number, int) and number % size)
     heads = text.get(_KEYS_AND_VALUES)
-    if isinstance(heads, int) and heads % size and size % heads:  # fewer than devices are copied
+    if isinstance(heads, int) and heads % size and size % heads:  # fewer heads than devices are replicated
         yield _KEYS_AND_VALUES, heads

@@ -1,7 +1,7 @@
-"""The library of each served engine: the one version that its adapter is written against, and what it uses of it.
+"""The library of each served engine: the one supported version, and the attributes that are used.
 
-Imports no engine by itself. `require` runs in the engine's own process before anything of the library is used, so that
-an environment with another version is told apart by what is missing there, not by a traceback from its depths.
+Does not import the engines itself. `require` runs in the engine's process before the library is used, so that a wrong
+version raises an error that lists what is missing.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from unirl.types.errors import ConfigError
 
 @dataclass(frozen=True)
 class WrittenFor:
-    """What one adapter needs of its library."""
+    """Requirements of one engine on its library."""
 
     name: str
     library: str
-    """The module that has `__version__`."""
+    """Module with `__version__`."""
     version: str
     extra: str
-    """The extra of unirl-rollout that installs it on a GPU host."""
+    """Extra of unirl-rollout that installs it on a GPU host."""
     environment: str
-    """The folder of `environments` that installs it on a host without a GPU."""
+    """Folder in `environments` that installs it on a host without a GPU."""
     uses: Mapping[str, tuple[str, ...]]
     """"module:attribute" -> keywords that it is called with."""
 
     def missing(self) -> list[str]:
-        """What the installed library no longer has, one entry each."""
+        """What the installed library lacks, one entry each."""
         return [problem for path, keywords in self.uses.items() for problem in _problems(path, keywords)]
 
     def require(self) -> Any:  # Any: an optional module
-        """The library. Raises ConfigError where it is not installed, or lacks something that is used."""
+        """The imported library. Raises ConfigError if it is not installed or lacks something that is used."""
         try:
             library = importlib.import_module(self.library)
         except ImportError as error:

@@ -1,1 +1,1 @@
-"""Several engines as one: what a request goes through, stage by stage."""
+"""Several engines as one: a request passes through them stage by stage."""

@@ -1,4 +1,4 @@
-"""The engines of several stages as one: P prompts become P x N texts and P x N x M images of them, or any such tree."""
+"""Combines the engines of several stages: P prompts become P x N texts and P x N x M images, or any such tree."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ StageParams = ARSamplingParams | DiffusionSamplingParams
 
 
 class StagesEngine(BaseRolloutEngine):
-    """Asks the engine of each stage in turn; what a stage makes is a track that grows from its parent's
-    (`RolloutTrack.fork`), `samples_per_prompt` samples of each of the parent's.
+    """Runs the engine of each stage in turn. A stage makes a track that grows from its parent's (`RolloutTrack.fork`),
+    with `samples_per_prompt` samples per sample of the parent.
 
-    The first track holds what the user asked for, which a scorer sees. A request may name some of the stages: one whose
-    parent is not among them reads the request itself, so images without a writer can be had too.
-    Counted of every sample of latents: `cut_tokens` of its prompt that the model does not read.
+    The first track holds the user's request, which scorers see. A request may name only some stages: a stage whose
+    parent is not among them reads the request itself, for example to draw images without a prompt writer.
+    Metric per latent sample: `cut_tokens`, the tokens of its prompt that the model does not read.
 
-    stages: by track, each after its parent.
+    stages: by track name, each after its parent.
     """
 
     def __init__(self, stages: Mapping[str, BuiltStage]) -> None:
@@ -43,9 +43,9 @@ class StagesEngine(BaseRolloutEngine):
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def plans(self, params: StagedSamplingParams) -> dict[str, DiffusionPlan]:
-        """Sigmas, latent shape and kernel of every stage of latents.
+        """Sigmas, latent shape and kernel of every diffusion stage.
 
-        Raises ConfigError where noise levels depend on a size that a stage above may choose.
+        Raises ConfigError if noise levels depend on a size that a parent stage may choose.
         """
         found = {}
         for track, own in params.stages.items():
@@ -60,7 +60,7 @@ class StagesEngine(BaseRolloutEngine):
     def _check_sizes(self, track: str, params: DiffusionSamplingParams, plan: DiffusionPlan) -> None:
         stage = self._stages[track]
         if stage.grows_from not in self._pipelines:
-            return  # a stage whose parent stands elsewhere reads no sizes
+            return  # a stage whose parent runs in another engine reads no sizes
         for height, width in stage.reader.possible_sizes(self._pipelines[stage.grows_from]):
             sized = dataclasses.replace(params, height=height, width=width)
             if not torch.equal(stage.pipeline.sigmas(sized), plan.sigmas):
@@ -73,18 +73,18 @@ class StagesEngine(BaseRolloutEngine):
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def check_prompts(self, req: RolloutReq) -> None:
-        """Raise ConfigError where the first stage cannot read a prompt."""
+        """Raise ConfigError if the first stage cannot read a prompt."""
         track, params = next(iter(staged_params(req).stages.items()))
         stage = self._stage(track)
         stage.engine.check_prompts(_of_prompt(req, params, stage.reader.of_prompt(req.primitives)))
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req: RolloutReq, policy: Copies = None, above: RolloutResp | None = None) -> RolloutResp:
-        """The tracks of the stages that the request names, for every row of this rank's request.
+        """Sample the tracks of the stages that the request names, for every row of this rank's request.
 
-        policy: named copies of the weights, by track or policy. above: what engines of stages elsewhere have made of
-        this rank's request; its tracks are part of the response. Raises what the engines raise, ConfigError for a stage
-        that is not there, and ContractError for a request of one stage.
+        policy: named copies of the weights, by track or policy. above: response of engines of other stages to this
+        rank's request; its tracks are included in the response. Raises what the engines raise, ConfigError for an
+        unknown stage, and ContractError for a request of one stage.
         """
         tracks: dict[str, RolloutTrack] = {} if above is None else dict(above.tracks)
         for track, params in staged_params(req).stages.items():
@@ -102,7 +102,7 @@ class StagesEngine(BaseRolloutEngine):
         return self._stages[track]
 
     def _root(self, track: str, req: RolloutReq, params: StageParams, copy: str | None) -> RolloutTrack:
-        """The track of a stage that reads the request."""
+        """The track of a stage that reads the request itself."""
         stage = self._stages[track]
         is_first = stage.grows_from is None
         reading = stage.reader.of_prompt(req.primitives) if is_first else Reading(inputs=dict(req.primitives))
@@ -113,7 +113,7 @@ class StagesEngine(BaseRolloutEngine):
     def _grow(
         self, tracks: dict[str, RolloutTrack], track: str, req: RolloutReq, params: StageParams, copy: str | None
     ) -> None:
-        """Add the track of a stage that grows from another, and to that one what was counted of it."""
+        """Add the track of a stage that grows from another, and add the counts of reading to that other track."""
         stage = self._stages[track]
         parent = stage.grows_from or ""
         reading = stage.reader.of_tracks(self._above(tracks, parent, req))
@@ -142,8 +142,8 @@ class StagesEngine(BaseRolloutEngine):
         )
 
     def _above(self, tracks: Mapping[str, RolloutTrack], parent: str, req: RolloutReq) -> Above:
-        """What a stage that grows from `parent` can read; rows of the tracks further up and of the request are those of
-        the ancestors of each sample."""
+        """Inputs of a stage that grows from `parent`; rows of earlier tracks and of the request are those of each
+        sample's ancestors."""
         lineage = RolloutResp(tracks=dict(tracks)).lineage(parent)
         above = {name: tracks[name] if name == parent else tracks[name].select(rows) for name, rows in lineage.items()}
         of_root = next(reversed(lineage.values()))
@@ -158,7 +158,7 @@ class StagesEngine(BaseRolloutEngine):
         sizes: Sequence[Size],
         copy: str | None,
     ) -> RolloutTrack:
-        """Images whose rows have these sizes: the engine is asked once for each size, in order of first appearance."""
+        """Images of these sizes per row; the engine is called once per size, in order of first appearance."""
         stage, made = self._stages[track], []
         for (height, width), own in rows_by(sizes).items():
             of_size = dataclasses.replace(params, height=height, width=width)
@@ -199,7 +199,7 @@ def _of_prompt(req: RolloutReq, params: StageParams, reading: Reading) -> Rollou
 
 
 def _pinned(req: RolloutReq, plan: DiffusionPlan | None, params: StageParams) -> RolloutReq:
-    """The request of one stage with the noise levels and the ids of its noise, where it denoises."""
+    """The request of one stage; for a diffusion stage with its sigmas and noise ids."""
     if not isinstance(params, DiffusionSamplingParams):
         return req
     if plan is None:
@@ -214,7 +214,7 @@ def _pinned(req: RolloutReq, plan: DiffusionPlan | None, params: StageParams) ->
 
 
 def _begun(req: RolloutReq, clean: Tensor) -> RolloutReq:
-    """The request that starts from clean latents [B, ...], mixed with its noise at the first level."""
+    """The request with initial latents mixed from clean latents [B, ...] and its noise at the first noise level."""
     params = diffusion_params(req)
     noise, sigmas = starting_latents(noise_recipe(req, params)), pinned_sigmas(req, params)
     start = torch.lerp(clean.to(noise), noise, float(sigmas[0]))

@@ -1,4 +1,5 @@
-"""What a stage reads of the request and of the tracks above it. See `unirl.types.stages.StageReader`."""
+"""Stage readers: how a stage derives its input from the request and its parent tracks. See
+`unirl.types.stages.StageReader`."""
 
 from __future__ import annotations
 
@@ -16,25 +17,25 @@ from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.stages import Above, Inputs, Reading, Size
 
 PLACE = "{prompt}"
-"""Stands in an instruction for the user's prompt."""
+"""Placeholder of the user's prompt in an instruction."""
 THOUGHT = "thought"
-"""Slot of the text that a unified model wrote before it draws."""
+"""Slot of the text that a unified model writes before drawing."""
 THOUGHT_END = "</think>"
 _QUOTES = "\"'`"
 
 
 class Asked:
-    """Reads what the user asked for, whatever was made before.
+    """Reads the user's request only.
 
-    The class attributes are read by `trainer check` without importing the class, so they are literals.
+    `trainer check` reads the class attributes without importing the class, so they are literals.
     """
 
     reads_text: ClassVar[bool] = False
-    """Whether the stage above must have made texts."""
+    """True if the parent stage must make texts."""
     reads_latents: ClassVar[bool] = False
-    """Whether the stage above must have made latents, which this one begins from."""
+    """True if the parent stage must make latents, from which this one starts."""
     reads_sizes: ClassVar[bool] = False
-    """Whether the texts above may choose the size of each image (`chooses_size` of their pipeline)."""
+    """True if the parent's texts may choose the size of each image (`chooses_size` of their pipeline)."""
 
     def of_prompt(self, asked: Inputs) -> Reading:
         return Reading(inputs=dict(asked))
@@ -51,7 +52,7 @@ class Asked:
 
 @bounded("reads")
 class Instruction(Asked):
-    """Reads an instruction that holds the user's prompt.
+    """Reads an instruction that contains the user's prompt.
 
     template: text with {prompt} in it, and for a stage that grows from a text, {text}.
     """
@@ -79,12 +80,11 @@ class Instruction(Asked):
 
 @bounded("reads")
 class WrittenPrompt(Asked):
-    """Reads the prompt that a completion holds; the user's where it holds none.
+    """Reads the prompt in a completion, or the user's prompt if it has none.
 
-    marker: text after which the prompt stands, the last time that it occurs; None: the whole completion is the prompt.
-    max_chars: longer prompts are cut between words; None sets no limit.
-    Counted of every completion: `fallback` and `shortened`, 1 where the user's prompt was read and where the prompt was
-    cut.
+    marker: the prompt follows its last occurrence; None: the whole completion is the prompt. max_chars: longer prompts
+    are cut between words; None sets no limit.
+    Metrics per completion: `fallback`, 1 if the user's prompt was read, and `shortened`, 1 if the prompt was cut.
     """
 
     reads_text: ClassVar[bool] = True
@@ -108,7 +108,7 @@ class WrittenPrompt(Asked):
         )
 
     def prompt_in(self, completion: str) -> str:
-        """The prompt, without a chain of thought, quotes around it and runs of spaces; empty where there is none."""
+        """The prompt without chain of thought, surrounding quotes and repeated spaces; empty if there is none."""
         _, _, said = completion.rpartition(THOUGHT_END)
         if self._marker is not None:
             _, found, said = said.rpartition(self._marker)
@@ -120,7 +120,7 @@ class WrittenPrompt(Asked):
         return words.strip(_QUOTES + " ") and words
 
     def shortened(self, prompt: str) -> str:
-        """The prompt, or of one that is too long the words that fit; of one word its first characters."""
+        """The prompt, cut to the words that fit; a single long word is cut to its first characters."""
         if self._max_chars is None or len(prompt) <= self._max_chars:
             return prompt
         whole, space, _ = prompt[: self._max_chars + 1].rpartition(" ")
@@ -128,11 +128,11 @@ class WrittenPrompt(Asked):
 
 
 class Thought(Asked):
-    """Reads what the user asked for, and as the slot "thought" what the model wrote about it.
+    """Reads the user's request, and in the slot "thought" what the model wrote about it.
 
-    Where thoughts choose the size of their image (`ThoughtPipeline.image_sizes`), each image has its thought's; one
-    whose thought chose none is drawn at the size of the sampling parameters.
-    Counted of every thought: `empty`, 1 where nothing was written; and `no_size`, 1 where no size was chosen.
+    If thoughts choose the size of their image (`ThoughtPipeline.image_sizes`), each image has that size, or that of the
+    sampling parameters if the thought chose none.
+    Metrics per thought: `empty`, 1 if nothing was written, and `no_size`, 1 if no size was chosen.
     """
 
     reads_text: ClassVar[bool] = True
@@ -154,10 +154,10 @@ class Thought(Asked):
 
 @bounded("reads")
 class Redraw(Asked):
-    """Reads the image above and the prompt that it was drawn from: the stage goes on from the image with noise in it
-    (SDEdit, arXiv 2108.01073). For flow-matching models whose trajectories start from plain noise.
+    """Reads the parent's image and its prompt: the stage continues from the image with noise added (SDEdit, arXiv
+    2108.01073). For flow-matching models whose trajectories start from plain noise.
 
-    strength: noise level at which the stage begins, 1 being noise alone; its levels are those of the schedule times it.
+    strength: noise level at which the stage begins, 1 being pure noise; the schedule's levels are multiplied by it.
     """
 
     reads_latents: ClassVar[bool] = True
@@ -176,7 +176,7 @@ class Redraw(Asked):
 
 
 def texts_of(inputs: Inputs) -> list[str]:
-    """The texts in the slot "text". Raises ContractError where there are none."""
+    """The texts in the slot "text". Raises ContractError if there are none."""
     texts = inputs.get("text")
     if not isinstance(texts, Texts):
         raise ContractError(f"a request for several stages needs primitives['text'], it has {sorted(inputs)}")
@@ -184,7 +184,7 @@ def texts_of(inputs: Inputs) -> list[str]:
 
 
 def decoded_texts(written: RolloutTrack) -> list[str]:
-    """The texts of a track. Raises ContractError where it holds something else."""
+    """The texts of a track. Raises ContractError if it holds another type."""
     if not isinstance(written.decoded, Texts):
         raise ContractError(f"the stage above made {type(written.decoded).__name__}, this one reads Texts")
     return written.decoded.texts

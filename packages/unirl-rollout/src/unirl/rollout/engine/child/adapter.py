@@ -1,4 +1,4 @@
-"""A LoRA adapter that was sent to an engine's process, read and checked."""
+"""Reads and checks a LoRA adapter that was sent to an engine's process."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ class SentAdapter:
 
     policy_version: int
     folder: Path
-    """As peft writes it; other instances read it too."""
+    """Folder in peft's format; other instances read it too."""
     tensors: Mapping[str, Tensor]
-    """By the names of the model."""
+    """Tensors under the model's names."""
     config: Mapping[str, Any]  # Any: JSON
-    """peft's own."""
+    """peft's adapter configuration."""
     num_bytes: int
 
     def loaded(self, num_layers: int | None) -> Loaded:
-        """The answer, once the engine acts with it. num_layers: those that it changes; None where nobody counts."""
+        """The answer once the engine uses the adapter. num_layers: layers that it changes; None if the engine does not
+        report it."""
         return Loaded(self.policy_version, len(self.tensors), self.num_bytes, num_layers)
 
 
 def read_adapter(message: LoadAdapter, pushes: PushReceiver) -> SentAdapter:
-    """The adapter of a message. Raises WeightSyncError where it is older than the engine, does not fit its model, or
-    arrived changed."""
+    """The adapter of a message. Raises WeightSyncError if it is older than the engine's policy, does not fit its model,
+    or does not match its checksums."""
     folder = Path(message.folder)
     tensors = plain_names(load_file(folder / "adapter_model.safetensors"))
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Environment variables of engine processes: threads on a CPU, which GPUs elsewhere."""
+"""Environment variables of engine processes: number of threads on a CPU, otherwise which GPUs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from unirl.types.errors import ConfigError
 
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Of a process on a CPU: glibc keeps what a push has freed for the next one; memory that is new takes several times as
-long as the copy into it."""
+"""For processes on a CPU: glibc keeps the memory that one push frees for the next. Mapping new memory takes several
+times as long as the copy into it."""
 
 
 def process_variables(is_cpu: bool, num_threads: int) -> dict[str, str]:
-    """What every process of an engine gets. num_threads: on a host without a GPU."""
+    """Variables of every process of an engine. num_threads: used on hosts without a GPU."""
     common = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
     return common | threads | KEEPS_MEMORY if is_cpu else common
 
 
 def dealt_gpus(is_cpu: bool, num_instances: int, num_devices: int, gpus: Sequence[int] | None) -> list[dict[str, str]]:
-    """Variables that name the GPUs of each instance; none where one takes all that this process sees.
+    """Variables that name the GPUs of each instance; none if a single instance takes all GPUs that this process sees.
 
-    Raises ConfigError for another number of GPUs than the instances need, and for GPUs on a CPU.
+    Raises ConfigError if the number of GPUs is not what the instances need, or if GPUs are named on a CPU.
     """
     if is_cpu and gpus is not None:
         raise ConfigError(f"engine.gpus = {list(gpus)} does nothing on a CPU. Set it to null.")

@@ -1,4 +1,4 @@
-"""What engines in processes of their own share on the trainer's side: instances, answers, pushes, sleep."""
+"""The trainer's side of engines in separate processes: instances, answers, pushes, sleep."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec, peft_names
 
 _MAX_ATTEMPTS = 4
-"""Times that all processes may end of one call."""
+"""How often one call may find all processes dead before it fails."""
 
 
 class ChildEngine(BaseRolloutEngine):
-    """An engine whose model lives in other processes, which read a pushed policy in place. Implements WeightReceiver of
+    """An engine whose model runs in other processes, which map pushed weights from files. Implements WeightReceiver of
     unirl.types.protocols.engines.
 
-    The processes start with the object and load while the trainer does; the first call waits for them. Another takes
-    the place of one that dies: it is given the policy that was pushed last, must answer as the others did right after
-    that push, and then gets work. What the dead one left unfinished goes to the others.
+    The processes start with the object and load while the trainer does; the first call waits for them. A process that
+    dies is replaced: the new one receives the last pushed policy, must give the same answer as the others gave right
+    after that push, and then gets calls. Unfinished calls of the dead process go to the others.
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.child.rules"
@@ -59,22 +59,22 @@ class ChildEngine(BaseRolloutEngine):
     sleep_option: ClassVar[str | None] = "sleep_level"
 
     renamed_keywords: ClassVar[Renamed] = {}
-    """See `unirl.types.renamed`."""
+    """Old names of constructor keywords, see `unirl.types.renamed`."""
     codec: ClassVar[MessageCodec]
-    """Messages of this engine, and its name in errors."""
+    """Encodes this engine's messages; also has its name in errors."""
     module: ClassVar[str]
-    """What the engine's interpreter runs; it calls `child.server.main`."""
+    """Module that the engine's interpreter runs; it calls `child.server.main`."""
     environment: ClassVar[str] = ""
-    """Project in a clone that makes an environment for a host without a GPU."""
+    """Folder of the project that builds the engine's environment on a host without a GPU."""
     versions: ClassVar[tuple[str, ...]]
-    """Versions of the engine whose interfaces its side was written against; a prefix of components names all."""
+    """Supported versions of the engine's package; a prefix such as "0.5" matches all versions that begin with it."""
     owned_options: ClassVar[frozenset[str]]
-    """Options of the engine's own constructor that ours sets, so that `engine.engine_args` may not."""
+    """Options of the engine's constructor that are set here and may not be in `engine.engine_args`."""
     sleep_levels: ClassVar[tuple[int, ...]] = (1, 2)
-    """Values of `sleep_level` that free something."""
+    """Values of `sleep_level` that free memory."""
 
     def _checked(self, processes: EngineProcesses) -> EngineProcesses:
-        """The keywords themselves. Raises ConfigError for what does not go with this engine."""
+        """The same keywords. Raises ConfigError for values that this engine does not support."""
         if repeated := sorted(self.owned_options & set(processes.options)):
             raise ConfigError(f"engine.engine_args sets {repeated}, which the engine sets itself")
         level = processes.sleep_level
@@ -91,7 +91,7 @@ class ChildEngine(BaseRolloutEngine):
         variables: Mapping[str, str],
         policies: PolicyStore | None,
     ) -> None:
-        """Start processes of `module`. variables: their environment, but for what each has for itself."""
+        """Start processes of `module`. variables: environment variables that all of them share."""
         launch = Launch(
             codec=self.codec,
             python=interpreter(processes.python, engine=self.codec.engine, environment=self.environment),
@@ -119,7 +119,7 @@ class ChildEngine(BaseRolloutEngine):
         policies: PolicyStore | None,
         processes: EngineProcesses,
     ) -> None:
-        """Make the instances, given a folder for all files of this engine."""
+        """Make the instances. make_instances: takes the folder for all files of this engine."""
         self._has_lora = processes.max_lora_rank is not None
         self._sleep_level = processes.sleep_level
         self._is_asleep = False
@@ -129,11 +129,11 @@ class ChildEngine(BaseRolloutEngine):
         self._calls = itertools.count()
         self._num_adapters = itertools.count()
         self._push: list[Message] = []
-        """The last push, of which the files are kept: a process that starts later takes them too."""
+        """Messages of the last push. Its files are kept, since a process that starts later loads them too."""
         self._proof: tuple[Message, Any] | None = None  # Any: what `_read` gives
-        """The first call after the last push, and what answered it."""
+        """The first call after the last push, and its answer."""
         self._restored: Message = None
-        """What the process that started last answered to the end of that push."""
+        """Answer of the most recently started process to the end of that push."""
         self._owned = OwnedFolder("unirl-engine-", processes.transfer_dir)
         self._folder = self._owned.path
         self._files = BucketFiles(self._folder)
@@ -141,10 +141,10 @@ class ChildEngine(BaseRolloutEngine):
 
     @abstractmethod
     def _check_ready(self, answer: Message, pid: int) -> None:
-        """Look at the first message of a process. Raises ConfigError where the engine is not what the trainer needs."""
+        """Check the first message of a process. Raises ConfigError if the engine does not meet the trainer's needs."""
 
     def _restore(self, instance: Member) -> None:
-        """Give a process that has just started the policy that was pushed last, and prove it."""
+        """Send the last pushed policy to a process that has just started, and prove that it took effect."""
         for message in self._push:
             self._restored = instance.call(message)
         self._prove(instance)
@@ -152,10 +152,10 @@ class ChildEngine(BaseRolloutEngine):
             instance.call(Sleep(self._sleep_level))
 
     # A push is proved by the trainer's replay of the samples that follow it. All instances answer one call right after
-    # it, and must agree; one that starts later answers it again.
+    # the push and must agree; an instance that starts later answers the same call.
 
     def _proved(self, message: Message) -> Any:  # Any: what `_read` gives
-        """The first instance's answer; all must give the same. Raises WeightSyncError where one does not."""
+        """The first instance's answer. Raises WeightSyncError if another instance answers differently."""
         found: list[Any] = []  # Any: what `_read` gives
         for _ in range(_MAX_ATTEMPTS):
             self._pool.heal()
@@ -171,27 +171,28 @@ class ChildEngine(BaseRolloutEngine):
         return first
 
     def _prove(self, instance: Member) -> None:
-        """Raise WeightSyncError where an instance that has just started does not sample as the others did."""
+        """Raise WeightSyncError if an instance that has just started does not sample what the others did."""
         if self._proof is not None:
             message, expected = self._proof
             found = self._read(instance.call(message))
             self._compare(found, expected, f"those that {instance.name} takes the place of")
 
     def _forget_proof(self) -> None:
-        """What `_prove` compares with is of an older policy from now on."""
+        """Discard the answer that `_prove` compares with, since the policy changes."""
         self._proof = None
 
     @abstractmethod
     def _read(self, answer: Message) -> Any:  # Any: what `_compare` takes
-        """What an answer holds. Raises ContractError for an answer to something else."""
+        """Content of an answer. Raises ContractError if it does not answer this engine's calls."""
 
     @abstractmethod
     def _compare(self, found: Any, expected: Any, others: str) -> None:  # Any: as `_read`
-        """Raise WeightSyncError where two answers to one call differ by more than rounding. others: whose `expected`
-        is, in words."""
+        """Raise WeightSyncError if two answers to one call differ by more than rounding. others: who gave `expected`,
+        for the message."""
 
     def ready(self) -> Any:  # Any: the engine's own message
-        """What the first process said when it had loaded the model. The first call waits for all, and checks them."""
+        """First message of the first process, sent when its model is loaded. The first call waits for all processes and
+        checks them."""
         if self._ready is None:
             try:
                 self._ready = self._pool.ready()
@@ -229,12 +230,12 @@ class ChildEngine(BaseRolloutEngine):
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the engine's processes, each also the id of the group of all that it starts."""
+        """Ids of the engine's processes; each is also its process group id."""
         return self._pool.pids
 
     @property
     def policy_version(self) -> int:
-        """Version of the policy that was pushed last."""
+        """Version of the last pushed policy."""
         return self._policy_version
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
@@ -251,14 +252,15 @@ class ChildEngine(BaseRolloutEngine):
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def receive_weights(self, bucket: WeightBucket) -> None:
-        """Hand a bucket over, see WeightReceiver."""
+        """Send a bucket to the processes, see WeightReceiver."""
         refuse_unkept(bucket)
         message = ReceiveWeights(bucket.policy_version, self._file_of(bucket), list(bucket.specs))
         self._ask_all(message)
         self._push.append(message)
 
     def _file_of(self, bucket: WeightBucket) -> str:
-        """Where the processes read a bucket: the file that it came in, if their folder is of the same file system."""
+        """File from which the processes read a bucket: the one it came in if that is on the same file system, else a
+        copy."""
         if bucket.file is not None and os.stat(bucket.file).st_dev == os.stat(self._folder).st_dev:
             return bucket.file
         return str(self._files.write(len(self._push) - 1, bucket.tensors))
@@ -270,7 +272,7 @@ class ChildEngine(BaseRolloutEngine):
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
-        """Swap the LoRA adapter, see WeightReceiver."""
+        """Replace the LoRA adapter, see WeightReceiver."""
         folder = self._folder / f"adapter-{next(self._num_adapters)}"
         folder.mkdir()
         prefixed = {name: tensor.contiguous() for name, tensor in peft_names(bucket.tensors).items()}
@@ -284,15 +286,15 @@ class ChildEngine(BaseRolloutEngine):
         return receipt
 
     def _check_policy(self, policy: str | None) -> None:
-        """Raise WeightSyncError where `policy` is not the one that was pushed last."""
+        """Raise WeightSyncError if `policy` is not the last pushed one."""
         refuse_other(policy, self._policy)
 
     def _check_version(self, answered: int) -> None:
-        """Raise WeightSyncError where samples are of another version than was pushed last."""
+        """Raise WeightSyncError if samples come from another version than the last pushed one."""
         check_version(answered, self._policy_version)
 
     def _finish(self, push: list[Message], policy: str | None) -> WeightReceipt:
-        """Let all instances load what was sent. push: its messages, the last of which is still to be sent."""
+        """Make all instances load the push. push: its messages, of which only the last is still to be sent."""
         answers = self._ask_all(push[-1])
         self._push = push
         self._forget_proof()
@@ -307,7 +309,7 @@ class ChildEngine(BaseRolloutEngine):
         return WeightReceipt(loaded.policy_version, loaded.num_tensors, loaded.num_bytes, loaded.num_bound)
 
     def _ask_all(self, message: Message) -> list[Any]:  # Any: the engine's own messages
-        """What the living instances answer, perhaps none."""
+        """Answers of the living instances; empty if none is left."""
         self.ready()
         return self._pool.broadcast(message)
 

@@ -1,4 +1,4 @@
-"""One instance of an engine: its process, the first message of it, calls, and another process in its place."""
+"""One instance of an engine: its process, its first message, calls, and restarts."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from unirl.types.errors import ConfigError, ContractError
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a process of an engine is started, and what its first message must say."""
+    """How an engine's process is started, and what its first message must say."""
 
     codec: MessageCodec
     python: str
-    """Its interpreter."""
+    """Path of the interpreter."""
     module: str
-    """What the interpreter runs; it calls `child.server.main`."""
+    """Module that the interpreter runs; it calls `child.server.main`."""
     versions: tuple[str, ...]
-    """Of the engine's package; a prefix of components names all."""
+    """Supported versions of the engine's package; a prefix such as "0.5" matches all that begin with it."""
     model: str
     engine_args: dict[str, Any]  # Any: options of the engine's own constructor
     policy_version: int
     check: Callable[[Message, int], None]
-    """(first message, process id): raises ConfigError where the engine is not what the trainer needs."""
+    """Takes (first message, process id); raises ConfigError if the engine does not meet the trainer's needs."""
     start_timeout_s: float
     timeout_s: float
 
 
 class EngineInstance:
-    """A process that is started with the object and loads while the caller does something else.
+    """A process that starts with the object and loads in the background.
 
-    variables: environment variables of this instance alone. folder: of its own, under `root`, which the process deletes
-    when the trainer's ends.
+    variables: environment variables of this instance alone. folder: the instance's folder under `root`; the process
+    deletes it when the trainer ends.
     """
 
     def __init__(self, launch: Launch, variables: Mapping[str, str], folder: Path, root: Path) -> None:
@@ -62,12 +62,12 @@ class EngineInstance:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """True if the process runs."""
         return self._process.is_alive
 
     def ready(self) -> Any:  # Any: the engine's own message
-        """What the process said when it had loaded the model; waits for it once. Raises ConfigError for another
-        version, WorkerError where the process died."""
+        """First message of the process, sent when its model is loaded; the first call waits for it. Raises ConfigError
+        for an unsupported version, WorkerError if the process died."""
         if self._ready is None:
             launch = self._launch
             with start_progress(self._process.name, self._process.log):
@@ -87,7 +87,8 @@ class EngineInstance:
         return self._ready
 
     def call(self, message: Message) -> Message:
-        """The answer to a message, see `EngineProcess.call`. From several threads at once where the engine takes it."""
+        """The answer to a message, see `EngineProcess.call`. May be called from several threads at once if the engine
+        accepts several calls."""
         self.ready()
         return self._process.call(message, self._launch.timeout_s)
 
@@ -96,7 +97,7 @@ class EngineInstance:
         self._process.post(message)
 
     def restart(self) -> None:
-        """Begin another process, with what the engine was started with, in the place of this one."""
+        """Replace the process by a new one with the same start arguments."""
         self._process.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._ready = None

@@ -1,6 +1,6 @@
-"""What a trainer's process and an engine's process say to each other: frozen dataclasses of plain values, sent as JSON.
+"""Messages between the trainer's process and an engine's process: frozen dataclasses of plain values, sent as JSON.
 
-Large tensors never pass here: a message names the path of a safetensors file, in memory that both sides map.
+Large tensors are not part of messages: a message has the path of a safetensors file, in memory that both sides map.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unirl.types.errors import ContractError
 from unirl.types.weights import WeightSpec
 
 PROTOCOL = 8
-"""Raised with every change of a message; both sides compare."""
+"""Version of the messages, incremented with every change. Both sides compare it."""
 
 
 @dataclass(frozen=True)
@@ -25,25 +25,25 @@ class Start:
     engine_args: dict[str, Any]  # Any: keyword arguments of the engine's own constructor
     policy_version: int
     scratch_dir: str
-    """Folder of this process alone, for the files of its answers."""
+    """Folder for the files of this process's answers."""
     protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReady:
-    """First message back, when the model is loaded. Engines add what the trainer needs to know of theirs."""
+    """First message back, sent when the model is loaded. Engines add their own fields."""
 
     version: str
-    """Of the engine's package."""
+    """Version of the engine's package."""
     torch_version: str
     dtype: str
-    """Of the model that samples, as torch writes it: "torch.float32"."""
+    """Dtype of the sampling model, such as "torch.float32"."""
     protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True)
 class Abort:
-    """End a running call early. Has no answer of its own; late ones are ignored."""
+    """End a running call early. Has no answer; ignored if the call has already ended."""
 
     number: int
 
@@ -67,7 +67,7 @@ class ReceiveWeights:
 
 @dataclass(frozen=True)
 class FinishWeights:
-    """Load what was received."""
+    """Load the received tensors."""
 
     policy_version: int
 
@@ -89,7 +89,7 @@ class Loaded:
     num_tensors: int
     num_bytes: int
     num_bound: int | None
-    """Parameters of the engine's model that took a value; None where nobody counts."""
+    """Parameters of the engine's model that took a value; None if the engine does not report it."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,15 @@ class WakeUp:
 
 @dataclass(frozen=True)
 class Done:
-    """Answer to what returns nothing."""
+    """Answer to a message that returns nothing."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Answer to anything that could not be done."""
+    """Answer to a message that failed."""
 
     kind: str
-    """Name of an error of unirl.types.errors."""
+    """Class name of an error in unirl.types.errors."""
     text: str
     traceback_text: str = field(default="")
 
@@ -126,23 +126,24 @@ _COMMON = (Start, Abort, BeginWeights, ReceiveWeights, FinishWeights, LoadAdapte
 
 
 class MessageCodec:
-    """Messages as UTF-8 JSON and back. engine: its name in errors. own: the messages that it adds."""
+    """Encodes messages as UTF-8 JSON and back. engine: its name in errors. own: message classes that the engine
+    adds."""
 
     def __init__(self, engine: str, *own: type[Message]) -> None:
         self.engine = engine
         self._classes = {cls.__name__: cls for cls in (*_COMMON, *own)}
 
     def encode(self, message: Message, call: int = 0) -> bytes:
-        """A message as bytes. Floats keep every bit. call: which one it asks or answers, from 0."""
+        """A message as bytes. Floats keep every bit. call: number of the call that it asks or answers, from 0."""
         content = {"message": type(message).__name__, **dataclasses.asdict(message)}
         return json.dumps(content | ({"call": call} if call else {})).encode()
 
     def decode(self, data: bytes) -> Message:
-        """The message of `encode`. Raises ContractError for what is none."""
+        """The message in bytes from `encode`. Raises ContractError for other bytes."""
         return self.decode_call(data)[1]
 
     def decode_call(self, data: bytes) -> tuple[int, Message]:
-        """Number of the call and message of `encode`. Raises ContractError for what is none."""
+        """Call number and message in bytes from `encode`. Raises ContractError for other bytes."""
         try:
             content = json.loads(data)
             call = int(content.pop("call", 0))

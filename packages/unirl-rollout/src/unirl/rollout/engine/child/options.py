@@ -1,4 +1,4 @@
-"""The keywords that all engines in processes of their own share."""
+"""Keywords shared by all engines that run in separate processes."""
 
 from __future__ import annotations
 
@@ -14,49 +14,52 @@ from unirl.types.sampling import Precision
 @bounded("engine")
 @dataclass(frozen=True, kw_only=True)
 class EngineProcesses:
-    """What the processes of an engine are started with, and on which devices."""
+    """How the processes of an engine are started, and on which devices."""
 
     model: str
-    """Folder or hub id of the weights that they start with, which must be the policy's."""
+    """Folder or hub id of the initial weights, which must be the policy's."""
     device: str = "cpu"
     rank: int = 0
-    """Of the worker that starts them."""
+    """Rank of the worker that starts the processes."""
     python: str | None = None
-    """Interpreter of the environment that has the engine; None is the running one. Without a GPU, make one with
+    """Interpreter of the environment that has the engine; None is the running interpreter. Without a GPU, make one with
     `uv sync --project environments/NAME` and name `environments/NAME/.venv/bin/python`."""
     dtype: Precision = "bf16"
-    """Of the model that samples; pushes must bring it."""
+    """Dtype of the sampling model; pushed tensors must have it."""
     num_instances: PositiveInt = 1
-    """Each has the whole model. Calls go to the one that is free first; one that dies is replaced."""
+    """Number of processes, each with the whole model. Calls go to the first free one; a process that dies is
+    replaced."""
     num_devices: PositiveInt = 1
-    """Of each instance, over which its model is split."""
+    """GPUs per instance, over which its model is split."""
     gpus: Sequence[int] | None = None
-    """Those of this host, dealt to the instances in this order; None: one instance takes what this process sees."""
+    """GPU indices of this host, assigned to the instances in this order. None: a single instance takes what this
+    process sees."""
     num_threads: PositiveInt = 1
     """CPU threads of each process on a host without a GPU."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """More environment variables of the processes."""
+    """Additional environment variables of the processes."""
     engine_args: Mapping[str, Any] | None = None  # Any: values of the engine's own options
-    """More options of the engine itself."""
+    """Additional options of the engine's own constructor."""
     max_lora_rank: PositiveInt | None = None
-    """For policies that are pushed as LoRA adapters; None for full weights."""
+    """Largest rank of pushed LoRA adapters; None if full weights are pushed."""
     sleep_level: Literal[0, 1, 2] = 0
-    """What `sleep` frees on a GPU: 0 nothing, 1 moves the weights to host memory, 2 drops them until the next push."""
+    """What `sleep` does on a GPU: 0 nothing, 1 moves the weights to host memory, 2 drops them until the next push."""
     transfer_dir: str = "/dev/shm"
-    """Folder of what crosses to the processes; memory-backed by default. A push takes the model's size there."""
+    """Folder of the files exchanged with the processes, in memory by default. A push needs as much space there as the
+    model."""
     start_timeout_s: Positive = 900.0
-    """For loading the model."""
+    """Time limit for loading the model."""
     timeout_s: Positive = 1800.0
-    """For any one call."""
+    """Time limit of one call."""
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the engine samples without a GPU."""
+        """True if the engine samples without a GPU."""
         return self.device == "cpu"
 
     @property
     def options(self) -> dict[str, Any]:  # Any: see engine_args
-        """`engine_args`, empty where there are none."""
+        """`engine_args`, or an empty dict."""
         return dict(self.engine_args or {})
 
     def variables(self, common: Mapping[str, str]) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""The process that an engine lives in: start, call, stop. Every wait has a limit, and no process outlives its owner."""
+"""An engine's process: start, call, stop. Every wait has a timeout, and no process outlives its owner."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LEAVE_TIMEOUT_S = 10.0
 
 
 def interpreter(python: str | None, *, engine: str, environment: str) -> str:
-    """The Python that has an engine: `python`, or the running one. Raises ConfigError where the file is missing.
+    """Interpreter that has the engine: `python`, or the running one. Raises ConfigError if the file is missing.
 
-    environment: folder of the project that makes one for a host without a GPU.
+    environment: folder of the project that builds such an environment on a host without a GPU.
     """
     if python is None:
         return sys.executable
@@ -41,11 +41,11 @@ def interpreter(python: str | None, *, engine: str, environment: str) -> str:
 
 
 class EngineProcess:
-    """A child that answers messages, over a pipe that only the two of them know. Several may wait for answers at once.
+    """A child process that answers messages over a private pipe. Several threads may wait for answers at once.
 
-    codec: its messages, and the engine's name in errors. python: its interpreter. variables: environment variables of
-    its own. folder: of the files that the two exchange. module: what it runs. log: file of what it writes. The child
-    ends when the pipe does, so also when this process is killed, and takes the folder along.
+    codec: encodes its messages; has the engine's name in errors. python: its interpreter. variables: additional
+    environment variables. folder: for files that both sides exchange. module: what the interpreter runs. log: file for
+    its output. The child ends when the pipe closes, also if this process is killed, and deletes the folder.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class EngineProcess:
         self._noting = threading.Lock()
         self._calls = itertools.count()
         self._waiting: dict[int, Future[Message]] | None = {}
-        """What was asked and not yet answered, by its number; None where the pipe has ended."""
+        """Unanswered calls by number; None once the pipe has closed."""
         self._shared: set[int] | None = None
-        """What its processes share, noted when it has answered once: not all of them may live to the end."""
+        """Shared memory of its processes, recorded at the first answer, since some of them may die before the end."""
         self._pipe, theirs = multiprocessing.Pipe()
         settings = [f"{name}={value}" for name, value in variables.items()]
         with self._log.open("wb") as output:
@@ -77,7 +77,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The child's process id, also the id of the group of all that it starts."""
+        """The child's process id, which is also its process group id."""
         return self._child.pid
 
     @property
@@ -87,20 +87,20 @@ class EngineProcess:
 
     @property
     def log(self) -> Path:
-        """File of what it writes."""
+        """File with the child's output."""
         return self._log
 
     @property
     def is_alive(self) -> bool:
-        """Whether the child runs."""
+        """True if the child runs."""
         return self._child.poll() is None
 
     def post(self, message: Message) -> None:
-        """Send what has no answer."""
+        """Send a message that has no answer."""
         self._send(message, 0)
 
     def ask(self, message: Message) -> Future[Message]:
-        """Send a message; its answer is for `answer`. Raises WorkerError where the child is dead."""
+        """Send a message; pass the future to `answer`. Raises WorkerError if the child is dead."""
         asked: Future[Message] = Future()
         with self._noting:
             number = next(self._calls)
@@ -112,13 +112,13 @@ class EngineProcess:
     def call(self, message: Message, timeout_s: float) -> Message:
         """Send a message and return its answer.
 
-        Raises what the child raised where it is an error of unirl.types, else WorkerError: with its traceback, or with
-        the end of its log where it died. After `timeout_s` it is killed and WorkerError says so.
+        Raises the child's error if it is one of unirl.types, else WorkerError with its traceback, or with the end of
+        its log if it died. After `timeout_s` the child is killed and WorkerError says so.
         """
         return self.answer(self.ask(message), type(message).__name__, timeout_s)
 
     def answer(self, asked: Future[Message], what: str, timeout_s: float) -> Message:
-        """Wait for the answer to `what`. As `call`."""
+        """Wait for an answer; raises as `call` does. what: name of the message, for errors."""
         try:
             answer = asked.result(timeout_s)
         except TimeoutError as error:
@@ -138,14 +138,14 @@ class EngineProcess:
         return answer
 
     def stop(self) -> None:
-        """End the child and all that it started. Safe to call twice."""
+        """End the child and all processes that it started. Safe to call twice."""
         self._hang_up()  # the child leaves by itself
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(_LEAVE_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
-        """End the child and all that it started at once; its folder stays. Safe to call twice."""
+        """Kill the child and all processes that it started; its folder stays. Safe to call twice."""
         end_group(self._child.pid, self._shared or set())
         self._child.wait()
         self._hang_up()
@@ -154,7 +154,7 @@ class EngineProcess:
             self._pipe.close()
 
     def _hang_up(self) -> None:
-        """End the pipe, for both sides; closing it would not wake the thread that reads."""
+        """Shut the pipe down for both sides; closing it would not wake the reading thread."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
@@ -168,7 +168,7 @@ class EngineProcess:
             raise self._death(f"could not be sent {type(message).__name__}") from error
 
     def _read(self) -> None:
-        """Hand answers to those who wait for them, until the pipe ends."""
+        """Pass answers to the waiting callers until the pipe closes."""
         try:
             while True:
                 call, message = self._codec.decode_call(self._pipe.recv_bytes())

@@ -1,4 +1,4 @@
-"""What an engine in a process of its own needs of this machine. See `unirl.types.recipe`."""
+"""Rules of engines in separate processes about the recipe and this machine. See `unirl.types.recipe`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unirl.types.recipe import Machine, Messages, Part, Run
 
 
 def environment_exists(own: Part, run: Run, machine: Machine) -> Messages:
-    """An engine that runs in an environment of its own has it."""
+    """The separate environment that an engine needs exists."""
     python = own.node.get("python")
     if python is not None and not Path(str(python)).is_file():
         yield (
@@ -19,8 +19,7 @@ def environment_exists(own: Part, run: Run, machine: Machine) -> Messages:
 
 
 def gpus_suffice(own: Part, run: Run) -> Messages:
-    """The GPUs that the engine is given are as many as its instances need; an engine that runs already (`url`) has its
-    own."""
+    """The engine has as many GPUs as its instances need. A running engine (`url`) has its own."""
     if own.get("url") is not None:
         return
     gpus, (needed, what) = own.get("gpus"), _needed(own)
@@ -42,7 +41,7 @@ def gpus_suffice(own: Part, run: Run) -> Messages:
 
 
 def sleep_is_served(own: Part, run: Run) -> Messages:
-    """The engine can sleep as deep as it is asked to."""
+    """The engine supports the sleep level of the recipe."""
     level, levels = own.get("sleep_level", 0), own.ability("sleep_levels")
     if level and level not in levels:
         yield sleeps_otherwise(own.at, level, levels, own.name)
@@ -54,7 +53,7 @@ def sleeps_otherwise(at: str, level: int, levels: Collection[int], name: str) ->
 
 
 def gpus_are_here(own: Part, run: Run, machine: Machine) -> Messages:
-    """This machine has the GPUs that an engine's instances need."""
+    """This machine has the GPUs that the engine's instances need."""
     needed, what = _needed(own)
     if run.device == "cuda" and own.get("url") is None and needed > max(1, machine.num_gpus):
         here = f"{machine.num_gpus} GPU{'' if machine.num_gpus == 1 else 's'}"
@@ -62,7 +61,7 @@ def gpus_are_here(own: Part, run: Run, machine: Machine) -> Messages:
 
 
 def _needed(own: Part) -> tuple[int, str]:
-    """GPUs of all instances, and what of the recipe says so."""
+    """Number of GPUs of all instances, and the part of the recipe that sets it."""
     size, num = own.get("num_devices", 1), own.get("num_instances", 1)
     if num == 1:
         return size, f"{own.at}.num_devices = {size}"

@@ -1,6 +1,6 @@
-"""An engine's process: reads messages from the pipe that it was started with, and answers each in its turn.
+"""Main loop of an engine's process: reads messages from a pipe and answers them in order.
 
-Run by `process.EngineProcess` as `python -m MODULE FD FOLDER`, where the module calls `main`; ends when the pipe does.
+Run by `process.EngineProcess` as `python -m MODULE FD FOLDER`, whose module calls `main`. Ends when the pipe closes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from unirl.rollout.engine.process_group import end_group
 from unirl.types.errors import ConfigError, ContractError, UniRLError
 
 Steps = Generator[None, None, Message]
-"""Work in many steps, whose return value is the answer. Between two of them other messages are answered, and the steps
-of other calls taken in turn."""
+"""Work in many steps that returns the answer. Between two steps other messages are answered; the steps of several calls
+take turns."""
 
 
 class Host(Protocol):
-    """The engine in its process."""
+    """The engine inside its process."""
 
     def ready(self) -> Message:
         """First message to the trainer, when the model is loaded."""
         ...
 
     def answer(self, message: Message) -> Message | Steps:
-        """Do what a message asks."""
+        """Answer a message."""
         ...
 
 
 class Aborts:
-    """Numbers of the calls that are to end early. Written by the reading thread, read between two steps."""
+    """Numbers of calls to end early. Written by the reading thread, read between two steps."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,8 +60,8 @@ MakeHost = Callable[[Start, Aborts], Host]
 
 
 def _read(pipe: Connection, folder: str, codec: MessageCodec, inbox: Inbox, aborts: Aborts) -> None:
-    """Sort what arrives. The end of the pipe is the end of the process, whatever it is doing, of its children and of
-    the folder: a trainer that was killed cannot delete it."""
+    """Put messages in the inbox and aborts in `aborts`. When the pipe closes, end this process and its children and
+    delete the folder, which a killed trainer cannot do."""
     while True:
         try:
             call, message = codec.decode_call(pipe.recv_bytes())
@@ -82,7 +82,7 @@ def _failed(error: Exception) -> Failed:
 
 
 def serve(pipe: Connection, folder: str, codec: MessageCodec, make_host: MakeHost) -> None:
-    """Answer messages until the pipe ends."""
+    """Answer messages until the pipe closes."""
     inbox: Inbox = queue.SimpleQueue()
     aborts = Aborts()
     threading.Thread(target=_read, args=(pipe, folder, codec, inbox, aborts), daemon=True).start()
@@ -126,7 +126,7 @@ def serve(pipe: Connection, folder: str, codec: MessageCodec, make_host: MakeHos
 
 
 def main(codec: MessageCodec, make_host: MakeHost) -> None:
-    """Take over the pipe whose file descriptor is the first argument; the second is the folder of shared files."""
+    """Serve the pipe whose file descriptor is the first argument. The second is the folder of shared files."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # or processes that the engine starts would keep the pipe open
     serve(Connection(descriptor), sys.argv[2], codec, make_host)

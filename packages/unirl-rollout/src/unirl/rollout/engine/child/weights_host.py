@@ -1,4 +1,4 @@
-"""What the hosts of all engines do alike: messages about weights and memory, of which each engine does its own part."""
+"""Base of engine hosts: handles messages about weights and memory; each engine implements the loading."""
 
 from __future__ import annotations
 
@@ -28,35 +28,36 @@ class WeightsHost(ABC):
     """Answers the messages of pushes, adapters and memory with an engine that a subclass has started."""
 
     called: ClassVar[str] = "a running engine"
-    """As errors name it."""
+    """Name of the engine in errors."""
     _pushes: PushReceiver
-    """Made by the subclass, which knows the engine's model."""
+    """Set by the subclass, which knows the engine's model."""
 
     @cached_property
     def _mapped(self) -> MappedBuckets:
-        """The files of pushes."""
+        """Mapped files of pushes."""
         return MappedBuckets()
 
     @property
     def _takes_adapters(self) -> bool:
-        """Whether the engine was started for adapters."""
+        """True if the engine was started for adapters."""
         return True
 
     @abstractmethod
     def _begin_push(self) -> None:
-        """Forget what was kept of the last push."""
+        """Discard the buckets of the last push."""
 
     @abstractmethod
     def _keep(self, path: str, bucket: WeightBucket) -> None:
-        """Keep a bucket, which lies in a file until the push ends."""
+        """Keep a bucket, whose file exists until the push ends."""
 
     @abstractmethod
     def _load_kept(self, push: CompletePush) -> int:
-        """Load everything that was kept; how many parameters took a value."""
+        """Load all kept buckets; returns how many parameters took a value."""
 
     @abstractmethod
     def _act_with(self, adapter: SentAdapter) -> int | None:
-        """Act with an adapter instead of the last; how many layers it changes, None where nobody counts."""
+        """Use this adapter instead of the last one; returns how many layers it changes, None if the engine does not
+        report it."""
 
     @abstractmethod
     def _sleep(self, level: int) -> None:
@@ -67,7 +68,7 @@ class WeightsHost(ABC):
         """Undo `_sleep`."""
 
     def answer_weights(self, message: Message) -> Done | Loaded:
-        """Do what a message asks. Raises ContractError for one that is not about weights or memory."""
+        """Answer a message. Raises ContractError if it is not about weights or memory."""
         match message:
             case BeginWeights():
                 self._pushes.announce(message.policy_version, message.specs)

@@ -1,7 +1,7 @@
-"""Given images in the place of samples: training on preference data looks like any other rollout.
+"""Returns images from the data instead of samples, so that training on preference data looks like any other rollout.
 
-A request whose rows bring images (`unirl.types.preference`) gets these, encoded to clean latents; any other request, an
-evaluation above all, is sampled from the policy.
+If the rows of a request have images (`unirl.types.preference`), the response has these, encoded to clean latents. Other
+requests, such as evaluations, are sampled from the policy.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from unirl.types.segments import LatentSegment
 
 
 class OfflineRolloutEngine(TrainsideRolloutEngine):
-    """Takes the images that the rows of a request bring; samples where they bring none.
+    """Returns the images in the rows of a request; samples if they have none.
 
     Arguments: see `TrainsideRolloutEngine`; forward_batch_size also bounds how many images are encoded together. The
-    response stores the clean latents alone, and no policy version: the policy did not make these images.
+    response stores only the clean latents, and no policy version, since the policy did not make these images.
     """
 
     needs_images: ClassVar[bool] = True

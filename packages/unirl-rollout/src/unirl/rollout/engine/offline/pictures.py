@@ -1,4 +1,4 @@
-"""Pictures of a data file as tensors. Legend: B pictures, H W pixels."""
+"""Images of a data file as tensors. Legend: B images, H W pixels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from unirl.types.preference import split_reference, tile_corner
 
 
 def read_pictures(references: Sequence[str], height: int, width: int) -> Tensor:
-    """Pictures [B, 3, H, W] float32 in [0, 1]; transparency is dropped, grey becomes RGB.
+    """Images [B, 3, H, W], float32 in [0, 1]; transparency is dropped, grey becomes RGB.
 
-    references: see `unirl.types.preference`. A sheet is read once. Raises DataError for a picture that is missing,
-    broken or of another size.
+    references: see `unirl.types.preference`. A sheet is read once. Raises DataError if an image is missing, broken or
+    of another size.
     """
     files = {path: _read(path) for path in dict.fromkeys(split_reference(reference)[0] for reference in references)}
     return torch.stack([_part(files, reference, height, width) for reference in references]).float() / 255
@@ -27,7 +27,7 @@ def _read(path: str) -> Tensor:
         with Image.open(path) as picture:
             rgb = picture.convert("RGB")
     except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"{path} cannot be read as a picture: {as_sentence(error)} Mend or remove it.") from error
+        raise DataError(f"{path} cannot be read as an image: {as_sentence(error)} Mend or remove it.") from error
     flat = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
     return flat.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
 
@@ -41,7 +41,7 @@ def _part(files: dict[str, Tensor], reference: str, height: int, width: int) -> 
         corner = tile_corner(found, (height, width), tile)
     if corner is None:
         raise DataError(
-            f"{reference} does not give a picture of {height} x {width} pixels (height x width): the file has "
+            f"{reference} does not give an image of {height} x {width} pixels (height x width): the file has "
             f"{found[0]} x {found[1]}. Resize it, or set sampling.height and sampling.width."
         )
     top, left = corner

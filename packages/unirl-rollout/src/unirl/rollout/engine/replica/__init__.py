@@ -1,1 +1,1 @@
-"""Engines that sample with a copy of the model, which the policy is pushed to; nothing else need be installed."""
+"""Engines that sample with a copy of the model, which receives pushes of the policy. No other packages are needed."""

@@ -1,4 +1,4 @@
-"""What replicas of image and text models share: they sample directly, from weights that were pushed."""
+"""Base of the replica engines for images and text: sample directly from pushed weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, Weig
 
 
 class PushedWeights:
-    """Takes pushes into weights of this process, the engine says which. Implements
+    """Receives pushes into modules of this process, chosen by the subclass. Implements
     unirl.types.protocols.engines.WeightReceiver."""
 
     _weights: ReplicaWeights
 
     @property
     def policy_version(self) -> int:
-        """Version of the policy that was pushed last."""
+        """Version of the last pushed policy."""
         return self._weights.pushes.policy_version
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
@@ -47,12 +47,12 @@ class PushedWeights:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
-        """Load what was received, see WeightReceiver."""
+        """Load the received tensors, see WeightReceiver."""
         return self._weights.finish(policy_version, policy)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
-        """Swap the LoRA adapter, see WeightReceiver."""
+        """Replace the LoRA adapter, see WeightReceiver."""
         return self._weights.load_adapter(bucket, config, policy)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
@@ -67,9 +67,9 @@ class PushedWeights:
 
 
 class PushedSampling(PushedWeights, DirectSampling):
-    """Samples with a pipeline over a bundle of its own; the policy comes by pushes.
+    """Samples with a pipeline over a separate bundle, whose weights are pushed.
 
-    Under the weights of one policy it gives, in float32, the bits of an engine that samples with the model that trains.
+    With equal weights, float32 samples are bit-identical to those of an engine that samples with the trained model.
     """
 
     has_own_weights: ClassVar[bool] = True
@@ -80,7 +80,8 @@ class PushedSampling(PushedWeights, DirectSampling):
     announces_chunks: ClassVar[bool] = False  # the canary of a push would be announced too
 
     def _own(self, bundle: ModelBundle, dtype: Precision, device: str, policies: PolicyStore | None) -> None:
-        """Take the modules of the bundle, which start as the policy of `policies`. Arguments: ReplicaRolloutEngine."""
+        """Take over the bundle's modules, which start with the weights of `policies`. Arguments: see
+        ReplicaRolloutEngine."""
         self._weights = ReplicaWeights(
             bundle.trainable_modules(),
             dtype_named(dtype, "engine.dtype"),
@@ -94,7 +95,7 @@ class PushedSampling(PushedWeights, DirectSampling):
         return nullcontext()
 
     def announce_to(self, listener: ChunkListener) -> None:
-        """Raise ConfigError: samples are had when all are there."""
+        """Raise ConfigError, since responses are only available whole."""
         BaseRolloutEngine.announce_to(self, listener)
 
     def _versions(self, num_samples: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Direct sampling of images or videos with a copy of the model, beside the one that trains or on devices of its own."""
+"""Direct sampling of images or videos with a copy of the model, on the trainer's devices or on separate ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from unirl.types.sampling import Precision
 
 @bounded("engine")
 class ReplicaRolloutEngine(PushedSampling, TrainsideRolloutEngine):
-    """Samples with a pipeline of its own; serves every family, with no engine to install.
+    """Samples with a copy of the pipeline; supports every model family and needs no other packages.
 
-    pipeline, bundle: built for this engine alone (`has_own_model`). policies: what trains in this process, whose
-    version the replica starts as; None where nothing trains.
-    dtype: the replica's trainable components are kept in it; pushes must bring it.
-    The rest: see `TrainsideRolloutEngine`.
+    pipeline, bundle: built for this engine alone (`has_own_model`). policies: the training backend in this process,
+    whose policy version the replica starts with; None if this process does not train.
+    dtype: of the replica's trainable components; pushed tensors must have it.
+    Other arguments: see `TrainsideRolloutEngine`.
     """
 
     def __init__(

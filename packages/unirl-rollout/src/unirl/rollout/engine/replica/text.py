@@ -1,4 +1,4 @@
-"""Direct sampling of text with a copy of the model, beside the one that trains or on devices of its own."""
+"""Direct sampling of text with a copy of the model, on the trainer's devices or on separate ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unirl.types.sampling import Precision
 
 @bounded("engine")
 class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
-    """Samples completions with a pipeline of its own. Arguments: see `ReplicaRolloutEngine`."""
+    """Samples completions with a copy of the pipeline. Arguments: see `ReplicaRolloutEngine`."""
 
     def __init__(
         self,

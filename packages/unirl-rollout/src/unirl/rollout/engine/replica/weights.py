@@ -1,4 +1,4 @@
-"""A copy of what trains: takes pushes, whole or as a LoRA adapter, and gives its memory back while it is not needed.
+"""A copy of the trained modules: receives whole pushes or LoRA adapters, and can move to host memory while unused.
 
 Legend: I inputs, O outputs of a linear layer, r rank of an adapter.
 """
@@ -26,14 +26,14 @@ class _Adapted(NamedTuple):
 
     hook: RemovableHandle
     factors: dict[str, Tensor]
-    """A [r, I] and B [O, r] by their suffix."""
+    """A [r, I] and B [O, r] by name suffix."""
 
 
 class ReplicaWeights:
-    """The trainable modules of a bundle that one engine alone owns, as the receiver of pushes.
+    """Trainable modules of an engine's own bundle, which receive pushes.
 
-    modules: by component, changed in place. dtype: of the parameters, what pushes must bring. policy_version: of the
-    policy that the modules start as. Methods: see `unirl.types.protocols.engines.WeightReceiver`.
+    modules: by component, changed in place. dtype: of the parameters and of pushed tensors. policy_version: of the
+    initial weights. Methods: see `unirl.types.protocols.engines.WeightReceiver`.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class ReplicaWeights:
         self.pushes.announce(policy_version, specs)
 
     def receive(self, bucket: WeightBucket) -> None:
-        """Keep the bucket's tensors, which stay as they are until the next push begins."""
+        """Keep the bucket's tensors, which do not change until the next push begins."""
         with self.pushes.receiving(bucket, self._tensors() if bucket.kept else {}):
             self._received.update(bucket.tensors)
 
     @torch.no_grad()
     def finish(self, policy_version: int, policy: str | None) -> WeightReceipt:
-        """Copy what was received into the weights, and take an adapter off."""
+        """Copy the received tensors into the weights, and remove an adapter."""
         received, self._received = self._received, {}
         push = self.pushes.finish(policy_version)
         own = self._tensors()
@@ -74,7 +74,7 @@ class ReplicaWeights:
         return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, push.num_tensors)
 
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None) -> WeightReceipt:
-        """Put a LoRA adapter in the place of the last one: a term beside each layer's output, as it is in training."""
+        """Replace the LoRA adapter, which adds a term to each layer's output as in training."""
         self.pushes.check_adapter(bucket, config.rank)
         modules = qualified({name: dict(module.named_modules()) for name, module in self._modules.items()})
         layers = sorted({name.removesuffix(_A) for name in bucket.tensors if name.endswith(_A)})
@@ -91,7 +91,7 @@ class ReplicaWeights:
         return WeightReceipt(bucket.policy_version, len(bucket.tensors), bucket.num_bytes, len(layers))
 
     def sleep(self) -> None:
-        """Move the weights to host memory. Pushes are taken all the same."""
+        """Move the weights to host memory. Pushes are still accepted."""
         self._is_asleep = True
         self._move(torch.device("cpu"))
         if self._device.type == "cuda":
@@ -119,14 +119,14 @@ class ReplicaWeights:
         self._adapted = []
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What a push of the whole model brings, by name; shares memory with the modules."""
+        """Tensors of a push of the whole model, by name; they share memory with the modules."""
         return qualified({name: _without_ties(module) for name, module in self._modules.items()})
 
 
 def _with_adapter(
     layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, *, factors: Mapping[str, Tensor], scale: float
 ) -> Tensor:
-    """W x + (alpha / r) B A x in peft's order of operations, so that the bits are those of the trainer."""
+    """W x + (alpha / r) B A x in peft's order of operations, so that results are bit-identical to the trainer's."""
     low_rank = functional.linear(inputs[0].to(factors[_A].dtype), factors[_A])
     return (output + functional.linear(low_rank, factors[_B]) * scale).to(output.dtype)
 
@@ -136,7 +136,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _without_ties(module: nn.Module) -> dict[str, Tensor]:
-    """The module's state, a parameter with two names once, under its first."""
+    """The module's state; a parameter with two names appears once, under the first."""
     every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     tied = every - {name for name, _ in module.named_parameters()}
     return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}

@@ -1,8 +1,8 @@
-"""Latents from diffusion engines in other processes: what they all take, give back and must prove.
+"""Latents from diffusion engines in other processes: requests, answers and their checks.
 
 call      requests and answers as plain values and tensors, and what is verified of an answer: pure functions
 folder    which pipeline a checkpoint holds
 tokens    latents as tokens, and back
 rules     what such engines need of a recipe
-engine    the trainer's side, without what one engine alone knows
+engine    the trainer's side, as far as all engines share it
 """

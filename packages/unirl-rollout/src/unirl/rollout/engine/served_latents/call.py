@@ -1,8 +1,8 @@
-"""Between our requests and segments and the plain values that diffusion engines in other processes take.
+"""Converts requests to the plain values that diffusion engines in other processes take, and answers to segments.
 
-The engine samples and nothing more: it is given the initial latents, the noise of every stochastic step by its key,
-the sigmas and the encoded prompts, and gives the stored latents and log-probs. Encoding and decoding stay with the
-trainer's pipeline, so both sides see the same bits of text, and the engine's own encoders and VAE are never asked.
+The engine only samples: it takes the initial latents, the noise keys of every stochastic step, the sigmas and the
+encoded prompts, and returns the stored latents and log-probs. The trainer's pipeline encodes and decodes, so both sides
+use identical text embeddings, and the engine's own encoders and VAE are not used.
 
 Legend: B samples, T steps, K stored positions of the T + 1, S stochastic steps.
 """
@@ -35,11 +35,11 @@ from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
 LATENTS = "latents"
-"""Name of the initial latents in a request's file, and of the stored ones in an answer's."""
+"""Name of the initial latents in a request's file, and of the stored latents in an answer's."""
 LOG_PROBS, ECHOED_SIGMAS = "log_probs", "sigmas"
 _NOISE_TOLERANCE = 1e-4
-"""Nats per element between a log-prob and the one of the noise that was asked for: rounding stays below 1e-5, while
-other noise is about 0.7 / sqrt(elements) away, 7e-4 at a million of them."""
+"""Nats per element by which a log-prob may differ from that of the requested noise. Rounding stays below 1e-5; other
+noise differs by about 0.7 / sqrt(elements), 7e-4 for a million elements."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SampleLatents:
     """B ids that seed the noise of each step, see `unirl.sde.noise.step_noise`."""
     noise_seed: int
     noise_shape: list[int]
-    """Shape of ONE latent as the trainer has it."""
+    """Shape of a single latent in the trainer's layout."""
     sigmas: list[float]
     """T + 1, ending with 0."""
     kernel: str
@@ -66,7 +66,7 @@ class SampleLatents:
     num_frames: int
     guidance_scale: float
     layout: dict[str, Any] = field(default_factory=dict)  # Any: JSON, in the engine's own words
-    """What else the engine must know of the tensors."""
+    """Further facts about the tensors that the engine needs."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ def sampling_of(
     *,
     takes_distilled_guidance: bool = False,
 ) -> DiffusionSamplingParams:
-    """The request's parameters, checked for what an engine elsewhere can honour.
+    """The request's parameters, checked against what the engine supports.
 
-    kernel: the one that the trainer replays with. kernels: those that the engine has. settings: of `sampler_kwargs`,
-    those that the engine knows. takes_distilled_guidance: as an input of the model. Raises ConfigError naming the
+    kernel: the trainer's, used for replay. kernels: those that the engine has. settings: keys of `sampler_kwargs` that
+    the engine knows. takes_distilled_guidance: True if the model has a guidance input. Raises ConfigError naming the
     setting to change.
     """
     params = diffusion_params(req)
@@ -117,7 +117,7 @@ def sampling_of(
 
 
 def stored_positions(params: DiffusionSamplingParams, sde_indices: list[int]) -> list[int]:
-    """The positions that `params.keep_latents` asks for, ascending; T is always one."""
+    """The positions that `params.keep_latents` asks for, ascending; T is always included."""
     last = params.num_inference_steps
     if params.keep_latents == "all":
         return list(range(last + 1))
@@ -142,7 +142,7 @@ def latents_call(
         kernel=kernel,
         eta=params.eta,
         sde_indices=sde_indices,
-        # The first position is stored too, to compare it with what was given.
+        # The first position is stored too, to compare it with the initial latents.
         positions=sorted({0, *stored_positions(params, sde_indices)}),
         height=params.height,
         width=params.width,
@@ -161,11 +161,11 @@ def latent_segment(
     dtype: torch.dtype,
     modality: Modality = Modality.IMAGE,
 ) -> LatentSegment:
-    """The segment of an answer. Raises ContractError unless the engine used the given sigmas, initial latents and noise
-    and stored what was asked for.
+    """The segment of an answer. Raises ContractError unless the engine used the given sigmas, initial latents and
+    noise, and stored the requested positions.
 
-    tensors: of the answer, latents as the trainer has them. start: initial latents [B, ...]. dtype: of the engine's
-    model, through which it may round latents; the start must come back bit for bit, or so rounded.
+    tensors: of the answer, latents in the trainer's layout. start: initial latents [B, ...]. dtype: of the engine's
+    model, to which it may round latents; the returned start must equal `start` exactly or after that rounding.
     """
     latents, sigmas = tensors[LATENTS].float(), tensors[ECHOED_SIGMAS].float()
     expected = (call.num_samples, len(call.positions), *call.noise_shape)
@@ -192,10 +192,10 @@ def latent_segment(
 
 
 def noise_log_prob(call: SampleLatents) -> Tensor | None:
-    """Log-probs [B, S] of the noise z that a call asks for, averaged over the elements; None for an unknown kernel.
+    """Log-probs [B, S] of the noise z of a call, averaged over the elements; None for an unknown kernel.
 
-    They depend on the noise and the deviation alone: -|z|^2 / 2 - log std - log(2 pi) / 2 of a Gaussian, and
-    -|std z|^2 as CPS has it, see `unirl.sde.kernels`.
+    They depend only on the noise and the standard deviation: -|z|^2 / 2 - log std - log(2 pi) / 2 for a Gaussian, and
+    -|std z|^2 for CPS, see `unirl.sde.kernels`.
     """
     deviation = _DEVIATIONS.get(call.kernel)
     if deviation is None:
@@ -235,11 +235,12 @@ _DEVIATIONS = {
     "dance": _dance_deviation,
     "ddim": _ddim_deviation,
 }
-"""By kernel: (sigma, next sigma, eta, second sigma of the schedule) -> standard deviation of a step."""
+"""Kernel name -> function of (sigma, next sigma, eta, second sigma of the schedule) giving a step's standard
+deviation."""
 
 
 def _check_noise(logp_BS: Tensor, call: SampleLatents) -> None:
-    """Raise ContractError where the engine's log-probs are not those of the noise that it was asked to use."""
+    """Raise ContractError if the engine's log-probs are not those of the requested noise."""
     expected = noise_log_prob(call)
     if expected is None:
         return

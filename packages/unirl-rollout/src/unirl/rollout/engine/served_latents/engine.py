@@ -30,9 +30,9 @@ from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 
 _AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""Largest difference between latents of two instances that is rounding: some 1e3 units of the last place, of latents of
-a few units, since kernels may be tuned in each process. Other weights differ by more than that but for a small step,
-which versions and checksums tell."""
+"""Largest difference between latents of two instances that counts as rounding: about 1e3 units in the last place for
+latents of magnitude 1 to 5, since each process may tune its kernels. Other weights usually differ by more; small steps
+are detected by versions and checksums."""
 
 _Answer = tuple[SampledLatents, dict[str, Tensor]]
 """An answer and the tensors of its file."""
@@ -40,62 +40,63 @@ _Answer = tuple[SampledLatents, dict[str, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What was asked for some rows, and what its answer is made a response with."""
+    """A call for some rows, and what is needed to turn its answer into a response."""
 
     req: RolloutReq
     params: DiffusionSamplingParams
     conditions: dict[str, Condition]
     start: Tensor
     own: SampleLatents
-    """In our words; the message has the engine's."""
+    """The call under our names; the message has the engine's."""
     message: SampleLatents
     path: Path
 
 
 class ServedLatentsEngine(ChildEngine, PipelineEngine):
-    """Samples latents with models in other processes, `forward_batch_size` at a time; encodes and decodes here.
+    """Samples latents with models in other processes, `forward_batch_size` at a time; encodes and decodes in this
+    process.
 
-    Each batch goes to the instance that is free first, and to another where that dies: noise is keyed by sample, so the
+    Each batch goes to the first free instance, and to another one if that dies. Noise is keyed by sample, so the
     samples are the same.
-    An engine says how its tensors are called and laid out: `_inputs` and `_latents`.
+    Subclasses define the names and layouts of tensors in `_inputs` and `_latents`.
     """
 
     kernels: ClassVar[dict[str, str]] = {}
-    """Names of our kernels -> of the engine's."""
+    """Our kernel name -> the engine's."""
     _forward_batch_size: int
     _track: str
     _dtype: torch.dtype
-    """Of the engine's model."""
+    """Dtype of the engine's model."""
     _modality: Modality
     _settings: frozenset[str] = frozenset()
-    """Of `sampler_kwargs`, those that the engine knows."""
+    """Keys of `sampler_kwargs` that the engine knows."""
     _takes_distilled_guidance: bool = False
-    """Whether `distilled_guidance_scale` reaches the engine's model as an input."""
+    """True if the engine's model takes `distilled_guidance_scale` as an input."""
 
     @abstractmethod
     def _inputs(
         self, conditions: dict[str, Condition], start: Tensor, params: DiffusionSamplingParams
     ) -> dict[str, Tensor]:
-        """The tensors of a request in the engine's names and layout. start: initial latents [B, ...]."""
+        """The tensors of a request under the engine's names and layout. start: initial latents [B, ...]."""
 
     def _guidance_scale(self, params: DiffusionSamplingParams) -> float:
-        """What the engine calls the guidance."""
+        """Guidance scale in the engine's convention."""
         return params.guidance_scale
 
     @abstractmethod
     def _latents(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Stored latents [B, K, *shape] of what the engine gives."""
+        """Stored latents [B, K, *shape] from the engine's layout."""
 
     @abstractmethod
     def _layout(self, params: DiffusionSamplingParams) -> dict[str, Any]:  # Any: JSON
-        """What else the engine must know of the tensors."""
+        """Further facts about the tensors that the engine needs."""
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """Sample every row of this rank's request.
 
-        Raises ConfigError for parameters that the engine does not serve, WeightSyncError where `policy` is not the one
-        that was pushed last, ContractError where the engine did not use what it was given, WorkerError where it dies.
+        Raises ConfigError for unsupported parameters, WeightSyncError if `policy` is not the last pushed one,
+        ContractError if the engine did not use the given inputs, WorkerError if its processes die.
         """
         self._check_policy(policy)
         self.ready()
@@ -124,7 +125,7 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
         return RolloutResp.concat([made[number] for number in range(len(batches))])
 
     def _prepared(self, req: RolloutReq) -> _Call:
-        """What is asked for some rows, its tensors in a file."""
+        """The call for some rows, with its tensors written to a file."""
         kernel = self._pipeline.strategy_name
         params = sampling_of(
             req,
@@ -174,7 +175,7 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
             )
 
     def _read(self, answer: Message) -> _Answer:
-        """An answer and its tensors, whose file is deleted."""
+        """An answer and its tensors; the file is deleted."""
         if not isinstance(answer, SampledLatents):
             raise ContractError(f"a request for latents was answered with {type(answer).__name__}")
         tensors = load_file(answer.path)

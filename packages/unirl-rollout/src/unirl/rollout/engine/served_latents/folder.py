@@ -1,4 +1,4 @@
-"""Which pipeline a checkpoint folder holds, and whether an engine serves it."""
+"""Finds which pipeline a checkpoint folder holds, and checks that an engine supports it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from unirl.types.errors import ConfigError
 
 INDEX_FILE = "model_index.json"
 CONFIG_FILE = "config.json"
-"""Of a model that is one module, which has no index."""
+"""Configuration file of a model that is a single module and has no index."""
 REPLICA = "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine"
 
 
 def served_class(folder: Path, served: Collection[str], engine: str) -> str:
-    """The pipeline class that a folder's index names, or the model type of a folder that is one module. Raises
-    ConfigError where it is not among `served`, for a folder that is neither, and for one with two transformers."""
+    """The pipeline class in a folder's index, or the model type if the folder holds a single module. Raises ConfigError
+    if it is not in `served`, the folder holds neither, or there are two transformers."""
     is_pipeline = (folder / INDEX_FILE).is_file() or not (folder / CONFIG_FILE).is_file()
     file, key = (INDEX_FILE, "_class_name") if is_pipeline else (CONFIG_FILE, "model_type")
     try:

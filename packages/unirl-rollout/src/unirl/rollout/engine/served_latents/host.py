@@ -1,4 +1,4 @@
-"""What the processes that own an engine of latents share: their messages, and pushes that are verified and proved."""
+"""Base of hosts that sample latents: answers messages, and verifies that pushes take effect."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from unirl.types.errors import WeightSyncError
 from unirl.types.weights import WeightBucket
 
 TRANSFORMER = "transformer"
-"""The component that samples, and its folder."""
+"""Name of the denoising component and of its folder."""
 
 
 class LatentsHost(WeightsHost):
     """Answers the messages of `ServedLatentsEngine` with an engine that a subclass has started.
 
-    dtype: of the engine's weights, as torch writes it. shapes: of what a push must bring; None are those of the
-        transformer of a pipeline.
+    dtype: of the engine's weights, such as "torch.bfloat16". shapes: of the tensors that a push must have; None takes
+        those of a pipeline's transformer.
     """
 
     engine: ClassVar[str]
-    """As people call it."""
+    """Name of the engine in errors."""
 
     def __init__(self, start: Start, dtype: str, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
         self._scratch = Path(start.scratch_dir)
@@ -35,9 +35,9 @@ class LatentsHost(WeightsHost):
         self._pushes = PushReceiver(expected, dtype, start.policy_version)
         self._paths: list[str] = []
         self._sent: dict[str, str] = {}
-        """Checksum of every tensor of the push under way."""
+        """Checksum of every tensor of the current push."""
         self._loaded: tuple[dict[str, str], Sequence[str]] | None = None
-        """What was sent last, and the engine's own checksums with it."""
+        """Checksums of the last push, and the engine's own checksums after it."""
         self._num_answers = 0
 
     @abstractmethod
@@ -46,14 +46,14 @@ class LatentsHost(WeightsHost):
 
     @abstractmethod
     def _checksums(self) -> Sequence[str]:
-        """The engine's own of each of its ranks, of the weights that sample."""
+        """The engine's own checksum of its weights, one per rank."""
 
     @abstractmethod
     def _load(self, paths: Sequence[str]) -> int:
-        """Load the tensors of files on every rank; how many parameters took one, those of each rank counted."""
+        """Load the tensors of files on every rank; returns how many parameters took one, summed over ranks."""
 
     def answer(self, message: Message) -> Message:
-        """Do what a message asks."""
+        """Answer a message."""
         if isinstance(message, SampleLatents):
             self._pushes.require_usable()
             return self.denoise(message)
@@ -78,8 +78,8 @@ class LatentsHost(WeightsHost):
         return num_bound
 
     def _prove_effect(self) -> None:
-        """Raise WeightSyncError where other tensors were sent than last time and the engine's weights are the same on
-        some rank, or the same tensors and its weights are others: an engine may call either a success."""
+        """Raise WeightSyncError if the engine's weights did not change on some rank although other tensors were sent
+        than last time, or changed although the same were sent. An engine may report both as a success."""
         present = self._checksums()
         if self._loaded is not None:
             sent, last = self._loaded

@@ -1,4 +1,5 @@
-"""Facts of all processes that an engine's model is split over, where the engine itself gives those of its first."""
+"""Gathers facts from all processes that an engine's model is split over, for engines that report only the first
+one's."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 
 def of_all_ranks(own: Any, group: Any) -> list[Any]:  # Any: JSON; an engine's group of all its ranks
-    """What each rank has, in their order; called by all of them.
+    """The value of each rank, in order; all ranks must call it.
 
     group: has `world_size` and `cpu_group`, a process group of torch.distributed over gloo.
     """
@@ -32,7 +33,7 @@ def _gathered(own: Tensor, group: Any) -> list[Tensor]:
 
 
 def failures(errors: Sequence[str | None]) -> str | None:
-    """What went wrong on which ranks, given what did on each; None where nothing did."""
+    """A message that names errors and their ranks; None if there are none. errors: of each rank."""
     said = [(rank, error) for rank, error in enumerate(errors) if error is not None]
     if not said or len(errors) == 1:
         return said[0][1] if said else None

@@ -1,4 +1,4 @@
-"""What an engine that samples latents elsewhere needs of the rest of a recipe. See `unirl.types.recipe`."""
+"""Recipe rules of engines that sample latents in other processes. See `unirl.types.recipe`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Rule = Callable[[Part, Run], Messages]
 
 
 def family_is_served(bundles: tuple[str, ...]) -> Rule:
-    """The model is one of `bundles` (class names), which the engine runs natively, and reads no images."""
+    """The model is one of `bundles` (class names), which the engine runs natively, and has no image inputs."""
 
     def rule(own: Part, run: Run) -> Messages:
         bundle = run.policy.bundle
@@ -26,7 +26,7 @@ def family_is_served(bundles: tuple[str, ...]) -> Rule:
 
 
 def kernel_is_served(kernels: tuple[str, ...]) -> Rule:
-    """Stochastic steps are of `kernels` (class names), their log-probs averaged over the elements of a latent."""
+    """Stochastic steps use one of `kernels` (class names), and log-probs are averaged over the elements of a latent."""
 
     def rule(own: Part, run: Run) -> Messages:
         for pipeline in run.policy.pipelines.values():
@@ -48,7 +48,7 @@ def kernel_is_served(kernels: tuple[str, ...]) -> Rule:
 
 
 def sampling_is_served(own: Part, run: Run) -> Messages:
-    """Nothing is asked of the sampling that the engine has not."""
+    """The engine supports all sampling settings of the recipe."""
     for name, neutral in (("post_solver", "euler"), ("trajectory_precision", "fp32")):
         value = run.sampling.get(name, neutral)
         if value != neutral:

@@ -1,5 +1,5 @@
-"""Texts from language models in other processes: what such engines take, give back and must prove.
+"""Texts from language models in other processes: requests, answers and their checks.
 
-call      requests and answers as plain values, cut and joined, and what is verified of an answer: pure functions
-engine    the trainer's side, without what one engine alone knows
+call      requests and answers as plain values, split and joined, and checks of answers: pure functions
+engine    the trainer's side, as far as all engines share it
 """

@@ -1,4 +1,4 @@
-"""Between our requests and tracks and the plain values that text engines in other processes take: pure functions."""
+"""Converts requests to the plain values that text engines in other processes take, and answers to tracks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from unirl.types.segments import SegmentStatus, TextSegment
 _STATUS = {"stop": SegmentStatus.COMPLETED, "length": SegmentStatus.TRUNCATED, "abort": SegmentStatus.ABORTED}
 
 AGREEMENT = {"torch.float32": 1e-4, "torch.bfloat16": 0.25, "torch.float16": 0.03}
-"""Largest difference between log-probs of two instances, in nats, that is rounding: of logits of some twenty units, in
-the last places of each precision. Weights that differ by less are told by versions and checksums."""
+"""Largest difference between log-probs of two instances, in nats, that counts as rounding: the last places of each
+precision for logits of about 20. Weights that differ by less are detected by versions and checksums."""
 PROOF_NUMBER = 2**62
-"""Of the calls that instances are compared by: above all others, so that no abort ends one."""
+"""Number of the calls that compare instances: above all others, so that no abort ends one."""
 _PROOF_PROMPTS, _PROOF_TOKENS = 8, 8
 _CALLS_PER_INSTANCE = 16
-"""Calls that a request is cut into for each instance: as many as lose little where one dies, and as keep its scheduler
-in work while answers travel."""
+"""Calls per instance that a request is split into: enough that little is lost if an instance dies, and that its
+scheduler stays busy while answers travel."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Generate:
     """Sample one completion for each prompt."""
 
     number: int
-    """Which call this is; an `Abort` names it."""
+    """Number of this call, used by `Abort`."""
     prompts: list[list[int]]
     seeds: list[int]
     temperature: float
@@ -47,11 +47,11 @@ class Generate:
     max_new_tokens: int
     stop_token_ids: list[int]
     pictures: list[str] = field(default_factory=list)
-    """PNG files as data URIs, each once."""
+    """Images as PNG data URIs, without duplicates."""
     shown: list[list[int]] = field(default_factory=list)
-    """Which pictures each prompt shows, in its order; empty where no prompt shows any."""
+    """Indices of the images of each prompt, in order; empty if no prompt has images."""
     placeholder: int | None = None
-    """The token that the model reads as a piece of a picture."""
+    """Token id that stands for a patch of an image."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Generations:
     policy_version: int
     tokens: list[list[int]]
     log_probs: list[list[float]]
-    """Nats, of the distribution that was sampled from."""
+    """Nats, under the distribution that was sampled from."""
     finish_reasons: list[str]
-    """The words of vLLM and SGLang alike: "stop", "length" or "abort"."""
+    """"stop", "length" or "abort", as in vLLM and SGLang."""
 
 
 def prompt_tokens(conditions: Mapping[str, Condition]) -> list[list[int]]:
-    """Token ids of each prompt, pieces of pictures among them. Raises ContractError where the conditions hold none."""
+    """Token ids of each prompt, image patches included. Raises ContractError if the conditions have no prompt."""
     prompt = conditions.get("prompt")
     if not isinstance(prompt, PromptCondition):
         raise ContractError(f"the conditions {sorted(conditions)} hold no PromptCondition under 'prompt'")
@@ -84,9 +84,9 @@ def generation(
 ) -> Generate:
     """The call for a request whose prompts are `conditions`.
 
-    placeholder: the token that the engine's model reads as a piece of a picture; None in a model of text alone.
-    A sample's seed follows from its id, the rollout and params.seed alone: it draws the same tokens in any batch.
-    Raises ConfigError for pictures that the model does not read.
+    placeholder: token id that stands for an image patch; None if the model only reads text.
+    A sample's seed depends only on its id, the rollout and params.seed, so it draws the same tokens in any batch.
+    Raises ConfigError if the request has images and the model does not read them.
     """
     params = text_params(req)
     pictures, shown = shown_pictures(req.primitives.get("image"))
@@ -112,17 +112,17 @@ def generation(
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine's model takes."""
+    """Input limits of an engine's model."""
 
     context_length: int
     """Most tokens of a prompt and its completion."""
     vocab_size: int
     image_token: int | None = None
-    """What it reads as a piece of a picture; None where it reads text alone."""
+    """Token id that stands for an image patch; None if the model only reads text."""
 
 
 def check_fits(prompts: list[list[int]], max_new_tokens: int, limits: Limits) -> None:
-    """Raise ConfigError where a prompt does not fit the engine's context, or holds a token that the model lacks."""
+    """Raise ConfigError if a prompt does not fit the engine's context, or has a token outside the vocabulary."""
     for row, prompt in enumerate(prompts):
         if len(prompt) + max_new_tokens > limits.context_length:
             raise ConfigError(
@@ -138,10 +138,10 @@ def check_fits(prompts: list[list[int]], max_new_tokens: int, limits: Limits) ->
 
 
 def parts(group_ids: Sequence[str], num_instances: int) -> list[range]:
-    """Rows of the calls that a request is cut into for so many instances; one instance gets all in one.
+    """Rows of each call that a request is split into for `num_instances`; a single instance gets one call.
 
-    A call has whole groups, whose samples share the keys and values of one prompt, up to its size; a group that is
-    larger is cut, so that every instance has work.
+    A call has whole groups, whose samples share the keys and values of one prompt. A group larger than a call is split,
+    so that every instance has work.
     """
     num = len(group_ids)
     if num_instances == 1:
@@ -159,7 +159,7 @@ def parts(group_ids: Sequence[str], num_instances: int) -> list[range]:
 
 
 def part_of(call: Generate, rows: range, number: int) -> Generate:
-    """Some rows of a call, as a call with this number."""
+    """Some rows of a call as a new call with this number."""
     shown = call.shown[rows.start : rows.stop]
     places = sorted({place for each in shown for place in each})
     return replace(
@@ -173,7 +173,7 @@ def part_of(call: Generate, rows: range, number: int) -> Generate:
 
 
 def joined(answers: Sequence[Generations]) -> Generations:
-    """The answers to the parts of a call, in their order, as one. They must be of one version of the policy."""
+    """The answers to the parts of a call, joined in order. They must have the same policy version."""
     return Generations(
         answers[0].policy_version,
         [row for answer in answers for row in answer.tokens],
@@ -183,8 +183,7 @@ def joined(answers: Sequence[Generations]) -> Generations:
 
 
 def proof_of(call: Generate) -> Generate:
-    """A short call to the prompts of another, which instances with the same weights answer alike whatever they draw
-    samples with: the most probable tokens."""
+    """A short greedy call with the prompts of another call, which instances with the same weights answer alike."""
     first = part_of(call, range(min(len(call.prompts), _PROOF_PROMPTS)), PROOF_NUMBER)
     tokens = min(call.max_new_tokens, _PROOF_TOKENS)
     return replace(first, temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=tokens)
@@ -193,10 +192,10 @@ def proof_of(call: Generate) -> Generate:
 def largest_gap(found: Generations, expected: Generations) -> float:
     """Largest difference between log-probs of two answers to `proof_of`, in nats.
 
-    Infinity where they are not of as many prompts, NaN where a log-prob is.
+    Infinity if they have different numbers of prompts, NaN if a log-prob is NaN.
 
-    Where two tokens are about equally probable, rounding decides which is the most probable, and all tokens after it
-    differ. So a row counts up to the first token that differs, whose log-prob is the largest on both sides.
+    If two tokens are about equally probable, rounding decides which one is chosen, and all later tokens differ. So a
+    row is compared up to and including the first token that differs.
     """
     if len(found.tokens) != len(expected.tokens):
         return math.inf
@@ -210,8 +209,8 @@ def largest_gap(found: Generations, expected: Generations) -> float:
 
 
 def text_segment(answer: Generations, call: Generate, params: ARSamplingParams) -> TextSegment:
-    """The segment of an answer. Raises ContractError unless every prompt has one completion that ended as it says, each
-    token with a finite log-prob; aborted samples may end anywhere."""
+    """The segment of an answer. Raises ContractError unless every prompt has one completion, its end matches its finish
+    reason, and each token has a finite log-prob. Aborted samples may end anywhere."""
     num = len(call.prompts)
     if not len(answer.tokens) == len(answer.log_probs) == len(answer.finish_reasons) == num:
         raise ContractError(
@@ -238,7 +237,7 @@ def text_segment(answer: Generations, call: Generate, params: ARSamplingParams) 
 def text_track(
     req: RolloutReq, conditions: Mapping[str, Condition], segment: TextSegment, decoded: Texts, policy_version: int
 ) -> RolloutTrack:
-    """The root track of a request, the policy's version on every sample."""
+    """The root track of a request, with the policy version of every sample."""
     track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
     track.policy_versions = torch.full((req.batch_size,), policy_version, dtype=torch.long)
     return track

@@ -1,4 +1,4 @@
-"""The trainer's side of engines that write completions in other processes."""
+"""The trainer's side of engines that sample text in other processes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from unirl.types.rollout import RolloutReq, RolloutResp
 
 
 class ServedTextEngine(ChildEngine):
-    """Samples completions with models in other processes, which batch the prompts that they are given continuously.
+    """Samples completions with models in other processes, which batch prompts continuously.
 
-    One instance gets a request as it is. Several get it in calls of whole groups: each as many at once as it samples
-    together, and the rest goes to the one that is free first. A sample's seed follows from its id, so it does not
-    matter which; where one dies, the calls that it had not answered go to the others.
+    A single instance gets the whole request. Several get it in calls of whole groups: each instance gets as many at
+    once as it samples together, and the rest go to the first free one. A sample's seed depends only on its id, so any
+    instance gives the same sample. If one dies, its unanswered calls go to the others.
     """
 
     takes_media: ClassVar[bool] = True
@@ -44,28 +44,28 @@ class ServedTextEngine(ChildEngine):
     _pipeline: TextCodec
     _track: str
     _running: int | None = None
-    """Number of the last call of the `generate` that runs."""
+    """Number of the last call of the running `generate`."""
     _aborted: int | None = None
-    """Number up to which calls end early."""
+    """Calls up to this number end early."""
 
     @abstractmethod
     def _limits(self) -> Limits:
-        """What the engine's model takes."""
+        """Input limits of the engine's model."""
 
     @abstractmethod
     def _dtype_name(self) -> str:
-        """Precision of the engine's model, as torch writes it: "torch.float32"."""
+        """Dtype of the engine's model, such as "torch.float32"."""
 
     @abstractmethod
     def _max_running(self) -> int:
-        """Samples that an instance writes at once; it lets more wait."""
+        """Samples that an instance generates at once; further ones wait."""
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """One completion for every row of this rank's request.
 
-        Raises ConfigError for a prompt that does not fit, WeightSyncError where `policy` is not the one that was pushed
-        last or the samples are not of it, WorkerError where the engine dies again and again.
+        Raises ConfigError if a prompt does not fit, WeightSyncError if `policy` is not the last pushed one or the
+        samples come from another version, WorkerError if the engine dies repeatedly.
         """
         self._check_policy(policy)
         params = text_params(req)
@@ -80,7 +80,7 @@ class ServedTextEngine(ChildEngine):
         return RolloutResp(tracks={self._track: track})
 
     def _generations(self, call: Generate, group_ids: list[str]) -> Generations:
-        """What the instances answer, in the order of the call."""
+        """The instances' answers, in the order of the call."""
         calls = [part_of(call, rows, next(self._calls)) for rows in parts(group_ids, len(self.pids))]
         self._running = calls[-1].number
         try:
@@ -91,7 +91,7 @@ class ServedTextEngine(ChildEngine):
                 self._pool.answers(range(len(calls)), calls.__getitem__, self._read, min(at_once, MAX_AT_ONCE))
             )
         except UniRLError:
-            self.abort()  # what the others write is of no use
+            self.abort()  # the other answers are not needed
             raise
         finally:
             self._running = None
@@ -101,13 +101,14 @@ class ServedTextEngine(ChildEngine):
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def check_prompts(self, req: RolloutReq) -> None:
-        """Raise ConfigError where a prompt does not fit the context."""
+        """Raise ConfigError if a prompt does not fit the context."""
         params = text_params(req)
         prompts = prompt_tokens(self._pipeline.encode(req.primitives, params))
         check_fits(prompts, params.max_new_tokens, self._limits())
 
     def abort(self) -> None:
-        """End the `generate` that runs in another thread: it returns what it has, unfinished samples ABORTED."""
+        """End the `generate` that runs in another thread: it returns what it has, with unfinished samples marked
+        ABORTED."""
         running = self._running
         if running is not None:
             self._aborted = running
@@ -115,7 +116,7 @@ class ServedTextEngine(ChildEngine):
 
     def _restore(self, instance: Member) -> None:
         super()._restore(instance)
-        if self._aborted is not None:  # it may have come after the process that this one takes the place of
+        if self._aborted is not None:  # the process that this one replaces may have missed it
             instance.post(Abort(self._aborted))
 
     def _read(self, answer: Message) -> Generations:

@@ -1,9 +1,9 @@
-"""Latents from SGLang Diffusion's native backend, in a process and an environment of its own.
+"""Latents from SGLang Diffusion's native backend, in a separate process and environment.
 
-engine      what the trainer talks to
-families    model families that it serves: names and layouts of their tensors
-rules       what it needs of a recipe
-messages    what crosses between the two processes, beside what engines share
-server, host    the other side, run by the interpreter that has SGLang
-worker_ext  what runs inside SGLang's workers, by its entry point for plugins
+engine      the trainer's side
+families    supported model families: names and layouts of their tensors
+rules       recipe rules
+messages    messages besides those that all engines share
+server, host    the engine's side, run by the interpreter that has SGLang
+worker_ext  hooks inside SGLang's workers, loaded by its plugin entry point
 """

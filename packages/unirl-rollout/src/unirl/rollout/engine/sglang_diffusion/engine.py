@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 
 _PLACES = {"dit_cpu_offload": False, "text_encoder_cpu_offload": True, "vae_cpu_offload": True}
-"""On a GPU: its text encoders and VAE, which nobody asks, stay in host memory."""
+"""On a GPU: the unused text encoders and VAE stay in host memory."""
 
 
 @bounded("engine")
 class SGLangDiffusionEngine(ServedLatentsEngine):
     """Samples latents with SGLang Diffusion's native backend, given initial latents, noise and encoded prompts.
 
-    See ChildEngine and ServedLatentsEngine. A run on SGLang's other backend, which is diffusers, is refused.
+    See ChildEngine and ServedLatentsEngine. SGLang's diffusers backend is refused.
 
     pipeline: encodes prompts and decodes latents, as in training. forward_batch_size: samples denoised together.
     drop_text_encoders: encode every prompt of the run before it starts, then free the trainer's encoders.
-    processes: see `EngineProcesses`. SGLang's latents are rounded through `dtype` between steps. `num_devices` split
-        SD3 by tensors, another family as SGLang chooses; `engine_args` are of sglang's ServerArgs ({"tp_size": 2}).
+    processes: see `EngineProcesses`. SGLang rounds latents to `dtype` between steps. `num_devices` splits SD3 by tensor
+        parallelism, other families as SGLang chooses; `engine_args` are fields of sglang's ServerArgs ({"tp_size": 2}).
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.sglang_diffusion.rules"
@@ -53,7 +53,7 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
     environment: ClassVar[str] = "environments/sglang-cpu"
     versions: ClassVar[tuple[str, ...]] = (SGLANG_DIFFUSION.version,)
     owned_options: ClassVar[frozenset[str]] = frozenset(
-        # A replica of its own that SGLang answers with would not be pushed to: num_instances are ours.
+        # SGLang's own replicas (dp_size) would not receive pushes; num_instances replaces them.
         {"model_path", "model_id", "backend", "num_gpus", "dp_size"}
     )
     logp_gap_float32: ClassVar[float | None] = 1e-6

@@ -1,4 +1,4 @@
-"""Model families that SGLang Diffusion runs natively: how it calls and lays out the tensors of each.
+"""Model families that SGLang Diffusion runs natively, with the names and layouts of their tensors.
 
 Legend: B samples, K stored positions, L tokens, D width, p pixels on a side of a token.
 """
@@ -25,43 +25,43 @@ Conditions = Mapping[str, Condition]
 
 @dataclass(frozen=True)
 class Family:
-    """What the trainer's side must know of a family."""
+    """What the trainer's side needs to know about a family."""
 
     model_id: str
     """SGLang's name for the architecture of a local folder."""
     text: Callable[[TextEmbedCondition, str, DiffusionSamplingParams], dict[str, Tensor]]
-    """(condition, prefix, sampling) -> fields of SGLang's request; prefix is "" or "negative_". A field has a list of
-    tensors, one for each of its encoders; "NAME.1" is the second of them."""
+    """(condition, prefix, sampling) -> fields of SGLang's request; prefix is "" or "negative_". A field is a list of
+    tensors, one per text encoder; "NAME.1" is the second."""
     modality: Modality = Modality.IMAGE
     token_side: int = 0
-    """p where latents are [B, L, C p p] between steps, 0 where they stay [B, C, ...]."""
+    """p if latents are [B, L, C p p] between steps, 0 if they stay [B, C, ...]."""
     frames_axis: int | None = None
-    """Where SGLang's initial latents of an image have an axis of one frame."""
+    """Axis of the single frame in SGLang's initial latents of an image; None if they have no such axis."""
     takes_distilled_guidance: bool = False
-    """Whether a checkpoint may take its guidance as an input."""
+    """True if checkpoints may take the guidance scale as an input (guidance distillation)."""
     unguided_scale: float = 1.0
-    """SGLang's guidance scale of a sample without guidance."""
+    """SGLang's guidance scale for samples without guidance."""
     splits_tokens: bool = True
-    """Whether SGLang's model may compute a part of a latent's tokens. That of SD3 gives each part the positions of a
-    whole latent, and samples another image without a word."""
+    """True if SGLang can split the tokens of a latent over devices. Its SD3 gives each part the positions of a whole
+    latent and silently samples another image."""
 
     def initial(self, latents: Tensor) -> Tensor:
-        """SGLang's initial latents of ours [B, ...]."""
+        """Our initial latents [B, ...] in SGLang's layout."""
         return latents if self.frames_axis is None else latents.unsqueeze(self.frames_axis)
 
     def stored(self, latents: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Stored latents [B, K, *shape] of SGLang's [B, K, ...]."""
+        """Stored latents [B, K, *shape] from SGLang's [B, K, ...]."""
         if not self.token_side:
             return latents.reshape(*latents.shape[:2], *shape)
         return from_tokens(latents, self.token_side, *shape[-2:])
 
     def guidance_scale(self, params: DiffusionSamplingParams) -> float:
-        """SGLang's guidance scale."""
+        """Guidance scale in SGLang's convention."""
         return params.guidance_scale if params.uses_guidance else self.unguided_scale
 
     def split(self, num_devices: int, engine_args: Mapping[str, object]) -> dict[str, int]:
-        """Keywords of SGLang that split the transformer over the devices of an instance, before those of the recipe;
-        none where SGLang's own choice is right. Raises ConfigError for a split that the model cannot do."""
+        """SGLang options that split the transformer over an instance's devices, overridden by those of the recipe;
+        empty if SGLang's default is right. Raises ConfigError for a split that the model does not support."""
         if self.splits_tokens or num_devices == 1:
             return {}
         if refused := token_splits(engine_args):
@@ -70,7 +70,7 @@ class Family:
         return {"sp_degree": 1, "tp_size": num_devices // int(str(degree))}
 
     def inputs(self, conditions: Conditions, params: DiffusionSamplingParams) -> dict[str, Tensor]:
-        """Encoded prompts as fields of SGLang's request. Raises ContractError for conditions that it does not take."""
+        """Encoded prompts as fields of SGLang's request. Raises ContractError for unsupported conditions."""
         fields: dict[str, Tensor] = {}
         for slot, condition in conditions.items():
             prefix = {"text": "", "negative_text": "negative_"}.get(slot)
@@ -97,7 +97,7 @@ def _lengths(text: TextEmbedCondition) -> Tensor:
 
 
 def _ragged_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
-    """Texts of their own lengths, padded to the longest."""
+    """Texts of different lengths, padded to the longest."""
     lengths = _lengths(text)
     return {f"{prefix}prompt_embeds": text.embeds[:, : int(lengths.max())], f"{prefix}prompt_seq_lens": lengths}
 
@@ -108,7 +108,7 @@ def _fixed_text(text: TextEmbedCondition, prefix: str, params: DiffusionSampling
 
 
 def _pooled_and_fixed_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
-    """Of two encoders: pooled vectors of the first, tokens of the second."""
+    """Pooled vectors of the first encoder and tokens of the second."""
     fields = _pooled_text(text, prefix, params)
     tokens = fields[f"{prefix}prompt_embeds"]
     pooled = fields["neg_pooled_embeds" if prefix else "pooled_embeds"]
@@ -122,7 +122,7 @@ def _pooled_and_fixed_text(text: TextEmbedCondition, prefix: str, params: Diffus
 
 
 def _padded_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
-    """Zeros up to the full length, which the model attends to."""
+    """Texts padded with zeros to the full length; the model attends to the padding."""
     length = 512 if params.max_sequence_length is None else params.max_sequence_length
     return {f"{prefix}prompt_embeds": torch.nn.functional.pad(text.embeds, (0, 0, 0, length - text.embeds.shape[1]))}
 
@@ -135,9 +135,9 @@ SERVED: Mapping[str, Family] = {
     "WanPipeline": Family("Wan2.1-T2V-1.3B-Diffusers", _padded_text, modality=Modality.VIDEO),
     "ZImagePipeline": Family("Z-Image", _ragged_text, frames_axis=2, unguided_scale=0.0),
 }
-"""By the pipeline class that a checkpoint's index names."""
+"""Pipeline class in a checkpoint's index -> family."""
 
 
 def family_of(folder: Path) -> Family:
-    """The family of a pipeline folder. Raises ConfigError for one that SGLang Diffusion does not serve here."""
+    """The family of a pipeline folder. Raises ConfigError if it is not in `SERVED`."""
     return SERVED[served_class(folder, SERVED, "SGLang Diffusion")]

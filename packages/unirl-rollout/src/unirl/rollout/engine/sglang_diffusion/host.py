@@ -1,4 +1,4 @@
-"""SGLang Diffusion itself, behind the messages of this package. Imported by the interpreter that has it alone."""
+"""Runs SGLang Diffusion and answers this package's messages. Imported only by the interpreter that has SGLang."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 
 _NO_DENSITY = {"sde": False, "cps": True, "ode": True}
-"""SGLang's kernels, and whether their log-prob leaves the Gaussian's constants out."""
+"""SGLang's kernels -> True if their log-prob omits the Gaussian's constants."""
 _MERGED = re.compile(r"Updated (\d+) LoRA layers .*skipped (\d+) unknown")
 _WATCH_S = 0.5
 
 
 class EngineHost(LatentsHost):
-    """Owns SGLang's generator and the version of its policy. Raises ConfigError where SGLang is missing or would run
-    anything but its native backend."""
+    """Owns SGLang's generator and tracks its policy version. Raises ConfigError if SGLang is missing or would not use
+    its native backend."""
 
     engine = "SGLang"
 
@@ -50,7 +50,7 @@ class EngineHost(LatentsHost):
         self._sgl = _SGLang()
         self._folder = Path(start.model)
         options = dict(start.engine_args)
-        # Engines that start at one time on one host would all find SGLang's own choice free.
+        # Engines that start at the same time on one host would all find SGLang's default ports free.
         ports = {"scheduler_port": free_port(), "master_port": free_port()}
         self._generator = self._sgl.generator.from_pretrained(
             model_path=start.model, backend="sglang", **(ports | options)
@@ -64,11 +64,11 @@ class EngineHost(LatentsHost):
                     "trajectories. Use a checkpoint of a family that it runs natively, or the replica engine."
                 )
         self._is_adapter_proved = False
-        """Whether an adapter has changed the checksum of the weights."""
+        """True once an adapter has changed the checksum of the weights."""
         super().__init__(start, self._facts["dtype"])
 
     def ready(self) -> Ready:
-        """What the trainer needs to know of the engine."""
+        """Facts about the engine for the trainer."""
         return Ready(version=self._sgl.version, torch_version=torch.__version__, **self._facts)
 
     def denoise(self, call: SampleLatents) -> SampledLatents:
@@ -126,7 +126,7 @@ class EngineHost(LatentsHost):
         return SampledLatents(self._pushes.policy_version, str(path))
 
     def _scheduler(self, sigmas: list[float]) -> Any:  # Any: SGLang's own
-        """A scheduler that holds these sigmas verbatim; one that computes its own would shift them again."""
+        """A scheduler that uses these sigmas verbatim; SGLang's own would shift them again."""
         scheduler = self._sgl.scheduler(shift=1.0)
         scheduler.set_timesteps(len(sigmas) - 1)
         scheduler.sigmas = torch.tensor(sigmas, dtype=torch.float32)
@@ -146,14 +146,14 @@ class EngineHost(LatentsHost):
             os.link(path, folder / TRANSFORMER / f"diffusion_pytorch_model-{number:05d}.safetensors")
         request = self._sgl.structs.UpdateWeightFromDiskReqInput(model_path=str(folder), target_modules=[TRANSFORMER])
         self._must(request)
-        # The files are read, but SGLang remembers the folder as the one to return to where a later load fails.
+        # The folder is kept: SGLang loads it again if a later load fails.
         return self._facts["num_parameters"]
 
     def _checksums(self) -> Sequence[str]:
         return self._facts_of(CHECKSUM).split()
 
     def _act_with(self, adapter: SentAdapter) -> int:
-        """Merges it into the weights that the engine was started with."""
+        """Merge an adapter into the initial weights of the engine."""
         tensors, config = adapter.tensors, adapter.config
         acts = any(bool(tensor.any()) for name, tensor in tensors.items() if ".lora_B." in name)
         proves = acts and not self._is_adapter_proved
@@ -178,11 +178,12 @@ class EngineHost(LatentsHost):
         )
 
     def _facts_of(self, module: str) -> str:
-        """What `describe` gives for a module."""
+        """Result of `describe` for a module."""
         return self._forward(self._sgl.structs.GetWeightsChecksumReqInput(module_names=[module])).output[module]
 
     def _must(self, request: Any) -> str:  # Any: SGLang's own
-        """Send what answers with a `success` of its own; what it says. Raises WeightSyncError where it is not true."""
+        """Send a request whose answer has a `success` flag; returns its message. Raises WeightSyncError if the flag is
+        not true."""
         answer = self._sgl.client.forward(request)
         output = answer.output or {}
         if answer.error or output.get("success") is not True:
@@ -209,7 +210,7 @@ class EngineHost(LatentsHost):
 
 
 class _SGLang:
-    """What is used of SGLang, imported once. Raises ConfigError where it is missing, or lacks some."""
+    """The parts of SGLang that are used, imported once. Raises ConfigError if SGLang or one of the parts is missing."""
 
     def __init__(self) -> None:
         root = "sglang.multimodal_gen"
@@ -227,7 +228,7 @@ class _SGLang:
 
 
 def _end_with(processes: list[Any]) -> None:  # Any: multiprocessing's own
-    """End this process when one of SGLang's does: a call to a dead scheduler would wait for ever."""
+    """End this process when one of SGLang's does: a call to a dead scheduler would wait forever."""
     while True:
         dead = [process for process in processes if not process.is_alive()]
         if dead:

@@ -1,4 +1,4 @@
-"""What crosses between the trainer's process and SGLang's, beside the messages that engines share."""
+"""SGLang Diffusion's messages, besides those that all engines share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLaten
 
 @dataclass(frozen=True, kw_only=True)
 class Ready(EngineReady):
-    """First message back, when the model is loaded."""
+    """First message back, sent when the model is loaded."""
 
     pipeline: str
-    """Import path of the class of SGLang's pipeline."""
+    """Import path of SGLang's pipeline class."""
     transformer: str
-    """Import path of the class of the transformer."""
+    """Import path of the transformer class."""
     num_parameters: int
     """Tensors of the transformer that a push must reach."""
 

@@ -1,4 +1,4 @@
-"""What SGLang Diffusion needs of the rest of a recipe. See `unirl.types.recipe`."""
+"""Recipe rules of SGLang Diffusion. See `unirl.types.recipe`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ WITHOUT_TOKEN_SPLITS = (
 
 
 def token_splits(engine_args: Mapping[str, object]) -> list[str]:
-    """Keywords of SGLang among these by which devices share the tokens of a latent."""
+    """The SGLang options among these that split the tokens of a latent over devices."""
     names = ("sp_degree", "ulysses_degree", "ring_degree", "kv_gather_degree")
     return [name for name in names if engine_args.get(name) not in (None, 1)]
 
 
 def tokens_are_together(own: Part, run: Run) -> Messages:
-    """The tokens of a latent are split only where SGLang's model can do so."""
+    """The tokens of a latent are split only if SGLang's model supports it."""
     bundle, engine_args = run.policy.bundle, own.get("engine_args")
     names = {path.rsplit(".", 1)[-1] for path in (bundle.path, *bundle.lineage)}
     if "SD3Bundle" in names and isinstance(engine_args, Mapping) and (refused := token_splits(engine_args)):

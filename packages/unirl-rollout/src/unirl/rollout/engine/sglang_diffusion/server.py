@@ -1,4 +1,5 @@
-"""SGLang Diffusion's process. Run as `python -m unirl.rollout.engine.sglang_diffusion.server FD FOLDER`."""
+"""Entry point of SGLang Diffusion's process. Run as `python -m unirl.rollout.engine.sglang_diffusion.server FD
+FOLDER`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from unirl.rollout.engine.sglang_diffusion.messages import CODEC
 
 
 def make_host(start: Start, aborts: Aborts) -> Host:
-    """The engine that a message asks for. Imports SGLang, which takes a while: the pipe comes first."""
+    """Make the host. SGLang is imported here, after the pipe is open, because that is slow."""
     from unirl.rollout.engine.sglang_diffusion.host import EngineHost
 
     return EngineHost(start)

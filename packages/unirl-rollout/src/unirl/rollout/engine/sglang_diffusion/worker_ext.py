@@ -1,8 +1,8 @@
-"""What runs inside SGLang Diffusion's own processes: it loads `register` by the entry point group of its plugins.
+"""Hooks inside SGLang Diffusion's own processes, which load `register` through the plugin entry point.
 
-Requests of others pass untouched. A request of ours (`GIVEN` in its extra fields) brings encoded prompts and keys of
-its noise; it skips SGLang's text encoders and decoder. Hooks fail without a word where SGLang has moved, so the
-trainer's side proves their effect on every answer.
+Requests of other clients are not changed. Our requests (`GIVEN` in their extra fields) bring encoded prompts and noise
+keys, and skip SGLang's text encoders and decoder. Hooks fail silently if SGLang's code has moved, so the trainer's side
+verifies their effect on every answer.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from unirl.sde.noise import step_noise
 from unirl.types.weights import tensor_checksum
 
 GIVEN = "unirl"
-"""Key of `Req.extra`, whose value is a dict of `noise_keys`, `noise_seed`, `noise_shape`, `token_side` and
+"""Key of `Req.extra`; its value is a dict with `noise_keys`, `noise_seed`, `noise_shape`, `token_side` and
 `distilled_guidance`."""
 DESCRIBE = "unirl:describe"
-"""Module name that makes SGLang's request for checksums answer what it runs instead."""
+"""Module name for which SGLang's checksum request answers with a description of the pipeline instead."""
 
 CHECKSUM = "unirl:checksum"
-"""Module name that makes it answer one checksum per rank of the transformer, in a tenth of the time of SGLang's own."""
+"""Module name for which it answers with one checksum of the transformer per rank, in a tenth of the time of SGLang's
+own."""
 
 _ROOT = "sglang.multimodal_gen.runtime"
 _STAGES = f"{_ROOT}.pipelines_core.stages"
 _LEVELS = 1000.0
-"""What a transformer is given for a guidance of 1, as for a noise level of 1."""
+"""Scale of a transformer's guidance and noise-level inputs: 1 is passed as 1000."""
 
 
 def register() -> None:
@@ -61,7 +62,7 @@ def register() -> None:
 
 
 def keyed_noise(draw: Any, controller: Any, batch: Any, model_output: Tensor) -> Tensor:
-    """The noise of this step by the keys of the request, as the trainer draws it."""
+    """The noise of this step from the request's keys, as the trainer draws it."""
     given = batch.extra.get(GIVEN)
     if given is None:
         return draw(controller, batch, model_output)
@@ -69,7 +70,7 @@ def keyed_noise(draw: Any, controller: Any, batch: Any, model_output: Tensor) ->
     noise = step_noise(given["noise_keys"], step, given["noise_seed"], given["noise_shape"])
     if given["token_side"]:
         noise = as_tokens(noise, given["token_side"])
-    # The whole batch's buffer stays where the controller takes log-probs from.
+    # The controller reads log-probs from the buffer of the whole batch, so it is filled in place.
     buffer = controller._get_or_create_rollout_noise_buffer(
         controller.latents_shape, model_output.device, model_output.dtype
     )
@@ -78,13 +79,12 @@ def keyed_noise(draw: Any, controller: Any, batch: Any, model_output: Tensor) ->
 
 
 def keep_given_text(encode: Any, stage: Any, batch: Any, server_args: Any) -> Any:
-    """The request as it came, whose prompts are encoded already."""
+    """Return our requests unchanged, since their prompts are already encoded."""
     return encode(stage, batch, server_args) if GIVEN not in batch.extra else batch
 
 
 def keep_given_guidance(prepare: Any, stage: Any, batch: Any, server_args: Any) -> Any:
-    """What the steps share, with the guidance that the request asks of a distilled transformer as its input; SGLang
-    would take that of its configuration."""
+    """Inputs shared by all steps, with the request's distilled guidance; SGLang would use that of its configuration."""
     context = prepare(stage, batch, server_args)
     scale = batch.extra.get(GIVEN, {}).get("distilled_guidance")
     if scale is not None and context.guidance is not None:
@@ -93,7 +93,7 @@ def keep_given_guidance(prepare: Any, stage: Any, batch: Any, server_args: Any) 
 
 
 def leave_undecoded(decode: Any, stage: Any, batch: Any, server_args: Any) -> Any:
-    """The trajectory alone; the trainer decodes."""
+    """Return the trajectory without decoding; the trainer decodes."""
     if GIVEN not in batch.extra:
         return decode(stage, batch, server_args)
     batches: Any = importlib.import_module(f"{_ROOT}.pipelines_core.schedule_batch")
@@ -102,7 +102,7 @@ def leave_undecoded(decode: Any, stage: Any, batch: Any, server_args: Any) -> An
 
 
 def describe(checksums: Any, worker: Any, module_names: list[str] | None = None) -> dict[str, str]:
-    """What `DESCRIBE` or `CHECKSUM` asks for; otherwise SGLang's checksums, of each rank one behind the other."""
+    """Answer `DESCRIBE` or `CHECKSUM`; otherwise SGLang's checksums, concatenated over ranks."""
     if module_names == [CHECKSUM]:
         return {CHECKSUM: " ".join(_of_all_ranks(_checksum(worker.pipeline.get_module("transformer"))))}
     if module_names != [DESCRIBE]:
@@ -123,7 +123,7 @@ def describe(checksums: Any, worker: Any, module_names: list[str] | None = None)
 
 
 def _checksum(transformer: Any) -> str:
-    """Of all parameters of this rank, where they are offloaded too."""
+    """Checksum of all parameters of this rank, offloaded ones included."""
     offload: Any = importlib.import_module(f"{_ROOT}.managers.memory_managers.layerwise_offload")
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(offload.iter_materialized_weights(transformer), key=lambda item: item[0]):
@@ -133,9 +133,9 @@ def _checksum(transformer: Any) -> str:
 
 
 def load_on_all(update: Any, worker: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """What updating said on every rank; SGLang gives what its first one says."""
+    """Result of an update on all ranks; SGLang itself returns only that of the first."""
     if not gc.get_freeze_count():
-        gc.freeze()  # SGLang collects garbage in every update, half a second of looking at what was imported
+        gc.freeze()  # SGLang collects garbage in every update, which scans all imports for half a second
     said = _of_all_ranks(update(worker, *args, **kwargs))
     error = failures([None if success else message for success, message in said])
     messages = [message for _, message in said]
@@ -145,8 +145,8 @@ def load_on_all(update: Any, worker: Any, *args: Any, **kwargs: Any) -> tuple[bo
 
 
 def load_all(load: Any, weights_iter: Any, model_params: dict[str, Any], module_name: str | None = None) -> None:
-    """Load weights; raise ValueError before any is changed where a parameter would keep its old value, of which SGLang
-    itself says nothing."""
+    """Load weights. Raises ValueError, before any weight changes, if a parameter would keep its old value, which SGLang
+    itself does not report."""
     entries = list(weights_iter)
     missing = sorted(set(model_params) - {entry[0] for entry in entries})
     if missing:

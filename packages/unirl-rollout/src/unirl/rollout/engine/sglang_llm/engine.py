@@ -1,4 +1,4 @@
-"""Rollouts of text by an SGLang server, the trainer's policy pushed to it and verified."""
+"""Text rollouts with SGLang servers, to which the policy is pushed and verified."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
 }
-"""The first keeps the tokens of prompts with images; SGLang would otherwise decode and tokenise them again. The second
-keeps no embeddings of pictures: SGLang forgets keys and values after a push, and them not."""
+"""The first keeps the tokens of prompts with images, which SGLang would otherwise decode and tokenise again. The second
+disables the cache of image embeddings, which SGLang does not clear after a push."""
 StartServer = Callable[[Path, int, Path], SGLangServer]
-"""(folder of the engine, number of the instance, its own folder) -> its server."""
+"""(engine folder, instance number, instance folder) -> server."""
 _ON_A_CPU: dict[str, str | int | float | bool] = {
     "device": "cpu",
     "attention-backend": "torch_native",
@@ -67,20 +67,19 @@ _ON_A_CPU: dict[str, str | int | float | bool] = {
 class SGLangRolloutEngine(ServedTextEngine):
     """Samples completions with SGLang. Implements RolloutEngine and WeightReceiver of unirl.types.protocols.engines.
 
-    Images of prompts travel with the request, in 8 bits, and SGLang must count as many tokens as the pipeline did.
+    Prompt images are sent with the request in 8 bits, and SGLang must count as many tokens as the pipeline did.
 
     See ChildEngine, ServedTextEngine and SGLangInstance. Pushed weights travel as safetensors files that the server
     reads by /update_weights_from_disk or /load_lora_adapter: nothing is pickled, and unlike tensors over HTTP
     (/update_weights_from_tensor) they need no begin_weight_update/end_weight_update session. So the server must see
     `transfer_dir`.
 
-    pipeline: makes prompts of requests and texts of tokens; SGLang sees tokens alone.
-    url: of a server that runs already, with this model; of one that is split over hosts, of the first (docs/engines.md,
-        "Over several hosts"). None starts `num_instances` of them, on `port` + the number of each, or on free ports
-        where it is None.
-    context_length, vocab_size: limits, checked before a prompt is sent; None takes the model's own.
-    kv_cache_tokens: tokens whose keys and values the server keeps; None leaves it to SGLang, on a GPU.
-    processes: see `EngineProcesses`. `model` must be a folder, or a hub id whose files are here already. `num_devices`
+    pipeline: encodes prompts and decodes tokens; SGLang only sees tokens.
+    url: of a running server with this model; if it spans several hosts, of the first (docs/engines.md, "Over several
+        hosts"). None starts `num_instances` servers, on `port` + instance number, or on free ports if `port` is None.
+    context_length, vocab_size: limits, checked before a prompt is sent; None takes the model's.
+    kv_cache_tokens: size of the server's KV cache; None, on a GPU only, lets SGLang choose.
+    processes: see `EngineProcesses`. `model` must be a folder, or a hub id whose files are downloaded. `num_devices`
         must divide the model's heads; `engine_args` are options of the server ({"schedule-policy": "fcfs"} is
         --schedule-policy fcfs).
     """
@@ -111,7 +110,7 @@ class SGLangRolloutEngine(ServedTextEngine):
         **processes: Any,  # Any: see EngineProcesses
     ) -> None:
         own = EngineProcesses(**processes)
-        own = self._checked(own if url is None else replace(own, device="cuda"))  # a server has devices of its own
+        own = self._checked(own if url is None else replace(own, device="cuda"))  # a running server has its own devices
         folder = _model_folder(own.model)
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         for unseen in unseen_pictures("engine", config):
@@ -153,11 +152,11 @@ class SGLangRolloutEngine(ServedTextEngine):
         )
 
     def _attached(self, url: str) -> StartServer:
-        """What takes a server that runs already."""
+        """Connects to a running server."""
         return lambda root, number, folder: SGLangServer(url, None, folder / "log", root)
 
     def _started(self, own: EngineProcesses, model: Path, port: int | None, kv_cache_tokens: int | None) -> StartServer:
-        """What starts a server."""
+        """Starts a server."""
         executable = interpreter(own.python, engine="SGLang", environment=self.environment)
         options: dict[str, str | int | float | bool] = {
             "model-path": str(model.absolute()),
@@ -207,7 +206,7 @@ class SGLangRolloutEngine(ServedTextEngine):
 
 
 def _model_folder(model: str) -> Path:
-    """The folder of a model on this machine. Raises ConfigError where there is none."""
+    """Local folder of a model. Raises ConfigError if there is none."""
     folder = local_folder(model)
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
@@ -218,7 +217,7 @@ def _model_folder(model: str) -> Path:
 
 
 def _check_cpu(own: EngineProcesses, kv_cache_tokens: int | None) -> None:
-    """Raise ConfigError for what SGLang cannot do without a GPU."""
+    """Raise ConfigError for options that need a GPU."""
     if kv_cache_tokens is None:
         raise ConfigError(
             "engine.kv_cache_tokens is needed on a CPU: SGLang would take a share of the host's memory for them. Set "
@@ -229,8 +228,8 @@ def _check_cpu(own: EngineProcesses, kv_cache_tokens: int | None) -> None:
 
 
 def _cpu_variables(num_threads: int, num_ranks: int) -> dict[str, str]:
-    """Threads of each process. Several ranks on one NUMA node must be told their cores, or SGLang refuses them; and
-    that there is no NCCL, which torch brings along without a GPU too."""
+    """Variables that set threads per process. SGLang refuses several ranks on one NUMA node unless they are told their
+    cores, and must be told not to use NCCL, which torch includes even without a GPU."""
     threads = {"OMP_NUM_THREADS": str(num_threads), **KEEPS_MEMORY}
     if num_ranks == 1:
         return threads
@@ -241,7 +240,7 @@ def _cpu_variables(num_threads: int, num_ranks: int) -> dict[str, str]:
 
 
 def _limit(config: Mapping[str, Any], name: str) -> int:  # Any: JSON
-    """A number of the language model, which the configurations of vision-language models keep in a part of theirs."""
+    """A value of the language model's configuration, which vision-language models keep in a sub-configuration."""
     value = config.get(name, config.get("text_config", {}).get(name))
     if not isinstance(value, int):
         raise ConfigError(f"the model's {CONFIG_FILE} has no {name}; set engine.context_length and engine.vocab_size")

@@ -1,4 +1,4 @@
-"""One SGLang server as an instance of the pool: what the trainer's messages are in its HTTP interface."""
+"""One SGLang server as an instance of the pool: translates the trainer's messages to its HTTP interface."""
 
 from __future__ import annotations
 
@@ -39,43 +39,43 @@ _TAGS = ["weights", "kv_cache"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerReady:
-    """What a server says when it generates."""
+    """Facts about a server, read when it is ready."""
 
     version: str
     max_running: int
-    """Samples that it writes at once."""
+    """Samples generated at once."""
     num_ranks: int
-    """Processes that its model is split over."""
+    """Processes over which the model is split."""
     num_hosts: int
-    """Hosts that they are on."""
+    """Hosts of these processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLaunch:
-    """What all servers of an engine begin with."""
+    """Start arguments that all servers of an engine share."""
 
     model: Path
     dtype: str
-    """Of its weights as torch writes it: "torch.bfloat16"."""
+    """Dtype of the weights, such as "torch.bfloat16"."""
     policy_version: int
     has_lora: bool
     versions: tuple[str, ...]
-    """Of SGLang."""
+    """Supported versions of SGLang."""
     environment: str
-    """Project in a clone that makes one for a host without a GPU."""
+    """Folder of the project that builds its environment on a host without a GPU."""
     check: Callable[[ServerReady, int], None]
-    """(what it says, process id): looks at a server that has begun."""
+    """Takes (facts, process id); checks a server that has started."""
     start_timeout_s: float
     timeout_s: float
 
 
 class SGLangInstance(WeightsHost):
-    """A server that is started with the object, by `start(folder)`, and loads meanwhile; or one that runs already.
+    """A server that `start(folder)` starts with the object and that loads in the background, or one that already runs.
 
-    Pushed weights are safetensors files that it reads. SGLang calls a push a success whatever it left out. So tensors
-    are compared with the model's checkpoint here, and SGLang's own checksum of every parameter must have changed, and
-    that of no constant. Where one has not, and in the first push, it fills them with noise and reads again.
-    folder: of this instance alone, for the server's log and what it reads.
+    The server reads pushed weights from safetensors files. SGLang reports success even if it skips tensors, so tensors
+    are compared with the model's checkpoint here, and SGLang's own checksum of every parameter must change, and that of
+    no constant. In the first push, and if a checksum did not change, the weights are filled with noise and read again.
+    folder: for the server's log and the files it reads; not shared with other instances.
     """
 
     called = "an SGLang server"
@@ -96,16 +96,16 @@ class SGLangInstance(WeightsHost):
         self._adapter: str | None = None
         self._push_folder = self._folder / "weights"
         self._loaded: list[dict[str, str]] | None = None
-        """SGLang's checksums after the last push; None where its weights may be others since."""
+        """SGLang's checksums after the last push; None if its weights may have changed since."""
         self._pushes = PushReceiver(checkpoint_shapes(launch.model), launch.dtype, launch.policy_version)
         self._aborts = Aborts()
         self._generating: list[int] = []
-        """Numbers of the calls that the server has."""
+        """Numbers of the running calls."""
         self._server = self._start(self._folder)
 
     @property
     def pid(self) -> int:
-        """Id of the server's process, also of the group of all that it starts; 0 for a server that ran already."""
+        """Process id of the server, which is also its process group id; 0 for a server that we did not start."""
         return self._server.pid or 0
 
     @property
@@ -115,12 +115,12 @@ class SGLangInstance(WeightsHost):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs; true for a server that ran already."""
+        """True if the process runs, and always for a server that we did not start."""
         return self._server.is_alive
 
     def ready(self) -> ServerReady:
-        """What the server says when it generates; waits for it once. Raises ConfigError for another version of SGLang
-        than this was written against."""
+        """Facts about the server; the first call waits until it is ready. Raises ConfigError for an unsupported version
+        of SGLang."""
         if self._ready is None:
             self._server.wait_until_ready(self._launch.start_timeout_s)
             info = self._server.get("/server_info", self._launch.timeout_s) or {}
@@ -148,12 +148,12 @@ class SGLangInstance(WeightsHost):
         return self._ready
 
     def call(self, message: Message) -> Message:
-        """Do what a message asks. Safe from several threads for `Generate`."""
+        """Answer a message. `Generate` may be called from several threads."""
         self.ready()
         return self._generate(message) if isinstance(message, Generate) else self.answer_weights(message)
 
     def post(self, message: Message) -> None:
-        """Take an `Abort`: what the server has of those calls ends, what comes later does not begin."""
+        """Take an `Abort`: running requests of those calls end, later ones are not sent."""
         if not isinstance(message, Abort):
             raise ContractError(f"an SGLang server does not take {type(message).__name__} without an answer")
         self._aborts.add(message.number)
@@ -163,7 +163,7 @@ class SGLangInstance(WeightsHost):
             self._post("/abort_request", {"abort_all": True})
 
     def restart(self) -> None:
-        """Begin another server in the place of this one."""
+        """Replace the server by a new one."""
         self._server.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._begin()
@@ -192,7 +192,7 @@ class SGLangInstance(WeightsHost):
 
     def _begin_push(self) -> None:
         shutil.rmtree(self._push_folder, ignore_errors=True)
-        # Other hosts may remember for a minute what a folder that they have seen had in it, so each push has its own.
+        # Each push has a new folder, since other hosts may cache a folder's contents for a minute.
         self._push_folder = self._folder / f"weights-{next(self._numbers)}"
         self._push_folder.mkdir()
         for path in self._launch.model.glob("*.json"):
@@ -201,7 +201,7 @@ class SGLangInstance(WeightsHost):
 
     def _keep(self, path: str, bucket: WeightBucket) -> None:
         kept = self._push_folder / f"model-{next(self._numbers):05d}.safetensors"
-        # SGLang reads Qwen2.5-VL under the names of its checkpoint alone.
+        # SGLang accepts Qwen2.5-VL tensors only under the checkpoint's names.
         own = {self._names[name]: tensor for name, tensor in bucket.tensors.items()}
         if own.keys() == bucket.tensors.keys():
             kept.hardlink_to(path)
@@ -223,7 +223,8 @@ class SGLangInstance(WeightsHost):
         return num_parameters(found)
 
     def _updated(self, version: int) -> list[dict[str, str]]:
-        """Let the server read the push; its checksums then. Raises WeightSyncError where it says that it could not."""
+        """Make the server read the push; returns its checksums afterwards. Raises WeightSyncError if the server reports
+        a failure."""
         self._must(
             "/update_weights_from_disk",
             {
@@ -239,7 +240,7 @@ class SGLangInstance(WeightsHost):
         return found
 
     def _checksums(self) -> list[dict[str, str]]:
-        """SGLang's own of every parameter, a mapping for each of its ranks."""
+        """SGLang's own checksum of every parameter, one mapping per rank."""
         return checksums(self._check_weights("checksum"))
 
     def _finish_push(self, policy_version: int) -> Loaded:
@@ -252,7 +253,7 @@ class SGLangInstance(WeightsHost):
         return self._launch.has_lora
 
     def _act_with(self, adapter: SentAdapter) -> None:
-        """Each adapter has a name of its own, so caches never mix them."""
+        """Load the adapter. Each has a different name, so caches never mix them."""
         version = adapter.policy_version
         name = f"policy-{version}-{next(self._numbers)}"
         if self._adapter is not None:
@@ -278,7 +279,7 @@ class SGLangInstance(WeightsHost):
         return self._must("/weights_checker", {"action": action, **options})
 
     def _check_version(self, version: int) -> None:
-        """Raise WeightSyncError unless the server answers under the version that was pushed."""
+        """Raise WeightSyncError unless the server reports the pushed version."""
         found = (self._server.get("/model_info", self._launch.timeout_s) or {}).get("weight_version")
         if found != str(version):
             raise WeightSyncError(f"version {version} was pushed, but SGLang says that it has {found}")
@@ -290,7 +291,7 @@ class SGLangInstance(WeightsHost):
         return self._server.post(path, body, self._launch.timeout_s)
 
     def _must(self, path: str, body: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
-        """POST what answers with a `success` of its own. Raises WeightSyncError where it is not true."""
+        """POST a request whose answer has a `success` flag. Raises WeightSyncError if the flag is not true."""
         answer = self._post(path, body)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise WeightSyncError(f"SGLang's {path} did not succeed: {answer}")
@@ -298,7 +299,7 @@ class SGLangInstance(WeightsHost):
 
 
 def _whole(info: Mapping[str, Any], name: str) -> int:  # Any: JSON
-    """A number of /server_info. Raises ContractError where it is none."""
+    """A number in /server_info. Raises ContractError if it is not a number."""
     value = info.get(name)
     if not isinstance(value, int):
         raise ContractError(f"SGLang's /server_info says {name} = {value!r}, which is no number")
@@ -306,7 +307,7 @@ def _whole(info: Mapping[str, Any], name: str) -> int:  # Any: JSON
 
 
 def _max_running(info: Mapping[str, Any]) -> int:  # Any: JSON
-    """Samples that a server writes at once. Raises ContractError where it does not say."""
+    """Samples that a server generates at once. Raises ContractError if it does not report it."""
     try:
         return sum(int(state["effective_max_running_requests_per_dp"]) for state in info["internal_states"])
     except (KeyError, TypeError, ValueError) as error:

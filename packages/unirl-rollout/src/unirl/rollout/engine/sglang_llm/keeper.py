@@ -1,7 +1,7 @@
-"""Runs a command for as long as the process that started it lives: `python -m ... FD FOLDER COMMAND...`.
+"""Runs a command that ends with the process that started it: `python -m ... FD FOLDER COMMAND...`.
 
-When the pipe FD ends, so do the command and all that it started, and FOLDER is deleted: a trainer that was killed can
-do neither. Ends with the command's status where that ends first. Imports little more than the standard library.
+When the pipe FD closes, the command and all processes that it started are killed, and FOLDER is deleted; a killed
+trainer can do neither. If the command ends first, exits with its status. Imports little more than the standard library.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def _end_with(descriptor: int, folder: str) -> None:
 
 
 def main(descriptor: int, folder: str, command: list[str]) -> int:
-    """Run the command in this process group; returns its status, 128 + number where a signal ended it."""
+    """Run the command in this process group; returns its status, 128 + signal number if a signal ended it."""
     os.set_inheritable(descriptor, False)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # a scheduler's, to all processes: the trainer says when this ends
+    signal.signal(signal.SIGTERM, lambda *_: None)  # from a scheduler; the trainer decides when to end
     threading.Thread(target=_end_with, args=(descriptor, folder), daemon=True).start()
     with subprocess.Popen(command) as child:
         status = child.wait()

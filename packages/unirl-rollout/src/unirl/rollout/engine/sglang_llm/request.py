@@ -1,4 +1,4 @@
-"""What SGLang's /generate is sent. Pure functions, written against sglang.srt.managers.io_struct of 0.5.23."""
+"""Bodies of SGLang's /generate requests. Pure functions, written against sglang.srt.managers.io_struct of 0.5.23."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from unirl.types.errors import ConfigError
 
 
 def payload(call: Generate, adapter: str | None) -> dict[str, Any]:  # Any: JSON
-    """The body of one /generate for all prompts.
+    """The body of one /generate request for all prompts.
 
-    SGLang repeats the one placeholder of a picture as often as the picture has pieces.
-    Raises ConfigError for top-p or top-k: SGLang reports log-probs of the whole softmax, not of what it drew from.
+    SGLang repeats the single placeholder of an image once per patch.
+    Raises ConfigError for top-p or top-k: SGLang reports log-probs of the whole softmax, not of the truncated
+    distribution.
     """
     if call.temperature > 0 and (call.top_p < 1 or call.top_k > 0):
         raise ConfigError(
@@ -29,7 +30,7 @@ def payload(call: Generate, adapter: str | None) -> dict[str, Any]:  # Any: JSON
                 "max_new_tokens": call.max_new_tokens,
                 # Never ignore_eos: SGLang then ignores these as well.
                 "stop_token_ids": call.stop_token_ids,
-                # Heeded by a server that runs with --enable-deterministic-inference.
+                # Used by servers that run with --enable-deterministic-inference.
                 "sampling_seed": seed,
             }
             for seed in call.seeds

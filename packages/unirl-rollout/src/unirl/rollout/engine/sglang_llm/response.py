@@ -1,4 +1,4 @@
-"""What SGLang's /generate answers. Pure functions."""
+"""Reads the answers of SGLang's /generate and /weights_checker. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from unirl.rollout.engine.served_text.call import Generations
 from unirl.types.errors import ContractError, WeightSyncError
 
 CONSTANTS = ("rotary_emb.axis_map",)
-"""Parts of names of what SGLang's checker takes for weights, although SGLang computes it and no checkpoint has it: the
-axis of each rotary pair, in models that place tokens by time, height and width (Qwen2.5-VL, Qwen3-VL)."""
+"""Name parts of constants that SGLang's checker reports as weights although it computes them and no checkpoint has
+them: the axis of each rotary pair in models with time, height and width positions (Qwen2.5-VL, Qwen3-VL)."""
 
 
 def generations(answer: Any, prompt_lengths: Sequence[int]) -> Generations:  # Any: JSON
     """The completions of an answer, in the order of the prompts.
 
-    prompt_lengths: tokens of each prompt, those of its images among them; SGLang must have read as many.
-    Raises ContractError where tokens and log-probs disagree or are missing, and WeightSyncError where samples are of
-    several policies, or of one that this trainer did not push.
+    prompt_lengths: tokens of each prompt, image tokens included; SGLang must have read as many.
+    Raises ContractError if tokens and log-probs disagree or are missing, and WeightSyncError if samples come from
+    several policies, or from one that this trainer did not push.
     """
     outputs = answer if isinstance(answer, list) else [answer]
     if len(outputs) != len(prompt_lengths):
@@ -31,7 +31,7 @@ def generations(answer: Any, prompt_lengths: Sequence[int]) -> Generations:  # A
         try:
             meta = output["meta_info"]
             output_ids, reason, version = output["output_ids"], meta["finish_reason"]["type"], meta["weight_version"]
-            if reason == "abort" and not output_ids:  # it waited for its turn: SGLang has not read it
+            if reason == "abort" and not output_ids:  # it was still queued: SGLang has not read it
                 scored, num_read = (), prompt_lengths[row]
             else:
                 scored, num_read = meta["output_token_logprobs"], int(meta["prompt_tokens"])
@@ -60,8 +60,8 @@ def generations(answer: Any, prompt_lengths: Sequence[int]) -> Generations:  # A
 
 
 def checksums(answer: Any) -> list[dict[str, str]]:  # Any: JSON
-    """SGLang's own checksum of every parameter, a mapping for each of its ranks. Raises ContractError for no such
-    answer of /weights_checker."""
+    """SGLang's own checksum of every parameter, one mapping per rank. Raises ContractError if /weights_checker did not
+    answer with checksums."""
     try:
         ranks = [{str(name): str(value) for name, value in rank["checksums"].items()} for rank in answer["ranks"]]
     except (KeyError, TypeError, AttributeError) as error:
@@ -74,15 +74,15 @@ def checksums(answer: Any) -> list[dict[str, str]]:  # Any: JSON
 
 
 def kept_parameters(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> list[str]:
-    """Names of parameters whose checksum did not change on some rank, or that are on one side alone; of several ranks,
-    with those where it is so."""
+    """Names of parameters whose checksum did not change on some rank, or that exist only before or after; with several
+    ranks, the ranks are listed too."""
     changes = _changes(before, after)
     kept = ((name, ranks) for name, ranks in sorted(changes.items()) if not _is_constant(name) and not all(ranks))
     return [name if len(ranks) == 1 else f"{name} on rank {_numbers_of(ranks)}" for name, ranks in kept]
 
 
 def changed_constants(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> list[str]:
-    """Names of `CONSTANTS` whose checksum changed on some rank, or that are on one side alone."""
+    """Names of `CONSTANTS` whose checksum changed on some rank, or that exist only before or after."""
     changes = _changes(before, after)
     return sorted(
         name for name, ranks in changes.items() if _is_constant(name) and any(changed is not False for changed in ranks)
@@ -90,7 +90,7 @@ def changed_constants(before: Sequence[dict[str, str]], after: Sequence[dict[str
 
 
 def refuse_unproved(ranks: Sequence[dict[str, str]], num_ranks: int) -> None:
-    """Raise WeightSyncError where checksums are not of all ranks, `num_ranks` of each copy of the model."""
+    """Raise WeightSyncError if some rank gave no checksums. num_ranks: ranks per copy of the model."""
     if len(ranks) % num_ranks:
         raise WeightSyncError(f"SGLang's model is split over {num_ranks} ranks, of which {len(ranks)} gave checksums")
 
@@ -101,7 +101,7 @@ def num_parameters(ranks: Sequence[dict[str, str]]) -> int:
 
 
 def _changes(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> dict[str, list[bool | None]]:
-    """Of each name, whether its checksum changed on each rank; None where it is on one side alone."""
+    """Name -> for each rank, True if its checksum changed; None if the name exists only before or after."""
     if len(before) != len(after):
         raise ContractError(f"SGLang had {len(before)} ranks before a push and has {len(after)} after it")
     ranks = list(zip(before, after, strict=True))
@@ -112,7 +112,7 @@ def _changes(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) 
 
 
 def _numbers_of(ranks: Sequence[bool | None]) -> str:
-    """The ranks where a checksum did not change."""
+    """Ranks on which a checksum did not change, as text."""
     return ", ".join(str(rank) for rank, changed in enumerate(ranks) if not changed)
 
 

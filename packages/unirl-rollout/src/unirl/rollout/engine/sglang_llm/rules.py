@@ -1,4 +1,4 @@
-"""What an SGLang server needs of the rest of a recipe and of this machine. See `unirl.types.recipe`."""
+"""Rules of SGLang servers about the recipe and this machine. See `unirl.types.recipe`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from unirl.rollout.engine.tensor_parallel import heads_divide
 from unirl.types.recipe import Machine, Messages, Part, Run
 
 _PATCH = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 14}
-"""Sizes of a patch in a configuration of Qwen2.5-VL, by default; the last is a side."""
+"""Default patch sizes in a Qwen2.5-VL configuration; patch_size is the length of a side."""
 _PATCH_NUMBERS = 3 * 2 * 14 * 14
-"""Of the only patch that SGLang 0.5.23 encodes (Qwen2_5_VLForConditionalGeneration.get_image_feature)."""
+"""Numbers per patch in the only layout that SGLang 0.5.23 encodes
+(Qwen2_5_VLForConditionalGeneration.get_image_feature)."""
 
 
 STARTS: Mapping[str, object] = {
@@ -25,13 +26,13 @@ STARTS: Mapping[str, object] = {
     "gpus": None,
     "engine_args": None,
 }
-"""Keywords that say how a server is started, and their defaults."""
+"""Keywords that configure how a server is started, with their defaults."""
 _HERE = ("127.0.0.1", "localhost", "::1")
 _SHARED_MEMORY = "/dev/shm"
 
 
 def adapters_need_a_gpu(at: str, rank: object) -> str:
-    """Why the engine at `at` takes no adapters on a CPU, and what to do."""
+    """Message: the engine at `at` takes no adapters on a CPU."""
     return (
         f"{at}.max_lora_rank = {rank}, but SGLang's adapters need a GPU. Push whole weights, in which adapters are "
         f"merged: {at}.max_lora_rank: null, sync._target_: unirl.distributed.weight_sync.full.FullWeightSync."
@@ -39,14 +40,14 @@ def adapters_need_a_gpu(at: str, rank: object) -> str:
 
 
 def adapters_are_served(own: Part, run: Run) -> Messages:
-    """A server that is started on a CPU takes whole weights."""
+    """A server started on a CPU takes whole weights only."""
     rank = own.get("max_lora_rank")
     if run.device == "cpu" and own.get("url") is None and rank is not None:
         yield adapters_need_a_gpu(own.at, rank)
 
 
 def running_server(at: str, url: str, given: Mapping[str, Any]) -> Iterator[str]:  # Any: a recipe's values
-    """What of the keywords `given` does not go with a server that runs already, for the engine at `at`."""
+    """Messages for keywords in `given` that do not apply to a running server, for the engine at `at`."""
     num, folder = given["num_instances"], given["transfer_dir"]
     if num > 1:
         yield f"{at}.num_instances = {num}, but {at}.url names one server that runs already. Set one of them alone."
@@ -66,7 +67,7 @@ def running_server(at: str, url: str, given: Mapping[str, Any]) -> Iterator[str]
 
 
 def unshared(at: str, folder: str) -> str:
-    """Why the hosts of a server cannot read pushes to the engine at `at`, and what to do."""
+    """Message: the hosts of a server cannot read pushes to the engine at `at`."""
     return (
         f"and {at}.transfer_dir = {folder} is memory of this host, where it reads no push. Set {at}.transfer_dir to a "
         "folder that this host and all hosts of the server mount at the same path."
@@ -74,12 +75,12 @@ def unshared(at: str, folder: str) -> str:
 
 
 def is_memory(folder: str) -> bool:
-    """Whether a folder is in what every host has in its own memory."""
+    """True if a folder is in host memory, which other hosts cannot read."""
     return Path(folder).resolve().is_relative_to(_SHARED_MEMORY)
 
 
 def a_running_server_is_taken_as_it_is(own: Part, run: Run) -> Messages:
-    """A server that runs already was given its options when it was started."""
+    """A running server cannot be given start options."""
     url = own.get("url")
     if url is not None:
         yield from running_server(
@@ -88,14 +89,14 @@ def a_running_server_is_taken_as_it_is(own: Part, run: Run) -> Messages:
 
 
 def pictures_are_seen(own: Part, run: Run, machine: Machine) -> Messages:
-    """SGLang sees pictures as a model of this machine does."""
+    """SGLang encodes images as the model in this machine's folder does."""
     path = Path(str(own.node.get("model"))) / "config.json"
     if path.is_file():
         yield from unseen_pictures(own.at, json.loads(path.read_text(encoding="utf-8")))
 
 
 def unseen_pictures(at: str, config: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON
-    """Why SGLang does not see pictures with the model of a configuration, for the engine at `at`."""
+    """Messages if SGLang cannot encode images with a model of this configuration, for the engine at `at`."""
     if config.get("model_type") != "qwen2_5_vl":
         return
     vision = config.get("vision_config", {})

@@ -1,4 +1,4 @@
-"""An SGLang server: started here as a process, or already there; and its HTTP interface."""
+"""An SGLang server, started here or already running, and its HTTP interface."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _KEEPER = "unirl.rollout.engine.sglang_llm.keeper"
 
 
 class SGLangServer:
-    """Calls to one server. `command` starts it as a process of ours, which ends with `stop` or with this process, and
-    then takes `folder` along; None takes a server that runs."""
+    """Calls to one server. `command` starts it as a child process, which ends with `stop` or with this process and then
+    deletes `folder`; None connects to a running server."""
 
     def __init__(self, url: str, command: Sequence[str] | None, log: Path, folder: Path) -> None:
         self._url = url.rstrip("/")
@@ -36,7 +36,7 @@ class SGLangServer:
         self._lifeline: int | None = None
         self._is_up = False
         self._shared = set[int]()
-        """What its processes share, noted when it is up: not all of them may live to the end."""
+        """Shared memory of its processes, recorded once it is up, since some of them may die before the end."""
         if command is not None:
             theirs, lifeline = os.pipe()
             self._lifeline = lifeline
@@ -53,7 +53,7 @@ class SGLangServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that is ours, also the id of the group of all that it starts; None for a server that ran."""
+        """Process id, which is also the process group id; None for a server that we did not start."""
         return None if self._child is None else self._child.pid
 
     @property
@@ -63,11 +63,11 @@ class SGLangServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs; true for a server that ran already."""
+        """True if its process runs, and always for a server that we did not start."""
         return self._child is None or self._child.poll() is None
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until it generates. Raises WorkerError where it dies or takes longer."""
+        """Wait until the server answers. Raises WorkerError if it dies or takes longer."""
         with start_progress(self.name, self._log):
             self._wait_until_ready(timeout_s)
 
@@ -96,14 +96,14 @@ class SGLangServer:
             time.sleep(_POLL_S)
 
     def get(self, path: str, timeout_s: float) -> Any:  # Any: JSON
-        """GET; the answer as JSON, or None where it is none."""
+        """GET; returns the answer's JSON, or None if it is not JSON."""
         return self._open(urllib.request.Request(self._url + path), path, timeout_s)
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float) -> Any:  # Any: JSON
-        """POST a JSON body; the answer as JSON, or None where it is none. Never tried twice.
+        """POST a JSON body; returns the answer's JSON, or None if it is not JSON. Never retried.
 
-        What answers {"success": false} is returned, whatever its status. Raises WorkerError with the status and what
-        the server says, or with why it cannot be reached.
+        An answer with {"success": false} is returned, whatever its status. Otherwise raises WorkerError with the status
+        and the server's message, or with the reason why it cannot be reached.
         """
         request = urllib.request.Request(
             self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
@@ -111,7 +111,7 @@ class SGLangServer:
         return self._open(request, path, timeout_s)
 
     def stop(self) -> None:
-        """End the process, if it is ours, and all that it started at once; its folder stays. Safe to call twice."""
+        """Kill the server and its children, if we started it; its folder stays. Safe to call twice."""
         if self._child is None:
             return
         end_group(self._child.pid, self._shared)
@@ -143,7 +143,7 @@ class SGLangServer:
         return None
 
     def _late(self, path: str, timeout_s: float) -> WorkerError:
-        """Why there was no answer in time; a server that is up and ours is stopped."""
+        """The timeout error; a server that we started is stopped if it was up."""
         stopped = ""
         if self._is_up and self._child is not None:
             self.stop()
@@ -151,7 +151,7 @@ class SGLangServer:
         return WorkerError(self.name, f"no answer to {path} within {timeout_s:.0f} s{stopped}")
 
     def _end(self) -> str:
-        """How the process ended, with the end of its log; nothing where it runs, or is not ours."""
+        """How the process ended, with the end of its log; empty if it runs or we did not start it."""
         if self._child is None:
             return ""
         if self._is_up:  # the connection ends before the process does

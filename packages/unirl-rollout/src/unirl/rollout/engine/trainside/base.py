@@ -1,4 +1,4 @@
-"""What direct sampling shares, whatever is sampled: chunks, named policies, versions and dumps."""
+"""Base of direct sampling: chunks, named policies, versions and dumps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from unirl.types.storage import save_rollout
 class DirectSampling(BaseRolloutEngine):
     """Samples with the pipeline that trains, `forward_batch_size` samples at a time.
 
-    policies: the backend, when rollouts may be asked for under a named copy of the weights.
-    dump_dir: where requests and responses are written as safetensors, one file a rollout and rank; None writes none.
+    policies: the backend, needed for rollouts under a named copy of the weights.
+    dump_dir: where requests and responses are written as safetensors, one file per rollout and rank; None writes none.
     """
 
     has_trainer_logp: ClassVar[bool] = True
@@ -42,29 +42,29 @@ class DirectSampling(BaseRolloutEngine):
 
     @abstractmethod
     def _check(self, req: RolloutReq) -> None:
-        """Raise ContractError or ConfigError where the request is incomplete or of another kind."""
+        """Raise ContractError or ConfigError if the request is incomplete or of the wrong kind."""
 
     @abstractmethod
     def _evaluating(self) -> AbstractContextManager[None]:
-        """Evaluation mode of the model without gradients."""
+        """Context: evaluation mode without gradients."""
 
     def _before_chunks(self, batches: Sequence[RolloutReq]) -> None:  # noqa: B027 (most pipelines need nothing)
-        """What a rollout needs once, before the first of its chunks."""
+        """Called once per rollout, before the first chunk."""
 
     @abstractmethod
     def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
-        """The samples of some rows of a checked request, verified."""
+        """Sample some rows of a checked request, and verify the result."""
 
     def announce_to(self, listener: ChunkListener) -> None:
-        """Call `listener` with every `forward_batch_size` samples once they are decoded."""
+        """Call `listener` with each batch of `forward_batch_size` samples once it is decoded."""
         self._listener = listener
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """Sample every row of this rank's request. Every rank calls it (FSDP gathers inside).
 
-        policy: named copy of the weights to sample from; None is the policy being trained. Raises ContractError where
-        the request is incomplete or the result is not what it asks for.
+        policy: named copy of the weights to sample from; None is the policy being trained. Raises ContractError if the
+        request is incomplete or the result does not match it.
         """
         self._check(req)
         size = self._forward_batch_size
@@ -92,6 +92,6 @@ class DirectSampling(BaseRolloutEngine):
         return resp
 
     def _versions(self, num_samples: int) -> torch.Tensor:
-        """Version of the policy that samples, int64 [B]."""
+        """Version of the sampling policy, int64 [B]."""
         version = 0 if self._policies is None else self._policies.policy_version
         return torch.full((num_samples,), version, dtype=torch.long)

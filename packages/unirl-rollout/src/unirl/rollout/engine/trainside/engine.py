@@ -33,15 +33,14 @@ MediaBits = Literal[8, 32]
 class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
     """Samples with the pipeline that trains.
 
-    forward_batch_size: samples denoised together; the memory knob of the rollout. Where it equals the training
+    forward_batch_size: samples denoised together; the memory knob of the rollout. If it equals the training
         micro-batch, replay one step at a time is bit-exact.
-    policies: the backend, when rollouts may be asked for under a named copy of the weights.
-    media_bits: 8 keeps what was made as uint8 until it is scored, a quarter of the memory: rewards then see pixels
-        rounded to 1 / 255. 32 keeps float32.
-    decode: whether latents become media. False where no scorer reads media: nothing is decoded, and there are no
-        pictures to look at.
+    policies: the backend, needed for rollouts under a named copy of the weights.
+    media_bits: 8 keeps media as uint8 until they are scored, a quarter of the memory; rewards then see pixels rounded
+        to 1 / 255. 32 keeps float32.
+    decode: decode latents to media. With false nothing is decoded, no images are saved, and no scorer may read media.
     drop_text_encoders: encode every prompt of the run before it starts, then free the encoders.
-    dump_dir: where requests and responses are written as safetensors, one file a rollout and rank; None writes none.
+    dump_dir: where requests and responses are written as safetensors, one file per rollout and rank; None writes none.
     """
 
     shares_steps: ClassVar[bool] = True
@@ -103,7 +102,7 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
         return RolloutResp(tracks={self._track: track})
 
     def _kept(self, media: Images | Videos | None) -> Images | Videos | None:
-        """Media as the track keeps them."""
+        """Media in the form that the track keeps."""
         if media is None or not self._decodes:
             return None
         return media.in_bytes() if self._media_bits == 8 else media

@@ -18,10 +18,10 @@ from unirl.types.rollout import RolloutReq, RolloutResp
 class TrainsideTextEngine(DirectSampling):
     """Samples completions with the pipeline that trains.
 
-    forward_batch_size: samples decoded together; the memory knob of the rollout (their KV cache). No result depends on
-        it beyond rounding.
-    policies: the backend. Needed where rollouts may be asked for under a named copy of the weights, where the model is
-        sharded, and for versions on the samples.
+    forward_batch_size: samples decoded together; the memory knob of the rollout (their KV cache). Results depend on it
+        only by rounding.
+    policies: the backend. Needed for rollouts under a named copy of the weights, for sharded models, and for policy
+        versions on samples.
     dump_dir: see `DirectSampling`.
     """
 
@@ -42,7 +42,7 @@ class TrainsideTextEngine(DirectSampling):
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def check_prompts(self, req: RolloutReq) -> None:
-        """Raise ConfigError where a prompt does not fit the context."""
+        """Raise ConfigError if a prompt does not fit the context."""
         self._pipeline.encode(req.primitives, text_params(req))
 
     def _check(self, req: RolloutReq) -> None:

@@ -1,6 +1,6 @@
-"""Text from vLLM, which runs in a process and an environment of its own (its torch is not the trainer's).
+"""Text from vLLM, which runs in a separate process and environment (its torch is not the trainer's).
 
-engine      what the trainer talks to: requests, sleep, wake, weights
-messages    what crosses between the two processes, beside what engines share
-server, host, worker_ext    the other side, run by the interpreter that has vLLM
+engine      the trainer's side: requests, sleep, wake, weights
+messages    messages besides those that all engines share
+server, host, worker_ext    the engine's side, run by the interpreter that has vLLM
 """

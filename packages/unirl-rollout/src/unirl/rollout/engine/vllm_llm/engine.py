@@ -1,4 +1,4 @@
-"""Rollouts of text by vLLM: fast decoding in a process of its own, the trainer's policy pushed to it and verified."""
+"""Text rollouts with vLLM in a separate process, to which the policy is pushed and verified."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _ON_A_CPU: dict[str, bool] = {
     "enforce_eager": True,  # compiling takes longer than it saves in a short run
     "skip_mm_profiling": True,
-    "enable_chunked_prefill": False,  # of a prompt in two parts vLLM turns a seed back, which CPUs cannot
+    "enable_chunked_prefill": False,  # vLLM would rewind the seed for a prompt in two chunks, which it cannot on a CPU
 }
 _DTYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -34,11 +34,11 @@ class VLLMRolloutEngine(ServedTextEngine):
     """Samples completions with vLLM. Implements RolloutEngine of unirl.types.protocols.engines; see ChildEngine and
     ServedTextEngine.
 
-    Images of prompts travel with the request, in 8 bits, and vLLM must read the tokens that the pipeline made of them.
+    Prompt images are sent with the request in 8 bits, and vLLM must get the same tokens from them as the pipeline.
 
-    pipeline: makes prompts of requests and texts of tokens; vLLM sees tokens alone.
+    pipeline: encodes prompts and decodes tokens; vLLM only sees tokens.
     context_length: most tokens of a prompt and its completion; None takes the model's.
-    kv_cache_bytes: memory of keys and values. On a GPU None leaves it to vLLM (engine_args.gpu_memory_utilization).
+    kv_cache_bytes: size of the KV cache. None, on a GPU only, lets vLLM choose (engine_args.gpu_memory_utilization).
     processes: see `EngineProcesses`. `num_devices` must divide the model's heads; `engine_args` are of vllm.EngineArgs.
     """
 
@@ -108,7 +108,7 @@ class VLLMRolloutEngine(ServedTextEngine):
 
 
 def _variables(own: EngineProcesses) -> dict[str, str]:
-    """Environment variables of the process: no usage reports, and on a CPU no threads of its own choosing."""
+    """Environment variables of the process: no usage reports, and on a CPU no thread binding by vLLM."""
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     if not own.is_cpu:
         return common
@@ -117,7 +117,7 @@ def _variables(own: EngineProcesses) -> dict[str, str]:
         | KEEPS_MEMORY
         | {
             "OMP_NUM_THREADS": str(own.num_threads),
-            # Bound threads would share their cores with the trainer's while others stand idle.
+            # Bound threads would share cores with the trainer's while other cores are idle.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # vLLM compiles a small function at the first token, which takes longer than it saves in a short run.

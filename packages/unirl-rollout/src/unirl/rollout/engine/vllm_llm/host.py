@@ -1,4 +1,4 @@
-"""vLLM itself, behind the messages of this package. Imported by the interpreter that has vLLM, and by no other."""
+"""Runs vLLM and answers this package's messages. Imported only by the interpreter that has vLLM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ADAPTER_NAME = "policy"
 
 @dataclass
 class _Sample:
-    """What vLLM has written of a sample."""
+    """A sample as far as vLLM has generated it."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class _Sample:
 
 
 class EngineHost(WeightsHost):
-    """Owns vLLM's engine and the version of its policy. Raises ConfigError where vLLM is missing."""
+    """Owns vLLM's engine and tracks its policy version. Raises ConfigError if vLLM is missing."""
 
     def __init__(self, start: Start, aborts: Container[int]) -> None:
         self._vllm: Any = VLLM.require()  # Any: an optional module
@@ -52,9 +52,9 @@ class EngineHost(WeightsHost):
         self._image_token = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("image_token_id")
         self._aborts = aborts
         self._calls: list[int] = []
-        """Numbers of the calls that generate, the oldest first."""
+        """Numbers of the running calls, oldest first."""
         self._samples: dict[str, _Sample] = {}
-        """What is written of each of their rows."""
+        """State of each row of the running calls, by request name."""
         self._paths: list[str] = []
         self._adapter: Any = None  # Any: a vllm LoRARequest, once one was pushed
         options = dict(start.engine_args)
@@ -62,11 +62,11 @@ class EngineHost(WeightsHost):
         arguments = self._vllm.EngineArgs(
             model=str(folder),
             worker_extension_cls=EXTENSION,
-            # Log-probs of the distribution that was drawn from: temperature, top-p and top-k applied.
+            # Log-probs under the sampling distribution: temperature, top-p and top-k applied.
             logprobs_mode="processed_logprobs",
-            # Tokens reach this process in steps of so many, so that an abort keeps what was sampled.
+            # Tokens are returned every 8 steps, so that an abort keeps what was sampled.
             stream_interval=8,
-            # Tokens come and go; but vLLM builds its image processor with the tokenizer.
+            # Only tokens are exchanged, but vLLM builds its image processor with the tokenizer.
             skip_tokenizer_init=self._image_token is None,
             **options,
         )
@@ -74,7 +74,7 @@ class EngineHost(WeightsHost):
         self._pushes = PushReceiver(self._shapes, str(self._engine.model_config.dtype), start.policy_version)
 
     def ready(self) -> Ready:
-        """What the trainer needs to know of the engine."""
+        """Facts about the engine for the trainer."""
         config = self._engine.model_config
         return Ready(
             version=self._vllm.__version__,
@@ -88,7 +88,7 @@ class EngineHost(WeightsHost):
         )
 
     def answer(self, message: Message) -> Message | Steps:
-        """Do what a message asks."""
+        """Answer a message."""
         if isinstance(message, Generate):
             return self.generate(message)
         if self._calls:
@@ -98,9 +98,9 @@ class EngineHost(WeightsHost):
     # Generation -------------------------------------------------------------------------------------------------
 
     def generate(self, call: Generate) -> Steps:
-        """Sample all prompts of a call, together with those of others, and stop early where it is aborted.
+        """Sample all prompts of a call, batched with those of other calls; stops early if aborted.
 
-        One step of vLLM's is one of all calls: the oldest takes it.
+        A vLLM step advances all calls, so only the oldest call runs it.
         """
         self._pushes.require_usable()
         version = self._pushes.policy_version
@@ -119,7 +119,7 @@ class EngineHost(WeightsHost):
                 yield
         finally:
             self._calls.remove(call.number)
-            self._engine.abort_request(names)  # nothing, where all have finished
+            self._engine.abort_request(names)  # does nothing if all have finished
             for name in names:
                 self._samples.pop(name, None)
         return Generations(
@@ -130,7 +130,7 @@ class EngineHost(WeightsHost):
         )
 
     def _step(self) -> None:
-        """Let vLLM write a few tokens of each of its samples."""
+        """Run vLLM until it returns a few tokens of its samples."""
         for output in self._engine.step():
             sample = self._samples[output.request_id]
             _check_read(output.request_id, output.prompt_token_ids, sample.prompt)
@@ -149,8 +149,8 @@ class EngineHost(WeightsHost):
             max_tokens=call.max_new_tokens,
             seed=seed,
             stop_token_ids=call.stop_token_ids,
-            ignore_eos=True,  # the request names every token that ends a sample
-            logprobs=0,  # of the token that was drawn, and of no other
+            ignore_eos=True,  # the request lists every token that ends a sample
+            logprobs=0,  # only of the drawn token
             detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
@@ -190,7 +190,7 @@ class EngineHost(WeightsHost):
         return results[0][0]
 
     def _forget_cached(self) -> None:
-        """Keys and values of the old weights. Raises WeightSyncError where vLLM keeps them."""
+        """Drop keys and values of the old weights. Raises WeightSyncError if vLLM keeps them."""
         if not self._engine.reset_prefix_cache():
             raise WeightSyncError("vLLM did not reset its prefix cache, which holds keys and values of the old policy")
         self._engine.reset_mm_cache()
@@ -208,8 +208,8 @@ class EngineHost(WeightsHost):
         self._engine.wake_up()
 
 
-def prompts_of(call: Generate) -> list[dict[str, Any]]:  # Any: tokens and pictures
-    """The prompts as vLLM takes them; it repeats the one placeholder of a picture as often as it has pieces."""
+def prompts_of(call: Generate) -> list[dict[str, Any]]:  # Any: tokens and images
+    """The prompts in vLLM's form; vLLM repeats the single placeholder of an image once per patch."""
     if call.placeholder is None or not call.pictures:
         return [{"prompt_token_ids": prompt} for prompt in call.prompts]
     pictures = [picture(uri) for uri in call.pictures]
@@ -232,7 +232,7 @@ def _check_read(name: str, found: Sequence[int], prompt: Sequence[int]) -> None:
 
 
 def _model_folder(model: str) -> Path:
-    """The folder of a model that is given as one, or by its id on the hub."""
+    """Local folder of a model; a hub id is downloaded."""
     if Path(model).is_dir():
         return Path(model).absolute()
     hub: Any = importlib.import_module("huggingface_hub")  # Any: vLLM's own dependency, not ours

@@ -1,4 +1,4 @@
-"""What crosses between the trainer's process and vLLM's, beside the messages that engines share."""
+"""vLLM's messages, besides those that all engines share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from unirl.rollout.engine.served_text.call import Generate, Generations
 
 @dataclass(frozen=True, kw_only=True)
 class Ready(EngineReady):
-    """First message back, when the model is loaded."""
+    """First message back, sent when the model is loaded."""
 
     vocab_size: int
     context_length: int
     max_running: int
-    """Samples that it writes at once."""
+    """Samples generated at once."""
     num_tensors: int
-    """Tensors of the model's checkpoint: what a full push must bring."""
+    """Tensors of the model's checkpoint, all of which a full push must have."""
     image_token: int | None = None
-    """What the model reads as a piece of a picture; None where it reads text alone."""
+    """Token id that stands for an image patch; None if the model only reads text."""
 
 
 CODEC = MessageCodec("vLLM", Ready, Generate, Generations)

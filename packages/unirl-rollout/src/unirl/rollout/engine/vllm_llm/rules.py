@@ -1,4 +1,4 @@
-"""What vLLM needs of the rest of a recipe and of this machine. See `unirl.types.recipe`."""
+"""Rules of vLLM about the recipe and this machine. See `unirl.types.recipe`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's process. Run as `python -m unirl.rollout.engine.vllm_llm.server FD FOLDER`."""
+"""Entry point of vLLM's process. Run as `python -m unirl.rollout.engine.vllm_llm.server FD FOLDER`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unirl.rollout.engine.vllm_llm.messages import CODEC
 
 
 def make_host(start: Start, aborts: Aborts) -> Host:
-    """The engine that a message asks for. Imports vLLM, which takes a while: the pipe comes first."""
+    """Make the host. vLLM is imported here, after the pipe is open, because that is slow."""
     from unirl.rollout.engine.vllm_llm.host import EngineHost
 
     return EngineHost(start, aborts)

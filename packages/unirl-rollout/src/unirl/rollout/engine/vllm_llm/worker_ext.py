@@ -1,4 +1,4 @@
-"""What runs inside vLLM's own workers, one a device: vLLM mixes this class into them by `worker_extension_cls`."""
+"""Methods inside vLLM's workers, one per device: vLLM adds this class to them by `worker_extension_cls`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAPPED = MappedBuckets()
 
 class WeightSyncExtension:
     """Methods of a vLLM worker, called by `collective_rpc`. Arguments and results are plain values, because a worker
-    may be a process of its own."""
+    may be a separate process."""
 
     model_runner: Any  # Any: vLLM's; the worker that this is mixed into has it
     reload_weights: Any  # Any: as model_runner
@@ -22,8 +22,8 @@ class WeightSyncExtension:
     def unirl_reload(self, paths: list[str]) -> tuple[int, list[str]]:
         """Load the tensors of these files into the model by vLLM's layerwise reload.
 
-        Returns how many parameters of the model took values, and the names of those that did not: vLLM itself keeps
-        their old values and only prints a warning.
+        Returns how many parameters took values, and the names of those that did not: vLLM keeps their old values and
+        only prints a warning.
         """
         model = self.model_runner.get_model()
         names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
@@ -44,9 +44,9 @@ class WeightSyncExtension:
         return len(bound & names), sorted(names - bound)
 
     def unirl_adapter(self, adapter_id: int) -> tuple[int, list[str]]:
-        """How many layers of an active adapter act on the model, a fused one counting for each of its parts, and the
-        names of those that act on nothing, which vLLM drops without a word."""
-        # vLLM has no public question for it.
+        """Number of layers of an active adapter that act on the model, counting each part of a fused one, and the names
+        of those that match no module, which vLLM drops silently."""
+        # vLLM has no public API for this.
         manager = self.model_runner.lora_manager._adapter_manager
         loras = manager.get_adapter(adapter_id).loras
         acting = {name: weights for name, weights in loras.items() if name in manager.modules}

@@ -1,12 +1,12 @@
-"""Latents from vLLM-Omni's transformers, in a process and an environment of its own.
+"""Latents from vLLM-Omni's transformers, in a separate process and environment.
 
-engine      what the trainer talks to
-families    model families that it serves: which tensors cross
-rules       what it needs of a recipe
-messages    what crosses between the two processes, beside what engines share
-server, host    the other side, run by the interpreter that has vLLM-Omni
-sampling    the loop inside vLLM-Omni's workers, of all custom pipelines of it
-pipeline    that of transformers; bagel, hunyuan_image3    those of unified models
+engine      the trainer's side
+families    supported model families: which tensors are sent
+rules       recipe rules
+messages    messages besides those that all engines share
+server, host    the engine's side, run by the interpreter that has vLLM-Omni
+sampling    the denoising loop inside vLLM-Omni's workers, shared by our custom pipelines
+pipeline, bagel, hunyuan_image3    custom pipelines of transformers and of the two unified models
 transformers    how vLLM-Omni's transformers of each family are called
-worker_ext  what pushes ask of the workers, as a worker extension of vLLM-Omni
+worker_ext  weight-push methods of the workers
 """

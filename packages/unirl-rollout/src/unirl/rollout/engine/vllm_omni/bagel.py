@@ -1,8 +1,8 @@
-"""BAGEL's images inside vLLM-Omni's workers, from texts and thoughts that are given; imported by them alone.
+"""BAGEL's image generation inside vLLM-Omni's workers, from given texts and thoughts. Imported only there.
 
-The decoder, its caches, its guidance and the loading of weights are vLLM-Omni's. Neither its autoencoder nor its vision
-tower is loaded. Where its single stage would read its own prompt, the words that the trainer's pipeline made are read.
-Legend: B samples, L latent tokens of an image, D numbers of one.
+The decoder, its caches, its guidance and the loading of weights are vLLM-Omni's. Its autoencoder and vision tower are
+not loaded. Its single stage reads the tokens of the trainer's pipeline instead of its own prompt. Legend: B samples, L
+latent tokens of an image, D numbers of one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _device: Any = importlib.import_module("vllm_omni.diffusion.distributed.utils").
 
 LANGUAGE = "language_model."
 _PUBLISHED_FACTOR = 8
-"""Pixels per latent element on a side; that of other autoencoders follows from each call."""
+"""Pixels per latent element on a side for the published model; for other autoencoders it follows from each call."""
 
 Rows = list[list[int]]
-"""Words before the image of each sample."""
+"""Tokens before the image of each sample."""
 
 
 class GivenBagelPipeline(SamplesGivenLatents, _PIPELINE.BagelPipeline):
-    """Draws what a request's file describes; the decoder with its ways of latents is the only module."""
+    """Samples the images that a request's file describes. The decoder with its latent projections is the only
+    module."""
 
     weight_prefix: ClassVar[str] = LANGUAGE
 
@@ -54,7 +55,7 @@ class GivenBagelPipeline(SamplesGivenLatents, _PIPELINE.BagelPipeline):
         self.language_model = _PARTS.Qwen2MoTForCausalLM(language, prefix="bagel.language_model", **own)
         self.transformer = self.language_model.model
         patch = said.get("latent_patch_size", 2)
-        # As our modules, it reads the number of channels from the weights.
+        # Like our modules, it reads the number of channels from the weights.
         width = part_shapes(folder, {"vae2llm.": ""})["weight"][1]
         config = _PIPELINE.BagelConfig(
             visual_gen=True,
@@ -81,8 +82,8 @@ class GivenBagelPipeline(SamplesGivenLatents, _PIPELINE.BagelPipeline):
         return {LANGUAGE: self.language_model}
 
     def velocity(self, call: SampleLatents, tensors: dict[str, Tensor], start: Tensor) -> Velocity:
-        """After the contexts of `unirl.models.bagel`, without images: everything, all but prompt and thought, and the
-        prompt alone."""
+        """Guided by the contexts of `unirl.models.bagel`, without images: the full context, it without prompt and
+        thought, and the prompt alone."""
         count, length = start.shape[:2]
         system, text, thought, free = (rows_of(tensors, slot, count) for slot in ("system_text", FULL, "thought", FREE))
         image_scale = float(call.layout.get("guidance_scale_image", 1.0))
@@ -97,14 +98,14 @@ class GivenBagelPipeline(SamplesGivenLatents, _PIPELINE.BagelPipeline):
             caches = [_PARTS.NaiveCache.merge([self._cache(row, known) for row in rows]) for rows in branches]
         self.bagel.latent_downsample = math.isqrt(call.height * call.width // length)
         packed = self._packed(call, branches[0])
-        # All tokens of an image have the position after its context.
+        # All tokens of an image share the position after its context.
         positions = [self._on_device([len(row) for row in rows for _ in range(length + 2)]) for rows in branches]
         guidance = {
             "cfg_renorm_type": call.layout.get("guidance_renorm", "global"),
             "cfg_renorm_min": float(call.layout.get("guidance_renorm_min", 0.0)),
             "cfg_branch_pids": positions,
             "cfg_branch_caches": caches,
-            # Lengths are those of each sample, where vLLM-Omni takes a batch for one.
+            # Lengths are per sample; vLLM-Omni treats a batch as one sample.
             "cfg_vae_lengths": [length] * count,
             "cfg_text_scales": [call.guidance_scale] * count,
             "cfg_img_scales": [image_scale] * count,
@@ -144,7 +145,7 @@ class GivenBagelPipeline(SamplesGivenLatents, _PIPELINE.BagelPipeline):
         return known[key]
 
     def _packed(self, call: SampleLatents, rows: Rows) -> dict[str, Tensor]:
-        """Where the latent tokens of all samples are, and the marks around them."""
+        """Positions of the latent tokens of all samples and of the markers around them."""
         lengths = [len(row) for row in rows]
         found = self.bagel.prepare_input(lengths, lengths, [(call.height, call.width)] * len(rows), self.marks)
         del found["packed_init_noises"], found["packed_position_ids"]
@@ -154,7 +155,7 @@ class GivenBagelPipeline(SamplesGivenLatents, _PIPELINE.BagelPipeline):
         return torch.tensor(list(numbers), device=self.device)
 
     def _precision(self) -> torch.autocast:
-        """As vLLM-Omni runs it."""
+        """Autocast as in vLLM-Omni."""
         return torch.autocast(self.device.type, enabled=self.device.type != "cpu", dtype=self.od_config.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Rollouts of latents by vLLM-Omni, the trainer's policy pushed to it and verified."""
+"""Latent rollouts with vLLM-Omni, to which the policy is pushed and verified."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 class VLLMOmniEngine(ServedLatentsEngine):
     """Samples latents with vLLM-Omni's transformers, given initial latents, noise and encoded prompts.
 
-    See ChildEngine and ServedLatentsEngine. The sampling loop and the kernels in vLLM-Omni's workers are the trainer's.
-    Of a unified model (BAGEL, HunyuanImage3) it draws the images, of texts and thoughts that are given as tokens.
+    See ChildEngine and ServedLatentsEngine. The workers run the trainer's sampling loop and kernels. For unified models
+    (BAGEL, HunyuanImage3) it draws images from texts and thoughts given as tokens.
 
     pipeline: encodes prompts and decodes latents, as in training. forward_batch_size: samples denoised together.
     drop_text_encoders: encode every prompt of the run before it starts, then free the trainer's encoders.
-    processes: see `EngineProcesses`. Latents between steps are float32, whatever `dtype`. `num_devices` split a
-        transformer by tensors; `engine_args` are of vLLM-Omni's Omni ({"enforce_eager": true}).
+    processes: see `EngineProcesses`. Latents between steps are float32, whatever `dtype`. `num_devices` splits a
+        transformer by tensor parallelism; `engine_args` are options of vLLM-Omni's Omni ({"enforce_eager": true}).
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.vllm_omni.rules"
@@ -58,7 +58,7 @@ class VLLMOmniEngine(ServedLatentsEngine):
             "trust_remote_code",
             "worker_extension_cls",
             "enable_sleep_mode",
-            # A custom pipeline is not split over the tokens, whatever these say.
+            # These have no effect: a custom pipeline does not split the tokens.
             "ulysses_degree",
             "ring_degree",
             "sequence_parallel_size",

@@ -1,4 +1,4 @@
-"""Model families that the vLLM-Omni engine serves, and how encoded prompts cross to it.
+"""Model families that the vLLM-Omni engine supports, and how encoded prompts are sent to it.
 
 Legend: B samples, L tokens, D width.
 """
@@ -19,32 +19,32 @@ from unirl.types.media import Modality
 from unirl.types.sampling import DiffusionSamplingParams
 
 NEGATIVE = "negative_"
-"""What the slots of conditions of the negative prompt begin with."""
+"""Prefix of the condition slots of the negative prompt."""
 INTERVAL = "guidance_interval"
-"""Of `sampler_kwargs`: the two noise levels between which steps are guided."""
+"""Key of `sampler_kwargs`: the two noise levels between which steps are guided."""
 FULL_TEXT = 512
-"""Tokens of a text where `max_sequence_length` is not set, for a family that attends to all of them."""
+"""Text length if `max_sequence_length` is not set, for families that attend to padding."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What the trainer's side must know of a family."""
+    """What the trainer's side needs to know about a family."""
 
     modality: Modality = Modality.IMAGE
     attends_to_padding: bool = False
-    """Whether texts are filled with zeros that the model attends to."""
+    """True if texts are padded with zeros that the model attends to."""
     worker: str = "pipeline.GivenLatentsPipeline"
-    """What samples inside vLLM-Omni's workers, below this package."""
+    """Custom pipeline inside vLLM-Omni's workers, relative to this package."""
     topology: str | None = None
-    """Of a unified model, vLLM-Omni's name for its decoder alone, in one stage."""
+    """vLLM-Omni's name for the decoder-only, one-stage deployment of a unified model; None for other models."""
     has_experts: bool = False
-    """Whether devices share the experts of a layer out, each whole."""
+    """True if the experts of a layer are distributed over devices (expert parallelism)."""
     pushed: Mapping[str, str] | None = None
-    """Of a unified model, which has one folder: how names of the weights of a push begin in it -> in the push."""
+    """For unified models, which have one folder: prefix of weight names in the checkpoint -> in a push."""
     takes_adapters: bool = True
-    """Whether LoRA adapters can be pushed as they are; merged they always can."""
+    """True if LoRA adapters can be pushed unmerged; merged ones always can."""
     settings: frozenset[str] = frozenset()
-    """Of `sampler_kwargs`, those that the worker knows."""
+    """Keys of `sampler_kwargs` that the worker knows."""
 
 
 SERVED: Mapping[str, Family] = {
@@ -52,7 +52,7 @@ SERVED: Mapping[str, Family] = {
     "QwenImagePipeline": Family(),
     "Flux2KleinPipeline": Family(),
     "WanPipeline": Family(Modality.VIDEO, attends_to_padding=True),
-    # vLLM-Omni has layers for adapters in the blocks alone, not in the refiner of the text, which LoRA trains too.
+    # vLLM-Omni supports adapters only in the blocks, not in the text refiner, which LoRA trains too.
     "HunyuanVideo15Pipeline": Family(Modality.VIDEO, takes_adapters=False),
     "bagel": Family(
         worker="bagel.GivenBagelPipeline",
@@ -70,21 +70,21 @@ SERVED: Mapping[str, Family] = {
         settings=frozenset({INTERVAL}),
     ),
 }
-"""By the pipeline class that a checkpoint's index names, or the type of a model without an index."""
+"""Pipeline class in a checkpoint's index, or model type without an index -> family."""
 
 
 def family_of(folder: Path) -> Family:
-    """The family of a pipeline folder. Raises ConfigError for one that is not served."""
+    """The family of a pipeline folder. Raises ConfigError if it is not in `SERVED`."""
     return SERVED[served_class(folder, SERVED, "vLLM-Omni")]
 
 
 def text_tensors(
     conditions: Mapping[str, Condition], family: Family, params: DiffusionSamplingParams
 ) -> dict[str, Tensor]:
-    """`SLOT.embeds` [B, L, D], `SLOT.mask` [B, L] and `SLOT.pooled` [B, P] of every text, as far as it has them; of a
-    text that the model embeds itself `SLOT.ids` and `SLOT.mask` [B, L].
+    """`SLOT.embeds` [B, L, D], `SLOT.mask` [B, L] and `SLOT.pooled` [B, P] of every text, as far as it has them. For a
+    text that the model embeds itself: `SLOT.ids` and `SLOT.mask` [B, L].
 
-    Raises ContractError for a condition that is no text.
+    Raises ContractError for a condition that is not a text.
     """
     tensors: dict[str, Tensor] = {}
     for slot, condition in conditions.items():

@@ -1,4 +1,4 @@
-"""vLLM-Omni itself, behind the messages of this package. Imported by the interpreter that has it alone."""
+"""Runs vLLM-Omni and answers this package's messages. Imported only by the interpreter that has vLLM-Omni."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from unirl.types.errors import ContractError, WeightSyncError
 
 _PACKAGE = __name__.rpartition(".")[0]
 _WARM_UP_TOKENS = 32
-"""Latent tokens on a side of BAGEL's warm-up."""
+"""Latent tokens per side of BAGEL's warm-up image."""
 
 
 class EngineHost(LatentsHost):
-    """Owns vLLM-Omni and the version of its policy. Raises ConfigError where vLLM-Omni is missing."""
+    """Owns vLLM-Omni and tracks its policy version. Raises ConfigError if vLLM-Omni is missing."""
 
     engine = "vLLM-Omni"
 
@@ -44,7 +44,7 @@ class EngineHost(LatentsHost):
             stages = Path(start.scratch_dir) / "stages.yaml"
             num_devices = options.pop("tensor_parallel_size", 1)
             stages.write_text(json.dumps(_one_stage(family.topology, num_devices, family.has_experts)))
-            # The class of HunyuanImage3's configuration lies beside its weights.
+            # HunyuanImage3's configuration class is in the folder of its weights.
             options |= {"deploy_config": str(stages), "trust_remote_code": True}
         self._engine: Any = self._omni.engine(
             model=str(_warmable(folder, Path(start.scratch_dir))),
@@ -61,7 +61,7 @@ class EngineHost(LatentsHost):
         super().__init__(start, self._facts["dtype"], shapes)
 
     def ready(self) -> Ready:
-        """What the trainer needs to know of the engine."""
+        """Facts about the engine for the trainer."""
         return Ready(version=self._omni.version, torch_version=torch.__version__, **self._facts)
 
     def denoise(self, call: SampleLatents) -> SampledLatents:
@@ -101,7 +101,7 @@ class EngineHost(LatentsHost):
         return acting[0]
 
     def _renamed(self, sent: Path, config: Mapping[str, Any], own: Path) -> Path:
-        """A copy of the adapter that was sent, which other instances read too, under vLLM-Omni's names."""
+        """A copy of the sent adapter under vLLM-Omni's names; other instances read the original."""
         native = NATIVE[served_class(self._model, NATIVE, self.engine)]
         name, weights = native.layer_name, "adapter_model.safetensors"
         own.mkdir()
@@ -117,7 +117,7 @@ class EngineHost(LatentsHost):
         self._rpc("wake_up")
 
     def _ask(self, method: str, *args: Any) -> list[dict[str, Any]]:  # Any: what PushExtension takes and says
-        """What every rank found. Raises WeightSyncError where one says `error`."""
+        """Answers of all ranks. Raises WeightSyncError if one has `error`."""
         answer = self._rpc("unirl_on_all", method, list(args))
         if not isinstance(answer, list):
             raise WeightSyncError(f"vLLM-Omni could not do it: {answer}")
@@ -126,14 +126,14 @@ class EngineHost(LatentsHost):
         return answer
 
     def _rpc(self, method: str, *args: Any) -> Any:  # Any: what the method gives
-        """The answer of the first worker; all do it."""
+        """Call a method on all workers; returns the answer of the first."""
         (answers,) = self._engine.engine.collective_rpc(method, args=args, stage_ids=[0])
         return answers[0] if isinstance(answers, list) else answers
 
 
 def _warmable(folder: Path, scratch: Path) -> Path:
-    """The folder itself; of a small BAGEL, links to its files beside a configuration that allows the image of 512 x 512
-    with which vLLM-Omni warms up. How many positions there are it then reads from the weights."""
+    """The folder itself. For a small BAGEL, a folder of links to its files with a configuration that allows the 512 x
+    512 image of vLLM-Omni's warm-up; the number of positions is then read from the weights."""
     file = folder / CONFIG_FILE
     said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if said.get("model_type") != "bagel" or said.get("max_latent_size", _WARM_UP_TOKENS) >= _WARM_UP_TOKENS:
@@ -148,7 +148,7 @@ def _warmable(folder: Path, scratch: Path) -> Path:
 
 
 def _one_stage(topology: str, num_devices: int, has_experts: bool) -> dict[str, Any]:  # Any: vLLM-Omni's own
-    """A deployment of vLLM-Omni, of which those that it ships ask for other devices than there are."""
+    """A one-stage deployment of vLLM-Omni; those that it ships need other devices."""
     stage = {
         "stage_id": 0,
         "max_num_seqs": 1,
@@ -163,7 +163,7 @@ def _one_stage(topology: str, num_devices: int, has_experts: bool) -> dict[str, 
 
 
 class _VLLMOmni:
-    """What is used of vLLM-Omni, imported once. Raises ConfigError where it is missing, or lacks some."""
+    """The parts of vLLM-Omni that are used, imported once. Raises ConfigError if it or one of the parts is missing."""
 
     def __init__(self) -> None:
         self.version: str = VLLM_OMNI.require().__version__

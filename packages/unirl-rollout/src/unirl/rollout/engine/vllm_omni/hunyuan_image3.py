@@ -1,9 +1,9 @@
-"""HunyuanImage3's images inside vLLM-Omni's workers, from words that are given; imported by them alone.
+"""HunyuanImage3's image generation inside vLLM-Omni's workers, from given tokens. Imported only there.
 
-The model, its cache of what is before the image and the loading of weights are vLLM-Omni's. Its template, its levels of
-noise (which it shifts twice) and its scheduler are not used.
-Legend: B samples; R rows of one length, samples and, where guidance is on, once more without their prompts; P words of
-a row, L tokens of its image.
+The model, its cache of the prefix and the loading of weights are vLLM-Omni's. Its template, noise levels (which it
+shifts twice) and scheduler are not used.
+Legend: B samples; R rows of equal length: samples and, with guidance, the same samples without prompts; P prefix tokens
+of a row, L tokens of its image.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODEL, HEAD = "model.", "lm_head."
 
 
 class GivenHunyuanImage3Pipeline(SamplesGivenLatents, _PIPELINE.HunyuanImage3Pipeline):
-    """Draws what a request's file describes."""
+    """Samples the images that a request's file describes."""
 
     weight_prefix: ClassVar[str] = ""
 
@@ -38,17 +38,17 @@ class GivenHunyuanImage3Pipeline(SamplesGivenLatents, _PIPELINE.HunyuanImage3Pip
 
     @property
     def pushed_modules(self) -> dict[str, nn.Module]:
-        """Blocks with embedding and norm, and the output projection, which no image reads."""
+        """Blocks with embedding and norm, and the output projection, which images do not use."""
         return {MODEL: self.model, HEAD: self.lm_head}
 
     def velocity(self, call: SampleLatents, tensors: dict[str, Tensor], start: Tensor) -> Velocity:
-        """The first call runs all words with the image, the following ones time step and image alone."""
+        """The first call runs the prefix and the image, later ones only time step and image."""
         count, grid = len(start), tuple(start.shape[-2:])
         rows = rows_of(tensors, FULL, count)
         if call.guidance_scale > 1:
             rows = rows + rows_of(tensors, FREE, count)
         low, high = interval_of(call.layout)
-        # vLLM-Omni gives all rows of a forward the positions of the first, so one has rows of one length.
+        # vLLM-Omni gives all rows of a forward the positions of the first, so a forward has rows of one length.
         by_length: dict[int, list[int]] = {}
         for place, row in enumerate(rows):
             by_length.setdefault(len(row), []).append(place)
@@ -69,13 +69,13 @@ class GivenHunyuanImage3Pipeline(SamplesGivenLatents, _PIPELINE.HunyuanImage3Pip
 
 
 class _Group:
-    """Rows with equally many words, and the keys and values of these, which vLLM-Omni keeps for one batch alone."""
+    """Rows with prefixes of equal length, and their keys and values, which vLLM-Omni keeps for one batch only."""
 
     def __init__(
         self, pipeline: Any, places: list[int], rows: list[list[int]], grid: tuple[int, ...]
     ) -> None:  # Any: vLLM-Omni's own
         self.places = places
-        """Of the rows in the whole batch."""
+        """Indices of these rows in the whole batch."""
         self._pipeline = pipeline
         self._device = pipeline.device
         self._ids_RP = torch.tensor(rows, device=self._device)
@@ -90,7 +90,7 @@ class _Group:
             base=pipeline.config.rope_theta,
         )
         self._known: list[Any] | None = None  # Any: vLLM-Omni's own
-        """Of each block what it keeps of the words."""
+        """Cached prefix of each block."""
 
     def velocity(self, x: Tensor, sigma_R: Tensor) -> Tensor:
         """Velocity float32 [R, C, h, w] of the rows' latents."""
@@ -123,26 +123,27 @@ class _Group:
         return out["diffusion_prediction"].float()
 
     def _first(self) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's forward
-        """Words, time step and image."""
+        """Inputs of the first forward: prefix, time step and image."""
         num = self._image.stop
         sees = torch.ones(num, num, dtype=torch.bool, device=self._device).tril()
         sees[self._image, self._image] = True
         is_image = torch.zeros(num, dtype=torch.bool, device=self._device)
         is_image[self._image] = True
-        # Time step and image are no words; what stands in their places is written over.
+        # Time step and image have no token ids; the padding in their places is overwritten.
         ids = pad(self._ids_RP, (0, num - self._ids_RP.shape[1]))
         places = torch.arange(num, device=self._device)
         return {"input_ids": ids, "image_mask": is_image.expand(len(ids), -1), **self._queries(places, sees)}
 
     def _following(self) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's forward
-        """The time step, which sees the words, and the image, which sees all."""
+        """Inputs of later forwards: the time step, which attends to the prefix, and the image, which attends to
+        everything."""
         places = torch.arange(self._image.start - 1, self._image.stop, device=self._device)
         sees = torch.ones(len(places), self._image.stop, dtype=torch.bool, device=self._device)
         sees[0, self._image] = False
         return {"input_ids": None, **self._queries(places, sees)}
 
     def _queries(self, places: Tensor, sees: Tensor) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's forward
-        """What stands at these places, and what it attends to."""
+        """Queries at these positions, and what they attend to."""
         count = len(self.places)
         return {
             "position_ids": places.expand(count, -1),

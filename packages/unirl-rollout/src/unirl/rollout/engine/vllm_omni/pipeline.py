@@ -1,7 +1,7 @@
-"""What samples inside vLLM-Omni's workers: a custom pipeline of it, imported by them alone.
+"""Custom pipeline that samples inside vLLM-Omni's workers. Imported only there.
 
-Of vLLM-Omni it uses the transformer with its attention and parallelism, the loading of weights, adapters and guidance
-over several devices. The loop is that of `sampling`. No text encoder and no VAE is loaded.
+It uses vLLM-Omni's transformer with its attention and parallelism, its loading of weights and adapters, and its
+guidance over several devices. The loop is that of `sampling`. Text encoders and VAE are not loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Text
 from unirl.sde.loop import Velocity
 
 TRANSFORMER = "transformer."
-"""What the names of the transformer's weights begin with here."""
+"""Prefix of the transformer's weight names."""
 
 _DIFFUSION = "vllm_omni.diffusion"
 _CFG_PARALLEL: Any = importlib.import_module(f"{_DIFFUSION}.distributed.cfg_parallel").CFGParallelMixin
@@ -32,7 +32,7 @@ _device: Any = importlib.import_module(f"{_DIFFUSION}.distributed.utils").get_lo
 
 
 class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
-    """Samples what a request's file describes; the transformer is the only module."""
+    """Samples the latents that a request's file describes. The transformer is the only module."""
 
     weight_prefix: ClassVar[str] = TRANSFORMER
     _dit_modules: ClassVar[list[str]] = ["transformer"]
@@ -51,11 +51,11 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors under the checkpoint's names; the names of the parameters and buffers that took them."""
+        """Load tensors under the checkpoint's names; returns the names of parameters and buffers that took one."""
         return _WEIGHTS_LOADER(self).load_weights(weights)
 
     def predict_noise(self, **inputs: Any) -> Tensor:
-        """Velocity of one branch of the guidance, in float32 as the trainer combines them."""
+        """Velocity of one guidance branch, in float32 as in the trainer."""
         return self.transformer(**inputs, return_dict=False)[0].float()
 
     @property
@@ -64,7 +64,7 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         return {TRANSFORMER: self.transformer}
 
     def velocity(self, call: SampleLatents, tensors: dict[str, Tensor], start: Tensor) -> Velocity:
-        """By the transformer, guided where there is a negative prompt."""
+        """Velocity of the transformer, guided if there is a negative prompt."""
         dtype = self.od_config.dtype
         texts = {slot: _text(tensors, slot, dtype) for slot in {name.rsplit(".", 1)[0] for name in tensors}}
         without = {slot.removeprefix(NEGATIVE): text for slot, text in texts.items() if slot.startswith(NEGATIVE)}

@@ -1,4 +1,4 @@
-"""What vLLM-Omni needs of the rest of a recipe. See `unirl.types.recipe`."""
+"""Recipe rules of vLLM-Omni. See `unirl.types.recipe`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BUNDLES = (
     "HunyuanImage3Bundle",
 )
 WITHOUT_ADAPTERS = ("HunyuanVideo15Bundle", "BagelBundle", "HunyuanImage3Bundle")
-"""Of those, the ones whose adapters reach vLLM-Omni merged alone."""
+"""Supported bundles whose adapters must be pushed merged."""
 KERNELS = ("FlowSDEStrategy", "CPSSDEStrategy", "DanceSDEStrategy", "DDIMStrategy")
 
 
 def pushes_are_whole(own: Part, run: Run) -> Messages:
-    """Adapters of some families reach vLLM-Omni merged."""
+    """Adapters of some families are pushed merged."""
     sync, bundle = run.policy.sync, run.policy.bundle
     names = {path.rsplit(".", 1)[-1] for path in (bundle.path, *bundle.lineage)}
     if sync is not None and sync.ability("sends_adapters") and names & set(WITHOUT_ADAPTERS):

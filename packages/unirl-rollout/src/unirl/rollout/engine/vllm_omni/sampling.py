@@ -1,7 +1,6 @@
-"""The loop of denoising inside vLLM-Omni's workers, whatever model it runs; imported by them alone.
+"""The denoising loop inside vLLM-Omni's workers, for every model. Imported only there.
 
-The kernels and the noise are those of the trainer (`unirl.sde`), so a log-prob differs from a replay's by what the two
-models differ.
+Kernels and noise are the trainer's (`unirl.sde`), so log-probs differ from a replay's only as far as the two models do.
 """
 
 from __future__ import annotations
@@ -21,31 +20,33 @@ from unirl.sde.loop import Velocity
 from unirl.sde.noise import step_noise
 
 GIVEN = "unirl"
-"""Key of a request's `extra_args`: a dict of `call`, the fields of a SampleLatents, and `answer`, the file to write."""
+"""Key of a request's `extra_args`; its value is a dict with `call`, the fields of a SampleLatents, and `answer`, the
+file to write."""
 KERNELS = {each.name: each for each in (FlowSDEStrategy, CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy)}
 
 _OUTPUT: Any = importlib.import_module("vllm_omni.diffusion.data").DiffusionOutput
 
 
 class SamplesGivenLatents:
-    """A custom pipeline of vLLM-Omni that samples what a request's file describes. A model says how it predicts."""
+    """A custom pipeline of vLLM-Omni that samples the latents that a request's file describes. Subclasses predict the
+    velocity."""
 
     device: torch.device
     weight_prefix: ClassVar[str]
-    """What the names of pushed weights begin with when they are loaded."""
+    """Prefix added to the names of pushed weights when they are loaded."""
 
     @property
     @abstractmethod
     def pushed_modules(self) -> dict[str, nn.Module]:
-        """What a push brings, by how loading begins the names of its parameters."""
+        """Name prefix -> module that receives pushes."""
 
     @abstractmethod
     def velocity(self, call: SampleLatents, tensors: dict[str, Tensor], start: Tensor) -> Velocity:
-        """How the model predicts for a call. tensors: of its file, without the initial latents `start` [B, ...]."""
+        """The velocity function of a call. tensors: of its file, without the initial latents `start` [B, ...]."""
 
     def forward(self, req: Any) -> Any:  # Any: vLLM-Omni's own
-        """Sample, and write the answer's file on the first rank. A request that is not ours, which is vLLM-Omni's
-        warm-up, has nothing to sample from and gets nothing."""
+        """Sample, and write the answer's file on the first rank. vLLM-Omni's warm-up request has no inputs for us and
+        gets an empty answer."""
         given = (req.sampling_params_list[0].extra_args or {}).get(GIVEN)
         if given is not None:
             answer = self._sampled(SampleLatents(**given["call"]))

@@ -1,4 +1,4 @@
-"""vLLM-Omni's process. Run as `python -m unirl.rollout.engine.vllm_omni.server FD FOLDER`."""
+"""Entry point of vLLM-Omni's process. Run as `python -m unirl.rollout.engine.vllm_omni.server FD FOLDER`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unirl.rollout.engine.vllm_omni.messages import CODEC
 
 
 def make_host(start: Start, aborts: Aborts) -> Host:
-    """The engine that a message asks for. Imports vLLM-Omni, which takes a while: the pipe comes first."""
+    """Make the host. vLLM-Omni is imported here, after the pipe is open, because that is slow."""
     from unirl.rollout.engine.vllm_omni.host import EngineHost
 
     return EngineHost(start)

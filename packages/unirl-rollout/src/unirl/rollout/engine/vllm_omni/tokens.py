@@ -1,4 +1,4 @@
-"""Texts as a request's file brings them to a unified model: rows of words."""
+"""Texts of a unified model in a request's file: rows of token ids."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 from unirl.rollout.engine.vllm_omni.families import INTERVAL
 
 FULL, FREE = "text", "negative_text"
-"""Slots of the words that are drawn, and of what stands in their place where guidance leaves them out."""
+"""Slots of the tokens to draw, and of those that replace them in the unconditional branch."""
 
 
 def rows_of(tensors: Mapping[str, Tensor], slot: str, num_rows: int) -> list[list[int]]:
-    """The words of each row in a slot, without padding; none where there is no such slot."""
+    """Token ids of each row in a slot, without padding; empty rows if there is no such slot."""
     if f"{slot}.ids" not in tensors:
         return [[]] * num_rows
     lengths = tensors[f"{slot}.mask"].sum(1).tolist()

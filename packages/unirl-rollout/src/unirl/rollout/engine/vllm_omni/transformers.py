@@ -1,4 +1,4 @@
-"""How vLLM-Omni's transformers of each family are built and called. Runs inside its workers.
+"""Builds and calls vLLM-Omni's transformer of each family. Runs inside its workers.
 
 Legend: B samples, L tokens, D width, p latent pixels on a side of a token.
 """
@@ -27,12 +27,12 @@ class Text:
     embeds: Tensor
     """[B, L, D] in the transformer's dtype."""
     mask: Tensor | None
-    """[B, L]; None where all tokens count."""
+    """[B, L]; None if there is no padding."""
     pooled: Tensor | None
 
 
 Texts = Mapping[str, Text]
-"""By slot: "text" and, of a family with two encoders that are not joined, "text_2"."""
+"""By slot: "text", and "text_2" in families with two separate encoders."""
 
 Inputs = Callable[[Tensor, Tensor, Texts, Any], dict[str, Any]]  # Any: keywords of vLLM-Omni's transformers
 """(latents [B, ...] in the transformer's dtype, sigma float32 [B], texts, transformer) -> keywords of its forward."""
@@ -43,25 +43,25 @@ class Native:
     """A transformer of vLLM-Omni."""
 
     module: str
-    """Below vllm_omni.diffusion.models."""
+    """Module path relative to vllm_omni.diffusion.models."""
     name: str
     inputs: Inputs
     token_side: int = 0
-    """p where the transformer takes and gives tokens, 0 where latents."""
+    """p if the transformer works on tokens, 0 if on latents."""
     normalises_guidance: bool = False
-    """Whether each token of a guided velocity gets the norm of the conditional one."""
+    """True if each token of a guided velocity is rescaled to the norm of the conditional one."""
     renamed_layers: Mapping[str, str] = field(default_factory=dict)
-    """Parts of names of linear layers in checkpoints, by what vLLM-Omni calls them otherwise: its loaders of weights
-    rename them, that of adapters does not."""
+    """Parts of linear-layer names in checkpoints -> vLLM-Omni's names. Its weight loaders rename them, its adapter
+    loader does not."""
 
     def layer_name(self, name: str) -> str:
-        """vLLM-Omni's name of a layer, of a tensor in it, or of layers that end alike."""
+        """vLLM-Omni's name of a layer, a tensor, or a common suffix of layers."""
         for theirs, own in self.renamed_layers.items():
             name = name.replace(theirs, own)
         return name
 
     def build(self, od_config: Any) -> Any:  # Any: vLLM-Omni's own
-        """The transformer that a configuration of vLLM-Omni describes, without weights."""
+        """The transformer of a vLLM-Omni configuration, without weights."""
         model_class = getattr(importlib.import_module(f"{_MODELS}.{self.module}"), self.name)
         utils = importlib.import_module("vllm_omni.diffusion.utils.tf_utils")
         sizes = utils.get_transformer_config_kwargs(od_config.tf_model_config, model_class)
@@ -73,7 +73,7 @@ class Native:
         )
 
     def velocity(self, out: Tensor, shape: torch.Size) -> Tensor:
-        """Velocity [B, ...] of what the transformer gives."""
+        """Velocity [B, ...] from the transformer's output."""
         return from_tokens(out, self.token_side, *shape[-2:]) if self.token_side else out
 
 
@@ -166,4 +166,4 @@ NATIVE: Mapping[str, Native] = {
         "hunyuan_video.hunyuan_video_15_transformer", "HunyuanVideo15Transformer3DModel", _hunyuan_video15
     ),
 }
-"""By the pipeline class that a checkpoint's index names."""
+"""Pipeline class in a checkpoint's index -> transformer."""

@@ -1,4 +1,4 @@
-"""What pushes ask of vLLM-Omni's workers: methods for its `collective_rpc`, imported by the workers alone."""
+"""Weight-push methods of vLLM-Omni's workers, called by `collective_rpc`. Imported only there."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _LORA: Any = importlib.import_module("vllm_omni.lora.request").LoRARequest
 _MAPPED = MappedBuckets()
 
 Facts = dict[str, Any]  # Any: JSON
-"""What a method says: `error`, or what it found. An exception would end vLLM-Omni."""
+"""Answer of a method: its findings, or `error`. An exception would end vLLM-Omni."""
 
 
 class PushExtension(_EXTENSION):
-    """Methods of a worker; each names itself so that no method of vLLM-Omni's is hidden.
+    """Methods of a worker. The prefix `unirl_` keeps them from hiding methods of vLLM-Omni.
 
-    vLLM-Omni gives the answer of its first worker alone, so each answers what all of them found.
+    vLLM-Omni returns only its first worker's answer, so each worker answers for all.
     """
 
     def unirl_on_all(self, method: str, args: list[Any]) -> list[Facts]:
-        """What a method of these found on every rank."""
+        """Call one of these methods on every rank and gather the answers."""
         distributed: Any = importlib.import_module("vllm_omni.diffusion.distributed.parallel_state")
         return of_all_ranks(getattr(self, method)(*args), distributed.get_world_group())
 
     def unirl_describe(self) -> Facts:
-        """What samples here."""
+        """Describe the sampling model."""
         pipeline: Any = self.model_runner.pipeline
         transformer, parameters = pipeline.transformer, self._parameters()
         sizes: Counter[str] = Counter()
@@ -48,8 +48,8 @@ class PushExtension(_EXTENSION):
         }
 
     def unirl_load_files(self, paths: list[str]) -> Facts:
-        """Load all weights from safetensors files, names as in the checkpoint; `error` where a parameter took none,
-        which vLLM-Omni itself does not say."""
+        """Load all weights from safetensors files, with names as in the checkpoint; `error` if a parameter took no
+        value, which vLLM-Omni itself does not report."""
         _MAPPED.forget_removed()
         tensors = {name: tensor for path in paths for name, tensor in _MAPPED.tensors(path).items()}
         pipeline: Any = self.model_runner.pipeline
@@ -63,7 +63,7 @@ class PushExtension(_EXTENSION):
         return {"num_bound": len(own)}
 
     def unirl_checksum(self) -> Facts:
-        """One checksum of all parameters and buffers that a push brings."""
+        """One checksum of all parameters and buffers that a push covers."""
         digest = xxhash.xxh3_128()
         for begin, module in self._modules().items():
             for name, tensor in sorted(module.state_dict().items()):
@@ -71,20 +71,20 @@ class PushExtension(_EXTENSION):
         return {"checksum": digest.hexdigest()}
 
     def unirl_load_adapter(self, folder: str, number: int) -> Facts:
-        """Act with the adapter of a folder from now on; `error` where a layer of it acts on nothing."""
+        """Use the adapter in a folder from now on; `error` if one of its layers matches no module."""
         manager: Any = self.lora_manager
         try:
             manager.set_active_adapter(adapter_request(folder, number))
         except (KeyError, ValueError, RuntimeError, AssertionError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        # It refuses to act with layers that it finds no module for; those that it did not read are not counted.
+        # vLLM-Omni refuses layers without a module; layers that it did not read are not counted.
         return {"num_layers": len(manager._registered_adapters[number].loras)}
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return self.model_runner.pipeline.pushed_modules
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Those that a push must reach, by the names that loading says."""
+        """Parameters that a push must reach, by the names that loading returns."""
         return {
             begin + name: parameter
             for begin, module in self._modules().items()
@@ -93,5 +93,5 @@ class PushExtension(_EXTENSION):
 
 
 def adapter_request(folder: str, number: int) -> Any:  # Any: vLLM-Omni's own
-    """vLLM-Omni's name for an adapter; number: > 0, another for every push."""
+    """vLLM-Omni's adapter request. number: > 0, different for every push."""
     return _LORA(lora_name=Path(folder).name, lora_int_id=number, lora_path=folder)
