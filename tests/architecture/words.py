@@ -16,7 +16,6 @@ from pathlib import Path
 
 NOT_YET_MENDED = (
     "packages/unirl-train/src/unirl/config/",
-    "packages/unirl-train/src/unirl/distributed/",
     "packages/unirl-train/src/unirl/trainer/",
 )
 """Folders whose texts are not checked yet; to be emptied."""

@@ -68,7 +68,7 @@ def test_a_released_value_is_refused_by_name(runtime) -> None:
 
 def test_a_held_value_of_other_workers_is_refused(runtime) -> None:
     held = LocalRuntime(build).role("source").make(numbered(["1"]), 1.0)
-    with pytest.raises(ContractError, match="lies with other workers"):
+    with pytest.raises(ContractError, match="is held by other workers"):
         runtime.role("sink").is_same_object(held)
 
 

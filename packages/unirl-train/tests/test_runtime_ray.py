@@ -274,7 +274,7 @@ def test_blocks_of_one_pool_hold_runtimes_of_their_own(ray_of_two_cores) -> None
             with RayRuntime(build_source, num_devices=1, block=pool.block("train", 0, 1)) as other:
                 with other.gather([(held, [2, 1])]) as moved:
                     assert moved.fetch().equals(grown(list("abcd")).select([2, 1]))
-                    with pytest.raises(ContractError, match="lies with other workers"):
+                    with pytest.raises(ContractError, match="is held by other workers"):
                         runtime.role("source").echo(moved)
             with pytest.raises(WorkerError) as caught:
                 runtime.role("source").refuse(0, "value")

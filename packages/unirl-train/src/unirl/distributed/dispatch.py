@@ -1,4 +1,4 @@
-"""How arguments are cut for the shards of a role and how results come back. Pure functions, no transport."""
+"""Splits arguments for the shards of a role and joins the results. Pure functions, no transport."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from unirl.types.rollout import RolloutResp
 
 @dataclass(frozen=True)
 class HeldKey:
-    """Names a held value in each worker's own table. Stands in for the value wherever arguments are cut."""
+    """Key of a held value in each worker's table. Stands in for the value when arguments are split."""
 
     number: int
 
 
 def shard_ranks(places: Sequence[MeshPlace]) -> list[list[int]]:
-    """The ranks of each data-parallel place, given the places of all ranks in order; the first of each answers for it.
+    """The ranks of each data-parallel place, given the places of all ranks in order. The first rank of a place answers
+    for it.
 
-    Raises ConfigError where ranks disagree on the number of shards or a shard has more ranks than another.
+    Raises ConfigError if ranks disagree on the number of shards, or shards have different numbers of ranks.
     """
     size = places[0].dp_size
     ranks: list[list[int]] = [[] for _ in range(size)]
@@ -41,7 +42,7 @@ def shard_ranks(places: Sequence[MeshPlace]) -> list[list[int]]:
 
 
 def shard_bounds(size: int, num_shards: int, what: str) -> list[tuple[int, int]]:
-    """Contiguous (start, stop) of equal shards. Raises ContractError where `size` does not divide."""
+    """Contiguous (start, stop) of equal shards. Raises ContractError if `size` is not divisible by `num_shards`."""
     if size % num_shards:
         raise ContractError(
             f"{what} has {size} samples, which do not divide over {num_shards} devices. "
@@ -52,9 +53,9 @@ def shard_bounds(size: int, num_shards: int, what: str) -> list[tuple[int, int]]
 
 
 def num_samples(value: Any) -> int | None:  # Any: arguments of any role
-    """How many samples DP_SCATTER would cut; None for a value that it repeats for every shard.
+    """Number of samples that DP_SCATTER would split; None for a value that it repeats for every shard.
 
-    A response counts its root samples: what grew from them goes along.
+    A response counts its root samples; samples that grew from them stay with them.
     """
     if isinstance(value, RolloutResp) and value.tracks:
         return value.root_track().batch_size
@@ -64,7 +65,7 @@ def num_samples(value: Any) -> int | None:  # Any: arguments of any role
 
 
 def scatter(value: Any, num_shards: int) -> list[Any]:  # Any: arguments of any role
-    """One item per shard: batches are cut, everything else is repeated."""
+    """One item per shard: batches are split, everything else is repeated."""
     size = num_samples(value)
     if size is None:
         return [value] * num_shards
@@ -75,10 +76,10 @@ def scatter(value: Any, num_shards: int) -> list[Any]:  # Any: arguments of any 
 def shard_arguments(
     dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any], num_shards: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """(args, kwargs) for every shard, the first first; for RANK_ZERO of the one rank that is called.
+    """(args, kwargs) for every shard in order; for RANK_ZERO of the single rank that is called.
 
-    Raises ContractError where a scattered list has another length than the shards, where the arguments that are cut
-    disagree on the number of samples, and where rank zero would see its own share of a held value as if it were all.
+    Raises ContractError if a scattered list does not have one item per shard, the split arguments disagree on the
+    number of samples, or rank zero would see its share of a held value as the whole.
     """
     values = (*args, *kwargs.values())
     if dispatch is Dispatch.RANK_ZERO:
@@ -115,7 +116,7 @@ def _one_item_per_shard(value: Any, num_shards: int) -> list[Any]:
 
 
 def collected(collect: Collect, results: list[Any]) -> Any:  # Any: results of any role
-    """What the driver sees of the shards' results (HOLD is the runtime's own affair)."""
+    """The shards' results as the driver gets them. The runtime handles HOLD itself."""
     if collect is Collect.FIRST:
         return results[0]
     if collect is Collect.ALL:

@@ -1,4 +1,4 @@
-"""Which rows move where when samples of held values become a new held value. Pure functions, no transport."""
+"""Plans which rows move where when samples of held values form a new held value. Pure functions, no transport."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from unirl.types.errors import ContractError
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of one shard of one source, in the order in which they are wanted."""
+    """Some rows of one shard of one source, in the requested order."""
 
     source: int
     """Index of the held value among the sources."""
     shard: int
     rows: tuple[int, ...]
-    """Places within the shard."""
+    """Positions within the shard."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What one new shard is made of."""
+    """The pieces of one new shard."""
 
     pieces: tuple[Piece, ...]
     order: tuple[int, ...] | None
-    """The wanted order, as places in the joined pieces; None where they are joined in it."""
+    """The requested order, as positions in the joined pieces; None if they are already in that order."""
 
 
 def plan_shards(sources: Sequence[tuple[Sequence[int], Sequence[int]]], num_shards: int) -> list[ShardPlan]:
-    """Plans of `num_shards` equal shards from (sizes of the shards, wanted rows) of each source, sources in order.
+    """Plans of `num_shards` equal shards from (shard sizes, requested rows) of each source, in order.
 
-    Rows count through all shards of a source. From each shard of a source comes at most one piece per new shard, so
-    every pair of workers exchanges one message. Raises ContractError where a row lies outside its source, where the
-    rows do not divide over the shards, and where none is wanted.
+    Rows are numbered through all shards of a source. A new shard has at most one piece of each source shard, so every
+    pair of workers exchanges one message. Raises ContractError if a row is outside its source, the rows do not divide
+    over the shards, or there are none.
     """
     wanted: list[tuple[int, int, int]] = []  # source, shard, row
     for number, (sizes, rows) in enumerate(sources):

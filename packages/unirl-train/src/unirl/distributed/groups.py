@@ -1,4 +1,4 @@
-"""Several groups of workers as one runtime: what trains, engines and reward models each with devices of their own."""
+"""Several groups of workers as one runtime: the trainer, engines and reward models on separate devices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unirl.types.roles import MeshPlace
 
 
 class WorkerGroups(Runtime):
-    """Finds every role with the workers that hold it: those of `elsewhere` by name, the others with `main`.
+    """Finds every role in the group that has it: roles in `elsewhere` by name, all others in `main`.
 
-    A held value moves, from worker to worker, to the group whose role is called with it; `gather` and `hold` give their
-    results to `main`. The groups are closed together, and `on_close` is called after them.
-    led: roles that several groups play together, by name: objects of this process with the methods of the role.
-    Raises ContractError where a group lacks its role.
+    A held value moves, from worker to worker, to the group whose role is called with it; results of `gather` and `hold`
+    are held by `main`. The groups are closed together, and then `on_close` is called.
+    led: roles that several groups implement together, by name: objects in this process with the role's methods.
+    Raises ContractError if a group lacks its role.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class WorkerGroups(Runtime):
         for runtime in self._groups:
             runtime.neighbours = frozenset(self._groups) - {runtime}
 
-    def _role(self, name: str) -> Any:  # Any: a Role, or what plays one
+    def _role(self, name: str) -> Any:  # Any: a Role, or an object with its methods
         return self._led[name] if name in self._led else self._elsewhere.get(name, self._main).role(name)
 
     def has_role(self, name: str) -> bool:
-        """See Runtime; of any group."""
+        """See Runtime; true if any group has the role."""
         return name in self._led or super().has_role(name)
 
     def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
@@ -59,21 +59,22 @@ class WorkerGroups(Runtime):
 
     @property
     def num_shards(self) -> int:
-        """A number of samples that divides by it divides over the workers of every group."""
+        """Least common multiple of all groups' shards: multiples of it divide over the workers of every group."""
         return math.lcm(*(runtime.num_shards for runtime in self._groups))
 
     @property
     def is_closed(self) -> bool:
-        """Whether the workers of `main` are; where another group has failed, what trained can still be saved."""
+        """True if the workers of `main` are stopped. If only another group has failed, the trained state can still be
+        saved."""
         return self._main.is_closed
 
     def usage(self) -> Usage:
-        """What the workers of all groups used so far."""
+        """Resources used by the workers of all groups so far."""
         parts = [runtime.usage() for runtime in self._groups]
         return Usage(sum(part.cpu_s for part in parts), sum(part.peak_rss_bytes for part in parts))
 
     def num_held(self) -> int:
-        """How many held values the busiest worker keeps."""
+        """Largest number of held values in one worker."""
         return max(runtime.num_held() for runtime in self._groups)
 
     def _infos(self) -> Mapping[str, ComponentInfo]:

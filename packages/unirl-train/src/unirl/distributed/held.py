@@ -1,4 +1,4 @@
-"""Results of calls: one that stays with the workers that made it, and one that is not there yet."""
+"""Results of calls: `Held` stays with the workers that made it, `Future` is not ready yet."""
 
 from __future__ import annotations
 
@@ -17,36 +17,39 @@ ResultT = TypeVar("ResultT")
 
 
 class Holder(Protocol):
-    """Workers that hold values: what is asked of the runtime of a `Held`."""
+    """Interface of a runtime whose workers hold values."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether the workers were stopped."""
+        """True if the workers have been stopped."""
         ...
 
     def map_held(
         self, key: HeldKey, function: Callable[..., ResultT], shard_args: Sequence[tuple[Any, ...]]
     ) -> list[ResultT]:
-        """function(value, *args) on every worker's own held value, with the args of its shard; one result per shard."""
+        """function(value, *args) on every worker's share of a held value, with the args of its shard; one result per
+        shard."""
         ...
 
     def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
-        """A new held value of some samples of others, cut evenly over these workers: (value, rows) in order."""
+        """A new held value with samples of others, split evenly over these workers. sources: (value, rows) in order."""
         ...
 
     def pick_rows(self, calls: Sequence[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:  # Any: also references
-        """Rows of held values, (shard, key, rows): the rows, or references that workers of the same kind read."""
+        """Rows of held values, given (shard, key, rows): the rows, or references that workers of the same kind can
+        read."""
         ...
 
     def release(self, key: HeldKey) -> None:
-        """Forget a held value on every worker."""
+        """Free a held value on every worker."""
         ...
 
 
 class Held:
-    """A result that stays with its producers; the driver has its ids and versions, and what it has attached itself.
+    """A result that stays with the workers that made it. The driver has its ids and versions, and the values it
+    attached.
 
-    Where a run has several groups of workers (`unirl.distributed.groups`), it moves to the one that is called with it.
+    In a run with several groups of workers (`unirl.distributed.groups`), it moves to the group that is called with it.
     """
 
     def __init__(self, runtime: Holder, key: HeldKey, metas: list[RolloutResp]) -> None:
@@ -62,7 +65,7 @@ class Held:
 
     @property
     def runtime(self) -> Holder:
-        """Whose workers hold the value."""
+        """The runtime whose workers hold the value."""
         return self._runtime
 
     @property
@@ -71,19 +74,17 @@ class Held:
         return self._metas
 
     def key_for(self, runtime: Holder) -> HeldKey:
-        """The key, for a call on `runtime`. Raises ContractError where the value does not lie with its workers."""
+        """The key, for a call on `runtime`. Raises ContractError if another runtime's workers hold the value."""
         if self._is_released:
             raise ContractError(f"held value {self.key.number} was released before it was used")
         if runtime is not self._runtime:
-            raise ContractError(
-                f"held value {self.key.number} lies with other workers; give them one of their own with gather"
-            )
+            raise ContractError(f"held value {self.key.number} is held by other workers; copy it to these with gather")
         return self.key
 
     def move_to(self, runtime: Holder) -> None:
-        """Let the workers of another runtime hold the value from now on, cut over them; rows go from worker to worker.
+        """Move the value to the workers of another runtime, split over them; rows go from worker to worker.
 
-        Raises ContractError where its samples do not divide over them.
+        Raises ContractError if its samples do not divide over them.
         """
         if runtime is self._runtime:
             return
@@ -92,16 +93,16 @@ class Held:
         self._runtime, self.key, self._metas, self._is_released = runtime, moved.key, moved._metas, False
 
     def map(self, function: Callable[..., ResultT], *args: Any) -> list[ResultT]:
-        """function(value, *args) where the value lies; one result per shard. `function` must pickle.
+        """function(value, *args) on the workers that hold the value; one result per shard. `function` must pickle.
 
-        Ranks that hold the same shard all run it, so that it may change the value.
+        All ranks that hold the same shard run it, so it may change the value.
         """
         return self._runtime.map_held(self.key_for(self._runtime), function, [args] * len(self._metas))
 
     def attach(self, track: str, **fields: Tensor) -> None:
-        """Write values of all samples of a track, [B, ...] each, into it where it lies; every shard gets its own rows.
+        """Write values [B, ...] of all samples into the held track; every shard gets its own rows.
 
-        Raises ContractError where the sizes disagree.
+        Raises ContractError if the sizes disagree.
         """
         sizes = [meta.track(track).batch_size for meta in self._metas]
         wrong = {name: len(values) for name, values in fields.items() if len(values) != sum(sizes)}
@@ -113,11 +114,11 @@ class Held:
         self._metas = [meta.with_values(track, **own) for meta, own in zip(self._metas, shares, strict=True)]
 
     def refresh(self) -> None:
-        """Read the metadata anew, after a role has written into the value where it lies."""
+        """Read the metadata again after a role has changed the held value."""
         self._metas = self.map(_metadata)
 
-    def fetch(self) -> Any:  # Any: what the method that was collected by HOLD returns
-        """The whole value in this process: the shards in order, joined. Heavy; the workers keep theirs."""
+    def fetch(self) -> Any:  # Any: the result type of the method collected by HOLD
+        """Copy the whole value to this process, shards joined in order. Expensive; the workers keep their shares."""
         return collected(Collect.CONCAT, self.map(_itself))
 
     def release(self) -> None:
@@ -151,7 +152,7 @@ def _attach(resp: RolloutResp, track: str, fields: dict[str, Tensor]) -> None:
 
 
 class Future(Generic[ResultT]):
-    """The result of a call that was submitted. Ask every future: on a local runtime nothing happens before."""
+    """The result of a submitted call. Call `result` of every future: a local runtime runs the call only then."""
 
     def __init__(self, compute: Callable[[], ResultT]) -> None:
         self._compute: Callable[[], ResultT] | None = compute
@@ -161,7 +162,7 @@ class Future(Generic[ResultT]):
     def result(self) -> ResultT:
         """Wait for the call and return its result, the same one each time.
 
-        Raises what the call raises, and ContractError where the runtime was closed before the call was asked for.
+        Raises what the call raises, and ContractError if the runtime was closed before the result was requested.
         """
         if self._compute is not None:
             try:

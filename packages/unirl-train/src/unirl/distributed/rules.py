@@ -1,4 +1,4 @@
-"""What the workers of a run need: one device per process of a local run, and devices that exist."""
+"""Rules about the workers of a run: one device for a local run, and enough devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def local_runtime_has_one_device(run: Run) -> Messages:
 
 
 def devices_exist(run: ComposedRun, machine: Machine) -> Messages:
-    """As many devices as the recipe uses on this machine, where it does not join a cluster."""
+    """This machine has the devices that the recipe uses, unless it joins a cluster."""
     cluster = run.file.cluster
     if cluster.address not in ("auto", "local"):
         return
@@ -32,14 +32,14 @@ def devices_exist(run: ComposedRun, machine: Machine) -> Messages:
 
 
 def nodes_need_ray(run: ComposedRun) -> Messages:
-    """One process is on one node."""
+    """A local run uses one node."""
     num_nodes = run.file.cluster.num_nodes
     if run.runtime == "local" and num_nodes is not None and num_nodes > 1:
         yield f"cluster.num_nodes = {num_nodes} needs runtime: ray. Set it, or remove cluster.num_nodes."
 
 
 def transport_needs_workers(run: ComposedRun) -> Messages:
-    """Samples move where there are processes, and options are read where they mean something."""
+    """A transport of samples needs worker processes, and its options need the transport that reads them."""
     cluster = run.file.cluster
     if run.runtime == "local" and cluster.transport != "ray":
         yield (

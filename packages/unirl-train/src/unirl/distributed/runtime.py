@@ -1,8 +1,8 @@
-"""Roles and runtimes: the trainer calls `role.method(...)`, the runtime decides where that happens.
+"""Roles and runtimes: the trainer calls `role.method(...)`, and the runtime decides where it runs.
 
-A runtime has a number of workers. Each worker builds the same named components; a role is one name on all of
-them. Methods carry `@distributed` markers (`unirl.types.roles`), which say how arguments are cut and how results
-come back. A result that is held stays with the workers that made it (`unirl.distributed.held`).
+A runtime has a number of workers. Each worker builds the same named components; a role is one name on all of them.
+Methods carry `@distributed` markers (`unirl.types.roles`), which say how arguments are split and results returned. A
+held result stays with the workers that made it (`unirl.distributed.held`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RoleT = TypeVar("RoleT")
 
 
 class Submitter:
-    """`role.submit.method(...)` returns a future, where `role.method(...)` waits."""
+    """`role.submit.method(...)` returns a future; `role.method(...)` waits."""
 
     def __init__(self, runtime: Runtime, name: str, info: ComponentInfo) -> None:
         self._runtime = runtime
@@ -62,7 +62,7 @@ def _check_chosen_once(sources: Sequence[tuple[Held, Sequence[int]]]) -> None:
 
 
 class Role:
-    """One component name on all workers. `role.method(...)` obeys the method's marker.
+    """One component name on all workers. `role.method(...)` follows the method's marker.
 
     submit: `role.submit.method(...)` does not wait; it returns a `Future`. Workers answer one call at a time, in the
     order of submission, so a call that follows a submitted one on the same workers waits for it.
@@ -85,14 +85,14 @@ class Role:
 
 
 class Runtime(ABC):
-    """Calls components on workers. Use as a context manager: leaving it stops every worker.
+    """Calls components on workers. Use it as a context manager: leaving it stops every worker.
 
-    Work is cut into `num_shards` shards, one per data-parallel place. Workers that share a place (sequence, tensor or
+    Work is split into `num_shards` shards, one per data-parallel place. Workers that share a place (sequence, tensor or
     expert parallel) get the same shard, and the first of them answers.
     """
 
     neighbours: frozenset[Runtime] = frozenset()
-    """Runtimes of the same run, whose held values move here where a role here is called with them."""
+    """Other runtimes of the run. Their held values move here when a role of this runtime is called with them."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -100,31 +100,33 @@ class Runtime(ABC):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the workers were stopped."""
+        """True if the workers have been stopped."""
         return self._is_closed
 
     @abstractmethod
     def _infos(self) -> Mapping[str, ComponentInfo]:
-        """Role name -> what is known of its component."""
+        """Role name -> facts about its component."""
 
     @abstractmethod
     def _places(self) -> Sequence[MeshPlace]:
-        """Where each worker stands, in the order of their ranks."""
+        """Mesh place of each worker, by rank."""
 
     @abstractmethod
     def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
-        """Run worker methods: (rank, worker method, arguments); results in the same order."""
+        """Run worker methods, given (rank, worker method, arguments); results in the same order."""
 
     def _start(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> Callable[[], list[Any]]:
-        """Start worker methods; what is returned waits for their results. Here nothing starts before it is asked."""
+        """Start worker methods; returns a function that waits for their results. In this base class nothing starts
+        before that."""
         return lambda: self._invoke_all(calls)
 
     def _pick(self, calls: list[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:
-        """Rows of held values, (rank, key, rows): the rows, or references that `_assemble` of such a runtime reads."""
+        """Rows of held values, given (rank, key, rows): the rows, or references that `_assemble` of such a runtime can
+        read."""
         return self._invoke_all([(rank, "pick", (key, rows)) for rank, key, rows in calls])
 
     def _assemble(self, calls: list[tuple[int, tuple[Any, ...], list[Any]]]) -> list[RolloutResp]:
-        """Join pieces on every rank: (rank, the arguments of `Worker.assemble` before what arrived, what arrived)."""
+        """Join pieces on every rank, given (rank, first arguments of `Worker.assemble`, arrived rows)."""
         return self._invoke_all([(rank, "assemble", (*args, arrived)) for rank, args, arrived in calls])
 
     @abstractmethod
@@ -133,22 +135,22 @@ class Runtime(ABC):
 
     @property
     def num_shards(self) -> int:
-        """Into how many equal shards a batch is cut: the data-parallel places."""
+        """Number of equal shards of a batch, which is the number of data-parallel places."""
         return self._places()[0].dp_size
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return len(self._places())
 
     @overload
     def role(self, name: str) -> Role: ...
     @overload
     def role(self, name: str, seen_as: type[RoleT]) -> RoleT: ...
-    def role(self, name: str, seen_as: type[RoleT] | None = None) -> Any:  # Any: seen_as, which a Role plays
+    def role(self, name: str, seen_as: type[RoleT] | None = None) -> Any:  # Any: seen_as, whose methods a Role has
         """The component `name` on all workers. Raises ConfigError for an unknown name.
 
-        seen_as: the protocol of its marked methods as the driver calls them (`unirl.trainer.roles`), for type checkers.
+        seen_as: the protocol of the driver's calls to it (`unirl.trainer.roles`), for type checkers.
         """
         return self._role(name)
 
@@ -159,7 +161,7 @@ class Runtime(ABC):
         return Role(self, name, infos[name])
 
     def has_role(self, name: str) -> bool:
-        """Whether the workers built a component of that name."""
+        """True if the workers have a component of that name."""
         return name in self._infos()
 
     def submit(
@@ -171,7 +173,7 @@ class Runtime(ABC):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Future[Any]:
-        """Dispatch one marked method; the future collects its results."""
+        """Call one marked method; the future collects its results."""
         if dispatch is Dispatch.RANK_ZERO and collect is Collect.HOLD:
             raise ContractError(f"{role}.{method}: a held value lies with every worker, RANK_ZERO makes it on one")
         ready = tuple(self._key_of(value) for value in args)
@@ -197,7 +199,7 @@ class Runtime(ABC):
 
     @contextlib.contextmanager
     def _unless_it_fails(self, key: HeldKey) -> Generator[None]:
-        """What some workers hold under the key is released where others failed."""
+        """Context: if some workers fail, release what the others hold under the key."""
         try:
             yield
         except UniRLError:
@@ -208,8 +210,8 @@ class Runtime(ABC):
     def _start_shards(
         self, method: str, shard_args: Sequence[tuple[Any, ...]], wanted: Sequence[bool] | None = None
     ) -> Callable[[], list[Any]]:
-        """Start a worker method on every rank with the arguments of its shard, and whether its result is wanted as the
-        last one; what is returned waits for the results of each shard's first rank (None where not `wanted`)."""
+        """Start a worker method on every rank with the arguments of its shard, and as last argument whether its result
+        is wanted. Returns a function that waits for the results of each shard's first rank (None if not `wanted`)."""
         ranks = shard_ranks(self._places())
         wait = self._start(
             [
@@ -224,22 +226,25 @@ class Runtime(ABC):
     def map_held(
         self, key: HeldKey, function: Callable[..., ResultT], shard_args: Sequence[tuple[Any, ...]]
     ) -> list[ResultT]:
-        """function(value, *args) on every worker's own held value, with the args of its shard; one result per shard."""
+        """function(value, *args) on every worker's share of a held value, with the args of its shard; one result per
+        shard."""
         return self._start_shards("map_held", [(key, function, args) for args in shard_args])()
 
     def hold(self, value: RolloutResp) -> Held:
-        """Cut a response over the workers and hold it there. The rare way in; results usually stay where they arise."""
+        """Split a response over the workers and hold it there. Rarely needed, since results usually stay where they are
+        made."""
         key = HeldKey(next(self._numbers))
         shards = scatter(value, self.num_shards)
         return Held(self, key, self._start_shards("hold", [(key, shard) for shard in shards])())
 
     def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
-        """A new held value of some samples of others, cut evenly over these workers: (value, rows) in order.
+        """A new held value with samples of others, split evenly over these workers. sources: (value, rows) in order.
 
-        The same as `hold(RolloutResp.concat([held.fetch().select(rows) for held, rows in sources]))`, but rows go from
-        worker to worker and the driver hands on references. The sources may lie with the workers of other runtimes of
-        the same kind, and stay held. `reward_compute_s` is the longest of those shards that rows came from.
-        Raises ContractError where a sample is chosen twice or does not exist, and where the samples do not divide.
+        Equal to `hold(RolloutResp.concat([held.fetch().select(rows) for held, rows in sources]))`, but rows go from
+        worker to worker and the driver only passes references. Workers of other runtimes of the same kind may hold the
+        sources, which stay held. `reward_compute_s` is the largest over the shards that the rows came from.
+        Raises ContractError if a sample is chosen twice or does not exist, or the samples do not divide over the
+        shards.
         """
         keys = [held.key_for(held.runtime) for held, _ in sources]
         plans = plan_shards(
@@ -275,11 +280,11 @@ class Runtime(ABC):
                 ]
             )
             metas = answers[:: len(ranks[0])]
-            collected(Collect.CONCAT, metas)  # raises where the shards do not fit together
+            collected(Collect.CONCAT, metas)  # raises if the shards do not fit together
         return Held(self, hold_as, metas)
 
     def _picked(self, pieces: Sequence[Piece], sources: Sequence[tuple[Held, Sequence[int]]]) -> list[Any]:
-        """What each piece holds, or a reference to it, from the workers where it lies."""
+        """The rows of each piece, or references to them, from the workers that hold them."""
         found: dict[int, Any] = {}
         for runtime in dict.fromkeys(held.runtime for held, _ in sources):
             places = [place for place, piece in enumerate(pieces) if sources[piece.source][0].runtime is runtime]
@@ -294,16 +299,16 @@ class Runtime(ABC):
         return self._pick([(first[shard], key, rows) for shard, key, rows in calls])
 
     def usage(self) -> Usage:
-        """What the workers used so far, and the driver where it is a process of its own."""
+        """Resources used so far by the workers, and by the driver if it is a separate process."""
         parts = self._invoke_all([(rank, "usage", ()) for rank in range(self.num_workers)])
         return Usage(sum(part.cpu_s for part in parts), sum(part.peak_rss_bytes for part in parts))
 
     def release(self, key: HeldKey) -> None:
-        """Forget a held value on every worker."""
+        """Free a held value on every worker."""
         self._invoke_all([(rank, "release", (key,)) for rank in range(self.num_workers)])
 
     def num_held(self) -> int:
-        """How many held values the busiest worker keeps; grows when releases are forgotten."""
+        """Largest number of held values in one worker; it grows if values are not released."""
         return max(self._invoke_all([(rank, "num_held", ()) for rank in range(self.num_workers)]))
 
     def _key_of(self, value: Any) -> Any:

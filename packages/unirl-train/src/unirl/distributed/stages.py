@@ -1,4 +1,4 @@
-"""Engines of stages with different groups of workers, as one engine."""
+"""Combines stage engines in different groups of workers into one engine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Engine = Any  # Any: the role of a StagesEngine, whose methods follow its marker
 
 
 class LedStages:
-    """Leads a request from group to group, in the order of its stages. The response moves along, from worker to worker.
+    """Passes a request from group to group, in the order of its stages. The response moves from worker to worker.
 
-    engines: by track; stages of one group have the same one.
+    engines: by track; stages of one group share an engine.
     """
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = dict(engines)
 
     def generate(self, req: RolloutReq, policy: Copies = None) -> Held:
-        """The tracks of all stages that the request names, held by the workers of the last one."""
+        """The tracks of all stages that the request names, held by the workers of the last stage."""
         held: Held | None = None
         for engine, params in self._legs(req):
             above, own = held, req.replace(sampling_params=params)
@@ -40,7 +40,7 @@ class LedStages:
         return held
 
     def plans(self, params: StagedSamplingParams) -> dict[str, DiffusionPlan]:
-        """Of every stage of latents, see StagesEngine."""
+        """Plan of every diffusion stage, see StagesEngine."""
         found = {}
         for engine in dict.fromkeys(self._engine(track) for track in params.stages):
             own = {track: each for track, each in params.stages.items() if self._engines[track] is engine}
@@ -48,7 +48,7 @@ class LedStages:
         return {track: found[track] for track in params.stages if track in found}
 
     def check_prompts(self, req: RolloutReq) -> None:
-        """Raise ConfigError where the first stage cannot read a prompt."""
+        """Raise ConfigError if the first stage cannot read a prompt."""
         engine, params = self._legs(req)[0]
         engine.check_prompts(req.replace(sampling_params=params))
 
@@ -68,7 +68,7 @@ class LedStages:
         return self._engines[track]
 
     def _legs(self, req: RolloutReq) -> list[tuple[Engine, StagedSamplingParams]]:
-        """Stages in a row of one engine are one call."""
+        """Consecutive stages of the same engine, joined to one call."""
         params = staged_params(req)
         legs: list[tuple[Engine, dict[str, Any]]] = []  # Any: parameters of any kind of stage
         for track, own in params.stages.items():

@@ -1,4 +1,4 @@
-"""What runs on one worker: named components, and the values that they hold. Needs no transport."""
+"""One worker: named components, and the values that they hold. Needs no transport."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from unirl.types.rollout import RolloutResp
 ResultT = TypeVar("ResultT")
 
 Builder = Callable[["WorkerContext"], Mapping[str, object]]
-"""Builds the components of one worker. A module-level function or functools.partial of one, so that it pickles."""
+"""Builds the components of one worker. Must pickle: a module-level function or functools.partial of one."""
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Where a worker stands."""
+    """Rank and device of a worker."""
 
     rank: int
     world_size: int
@@ -31,7 +31,7 @@ class WorkerContext:
 
 @dataclass(frozen=True)
 class ComponentInfo:
-    """What the driver knows of a component: enough to call it, without importing its class."""
+    """What the driver needs to call a component without importing its class."""
 
     owner: str
     """Name of its class."""
@@ -52,7 +52,7 @@ class ComponentInfo:
 
 @runtime_checkable
 class Holdable(Protocol):
-    """What a method collected by HOLD returns."""
+    """Interface of results of methods collected by HOLD."""
 
     def metadata_only(self) -> Any:  # Any: a Batch of the same class
         """The value without its large tensors."""
@@ -60,18 +60,18 @@ class Holdable(Protocol):
 
 @runtime_checkable
 class Openable(Protocol):
-    """What a worker is handed for something that lies elsewhere, and opens before it uses it. Pickles."""
+    """Stands for a value that is elsewhere; the worker opens it before use. Pickles."""
 
     def opened(self, kept: dict[str, Any]) -> Any:  # Any: rows, weights
-        """The thing itself, in this process.
+        """The value itself, in this process.
 
-        kept: what this worker keeps between calls (buffers, connections); written here.
+        kept: what this worker keeps between calls (buffers, connections); changed in place.
         """
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What processes used: CPU seconds in all, and peak resident bytes summed over processes."""
+    """Resources used by processes: total CPU seconds, and peak resident bytes summed over processes."""
 
     cpu_s: float
     peak_rss_bytes: int
@@ -79,14 +79,14 @@ class Usage:
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Rows of a value that a worker holds itself."""
+    """Rows of a value that the worker itself holds."""
 
     key: HeldKey
     rows: tuple[int, ...]
 
 
 class Worker:
-    """Components and held values of one rank. Local runtimes own one directly; Ray actors wrap one each."""
+    """Components and held values of one rank. A local runtime owns one directly; each Ray actor wraps one."""
 
     def __init__(self, builder: Builder, context: WorkerContext) -> None:
         self.context = context
@@ -94,14 +94,14 @@ class Worker:
         self._held: dict[HeldKey, Any] = {}  # Any: held values are of any type
 
     def component_infos(self) -> dict[str, ComponentInfo]:
-        """Role name -> what the driver needs to know of it."""
+        """Role name -> what the driver needs to call it."""
         return {name: ComponentInfo.of(type(component)) for name, component in self._components.items()}
 
     @property
     def mesh_place(self) -> MeshPlace:
-        """Where this worker stands, as its components say; a data-parallel rank where none says anything.
+        """This worker's place in the mesh, as its components report; a data-parallel rank if none reports one.
 
-        Raises ConfigError where two components say different things.
+        Raises ConfigError if two components disagree.
         """
         told = {name: item.mesh_place for name, item in self._components.items() if isinstance(item, Placed)}
         if len(set(told.values())) > 1:
@@ -122,8 +122,8 @@ class Worker:
         hold_as: HeldKey | None,
         is_wanted: bool = True,
     ) -> Any:
-        """Call a component. Held keys among the arguments become this worker's values; a held result returns
-        its metadata only, and a result that the driver would drop (`is_wanted` false) None."""
+        """Call a component. Held keys in the arguments are replaced by this worker's values. Returns only the metadata
+        of a held result, and None if the driver does not want the result (`is_wanted`)."""
         ready = [self._resolve(value) for value in args]
         named = {name: self._resolve(value) for name, value in kwargs.items()}
         result = getattr(self._components[role], method)(*ready, **named)
@@ -138,12 +138,13 @@ class Worker:
     def map_held(
         self, key: HeldKey, function: Callable[..., ResultT], args: tuple[Any, ...], is_wanted: bool
     ) -> ResultT | None:
-        """function(value, *args) on this worker's own held value; None where the driver would drop the result."""
+        """function(value, *args) on this worker's share of a held value; returns None if the driver does not want the
+        result."""
         result = function(self._resolve(key), *args)
         return result if is_wanted else None
 
     def hold(self, key: HeldKey, value: Any, is_wanted: bool = True) -> Any:
-        """Keep a value that came from elsewhere; returns its metadata where the driver wants it."""
+        """Hold a value from another process; returns its metadata if the driver wants it."""
         self._held[key] = value
         return value.metadata_only() if is_wanted else None
 
@@ -158,35 +159,35 @@ class Worker:
         order: Sequence[int] | None,
         arrived: Sequence[RolloutResp],
     ) -> RolloutResp:
-        """Join pieces, put them in order and hold the result; returns its metadata.
+        """Join pieces, order them and hold the result; returns its metadata.
 
-        pieces: rows of this worker's own values, or None for the next of those that `arrived` from others.
+        pieces: rows of this worker's values, or None for the next item of `arrived`, which are from other workers.
         """
         others = iter(arrived)
         parts = [next(others) if piece is None else self.pick(piece.key, piece.rows) for piece in pieces]
         if len(parts) > 1:
-            # What came from elsewhere is on the CPU.
+            # Rows from other workers are on the CPU.
             parts = [RolloutResp.concat([outgoing(part) for part in parts] if arrived else parts)]
         whole = parts[0] if order is None else parts[0].select(order)
         return self.hold(hold_as, whole)
 
     def usage(self) -> Usage:
-        """What this process used so far."""
+        """Resources used by this process so far."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return Usage(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 
     def close(self) -> None:
-        """Close the components that hold something until they are closed."""
+        """Close the components that implement `Closeable`."""
         for component in self._components.values():
             if isinstance(component, Closeable):
                 component.close()
 
     def release(self, key: HeldKey) -> None:
-        """Forget a held value."""
+        """Free a held value."""
         self._held.pop(key, None)
 
     def num_held(self) -> int:
-        """How many values this worker holds."""
+        """Number of values that this worker holds."""
         return len(self._held)
 
     def _resolve(self, value: Any) -> Any:

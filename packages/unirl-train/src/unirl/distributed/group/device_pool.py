@@ -1,7 +1,7 @@
 """The devices of a run as Ray placement groups, and named blocks of them.
 
 One placement group per node keeps neighbouring ranks on one node. A block is a set of devices that belongs to one
-runtime: trainer workers take one, an engine or a reward model that wants devices of its own takes another.
+runtime: trainer workers take one, and an engine or reward model on separate devices takes another.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ logger = logging.getLogger(__name__)
 Device = Literal["cpu", "cuda"]
 
 ON_THIS_MACHINE = ("auto", "local")
-"""Addresses that mean a Ray of this machine."""
+"""Addresses that stand for a Ray on this machine."""
 
 _CONNECT_TIMEOUT_S = 10.0
-"""How long a cluster may take to accept a connection; Ray itself tries for minutes."""
+"""Time limit for a cluster to accept a connection; Ray itself tries for minutes."""
 
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Place:
-    """One device, or its part for one of several blocks that take turns: a bundle of a placement group."""
+    """A bundle of a placement group: one device, or a fraction of it if several blocks take turns on the device."""
 
     group: Any  # Any: ray.util.placement_group.PlacementGroup, and ray may be absent
     bundle: int
     fraction: float
-    """1 / (number of blocks that have the device)."""
+    """1 / (number of blocks that share the device)."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class DevicePool:
 
     num_devices: GPUs with device="cuda", CPU cores with device="cpu" (`cpus_per_device` cores each, which may be
       less than one).
-    num_nodes: how many nodes they fill, each with as many; a placement of several waits until the nodes have joined.
-    address: "auto" or "local" joins the Ray that this process already uses, or starts one on this machine, which
-      `close` stops; host:port joins a running cluster.
+    num_nodes: number of nodes with equally many devices each; with several, waits until the nodes have joined. address:
+    "auto" or "local" joins the Ray that this process already uses, or starts one on this machine, which `close` stops;
+    host:port joins a running cluster.
     start_timeout_s: longest wait for the nodes and for their devices to become free.
-    log_to_driver: whether what workers print appears here.
+    log_to_driver: print the workers' output in this process.
 
-    Raises ConfigError before anything is started where the machine or the cluster has fewer devices, and where no
-    cluster answers at the address.
+    Raises ConfigError before anything is started, if the machine or cluster has too few devices or no cluster answers
+    at the address.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class DevicePool:
         logger.info("joined Ray at %s in %.1f s", address, time.monotonic() - begin)
 
     def _require_joined(self, address: str) -> None:
-        """Raise ConfigError where the Ray that this process uses is not the one at the address."""
+        """Raise ConfigError if this process already uses another Ray than the one at the address."""
         if address in ON_THIS_MACHINE:
             return
         require_answer(address, _CONNECT_TIMEOUT_S)
@@ -158,8 +158,8 @@ class DevicePool:
         return {"CPU": self.cpus_per_device, **({"GPU": 1.0} if self.device == "cuda" else {})}
 
     def _nodes(self, deadline: float, timeout_s: float) -> list[Any]:
-        """The nodes to fill: of several, this one first and the others by address; None of a single one, which Ray
-        picks. Waits for nodes that have not joined yet."""
+        """The nodes to use: with several, this node first and the others by address; [None] for a single node, which
+        Ray picks. Waits for nodes to join."""
         if self.num_nodes == 1:
             self._check(self._ray.cluster_resources(), "the Ray cluster")
             return [None]
@@ -182,7 +182,7 @@ class DevicePool:
                 )
             time.sleep(_POLL_S)
 
-    def _capacity(self, node: Mapping[str, Any]) -> int:  # Any: what Ray says of a node
+    def _capacity(self, node: Mapping[str, Any]) -> int:  # Any: Ray's description of a node
         return min(int(node["Resources"].get(name, 0) / amount + 1e-6) for name, amount in self._bundle().items())
 
     def _reserve(self, nodes: Sequence[Any], deadline: float, timeout_s: float) -> None:
@@ -211,13 +211,15 @@ class DevicePool:
                     )
 
     def block(self, name: str, start: int = 0, stop: int | None = None) -> Block:
-        """Devices start..stop-1 under a name. Raises ConfigError outside the pool or where blocks overlap."""
+        """Devices start..stop-1 under a name. Raises ConfigError if they are outside the pool or overlap another
+        block."""
         return self.blocks({name: range(start, self.num_devices if stop is None else stop)})[name]
 
     def blocks(self, wanted: Mapping[str, Sequence[int]]) -> dict[str, Block]:
-        """Several blocks by name. Where two of them have a device, their workers share it and must take turns.
+        """Several blocks by name. If two of them share a device, their workers must take turns on it.
 
-        Raises ConfigError outside the pool, for a name that is taken, and where one overlaps a block handed out before.
+        Raises ConfigError if devices are outside the pool, a name is taken, or a block overlaps one from an earlier
+        call.
         """
         for name, devices in wanted.items():
             if not devices or min(devices) < 0 or max(devices) >= self.num_devices:
@@ -239,11 +241,11 @@ class DevicePool:
         return made
 
     def free(self, block: Block) -> None:
-        """Give a block's devices back to the pool."""
+        """Return a block's devices to the pool."""
         self._blocks.pop(block.name, None)
 
     def close(self) -> None:
-        """Give the devices back; stop Ray where this pool started it. Safe to call twice."""
+        """Release the devices, and stop Ray if this pool started it. Safe to call twice."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -266,7 +268,7 @@ _ADDRESS_ADVICE = "Start Ray there (ray start --head), or set cluster.address, o
 
 
 def require_answer(address: str, timeout_s: float) -> None:
-    """Raise ConfigError where nobody accepts a connection at host:port within `timeout_s`."""
+    """Raise ConfigError if no connection is accepted at host:port within `timeout_s`."""
     for host, port in _sockets(address):
         try:
             socket.create_connection((host, port), timeout=timeout_s).close()
@@ -278,7 +280,8 @@ def require_answer(address: str, timeout_s: float) -> None:
 
 
 def _sockets(address: str) -> list[tuple[str, int]]:
-    """The hosts and ports that host:port of a Ray means: for this machine also the address that Ray takes instead."""
+    """The hosts and ports that a Ray address may resolve to: for this machine also the address that Ray uses
+    instead."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"cluster.address = {address!r} must be auto, local or host:port of a running Ray.")

@@ -8,7 +8,7 @@ from unirl.types.errors import ConfigError
 
 
 def ray_module() -> ModuleType:
-    """The ray module. Raises ConfigError naming the extra to install where it is missing."""
+    """The ray module. Raises ConfigError naming the extra to install if it is missing."""
     try:
         import ray
         import ray.util.scheduling_strategies

@@ -1,7 +1,7 @@
-"""The runtime with one Ray actor a device.
+"""The runtime with one Ray actor per device.
 
-Values stay in the workers (`Held`), results that return travel through the object store (`tensor.transport`), and a
-worker that fails or dies stops the run under its own name, with its own traceback.
+Held values stay in the workers (`Held`), returned results travel through the object store (`tensor.transport`), and if
+a worker fails or dies, the run stops with the worker's name and traceback.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from unirl.types.rollout import RolloutResp
 logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT_S = 5.0
-"""How long `close` lets workers close what they hold, and then end by themselves, before they are killed."""
+"""Time that `close` gives workers to close their components, and again to end by themselves, before they are killed."""
 
 _GONE_TIMEOUT_S = 10.0
 """How long `close` waits for killed processes to disappear."""
@@ -43,18 +43,18 @@ class RayRuntime(Runtime):
     """Builds the same components on `num_devices` workers, one process each, and calls them.
 
     builder: runs in every worker; must pickle, and its module must be importable there.
-    device: "cpu" (a core each, collectives over gloo) or "cuda" (a GPU each, collectives over NCCL).
+    device: "cpu" (one core per worker, collectives over gloo) or "cuda" (one GPU per worker, collectives over NCCL).
     env: environment variables of the worker processes.
     timeout_s: longest time of one call, of building the components, and of one collective inside them.
     start_timeout_s: longest wait for devices and processes.
-    address, num_nodes, cpus_per_device, log_to_driver: see `DevicePool`. A worker has as many CPU threads as cores are
-        reserved for it, at least one.
-    block: devices of a pool that several runtimes share; without one the runtime has a pool of its own.
-    plane: how samples move between workers, shared by the runtimes of a run; None: as Ray objects.
+    address, num_nodes, cpus_per_device, log_to_driver: see `DevicePool`. A worker has one CPU thread per core reserved
+        for it, and at least one.
+    block: devices of a pool that several runtimes share; None makes a separate pool.
+    plane: moves samples between workers, shared by all runtimes of a run; None uses Ray objects.
 
-    Errors that a worker raises: those of ours (`UniRLError`) keep their class, others become `WorkerError`; both name
-    the worker. If all ranks still answered, the runtime stays usable; otherwise it is closed.
-    Raises ConfigError where there are fewer devices than asked for.
+    Errors of workers keep their class if it is a `UniRLError` and become `WorkerError` otherwise; both name the worker.
+    If all ranks still answered, the runtime stays usable; otherwise it is closed.
+    Raises ConfigError if there are too few devices.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RayRuntime(Runtime):
             built = self._on_all("build", (builder,), "building the components", timeout_s)
             self._components = built[0][0]
             self._mesh = [place for _, place in built]
-            shard_ranks(self._mesh)  # raises where the workers do not fit together
+            shard_ranks(self._mesh)  # raises if the workers do not fit together
             self._plane.join(self._actors)
             unfinished.pop_all()
         logger.info("started %s in %.1f s", ", ".join(self._names()), time.monotonic() - begin)
@@ -134,11 +134,11 @@ class RayRuntime(Runtime):
         self._processes = self._on_all("process_info", (), "starting the processes", timeout_s)
 
     def _num_threads(self, fraction: float) -> int:
-        """Threads of a worker that has this share of a device."""
+        """Threads of a worker that has this fraction of a device."""
         return max(1, int(self._block.pool.cpus_per_device * fraction))
 
     def _thread_limits(self, fraction: float) -> dict[str, str]:
-        # Set before the process imports anything: libraries beside PyTorch read them once.
+        # Set before the process imports anything, since other libraries than PyTorch read them once.
         return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self._num_threads(fraction)))
 
     def _form_group(self, start_timeout_s: float) -> None:
@@ -149,7 +149,7 @@ class RayRuntime(Runtime):
         self._on_all("join", (host, port, num_threads, self._timeout_s), "forming the process group", start_timeout_s)
 
     def remote_role(self, name: str) -> RemoteRole:
-        """A component of these workers, for code in the workers of another runtime."""
+        """A component of these workers, callable from the workers of another runtime."""
         self._require_open()
         self.role(name)
         return RemoteRole(name, tuple(self._actors), tuple(self._names()), self._timeout_s)
@@ -183,7 +183,7 @@ class RayRuntime(Runtime):
 
     def _assemble(self, calls: list[tuple[int, tuple[Any, ...], list[Any]]]) -> list[RolloutResp]:
         self._require_open()
-        # Ray replaces references by their values where they are direct arguments only.
+        # Ray replaces references by their values only if they are direct arguments.
         pending = {self._actors[rank].assemble.remote(args, *arrived): rank for rank, args, arrived in calls}
         assembled = self._await(pending, "assemble", self._timeout_s)
         self._plane.taken()
@@ -226,9 +226,9 @@ class RayRuntime(Runtime):
         self.close()
 
     def close(self) -> None:
-        """Kill the workers with all that they started, and give the devices back. Safe to call twice.
+        """Kill the workers and all processes that they started, and release the devices. Safe to call twice.
 
-        Returns when the processes of this machine are gone; Ray ends those of other machines.
+        Returns when the processes on this machine are gone; Ray ends those on other machines.
         """
         if self.is_closed:
             return
@@ -237,10 +237,10 @@ class RayRuntime(Runtime):
         if self._ray.is_initialized():
             self._plane.leave(self._actors)
             if self._failure is None:
-                # Ray kills what a worker has started as soon as the worker ends.
+                # Ray kills a worker's child processes as soon as the worker ends.
                 closing = [actor.close.remote() for actor in self._actors]
                 self._ray.wait(closing, num_returns=len(closing), timeout=_LEAVE_TIMEOUT_S)
-                # A worker that ends by itself is no event; one that is killed makes Ray print a warning.
+                # Ray prints a warning for a worker that is killed, but not for one that ends by itself.
                 leaving = [actor.__ray_terminate__.remote() for actor in self._actors]
                 self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_TIMEOUT_S)
             here = self._ray.util.get_node_ip_address()

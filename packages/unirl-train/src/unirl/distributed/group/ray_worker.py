@@ -1,4 +1,4 @@
-"""What runs inside a worker process: a `Worker`, the process group of its runtime, and nothing else."""
+"""The actor in a worker process: wraps a `Worker` and the process group of its runtime."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class ProcessInfo:
 
 
 CONTROL = "control"
-"""Ray's concurrency group of what is answered beside a call that runs: `RayWorker.report`."""
+"""Ray's concurrency group of methods that are answered while a call runs: `RayWorker.report`."""
 
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker does at this moment."""
+    """What a worker is doing."""
 
     doing: str | None
-    """The call that runs; None: none."""
+    """The running call, or None."""
     since_s: float
-    """For how long."""
+    """Running time so far."""
     stack: str
-    """Of the thread that runs it."""
+    """Stack of the thread that runs the call."""
 
     def __str__(self) -> str:
         what = "waits for a call" if self.doing is None else f"in {self.doing} for {self.since_s:.0f} s"
@@ -57,8 +57,8 @@ class WorkerReport:
 
 
 class RayWorker:
-    """One rank in a process of its own, with two lanes. What `RayRuntime` calls runs in the lane of work, one call at a
-    time and always in the same thread; `report` answers beside it, in the lane CONTROL."""
+    """One rank in a separate process. Calls of `RayRuntime` run one at a time, always in the same thread; `report`
+    answers meanwhile, in the concurrency group CONTROL."""
 
     def __init__(self, rank: int, world_size: int, device: str, import_path: list[str]) -> None:
         # The driver's import path: Ray passes on its script and working directories only.
@@ -68,7 +68,7 @@ class RayWorker:
         self._worker: Worker | None = None
         self._kept: dict[str, Any] = {}  # Any: see Openable
         self._running: tuple[str, float, int] | None = None
-        """Name, start and thread of the call that runs."""
+        """Name, start and thread of the running call."""
 
     @contextmanager
     def _doing(self, what: str) -> Generator[None]:
@@ -79,23 +79,23 @@ class RayWorker:
             self._running = None
 
     def report(self) -> WorkerReport:
-        """What runs in the lane of work, since when and where."""
+        """The running call, since when, and its stack."""
         running = self._running
         if running is None:
             return WorkerReport(None, 0.0, "")
         what, start, thread = running
-        frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, though it has an underscore
+        frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented despite the underscore
         stack = "".join(traceback.format_stack(frame)[-STACK_DEPTH:]) if frame is not None else ""
         return WorkerReport(what, time.monotonic() - start, stack.rstrip())
 
     def process_info(self) -> ProcessInfo:
-        """Make this process the leader of its own process group, so that what it starts can be ended with it."""
+        """Make this process the leader of its own process group, so that its children can be ended with it."""
         if os.getpgrp() != os.getpid():
             os.setpgid(0, 0)
         return ProcessInfo(os.getpid(), ray_module().util.get_node_ip_address())
 
     def open_store(self, host: str, timeout_s: float) -> int:
-        """On rank 0: open the meeting point of the process group; returns its port, which the system chose."""
+        """On rank 0: open the store of the process group; returns its port, which the system chooses."""
         store = torch.distributed.TCPStore(
             host,
             0,
@@ -122,18 +122,18 @@ class RayWorker:
             rank=self._context.rank,
             world_size=self._context.world_size,
             timeout=timeout,
-            # A device makes NCCL connect now: connections made lazily, in an order that differs by rank, can deadlock.
+            # With a device, NCCL connects now: lazy connections, in an order that differs by rank, can deadlock.
             device_id=torch.device(self._context.device) if is_cuda else None,
         )
 
     def build(self, builder: Builder) -> tuple[dict[str, ComponentInfo], MeshPlace]:
-        """On all ranks: build the components; says what they are and where this worker stands."""
+        """On all ranks: build the components; returns their descriptions and this worker's place in the mesh."""
         with self._doing("build"):
             self._worker = Worker(builder, self._context)
         return self._worker.component_infos(), self._worker.mesh_place
 
     def close(self) -> None:
-        """Close the components, so that what they started ends in order."""
+        """Close the components, so that they stop what they started."""
         if self._worker is not None:
             self._worker.close()
 
@@ -142,28 +142,29 @@ class RayWorker:
         return self.perform("invoke", (role, method, self._opened(args), {}, None))
 
     def pick(self, key: HeldKey, rows: Sequence[int]) -> tuple[None, Any]:  # Any: held values are of any type
-        """Two results of Ray: a sign that the rows are there, and the rows, for workers that assemble a new value."""
+        """Two Ray results for workers that assemble a new value: None, a signal that the rows are ready, and the
+        rows."""
         return None, self.perform("pick", (key, rows))
 
     def pick_contiguous(self, key: HeldKey, rows: Sequence[int]) -> Any:  # Any: as pick
-        """The rows alone, as Ray Direct Transport takes them."""
+        """Only the rows, contiguous as Ray Direct Transport needs them."""
         return contiguous(self.perform("pick", (key, rows)))
 
     def pick_elsewhere(
         self, key: HeldKey, rows: Sequence[int], put: Callable[[RolloutResp], Openable]
     ) -> tuple[None, Openable]:
-        """`pick`, with the rows where `put` lays them. `put` must pickle."""
+        """`pick`, but with the rows stored by `put`. `put` must pickle."""
         return None, put(self.perform("pick", (key, rows)))
 
     def assemble(self, args: tuple[Any, ...], *arrived: RolloutResp | Openable) -> RolloutResp:
-        """`Worker.assemble`; what comes from other workers stands in the call itself, where Ray fetches it."""
+        """`Worker.assemble`. Rows of other workers are direct arguments, so that Ray fetches them."""
         return self.perform("assemble", (*args, self._opened(arrived)))
 
     def _opened(self, values: tuple[Any, ...]) -> tuple[Any, ...]:  # Any: as call_component and assemble
         return tuple(value.opened(self._kept) if isinstance(value, Openable) else value for value in values)
 
     def perform(self, method: str, args: tuple[Any, ...]) -> Any:  # Any: as the worker's methods
-        """Call a method of `Worker`; what it returns leaves as CPU tensors."""
+        """Call a method of `Worker`; tensors in its result are moved to the CPU."""
         if self._worker is None:
             raise RuntimeError("build comes before perform")
         with self._doing(".".join(args[:2]) if method == "invoke" else method):

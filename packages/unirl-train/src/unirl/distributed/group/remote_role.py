@@ -1,4 +1,4 @@
-"""A component of one runtime's workers, for code in the workers of another."""
+"""A component of one runtime's workers, callable from the workers of another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unirl.distributed.tensor.transport import outgoing
 
 @dataclass(frozen=True)
 class RemoteRole:
-    """Calls one component on every worker of a runtime that runs elsewhere. Pickles, unlike a `Role`.
+    """Calls one component on every worker of another runtime. Pickles, unlike a `Role`.
 
     The runtime's own driver must not call the same workers meanwhile: they answer one call at a time, in order.
     """
@@ -21,18 +21,18 @@ class RemoteRole:
     name: str
     actors: Sequence[Any]  # Any: ray actor handles
     workers: Sequence[str]
-    """What errors call the actors."""
+    """Names of the workers in errors."""
     timeout_s: float
 
     def call(self, method: str, *args: Any) -> list[Any]:  # Any: as the component's methods
         """The method's results, one per worker. Arguments leave this process once.
 
-        Raises what a worker raises where it is an error of ours, else WorkerError.
+        Raises a worker's error if it is a UniRLError, else WorkerError.
         """
         return self.submit(method, *args)()
 
     def submit(self, method: str, *args: Any) -> Callable[[], list[Any]]:  # Any: as the component's methods
-        """Call the method without waiting; what is returned waits as `call` does. Workers answer in order."""
+        """Call the method without waiting; returns a function that waits as `call` does. Workers answer in order."""
         ray = ray_module()
         values = [outgoing(value) for value in args]
         references = values if len(self.actors) == 1 else [ray.put(value) for value in values]

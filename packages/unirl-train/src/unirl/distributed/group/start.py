@@ -1,4 +1,4 @@
-"""The worker groups of a run on one pool of devices."""
+"""Starts the worker groups of a run on one pool of devices."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from unirl.distributed.worker import Builder
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One group of workers: how they are built, and the devices of the pool that they have."""
+    """One group of workers: how they are built, and their devices of the pool."""
 
     name: str
     builder: Builder
     devices: Sequence[int]
     roles: Sequence[str] = ()
-    """Roles that are found here rather than in the first group."""
+    """Roles that this group has instead of the first group."""
 
 
 @dataclass(frozen=True)
 class Push:
-    """Engines that the component "sync" of the first group pushes to."""
+    """Engines to which the component "sync" of the first group pushes."""
 
     group: str
     engine: str
     """Name of the component."""
     policy: str | None = None
-    """Where the sync is of several policies, the one that goes there."""
+    """The pushed policy, if "sync" has several."""
 
 
 def start_groups(
@@ -51,11 +51,11 @@ def start_groups(
     stages: Mapping[str, str] | None = None,
     plane: DataPlane | None = None,
 ) -> Runtime:
-    """Start the groups one after the other, the first one first. Groups that have the same device take turns there.
+    """Start the groups in order. Groups that share a device take turns on it.
 
-    stages: track -> the group whose component "engine" makes it, where several make one response (`LedStages`).
-    The other arguments: see `DevicePool` and `RayRuntime`.
-    Raises what they raise, and leaves nothing behind.
+    stages: track -> the group whose component "engine" makes it, if several groups make one response (`LedStages`).
+    Other arguments: see `DevicePool` and `RayRuntime`.
+    Raises what they raise, after stopping everything that was started.
     """
     with contextlib.ExitStack() as unfinished:
         plane = plane or ObjectPlane()

@@ -1,8 +1,9 @@
-"""Waiting for an answer of every worker, and finding the cause where one fails.
+"""Waits for an answer of every worker, and finds the cause if some fail.
 
-A failure rarely comes alone. A rank that dies breaks the collective that the others are in, so they fail too, often
+Failures rarely come alone. A rank that dies breaks the collective that the others are in, so they fail too, often
 before the death is known; a rank that raises leaves the others waiting in the collective forever. So after the first
-failure the others get a few seconds to answer, the cause is picked among the failures, and who still hangs is reported.
+failure the other ranks get a few seconds to answer, the cause is chosen among the failures, and ranks that still hang
+are reported.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from unirl.types.errors import UniRLError, WorkerError
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
-"""How long the other ranks may take to answer after one has failed."""
+"""Time that the other ranks get to answer after one has failed."""
 SLOW_S = 600.0
-"""After this time, and after each doubling of it, a warning says what workers do that have not answered."""
+"""After this time, and each doubling of it, a warning lists workers that have not answered and what they are doing."""
 REPORT_S = 5.0
-"""How long a worker may take to say what it does."""
+"""Time that a worker gets to report what it is doing."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset) by peer|process ?group", re.IGNORECASE)
@@ -40,23 +41,23 @@ class Failure:
 
     @property
     def is_death(self) -> bool:
-        """Whether the process is gone."""
+        """True if the process has died."""
         return not isinstance(self.error, ray_module().exceptions.RayTaskError)
 
     @property
     def text(self) -> str:
-        """The worker's own traceback, or what Ray knows of its death."""
+        """The worker's traceback, or what Ray knows about its death."""
         text = _COLOUR.sub("", str(self.error)).strip()
         return f"the process died. Ray says: {text}" if self.is_death else text
 
     @property
     def distance(self) -> int:
-        """0 for a cause, more for what is likely a consequence."""
+        """0 for a likely cause, more for a likely consequence."""
         return 0 if self.is_death else 2 if _BROKEN_COLLECTIVE.search(str(self.error)) else 1
 
 
 class CallFailed(Exception):
-    """Some workers did not answer well. `is_settled`: all of them did answer, and all processes live."""
+    """Some workers failed. is_settled: all workers have answered, and all processes are alive."""
 
     def __init__(self, failures: Sequence[Failure], is_settled: bool) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class CallFailed(Exception):
         self.is_settled = is_settled
 
     def raise_cause(self) -> NoReturn:
-        """Raise the cause: an error of ours as the worker raised it, anything else as WorkerError."""
+        """Raise the cause: a UniRLError as the worker raised it, anything else as WorkerError."""
         first, *others = self.failures
         named = WorkerError(first.worker, first.text)
         for other in others:
@@ -77,7 +78,7 @@ class CallFailed(Exception):
 
 
 def reports(workers: Mapping[str, Any]) -> str:  # Any: ray actor handles
-    """What each worker does at this moment, asked in its lane of control (`RayWorker.report`)."""
+    """What each worker is doing (`RayWorker.report`), as text."""
     ray = ray_module()
     asked = {actor.report.options(concurrency_group=CONTROL).remote(): name for name, actor in workers.items()}
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REPORT_S) if asked else ([], [])
@@ -99,11 +100,10 @@ def answers(
     timeout_s: float,
     actors: Mapping[str, Any] | None = None,  # Any: ray actor handles
 ) -> list[Any]:
-    """The results of the object references `pending` (reference -> worker), in their order.
+    """The results of the object references `pending` (reference -> worker), in order.
 
-    actors: `RayWorker`s by name, of which those that do not answer for long are asked what they do, for a warning and
-        for the error.
-    Raises CallFailed, or WorkerError naming the workers that gave no answer within `timeout_s`.
+    actors: `RayWorker`s by name; slow ones are asked what they are doing, for warnings and errors.
+    Raises CallFailed, or WorkerError naming the workers that did not answer within `timeout_s`.
     """
     ray = ray_module()
     begin = time.monotonic()
@@ -143,6 +143,6 @@ def answers(
 
 
 def _reported(waiting: Iterable[str], actors: Mapping[str, Any] | None) -> str:
-    """What the workers that did not answer do, on further lines."""
+    """What the workers that did not answer are doing, on further lines."""
     silent = {name: actors[name] for name in waiting if name in actors} if actors else {}
     return f"\n{reports(silent)}" if silent else ""

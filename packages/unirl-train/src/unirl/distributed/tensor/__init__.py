@@ -1,1 +1,1 @@
-"""How tensors travel between the processes of a run."""
+"""Moves tensors between the processes of a run."""

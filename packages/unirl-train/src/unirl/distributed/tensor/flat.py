@@ -1,4 +1,4 @@
-"""Named tensors one after the other in one buffer of bytes, which can be shared, sent or stored as a whole."""
+"""Packs named tensors into one byte buffer, which can be shared, sent or stored as a whole."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64
-"""Bytes. Every dtype can be viewed at a multiple of it, and copies stay on cache lines."""
+"""Bytes. Every dtype can be viewed at multiples of it, and copies are aligned to cache lines."""
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where tensors lie in a buffer."""
+    """Positions of tensors in a buffer."""
 
     spans: tuple[tuple[str, torch.dtype, tuple[int, ...], int, int], ...]
     """Name, dtype, shape, start and stop of each tensor, in bytes."""
     num_bytes: int
-    """Of the buffer."""
+    """Size of the buffer."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """The places of these tensors, in their order."""
+        """The layout of these tensors, in order."""
         spans, start = [], 0
         for name, tensor in tensors.items():
             stop = start + tensor.numel() * tensor.element_size()
@@ -38,5 +38,5 @@ class FlatLayout:
             place.copy_(tensors[name])
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The tensors in a buffer, whose memory they share."""
+        """The tensors in a buffer; they share its memory."""
         return {name: buffer[start:stop].view(dtype).view(shape) for name, dtype, shape, start, stop in self.spans}

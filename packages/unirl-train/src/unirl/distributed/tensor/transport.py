@@ -1,9 +1,9 @@
-"""How values cross from one process to another.
+"""Prepares values that leave their process.
 
-Most never do: a held value stays with the worker that made it, and the driver moves its key. Rows that another worker
-needs go by a data plane (`planes`); arguments and results go through Ray's object store (shared memory on one node, the
-network between nodes). All are tensors on the CPU: the driver needs no accelerator to receive a result, and a component
-decides the device of what it receives.
+Most values never do: a held value stays with the worker that made it, and the driver only passes its key. Rows that
+another worker needs go through a data plane (`planes`); arguments and results go through Ray's object store (shared
+memory on one node, the network between nodes). All tensors are on the CPU: the driver needs no accelerator to receive a
+result, and a component chooses the device of its inputs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from unirl.types.batch import Batch
 
 
 def outgoing(value: Any) -> Any:  # Any: arguments and results of any role
-    """`value` ready to leave its process: every tensor detached, on the CPU, and with a storage of its own size.
+    """`value` with every tensor detached, on the CPU, and with a storage no larger than the tensor.
 
-    A slice that is pickled as it is takes the whole storage behind it along. Looks into batches, lists, tuples and
-    dicts; other objects pass unchanged.
+    Pickling a slice would include its whole storage. Tensors are found in batches, lists, tuples and dicts; other
+    objects are returned unchanged.
     """
     return _mapped(value, lambda tensor: _own_storage(tensor.detach().cpu()))
 
 
 def contiguous(value: Any) -> Any:  # Any: results of any role
-    """`value` with every tensor contiguous, which Ray Direct Transport needs. Looks where `outgoing` does."""
+    """`value` with every tensor contiguous, as Ray Direct Transport needs. Tensors are found as by `outgoing`."""
     return _mapped(value, Tensor.contiguous)
 
 

@@ -1,1 +1,1 @@
-"""The trained policy on its way to an engine: whole or as an adapter, verified there, proved by its log-probs."""
+"""Pushes the trained policy to engines, whole or as an adapter; verified by the engine and proved by its log-probs."""

@@ -1,4 +1,4 @@
-"""What every push does: send, compare what the engine says it took, and ask it for log-probs."""
+"""Base of weight syncs: send, compare with the engine's receipt, and check its log-probs."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ CANARY_PROMPTS = ("The quick brown fox", "1 + 2 =")
 
 @bounded("sync")
 class WeightSync(ABC):
-    """Pushes the backend's policy to an engine: every rank to the one beside it, or rank 0 to those elsewhere.
+    """Pushes the backend's policy to an engine: every rank to the one in its worker, or rank 0 to those of other
+    workers.
 
-    backend: what trains. engine: the engine of this worker; None where `connect` names some elsewhere.
-    pipeline: replays the canary. sampling: of the recipe, whose kind says what the canary is.
-    dtype: what the engine keeps weights in; tensors are rounded to it before they leave.
-    canary_prompts: short texts that the engine samples from after every push. canary_image_size: side in pixels of a
-        picture beside each in the slot "image", for models that need one; None shows none.
+    backend: the trainer. engine: the engine of this worker; None if `connect` is called with engines of other workers.
+    pipeline: replays the canary. sampling: the recipe's; its type chooses the kind of canary.
+    dtype: of the engine's weights; tensors are rounded to it before they are sent.
+    canary_prompts: short texts that the engine samples from after every push. canary_image_size: side in pixels of an
+        image per text in the slot "image", for models that need one; None sends no images.
     canary_tolerance: largest difference between the engine's log-probs and the trainer's, see `TokenCanary` and
-        `TransitionCanary`; None takes theirs.
-    transport: how tensors cross to engines in other workers: "ray" (objects, what None means), "files", "ipc" (shared
+        `TransitionCanary`; None takes their defaults.
+    transport: how tensors are sent to engines in other workers: "ray" (objects; the default), "files", "ipc" (shared
         memory), "nccl" (broadcast). transfer_dir: folder of "files";
         None: /dev/shm.
-    Raises WeightSyncError, and the run stops, where anything is not as it was sent.
+    Raises WeightSyncError, which stops the run, if the engine did not get exactly what was sent.
     """
 
     sends_adapters: ClassVar[bool] = False
-    """Whether LoRA adapters are sent instead of whole weights."""
+    """True if LoRA adapters are sent instead of whole weights."""
 
     def __init__(
         self,
@@ -81,11 +82,11 @@ class WeightSync(ABC):
         self._dtype = dtype_named(dtype, "sync.dtype")
         self._rank = rank
         self._slicing: SlicingTransport | None = None
-        """What takes the rows of every rank; None where the first sends whole tensors."""
+        """Transport for rows of every rank; None if rank 0 sends whole tensors."""
         self._ranks = backend.collectives
         self._sent: dict[str, str] = {}
         self._checksums: dict[str | None, dict[str, str]] = {}
-        """Checksum of every tensor of the last push, by named policy: whether an update changed anything."""
+        """Checksum of every tensor of the last push, by named policy; shows if an update changed anything."""
         self._canary = _canary(
             backend, pipeline, sampling, canary_primitives(canary_prompts, canary_image_size), canary_tolerance
         )
@@ -99,9 +100,9 @@ class WeightSync(ABC):
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def connect_elsewhere(self, engines: RemoteRole, shares_device: bool = False) -> None:
-        """Push to engines of other workers from now on, by the transport that was chosen; else as `connect`.
+        """Push to engines of other workers from now on, by the chosen transport; otherwise as `connect`.
 
-        shares_device: whether each of them is on the very device that this worker has.
+        shares_device: True if each engine is on the same device as its worker.
         """
         transport = make_transport(self._transport, self._device, engines, self._transfer_dir, shares_device)
         self.connect(RemoteEngines(engines, transport))
@@ -109,13 +110,13 @@ class WeightSync(ABC):
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def prepare(self) -> None:
-        """Wait until the engine can be pushed to, so that no push is timed with the engine's start."""
+        """Wait until the engine accepts pushes, so that timings of pushes do not include its start."""
         if self._engine is not None:
             self._engine.wait_until_ready()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def push(self, policy: str | None = None) -> Metrics:
-        """Make the engine sample from the present policy, or from a named copy of it; every rank calls it.
+        """Make the engine sample from the current policy, or from a named copy of it; every rank calls it.
 
         Returns sync/seconds, sync/megabytes, sync/tensors, sync/changed_tensors, sync/bound and the canary's
         sync/logprob_gap_{max,mean}.
@@ -123,7 +124,7 @@ class WeightSync(ABC):
         begin = time.perf_counter()
         version = self._source.policy_version
         engine = self._engine
-        if engine is None:  # its shards are gathered for the rank that sends, in the push and in the canary's replay
+        if engine is None:  # takes part in gathering for the rank that sends, in the push and in the canary's replay
             self._gather(policy)
             with self._under(policy):
                 self._canary.replay_only()
@@ -160,13 +161,13 @@ class WeightSync(ABC):
         }
 
     def close(self) -> None:
-        """Give back what pushes to engines of other workers hold."""
+        """Free what pushes to engines of other workers hold."""
         if isinstance(self._engine, RemoteEngines):
             self._engine.close()
 
     @property
     def is_due(self) -> bool:
-        """Whether the engine's version is not the present one."""
+        """True if the engine does not have the current version."""
         return self._engine is not None and self._engine.policy_version != self._source.policy_version
 
     @abstractmethod
@@ -178,18 +179,18 @@ class WeightSync(ABC):
         """The collectives of `_send`, on a rank that has no engine."""
 
     def _proved(self, version: int) -> Metrics:
-        """Called when the engine was proved to sample from what `_send` sent; metrics of the push."""
+        """Called once the canary has proved a push; returns metrics of the push."""
         return {}
 
     def _forget(self) -> None:  # noqa: B027 (most remember nothing)
-        """Called when pushes go to another engine from now on."""
+        """Called when later pushes go to another engine."""
 
     def _under(self, policy: str | None) -> AbstractContextManager[None]:
-        """Inside, the trainer's model has the values of the policy."""
+        """Context in which the trainer's model has the weights of the policy."""
         return nullcontext() if policy is None else self._policies.using_policy(policy)
 
     def _note_sent(self, specs: Iterable[WeightSpec]) -> None:
-        """Called by `_send` with every tensor, whether it travels or the engine has it."""
+        """Called by `_send` with every tensor, sent or already in the engine."""
         self._sent.update({spec.name: spec.checksum for spec in specs})
 
 
@@ -200,7 +201,7 @@ def _canary(
     primitives: Mapping[str, Primitive],
     tolerance: float | None,
 ) -> Canary:
-    """The canary of what is sampled; a pipeline samples one kind of thing alone."""
+    """The canary for this kind of sampling; a pipeline has only one kind."""
     match sampling:
         case ARSamplingParams():
             return TokenCanary(cast("AutoregressivePipeline", pipeline), primitives, tolerance)

@@ -1,4 +1,4 @@
-"""The proof that an engine has the trainer's policy: both give the same samples the same log-probs."""
+"""Proves that an engine has the trainer's policy: both give the same log-probs for the same samples."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from unirl.types.segments import LatentSegment, TextSegment
 
 
 def canary_primitives(prompts: Sequence[str], image_size: int | None) -> dict[str, Primitive]:
-    """What the engine samples from: texts in the slot "text" and, with an image size, in "image" a picture beside each.
+    """Inputs of the canary: texts in the slot "text" and, with an image size, one image per text in "image".
 
-    image_size: side in pixels. Pictures are noise, the same in every run. Raises ConfigError without texts.
+    image_size: side in pixels. Images are noise, the same in every run. Raises ConfigError without texts.
     """
     if not prompts or not all(prompts):
         raise ConfigError(f"sync.canary_prompts = {list(prompts)} must hold at least one text, and none empty")
@@ -35,15 +35,15 @@ def canary_primitives(prompts: Sequence[str], image_size: int | None) -> dict[st
 
 
 class Canary(ABC):
-    """Lets the engine sample from a few prompts and scores the samples with the trainer's weights.
+    """Has the engine sample from a few prompts, and computes log-probs of the samples with the trainer's weights.
 
-    Catches what checksums cannot: weights that arrived and were bound, but to the wrong place, in the wrong scale or
-    beside stale cached values. primitives: see `canary_primitives`; one sample of each text. tolerance: in the unit of
-    the log-probs.
+    Catches what checksums cannot: weights that arrived and were bound, but to the wrong place, at the wrong scale or
+    with stale caches. primitives: see `canary_primitives`; one sample per text. tolerance: in the unit of the
+    log-probs.
     """
 
     unit: ClassVar[str]
-    """Of a log-prob, for messages."""
+    """Unit of a log-prob, for messages."""
 
     def __init__(self, primitives: Mapping[str, Primitive], tolerance: float) -> None:
         self._primitives = dict(primitives)
@@ -55,11 +55,11 @@ class Canary(ABC):
 
     @abstractmethod
     def _request(self, version: int) -> RolloutReq:
-        """One sample of each prompt."""
+        """A request for one sample per prompt."""
 
     @abstractmethod
     def _gaps(self, track: RolloutTrack) -> Tensor:
-        """|log-prob of the engine - of the trainer|, float32 [B, ...] or packed over samples; see `_sample_of`."""
+        """|engine's log-prob - trainer's log-prob|, float32 [B, ...] or packed over samples; see `_sample_of`."""
 
     @abstractmethod
     def _sample_of(self, track: RolloutTrack, position: int) -> int:
@@ -67,12 +67,12 @@ class Canary(ABC):
 
     @abstractmethod
     def replay_only(self) -> None:
-        """The forwards of `check` on a rank without an engine: where weights are sharded, ranks run equally many."""
+        """Run the forwards of `check` on a rank without an engine, since sharded ranks must run equally many."""
 
     def check(self, engine: PushTarget, version: int, policy: str | None = None) -> tuple[float, float]:
-        """Largest and mean |log-prob of the engine - of the trainer|.
+        """Largest and mean |engine's log-prob - trainer's log-prob|.
 
-        Raises WeightSyncError above the tolerance, and where the samples are of another version.
+        Raises WeightSyncError if it exceeds the tolerance or the samples come from another version.
         """
         resp = engine.generate(self._request(version), policy)
         (track,) = resp.tracks.values()
@@ -85,7 +85,7 @@ class Canary(ABC):
         largest, mean = float(gaps.max()), float(gaps.mean())
         if not largest <= self._tolerance:  # NaN is above every tolerance
             row = self._sample_of(track, int(gaps.argmax()))
-            prompt = self._prompts[row % len(self._prompts)]  # several engines answer one after the other
+            prompt = self._prompts[row % len(self._prompts)]  # the answers of several engines are concatenated
             raise WeightSyncError(
                 f"the engine does not have the trainer's policy of version {version}: log-probs of the same samples "
                 f"differ by up to {largest:.3g} {self.unit} ({mean:.3g} on average, {gaps.numel()} log-probs), most "
@@ -99,11 +99,11 @@ class Canary(ABC):
 
 
 class TokenCanary(Canary):
-    """The engine continues prompts; its tokens are scored."""
+    """The engine continues prompts; the trainer scores its tokens."""
 
     unit = "nats"
     default_tolerance: ClassVar[float] = 0.3
-    """Rounding gives 1e-5 nats where both compute in fp32, about 0.1 in bf16."""
+    """Rounding gives 1e-5 nats if both compute in fp32, about 0.1 in bf16."""
     _params: ClassVar[ARSamplingParams] = ARSamplingParams(temperature=1.0, max_new_tokens=8, seed=0)
 
     def __init__(
@@ -146,20 +146,20 @@ def _tokens(track: RolloutTrack) -> TextSegment:
 
 
 class TransitionCanary(Canary):
-    """The engine denoises prompts in a few steps, some of them stochastic; these transitions are replayed.
+    """The engine denoises prompts in a few steps, some of them stochastic; the trainer replays those transitions.
 
-    sampling: of the recipe; geometry, guidance and precision are its own, steps and noise the canary's. device: where
-    the trainer's weights are.
+    sampling: the recipe's; geometry, guidance and precision are taken from it, steps and noise are the canary's.
+    device: of the trainer's weights.
     """
 
     unit = "nats, reduced as the kernel says"
     default_tolerance: ClassVar[float] = 1e-4
-    """As much as the clips of policy gradients on transitions usually allow; in fp32 the gap is 0."""
+    """The usual clip range of policy gradients on transitions; in fp32 the gap is 0."""
     _num_steps: ClassVar[int] = 4
     _stochastic: ClassVar[tuple[int, ...]] = (1, 2)
-    """In the middle, where a prediction is neither all noise nor all image."""
+    """Steps in the middle, where a prediction is neither all noise nor all image."""
     _eta: ClassVar[float] = 0.5
-    """For recipes that sample deterministically; inside the range of every kernel."""
+    """For recipes that sample deterministically; in the range of every kernel."""
 
     def __init__(
         self,
@@ -225,7 +225,8 @@ class TransitionCanary(Canary):
         self._replayed(req.make_root_track(conditions=conditions, segment=segment, decoded=None), segment)
 
     def _replayed(self, track: RolloutTrack, segment: LatentSegment) -> Tensor:
-        """[B, S], one forward per step with the rows of the rollout: in fp32 on a CPU the engine's bits."""
+        """Log-probs [B, S], one forward per step with the rows of the rollout; in fp32 on a CPU bit-identical to the
+        engine's."""
         rows = torch.arange(track.batch_size)
         with self._pipeline.evaluating():
             steps = [

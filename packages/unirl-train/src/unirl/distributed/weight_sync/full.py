@@ -1,4 +1,4 @@
-"""All weights of the policy, in buckets. For full fine-tuning, and for adapters that are merged on the way."""
+"""Pushes all weights of the policy in buckets, for full fine-tuning and for merged adapters."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from unirl.types.weights import WeightReceipt, WeightSpec, rounded, weight_bucke
 
 @bounded("sync")
 class FullWeightSync(WeightSync):
-    """Gathers the model tensor by tensor and sends it in buckets; the engine loads it when all of it is there.
+    """Gathers the model tensor by tensor and sends it in buckets; the engine loads it once all have arrived.
 
-    bucket_bytes: most bytes in one bucket, of which two are on their way at once (a larger tensor travels alone).
-    changed: what travels of the model: "all"; or "tensors", those that are not as in the last push, while the engine
-        compares its own with the checksums of the rest: for adapters that are merged, and for models of which parts are
-        frozen.
-    The rest: see `WeightSync`.
+    bucket_bytes: largest bucket; two are in flight at once (a larger tensor gets its own bucket). changed: "all" sends
+    the whole model; "tensors" only those that changed since the last push, and the engine checks the others by
+    checksum. Useful for merged adapters and partly frozen models.
+    Other arguments: see `WeightSync`.
     """
 
     renamed_keywords: ClassVar[Renamed] = {"only_changed": ("changed", {True: "tensors", False: "all"})}
@@ -69,7 +68,7 @@ class FullWeightSync(WeightSync):
         self._slices: SlicePush | None = None
 
     def connect_elsewhere(self, engines: RemoteRole, shares_device: bool = False) -> None:
-        """See WeightSync."""
+        """Push to engines of other workers, in slices if the transport takes them."""
         super().connect_elsewhere(engines, shares_device)
         self._slices = None
         if self._slicing is not None and self._last is None:
@@ -116,7 +115,7 @@ class FullWeightSync(WeightSync):
 
 
 def _of_all(receipt: WeightReceipt | None, num_sent: int) -> WeightReceipt:
-    """The receipt. Raises WeightSyncError unless it is of all that was sent."""
+    """The receipt. Raises WeightSyncError unless it covers all tensors that were sent."""
     if receipt is None or receipt.num_tensors != num_sent:
         raise WeightSyncError(f"{num_sent} tensors were sent, the engine counts {receipt and receipt.num_tensors}")
     return receipt

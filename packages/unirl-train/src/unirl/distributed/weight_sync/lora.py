@@ -1,4 +1,4 @@
-"""The LoRA adapter of the policy alone: some megabytes instead of the model."""
+"""Pushes only the policy's LoRA adapter: some megabytes instead of the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unirl.types.weights import WeightBucket, WeightReceipt, rounded, weight_spe
 
 
 class LoraWeightSync(WeightSync):
-    """Swaps the engine's adapter for the present one; base weights stay where they are. Options: see `WeightSync`."""
+    """Replaces the engine's adapter by the current one; base weights are not sent. Options: see `WeightSync`."""
 
     sends_adapters: ClassVar[bool] = True
 

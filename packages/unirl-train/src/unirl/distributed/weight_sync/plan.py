@@ -1,4 +1,4 @@
-"""Who sends which rows of which tensor in a push, and in which bucket."""
+"""Plans which rank sends which rows of which tensor in a push, and in which bucket."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unirl.types.bucket_files import BucketLayout
 from unirl.types.errors import WeightSyncError
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Whole shape and dtype of each tensor."""
+"""Full shape and dtype of each tensor."""
 Rows = Mapping[str, Sequence[int]]
-"""First row of each tensor that a rank has, and the end."""
+"""Tensor -> (first row, end) of the rows that a rank has."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Tensors that travel together, in pieces."""
+    """Tensors that are sent together, in pieces."""
 
     layout: BucketLayout
     pieces: tuple[Piece, ...]
-    """By tensor in the order of the layout, then by row."""
+    """Ordered by tensor as in the layout, then by row."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors, in the order of the layout."""
+        """Tensor names, in the order of the layout."""
         return tuple(name for name, *_ in self.layout.spans)
 
     def pieces_by_name(self) -> dict[str, list[Piece]]:
-        """Tensor -> its pieces, by row."""
+        """Tensor -> its pieces, ordered by row."""
         found: dict[str, list[Piece]] = {name: [] for name in self.names}
         for piece in self.pieces:
             found[piece.name].append(piece)
@@ -48,10 +48,10 @@ class PlannedBucket:
 
 
 def push_plan(shapes: Shapes, ranks: Sequence[Rows], max_bytes: int, dtype: torch.dtype) -> tuple[PlannedBucket, ...]:
-    """The buckets of a push, of at most `max_bytes` (a larger tensor gets a bucket alone).
+    """The buckets of a push, of at most `max_bytes` (a larger tensor gets its own bucket).
 
-    ranks: what each has; where several have the same rows they take turns. dtype: floating tensors are sent in it.
-    Raises WeightSyncError for rows that no rank has, and for ranges that overlap.
+    ranks: rows of each rank; ranks with the same rows take turns. dtype: in which floating tensors are sent. Raises
+    WeightSyncError if no rank has some rows, or ranges overlap.
     """
     buckets: list[PlannedBucket] = []
     current: dict[str, torch.Tensor] = {}
@@ -77,7 +77,7 @@ def _planned(tensors: Mapping[str, torch.Tensor], ranks: Sequence[Rows], turn: i
 
 
 def _pieces(name: str, num_rows: int, ranks: Sequence[Rows], turn: int) -> Iterator[Piece]:
-    """The pieces of a tensor. turn: which of several ranks with the same rows sends them."""
+    """The pieces of a tensor. turn: chooses among ranks with the same rows."""
     owners: dict[tuple[int, int], list[int]] = {}
     for rank, rows in enumerate(ranks):
         start, stop = rows[name]

@@ -1,4 +1,4 @@
-"""Engines in the workers of another runtime, on this node or on others, as one target of a push."""
+"""Presents the engines of another runtime's workers, on any node, as one target of a push."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ Wait = Callable[[], list[Any]]  # Any: as the component's methods
 
 
 class RemoteEngines:
-    """Every engine of a runtime behind the interface of one (PushTarget).
+    """All engines of a runtime behind the interface of one (PushTarget).
 
         training.role("sync").connect_elsewhere(rollouts.remote_role("engine"))
 
-    transport: how tensors cross; None puts them into Ray's object store. While the engines take one bucket the next
-    one is gathered and packed, so an error of an engine may be raised one call later. Every engine verifies what
-    arrives at it.
+    transport: how tensors are sent; None uses Ray's object store. While the engines load one bucket, the next is
+    gathered and packed, so an engine's error may be raised one call later. Every engine verifies what it receives.
     """
 
     def __init__(self, role: RemoteRole, transport: WeightTransport | None = None) -> None:
@@ -54,12 +53,12 @@ class RemoteEngines:
             self._role.call("begin_weights", policy_version, list(specs))
 
     def receive_weights(self, bucket: WeightBucket) -> None:
-        """See PushTarget; to all engines. Returns when the bucket is on its way."""
+        """See PushTarget; to all engines. Returns once the bucket is being sent."""
         with self._dropping():
             self._send("receive_weights", bucket)
 
     def receive_parcel(self, number: int, parcel: Parcel) -> None:
-        """Hand a bucket over that several ranks have written, and will send with `depart` of the transport."""
+        """Announce a bucket that several ranks have written, and will send with the transport's `depart`."""
         with self._dropping():
             self.make_way()
             self._on_their_way.append((number, self._role.submit("receive_weights", parcel)))
@@ -79,14 +78,14 @@ class RemoteEngines:
             return self._agreed(self._take_answers())
 
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
-        """Every engine's samples of the whole request, one engine after the other: a canary sees each of them."""
+        """Every engine's samples of the whole request, concatenated, so that the canary checks each engine."""
         answers = self._role.call("generate", req, policy)
         return RolloutResp.concat(
             [_of_engine(name, resp) for name, resp in zip(self._role.workers, answers, strict=True)]
         )
 
     def close(self) -> None:
-        """Give back what the transport holds: files, memory, connections."""
+        """Free what the transport holds: files, memory, connections."""
         self._on_their_way.clear()
         self._transport.drop()
 
@@ -99,13 +98,13 @@ class RemoteEngines:
         self._transport.depart(number)
 
     def make_way(self) -> None:
-        """Return when another bucket may leave. Raises what the engines raise of those that they have."""
+        """Wait until another bucket may be sent. Raises the engines' errors about earlier buckets."""
         with self._dropping():
             while len(self._on_their_way) >= NUM_UNDER_WAY:
                 self._take_answers()
 
     def _take_answers(self) -> list[Any]:  # Any: as the component's methods
-        """Wait for the engines to answer the oldest bucket."""
+        """Wait for the engines' answers to the oldest bucket."""
         number, wait = self._on_their_way.popleft()
         answers = wait()
         self._transport.arrived(number)
@@ -113,7 +112,7 @@ class RemoteEngines:
 
     @contextmanager
     def _dropping(self) -> Generator[None]:
-        """Leaves nothing on its way where the inside fails."""
+        """Context: if it fails, all buckets in flight are dropped."""
         try:
             yield
         except UniRLError:
@@ -131,7 +130,7 @@ class RemoteEngines:
 
 
 def _of_engine(name: str, resp: RolloutResp) -> RolloutResp:
-    """The response with sample ids of its own, since all engines answer one request."""
+    """The response with sample ids made unique, since all engines answer the same request."""
     return RolloutResp(
         tracks={
             key: track.replace(sample_ids=[f"{name}: {sample}" for sample in track.sample_ids])

@@ -1,4 +1,4 @@
-"""The weight syncs of several policies as one: each pushes its own policy to its own engine."""
+"""Combines the weight syncs of several policies: each pushes its policy to its engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from unirl.types.roles import Collect, Dispatch, distributed
 
 
 class PolicySyncs:
-    """syncs, tracks: by policy, the track being that of the engine.
+    """syncs, tracks: by policy; the track is that of its engine.
 
-    names_metrics: whether metrics are called `<policy>/sync/...`, as those of a run of several policies.
+    names_metrics: prefix metrics with the policy (`<policy>/sync/...`), as in runs with several policies.
     """
 
     def __init__(
@@ -26,11 +26,11 @@ class PolicySyncs:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def connect_elsewhere(self, engines: RemoteRole, shares_device: bool, policy: str) -> None:
-        """See `WeightSync.connect_elsewhere`. policy: which one goes there."""
+        """See `WeightSync.connect_elsewhere`. policy: the one that these engines receive."""
         self._syncs[policy].connect_elsewhere(engines, shares_device)
 
     def close(self) -> None:
-        """See `WeightSync.close`."""
+        """Close the sync of every policy."""
         for sync in self._syncs.values():
             sync.close()
 
@@ -41,6 +41,6 @@ class PolicySyncs:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def push(self, policy: Copies = None) -> Metrics:
-        """See `WeightSync.push`. policy: the copy of each that its engine shall sample from."""
+        """See `WeightSync.push`. policy: the named copy of each policy to push."""
         pushed = {name: sync.push(copy_of(policy, self._tracks[name], name)) for name, sync in self._syncs.items()}
         return joined(pushed) if self._names_metrics else next(iter(pushed.values()))

@@ -1,4 +1,4 @@
-"""A push in which every rank sends the rows that it has: no rank gathers a whole tensor."""
+"""Pushes in which every rank sends the rows that it has, so that no rank gathers a whole tensor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from unirl.types.weights import WeightReceipt, WeightSpec, joined_checksum, roun
 
 
 class SlicePush:
-    """Pushes by a transport that takes slices. Every rank of training has one, and calls it alike.
+    """Pushes through a transport that takes slices. Every training rank has one and makes the same calls.
 
-    engines: on the rank that speaks to them, which is the first; None on the others. dtype: floating weights are sent
-    in it. max_bytes: most in one bucket.
+    engines: on rank 0, which calls them; None on the others. dtype: in which floating weights are sent. max_bytes:
+    largest bucket.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class SlicePush:
         self._failure: UniRLError | None = None
 
     def push(self, version: int, policy: str | None) -> tuple[WeightReceipt | None, list[WeightSpec]]:
-        """Send a policy; the engines' receipt on the rank that speaks to them, and what was sent.
+        """Send a policy. Returns the engines' receipt on rank 0 (else None), and the specs of what was sent.
 
-        Raises WeightSyncError on every rank where one fails; that one raises what it met.
+        If one rank fails it raises its own error, and all others raise WeightSyncError.
         """
         if not self._plan:
             own = self._source.shard_rows()
@@ -65,7 +65,7 @@ class SlicePush:
                 try:
                     engines.receive_parcel(number, transport.parcel(number, version, bucket, specs))
                 except UniRLError as error:
-                    self._failure = error  # the others learn of it in the next exchange
+                    self._failure = error  # the other ranks see it in the next exchange
             transport.depart(number)
         receipt: list[WeightReceipt] = []
         self._all(lambda: self._finished(version, policy, receipt))
@@ -82,7 +82,7 @@ class SlicePush:
         return self._transport.opened(self._rank)
 
     def _written(self, number: int, bucket: PlannedBucket, rows: Mapping[str, Tensor]) -> dict[str, str]:
-        """Write this rank's pieces; tensor -> checksum."""
+        """Write this rank's pieces; returns tensor -> checksum."""
         if self._engines is not None:
             self._engines.make_way()
         self._transport.begin(number, bucket)
@@ -90,7 +90,7 @@ class SlicePush:
         for piece in bucket.pieces:
             if piece.rank == self._rank:
                 sums[piece.name] = tensor_checksum(rows[piece.name])
-                self._transport.write(number, bucket, piece, rows[piece.name])  # which the cache still has
+                self._transport.write(number, bucket, piece, rows[piece.name])  # still in the cache
         return sums
 
     def _finished(self, version: int, policy: str | None, receipt: list[WeightReceipt]) -> None:
@@ -99,7 +99,7 @@ class SlicePush:
         self._transport.settle()
 
     def _all(self, work: Callable[[], Any]) -> list[Any]:  # Any: JSON
-        """What every rank's work gives. Raises where one failed, on all of them."""
+        """Results of `work` on every rank. Raises on all ranks if one fails."""
         failure, result = self._failure, None
         if failure is None:
             try:
@@ -118,7 +118,7 @@ class SlicePush:
 
 
 def _specs(bucket: PlannedBucket, sums: Sequence[Mapping[str, str]]) -> list[WeightSpec]:
-    """What the engines must find, of what all ranks wrote."""
+    """The specs that the engines must find, from the checksums of all ranks."""
     pieces, specs = bucket.pieces_by_name(), []
     for name, dtype, shape, *_ in bucket.layout.spans:
         own = [sums[piece.rank][name] for piece in pieces[name]]

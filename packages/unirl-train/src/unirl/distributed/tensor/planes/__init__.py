@@ -1,1 +1,1 @@
-"""How samples move from worker to worker: Ray objects, Ray Direct Transport, or TransferQueue."""
+"""Data planes that move samples from worker to worker: Ray objects, Ray Direct Transport, or TransferQueue."""

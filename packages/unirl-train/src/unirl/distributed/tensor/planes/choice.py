@@ -10,12 +10,12 @@ from unirl.distributed.tensor.planes.queue import QueuePlane
 
 
 def make_plane(name: PlaneName, options: Mapping[str, Any], timeout_s: float) -> DataPlane:  # Any: TransferQueue's own
-    """A data plane. options: of TransferQueue. timeout_s: of one transfer through it."""
+    """Make a data plane. options: for TransferQueue. timeout_s: of one transfer."""
     match name:
         case "ray":
             return ObjectPlane()
         case "rdt":
-            from unirl.distributed.tensor.planes.direct import DirectPlane  # whose classes derive from Ray's
+            from unirl.distributed.tensor.planes.direct import DirectPlane  # its classes derive from Ray's
 
             return DirectPlane(timeout_s)
         case "transfer_queue":

@@ -1,8 +1,8 @@
-"""Ray Direct Transport: tensors go from worker to worker over gloo, only what holds them goes through Ray.
+"""Ray Direct Transport: tensors go from worker to worker over gloo; only the objects that contain them go through Ray.
 
-The transport is one of ours: Ray's own for gloo forms its groups inside torch's default process group, and that of a
-worker spans the ranks of its group alone. Ray calls the interface alpha, and ends both workers of a transfer that
-fails: the run stops with their names.
+We use our own transport, because Ray's forms its gloo groups inside torch's default process group, which only spans a
+worker's own group. Ray calls the interface alpha, and kills both workers if a transfer fails: the run then stops with
+their names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = "UNIRL_GLOO"
 
 @dataclass
 class Direction(CommunicatorMetadata):
-    """From one worker to another: where the two meet."""
+    """A directed pair of workers, and the store where they meet."""
 
     name: str = ""
     host: str = ""
@@ -40,7 +40,7 @@ class Direction(CommunicatorMetadata):
 
 
 class _Driver:
-    """The meeting point of the workers of all runs of this process. Made with the first plane; Ray makes the transports
+    """The store where the workers of all runs of this process meet. It is global because Ray makes the transports
     itself, without arguments."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -59,30 +59,30 @@ class GlooTransport(TensorTransportManager):
         self._connections: dict[str, Any] = {}  # Any: torch declares no methods of ProcessGroupGloo
 
     def tensor_transport_backend(self) -> str:
-        """Its name."""
+        """Name of this transport."""
         return _NAME
 
     @staticmethod
     def is_one_sided() -> bool:
-        """Whether the receiver reads alone."""
+        """False: both sides take part in a transfer."""
         return False
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """Whether a transfer can be broken off."""
+        """False: gloo cannot abort a transfer."""
         return False
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:  # Any: a ray actor handle
-        """Whether a worker can send and receive."""
+        """True: every worker can send and receive."""
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Tensor]) -> TensorTransportMetadata:
-        """What the receiver must make room for."""
+        """Shapes and dtypes that the receiver must allocate."""
         described: list[Any] = [(tensor.shape, tensor.dtype) for tensor in rdt_object]  # Any: Ray's union
         return TensorTransportMetadata(tensor_meta=described, tensor_device="cpu" if described else None)
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Direction:
-        """In the driver: where two workers meet."""
+        """In the driver: the meeting point of two workers."""
         if _driver is None:
             raise RuntimeError("no DirectPlane was made in this process")
         name = f"{src_actor._actor_id.hex()} to {dst_actor._actor_id.hex()}"
@@ -94,7 +94,7 @@ class GlooTransport(TensorTransportManager):
         tensor_transport_metadata: TensorTransportMetadata,
         communicator_metadata: CommunicatorMetadata,
     ) -> None:
-        """In the worker that has the tensors."""
+        """In the sending worker."""
         connection = self._connection(communicator_metadata, 0)
         for tensor in tensors:
             if tensor.numel():
@@ -107,7 +107,7 @@ class GlooTransport(TensorTransportManager):
         communicator_metadata: CommunicatorMetadata,
         target_buffers: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """In the worker that wants them."""
+        """In the receiving worker."""
         connection = self._connection(communicator_metadata, 1)
         described: list[Any] = list(tensor_transport_metadata.tensor_meta)  # Any: Ray's union
         tensors = target_buffers or [torch.empty(shape, dtype=dtype) for shape, dtype in described]
@@ -119,7 +119,7 @@ class GlooTransport(TensorTransportManager):
     def garbage_collect(
         self, obj_id: str, tensor_transport_meta: TensorTransportMetadata, tensors: list[Tensor]
     ) -> None:
-        """Nothing is kept per object."""
+        """Does nothing, since nothing is kept per object."""
 
     def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
         """Never called, see `can_abort_transport`."""
@@ -137,7 +137,7 @@ class GlooTransport(TensorTransportManager):
 
 
 class DirectPlane(DataPlane):
-    """Rows from worker to worker. timeout_s: of a connection and of each message."""
+    """Sends rows directly from worker to worker. timeout_s: of a connection and of each message."""
 
     actor_options = {"enable_tensor_transport": True}  # without it a receiver hangs
 
@@ -152,5 +152,5 @@ class DirectPlane(DataPlane):
         _driver.timeout_s = self._timeout_s
 
     def pick(self, actor: Any, key: HeldKey, rows: Sequence[int]) -> tuple[Any | None, Any]:
-        """See DataPlane. Whether the rows are there is only told to who assembles them."""
+        """See DataPlane. Only the worker that assembles the rows knows when they are ready."""
         return None, actor.pick_contiguous.options(tensor_transport=_NAME).remote(key, rows)

@@ -1,4 +1,4 @@
-"""TransferQueue: rows go through its storage units, which may be on any node and of any of its kinds."""
+"""TransferQueue: rows go through its storage units, on any node and of any backend that it supports."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ResultT = TypeVar("ResultT")
 
 _PARTITION, _FIELD = "unirl", "rows"
 _PROCESS_CPUS = 1
-"""CPUs that TransferQueue reserves for its controller, and for each storage unit."""
+"""CPUs that TransferQueue reserves for its controller and for each storage unit."""
 
 _CLOSE_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
 class QueuedRows:
-    """Rows whose tensors lie in the queue as one entry. Implements unirl.distributed.worker.Openable."""
+    """Rows whose tensors are one entry in the queue. Implements unirl.distributed.worker.Openable."""
 
     key: str
     structure: str
@@ -40,7 +40,7 @@ class QueuedRows:
 
     @classmethod
     def put(cls, rows: RolloutResp, key: str, timeout_s: float) -> QueuedRows:
-        """Put rows into the queue, in the worker that holds them. Raises as `flatten_response` does."""
+        """Put rows into the queue, in the worker that holds them. Raises what `flatten_response` raises."""
         structure, tensors = flatten_response(rows)
         layout = FlatLayout.of(tensors)
         if layout.num_bytes:
@@ -55,7 +55,7 @@ class QueuedRows:
         return cls(key, structure, layout, timeout_s)
 
     def opened(self, kept: dict[str, Any]) -> RolloutResp:
-        """See Openable. Raises WorkerError where the queue does not answer in time."""
+        """See Openable. Raises WorkerError if the queue does not answer in time."""
         buffer = torch.empty(0, dtype=torch.uint8)
         if self.layout.num_bytes:
             what = f"getting {self.layout.num_bytes} bytes"
@@ -71,9 +71,9 @@ class QueuedRows:
 class QueuePlane(DataPlane):
     """Starts TransferQueue for a run, and stops it with the last group of workers.
 
-    options: its own configuration, such as {backend: {storage_backend: MooncakeStore}}; the rest is
-    its default. timeout_s: of one put or get; a storage unit that is gone never answers.
-    Raises ConfigError without the package, and where the cluster has no cores for its processes.
+    options: changes to TransferQueue's default configuration, such as {backend: {storage_backend: MooncakeStore}}.
+    timeout_s: of one put or get; a dead storage unit never answers.
+    Raises ConfigError if the package is missing, or the cluster has no cores for its processes.
     """
 
     def __init__(self, options: Mapping[str, Any], timeout_s: float) -> None:
@@ -118,7 +118,7 @@ class QueuePlane(DataPlane):
         free = ray_module().available_resources().get("CPU", 0.0)
         if free < cores:
             raise ConfigError(
-                f"cluster.transport: transfer_queue starts {cores} processes with a core each beside the workers, but "
+                f"cluster.transport: transfer_queue starts {cores} processes with a core each besides the workers, but "
                 f"{free:g} cores are free. Lower num_devices or cluster.cpus_per_device, or join a larger cluster."
             )
         _within(self._timeout_s, "its start", lambda: queue.init(dict(self._options)))
@@ -137,7 +137,7 @@ def _queue() -> Any:  # Any: transfer_queue is optional
 
 def _client() -> Any:  # Any: as _queue
     queue = _queue()
-    queue.init()  # attaches this process to the one that runs
+    queue.init()  # attaches this process to the running queue
     return queue
 
 
@@ -148,7 +148,7 @@ def _tensordict() -> Any:  # Any: comes with TransferQueue
 
 
 def _within(timeout_s: float, what: str, function: Callable[[], ResultT]) -> ResultT:
-    """function() in a thread. Raises WorkerError where it does not return in time."""
+    """Run function() in a thread. Raises WorkerError if it does not return in time."""
     results: list[ResultT] = []
     errors: list[Exception] = []
 

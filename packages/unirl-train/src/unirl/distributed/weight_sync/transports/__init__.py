@@ -1,1 +1,1 @@
-"""How the tensors of a push cross to engines in other workers."""
+"""Transports that move the tensors of a push to engines in other workers."""

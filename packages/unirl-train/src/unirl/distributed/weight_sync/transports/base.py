@@ -1,4 +1,4 @@
-"""A bucket of weights on its way: the sender packs a parcel, the engine's worker opens it."""
+"""Interface of transports: the sender packs a bucket of weights into a parcel, and the engine's worker opens it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ TransportName = Literal["ray", "files", "ipc", "nccl"]
 
 
 class Parcel(ABC):
-    """What travels through Ray for one bucket, to every engine. Pickles; of the tensors it has what finds them.
+    """What is sent through Ray to every engine for one bucket. Pickles; contains the tensors or says how to find them.
 
     Implements unirl.distributed.worker.Openable.
     """
 
     @abstractmethod
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: buffers and connections, each transport's own
-        """The bucket, in the worker of an engine. Its tensors are good until the next push begins.
+        """The bucket, in an engine's worker. Its tensors are valid until the next push begins.
 
-        kept: what this worker keeps between parcels; written here.
-        Raises WeightSyncError where the tensors cannot be had.
+        kept: what this worker keeps between parcels; changed in place.
+        Raises WeightSyncError if the tensors cannot be read.
         """
 
 
 NUM_UNDER_WAY = 2
-"""Parcels that are on their way at once at most: one is packed while the engines still take the other."""
+"""Most parcels in flight at once: one is packed while the engines still load the other."""
 
 
 class WeightTransport(ABC):
@@ -50,33 +50,32 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
-        """Make a bucket ready to leave."""
+        """Prepare a bucket for sending."""
 
     def depart(self, number: int) -> None:  # noqa: B027 (most leave with their parcel)
-        """Send what does not travel with the parcel itself, once the engines have been told of it."""
+        """Send what is not in the parcel itself, once the engines have the parcel."""
 
     def arrived(self, number: int) -> None:  # noqa: B027
-        """Every engine has taken this parcel."""
+        """Called when every engine has loaded this parcel."""
 
     def drop(self) -> None:  # noqa: B027
-        """Forget what is on its way, after a failure; the next parcel begins anew."""
+        """Drop everything in flight after a failure; the next parcel starts afresh."""
 
 
 class SlicingTransport(WeightTransport):
-    """Takes the buckets of a push in pieces, which several ranks write at once. Each rank has one.
+    """Takes buckets in pieces, which several ranks write at once. Each rank has one.
 
     transport.join([what `opened` gave on each rank])
     transport.begin(number, bucket); transport.write(number, bucket, piece, rows); ...
     ...                                     # all ranks have written
-    transport.parcel(number, ...)           # on the rank that speaks to the engines, which hands it to them
-    transport.depart(number)
+    transport.parcel(number, ...)           # on rank 0, which passes it to the engines transport.depart(number)
     ...
     transport.settle()
     """
 
     @abstractmethod
     def opened(self, rank: int) -> Any:  # Any: JSON, each transport's own
-        """What the other ranks must know of this one."""
+        """What the other ranks need to know about this one."""
 
     @abstractmethod
     def join(self, opened: Sequence[Any]) -> None:
@@ -88,19 +87,19 @@ class SlicingTransport(WeightTransport):
 
     @abstractmethod
     def write(self, number: int, bucket: PlannedBucket, piece: Piece, rows: Tensor) -> None:
-        """Write a piece of this rank, whose rows stay as they are until `settle`."""
+        """Write a piece of this rank; its rows must not change until `settle`."""
 
     @abstractmethod
     def parcel(self, number: int, version: int, bucket: PlannedBucket, specs: Sequence[WeightSpec]) -> Parcel:
-        """What brings a bucket to the engines."""
+        """The parcel of a bucket."""
 
     def settle(self) -> None:  # noqa: B027
-        """Return when all that this rank wrote has left. Raises WeightSyncError where it could not."""
+        """Wait until everything that this rank wrote has been sent. Raises WeightSyncError if that fails."""
 
 
 @dataclass(frozen=True)
 class ObjectParcel(Parcel):
-    """The bytes of the tensors as numpy arrays, which Ray copies into its object store once."""
+    """The tensors' bytes as numpy arrays, which Ray copies into its object store once."""
 
     number: int
     head: WeightBucket
@@ -110,7 +109,7 @@ class ObjectParcel(Parcel):
     """Name, dtype and shape of each tensor."""
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
-        """See Parcel. The tensors are copied, so that the object store holds no more than is under way."""
+        """See Parcel. The tensors are copied, so that the object store only holds parcels in flight."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             stored = {
@@ -124,7 +123,7 @@ class ObjectParcel(Parcel):
 
 
 class ObjectTransport(WeightTransport):
-    """Tensors as bytes in Ray's object store, which each node fetches once: neither memory nor files are shared."""
+    """Sends tensors as bytes in Ray's object store, which each node fetches once. Needs no shared memory or files."""
 
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.tensors.items()}

@@ -1,4 +1,4 @@
-"""Buckets by broadcast from the trainer to all engines: over NCCL between GPUs, over gloo between hosts."""
+"""Broadcasts buckets from the trainer to all engines: over NCCL between GPUs, over gloo between hosts."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from unirl.types.errors import WeightSyncError, as_sentence
 from unirl.types.weights import WeightBucket, WeightSpec, tensor_checksum
 
 _RUN_BYTES = 16 << 20
-"""Gloo takes longer for larger broadcasts, and for many small ones; each run is hashed while the next one arrives."""
+"""Gloo is slower for larger broadcasts and for many small ones. Each run is hashed while the next one arrives."""
 _JOINED = "joined"
-"""Key of the store that counts the engines which have joined."""
+"""Key in the store that counts the engines that have joined."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the members of one broadcast group meet."""
+    """Address and members of one broadcast group."""
 
     name: str
-    """Unique; a failed group is never used again."""
+    """Unique; a failed group is not reused."""
     host: str
     port: int
     num_members: int
-    """The trainer, rank 0, and the engines."""
+    """The trainer (rank 0) and the engines."""
     device: str
-    """Kind of device that the buffers are on."""
+    """Device type of the buffers."""
     timeout_s: float
 
     def store(self, *, is_master: bool) -> torch.distributed.TCPStore:
-        """The meeting point, opened by the trainer or entered by an engine."""
+        """The store of the group, opened by the trainer or joined by an engine."""
         timeout = timedelta(seconds=self.timeout_s)
         return torch.distributed.TCPStore(
             self.host, self.port, is_master=is_master, wait_for_workers=False, timeout=timeout
         )
 
     def group(self, store: torch.distributed.Store, rank: int) -> Any:  # Any: torch's backends share no public class
-        """The members' group; returns when all have come. Beside the default process group, which it leaves alone."""
+        """The group of the members; returns when all have joined. Separate from the default process group."""
         timeout = timedelta(seconds=self.timeout_s)
         if self.device == "cuda":
             options = torch.distributed.ProcessGroupNCCL.Options()
@@ -69,19 +69,19 @@ def _broadcast(group: Any, piece: Tensor) -> Any:  # Any: torch's backends and t
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes of a bucket that one rank broadcasts at once."""
+    """Byte range of a bucket that one rank broadcasts at once."""
 
     sender: int
     start: int
     stop: int
 
     def of(self, buffer: Tensor) -> Tensor:
-        """Its part of a bucket's bytes."""
+        """This run's part of a bucket's bytes."""
         return buffer[self.start : self.stop]
 
 
 def runs_of(spans: Iterable[tuple[int, int, int]]) -> tuple[Run, ...]:
-    """Runs of consecutive (sender, start, stop), in order, each of at most `_RUN_BYTES`."""
+    """Consecutive (sender, start, stop) joined to runs of at most `_RUN_BYTES`, in order."""
     joined: list[Run] = []
     for sender, start, stop in spans:
         if joined and (joined[-1].sender, joined[-1].stop) == (sender, start):
@@ -115,7 +115,7 @@ class BroadcastParcel(Parcel):
                 kept[place] = _Receiver(self.meetings)
             return kept[place].receive(self)
         except RuntimeError as error:
-            kept[place] = None  # what follows in the same group need not wait
+            kept[place] = None  # later parcels of the group need not wait
             raise WeightSyncError(
                 f"a bucket of version {self.bucket.head.policy_version} did not arrive by broadcast: {error}"
             ) from error
@@ -134,7 +134,7 @@ class _Receiver:
         self._buffers: dict[int, Tensor] = {}
 
     def receive(self, parcel: BroadcastParcel) -> WeightBucket:
-        """A bucket, in the buffer of its number. Each tensor is hashed while the next ones arrive."""
+        """Receive a bucket in the buffer of its number. Each tensor is hashed while the next ones arrive."""
         number, flat = parcel.number, parcel.bucket
         buffer = self._buffers[number] = roomy(self._buffers.get(number), flat.num_bytes, self._device)
         works = deque((run.stop, _broadcast(self._groups[run.sender], run.of(buffer))) for run in parcel.runs)
@@ -149,11 +149,11 @@ class _Receiver:
 
 
 class BroadcastTransport(SlicingTransport):
-    """Broadcasts each bucket to all engines at once, out of one of two buffers: one is filled while the other leaves.
-    Every rank that sends has its own group with the engines.
+    """Broadcasts each bucket to all engines at once from one of two buffers: one is filled while the other is sent.
+    Every sending rank has its own group with the engines.
 
-    device: of the buffers, so "cuda" for NCCL and "cpu" for gloo. num_engines: how many take part, each with a device
-    that neither the trainer nor another engine has. timeout_s: of a group's forming and of each broadcast.
+    device: of the buffers: "cuda" for NCCL, "cpu" for gloo. num_engines: number of engines; neither the trainer nor
+    another engine may be on their devices. timeout_s: for forming a group and for each broadcast.
     """
 
     def __init__(self, device: torch.device, num_engines: int, timeout_s: float) -> None:
@@ -178,17 +178,17 @@ class BroadcastTransport(SlicingTransport):
             self._sender.start(number, pieces)
 
     def arrived(self, number: int) -> None:
-        """See WeightTransport. Raises WeightSyncError where the broadcast failed on this side."""
+        """See WeightTransport. Raises WeightSyncError if the broadcast failed on this side."""
         if self._sender is not None:
             self._sender.wait(number)
 
     def drop(self) -> None:
         self._sender = None
-        self._buffers.clear()  # a broadcast that hangs may still read them
+        self._buffers.clear()  # a hanging broadcast may still read them
         self._leaving.clear()
 
     def opened(self, rank: int) -> dict[str, Any]:  # Any: see SlicingTransport
-        """Where this rank's group meets."""
+        """The meeting of this rank's group."""
         self._rank = rank
         if self._sender is None:
             self._sender = _Sender(self._device.type, self._num_members, self._timeout_s)
@@ -212,7 +212,7 @@ class BroadcastTransport(SlicingTransport):
             self._sender.wait_for_all()
 
     def _filling(self, number: int, layout: BucketLayout, runs: Sequence[Run]) -> Tensor:
-        """The buffer of a bucket, once the one that it held has left."""
+        """The buffer of a bucket, once its previous content has been sent."""
         self.arrived(number - NUM_UNDER_WAY)
         slot = number % NUM_UNDER_WAY
         buffer = self._buffers[slot] = roomy(self._buffers.get(slot), layout.num_bytes, self._device)
@@ -225,8 +225,8 @@ def _runs_of_pieces(bucket: PlannedBucket) -> tuple[Run, ...]:
 
 
 class _Sender:
-    """The trainer's side of one group. Broadcasts run in threads, one after the other: an engine that is gone lets them
-    hang, and its end is seen by who waits for its answer."""
+    """The trainer's side of one group. Broadcasts run in threads, one after the other, because a dead engine makes them
+    hang; the caller that waits for its answer notices the death."""
 
     def __init__(self, device: str, num_members: int, timeout_s: float) -> None:
         host = ray_module().util.get_node_ip_address()
@@ -239,7 +239,7 @@ class _Sender:
         self._error: Exception | None = None
 
     def start(self, number: int, pieces: Sequence[Tensor]) -> None:
-        """Broadcast the pieces of a bucket after those before them."""
+        """Broadcast the pieces of a bucket after earlier ones."""
         self._last = threading.Thread(target=self._send, args=(pieces, self._last), daemon=True)
         self._threads[number] = self._last
         self._last.start()
@@ -250,7 +250,7 @@ class _Sender:
             self.wait(number)
 
     def wait(self, number: int) -> None:
-        """Return when the pieces of a bucket have left. Raises WeightSyncError where it could not."""
+        """Wait until the pieces of a bucket have been sent. Raises WeightSyncError if that fails."""
         thread = self._threads.pop(number, None)
         if thread is not None:
             thread.join(2 * self.meeting.timeout_s)

@@ -15,7 +15,8 @@ from unirl.types.bucket_files import MEMORY
 def make_transport(
     name: TransportName, device: torch.device, engines: RemoteRole, folder: str, shares_device: bool
 ) -> WeightTransport:
-    """A transport from a worker on `device` to engines. folder: of files. shares_device: see `connect_elsewhere`."""
+    """Make a transport from a worker on `device` to engines. folder: for "files". shares_device: see
+    `connect_elsewhere`."""
     match name:
         case "ray":
             return ObjectTransport()
@@ -26,7 +27,7 @@ def make_transport(
                 "sync.transport.",
             )
         case "ipc" if shares_device and device.type == "cuda":
-            # A worker sees no GPU but its own, so another worker can map the memory of a GPU that both have.
+            # A worker sees only its own GPU, so another worker can map its memory only if both are on that GPU.
             return DeviceTransport(device)
         case "ipc":
             return FileTransport(

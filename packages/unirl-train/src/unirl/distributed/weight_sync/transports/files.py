@@ -1,4 +1,4 @@
-"""Buckets as files that trainer and engines see: in the memory of one machine, or in a folder that several share."""
+"""Buckets as files that trainer and engines can read: in one machine's memory, or in a folder that several share."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from unirl.types.owned_folder import OwnedFolder
 from unirl.types.weights import WeightBucket, WeightSpec
 
 _KEPT = "files"
-"""What a worker keeps its mappings under."""
+"""Key of a worker's mapped files."""
 
 
 @dataclass(frozen=True)
 class FileParcel(Parcel):
-    """The path of a safetensors file, which an engine reads in place or hands to its own processes."""
+    """The path of a safetensors file, which an engine maps or passes to its own processes."""
 
     path: str | None
-    """None where no tensor travels."""
+    """None if no tensor is sent."""
     head: WeightBucket
     """The bucket without its tensors."""
     remedy: str
-    """What to do where the file cannot be read."""
+    """Advice for the error if the file cannot be read."""
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
-        """See Parcel. The tensors are in memory that must not be written."""
+        """See Parcel. The tensors are in read-only memory."""
         if self.path is None:
             return self.head
         mapped: MappedBuckets = kept.setdefault(_KEPT, MappedBuckets())
@@ -45,10 +45,10 @@ class FileParcel(Parcel):
 
 
 class FileTransport(SlicingTransport):
-    """Writes each bucket over the file that had its number in the last push.
+    """Writes each bucket over the file with the same number in the last push.
 
-    folder: memory of one machine, or a file system that several share. remedy: what to do where an engine cannot read
-    it. Raises ConfigError without the folder.
+    folder: in one machine's memory, or on a file system that several share. remedy: advice if an engine cannot read it.
+    Raises ConfigError if the folder does not exist.
     """
 
     def __init__(self, folder: str, remedy: str) -> None:
@@ -58,16 +58,16 @@ class FileTransport(SlicingTransport):
         self._remedy = remedy
         self._own: tuple[OwnedFolder, BucketFiles] | None = None
         self._shared: tuple[str, BucketFiles] | None = None
-        """Folder of the first rank, and this rank's view of the files in it."""
+        """Folder of rank 0, and this rank's view of its files."""
 
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
-        """See WeightTransport. Raises WeightSyncError where there is no room."""
+        """See WeightTransport. Raises WeightSyncError if there is no space."""
         _, files = self._opened()
         path = str(files.write(number, bucket.tensors)) if bucket.tensors else None
         return FileParcel(path, bucket.with_tensors({}), self._remedy)
 
     def opened(self, rank: int) -> str | None:
-        """The folder, which is that of the first rank."""
+        """The folder of rank 0; None on other ranks."""
         return str(self._opened()[0].path) if rank == 0 else None
 
     def join(self, opened: Sequence[Any]) -> None:  # Any: see SlicingTransport
@@ -97,7 +97,7 @@ class FileTransport(SlicingTransport):
 
     @property
     def _files(self) -> BucketFiles:
-        """Of the push under way."""
+        """Files of the current push."""
         if self._shared is None:
             raise WeightSyncError("no push is under way: join comes first, and again after a failure")
         return self._shared[1]

@@ -19,16 +19,16 @@ class FlatBucket:
     head: WeightBucket
     """The bucket without its tensors."""
     layout: BucketLayout
-    """Where they lie."""
+    """Positions of the tensors."""
 
     @classmethod
     def of(cls, bucket: WeightBucket) -> Self:
-        """The places of a bucket's tensors."""
+        """The layout of a bucket's tensors."""
         return cls(bucket.with_tensors({}), BucketLayout.of(bucket.tensors))
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer."""
+        """Size of the buffer."""
         return self.layout.num_bytes
 
     def read(self, buffer: Tensor) -> WeightBucket:
@@ -37,7 +37,7 @@ class FlatBucket:
 
 
 def roomy(buffer: Tensor | None, num_bytes: int, device: torch.device) -> Tensor:
-    """`buffer` where it holds `num_bytes`, else a new one, uint8 on the device."""
+    """`buffer` if it holds `num_bytes`, else a new one, uint8 on the device."""
     if buffer is not None and buffer.numel() >= num_bytes:
         return buffer
     return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Buckets in the memory of a GPU that trainer and engines share, by CUDA IPC handles."""
+"""Buckets in the memory of a GPU that trainer and engines share, through CUDA IPC handles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unirl.types.weights import WeightBucket
 
 @dataclass(frozen=True)
 class DeviceBuffer:
-    """How another process of the node finds a buffer on a GPU."""
+    """Handle by which another process of the node maps a buffer on a GPU."""
 
     name: str
     """Unique; a buffer is mapped once per process."""
@@ -29,7 +29,7 @@ class DeviceBuffer:
     args: tuple[Any, ...]  # Any: torch's own
 
     def mapped(self) -> Tensor:
-        """The buffer in this process, uint8. Raises WeightSyncError where it is out of reach."""
+        """The buffer mapped into this process, uint8. Raises WeightSyncError if it cannot be mapped."""
         try:
             return self.rebuild(*self.args)
         except (RuntimeError, OSError) as error:
@@ -41,7 +41,7 @@ class DeviceBuffer:
 
 @dataclass(frozen=True)
 class DeviceParcel(Parcel):
-    """Where the tensors lie in a buffer on a GPU."""
+    """A bucket in a buffer on a GPU."""
 
     buffer: DeviceBuffer
     place: str
@@ -57,7 +57,7 @@ class DeviceParcel(Parcel):
 
 
 class DeviceTransport(WeightTransport):
-    """Copies each bucket into a buffer on the GPU that the engines have mapped."""
+    """Copies each bucket into a GPU buffer that the engines have mapped."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +68,7 @@ class DeviceTransport(WeightTransport):
         flat = FlatBucket.of(bucket)
         buffer, shared = self._buffer(number, flat.num_bytes)
         flat.layout.write(bucket.tensors, buffer)
-        torch.cuda.synchronize(buffer.device)  # the engine's process knows nothing of this stream
+        torch.cuda.synchronize(buffer.device)  # the engine's process does not see this stream
         return DeviceParcel(shared, f"ipc {shared.name.rsplit('-', 1)[0]} {number}", flat)
 
     def _buffer(self, number: int, num_bytes: int) -> tuple[Tensor, DeviceBuffer]:
