@@ -28,13 +28,14 @@ from unirl.models.bagel.configuration import (
     BagelConfig,
     LanguageConfig,
     VAEConfig,
-    VisionConfig,
 )
 from unirl.models.bagel.guidance import ContextGuidance, shrunk
-from unirl.models.bagel.images import Sides, image_of, patches_of
+from unirl.models.bagel.images import Sides
 from unirl.models.bagel.model import Bagel
 from unirl.models.bagel.pipeline import BagelPipeline, BagelTextPipeline
 from unirl.models.bagel.vae import AutoEncoder
+from unirl.models.packed.patches import image_of, patches_of
+from unirl.models.packed.vision import VisionConfig
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import initial_noise
 from unirl.types.conditions import ImagePatchCondition

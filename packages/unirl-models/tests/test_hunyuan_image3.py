@@ -19,7 +19,6 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapte
 from safetensors.torch import load_file
 from torch import Tensor
 
-from unirl.models.bagel.configuration import VisionConfig
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.configuration import DecoderConfig, HunyuanImage3Config, LayerConfig, VAEConfig
 from unirl.models.hunyuan_image3.contexts import rows_of_ids
@@ -31,7 +30,8 @@ from unirl.models.hunyuan_image3.pipeline import HunyuanImage3Pipeline
 from unirl.models.hunyuan_image3.sizes import sizes
 from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder
 from unirl.models.hunyuan_image3.vae import folded, unfolded
-from unirl.models.hunyuan_image3.weights import INDEX
+from unirl.models.packed.vision import VisionConfig
+from unirl.models.packed.weights import INDEX
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import initial_noise
 from unirl.types.errors import CheckpointError, ConfigError, ContractError

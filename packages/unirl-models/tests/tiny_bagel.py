@@ -17,10 +17,10 @@ from unirl.models.bagel.configuration import (
     BagelConfig,
     LanguageConfig,
     VAEConfig,
-    VisionConfig,
 )
 from unirl.models.bagel.model import Bagel
 from unirl.models.bagel.vae import AutoEncoder
+from unirl.models.packed.vision import VisionConfig
 
 from .tiny_text import text_tokenizer
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from unirl.models.bagel.configuration import VisionConfig
 from unirl.models.hunyuan_image3.configuration import DecoderConfig, HunyuanImage3Config, LayerConfig, VAEConfig
 from unirl.models.hunyuan_image3.model import ImageParts
 from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder
-from unirl.models.hunyuan_image3.weights import INDEX
+from unirl.models.packed.vision import VisionConfig
+from unirl.models.packed.weights import INDEX
 from unirl.models.tiny.text import byte_tokenizer
 
 WORDS = [

@@ -22,9 +22,10 @@ from unirl.models.adapter import (
 from unirl.models.bagel.bundle import BagelBundle
 from unirl.models.bagel.contexts import BoundVelocity
 from unirl.models.bagel.guidance import SAMPLER_KWARGS, ContextGuidance
-from unirl.models.bagel.images import Sides, grid_of, image_of, joined_patches, patches_of
+from unirl.models.bagel.images import Sides
 from unirl.models.diffusers_pipeline.references import distinct, pictures_of
 from unirl.models.guidance import require_negative_prompt
+from unirl.models.packed.patches import grid_of, image_of, joined_patches, patches_of
 from unirl.sde.loop import Velocity
 from unirl.types.conditions import Condition, TextTokenCondition
 from unirl.types.errors import ConfigError, ContractError

@@ -11,6 +11,7 @@ from typing import Any, Self
 from safetensors import SafetensorError, safe_open
 
 from unirl.models.loading import ModelFolder
+from unirl.models.packed.vision import VisionConfig
 from unirl.types.errors import CheckpointError
 
 MODEL_FILE = "ema.safetensors"
@@ -37,26 +38,6 @@ class LanguageConfig:
     def head_dim(self) -> int:
         """Width of an attention head."""
         return self.hidden_size // self.num_attention_heads
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """The tower that sees images."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    patch_size: int
-    num_channels: int
-    layer_norm_eps: float
-    patches_per_side: int
-    """Rows, and columns, of the table of positions."""
-
-    @property
-    def patch_width(self) -> int:
-        """Numbers of a patch."""
-        return self.num_channels * self.patch_size**2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from unirl.models.adapter import num_rows, require_condition
 from unirl.models.bagel.bundle import BagelBundle
 from unirl.models.bagel.guidance import ContextGuidance
 from unirl.models.bagel.layout import KeyValues, Kind, Layout, Prefix, Segment
-from unirl.models.bagel.vision import Grid
+from unirl.models.packed.vision import Grid
 from unirl.types.conditions import ImagePatchCondition, TextTokenCondition
 from unirl.types.errors import ContractError
 from unirl.types.protocols.models import Conditions

@@ -17,7 +17,7 @@ from torch import Tensor
 from unirl.models.bagel.layout import Kind, Layout, Segment
 from unirl.models.bagel.model import Bagel
 from unirl.models.causal_lm.tokenizer import require_words
-from unirl.models.packed_language import LanguageOutput, TextCache, rows_of
+from unirl.models.packed.language import LanguageOutput, TextCache, rows_of
 from unirl.models.packing import Packing
 
 

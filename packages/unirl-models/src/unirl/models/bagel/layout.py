@@ -1,6 +1,6 @@
 """Sequences of words and images, packed end to end: where each token stands.
 
-What a token attends to: `unirl.models.packed_rows`; of its own segment words see what is before them, tokens of an
+What a token attends to: `unirl.models.packed.rows`; of its own segment words see what is before them, tokens of an
 image all of it. All tokens of an image have one position, and the image counts as one.
 Legend: N tokens of all rows, R rows.
 """
@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from unirl.models.packed_rows import KeyValues, PackedRows, Prefix, joined_ranges, one_context_per_row
+from unirl.models.packed.rows import KeyValues, PackedRows, Prefix, joined_ranges, one_context_per_row
 
 
 class Kind(Enum):

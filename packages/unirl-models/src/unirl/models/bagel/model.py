@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unirl.models.bagel.configuration import BagelConfig
 from unirl.models.bagel.transformer import Qwen2MoTForCausalLM
-from unirl.models.bagel.vision import Grid, VisionMLP, VisionModel, grid_places
+from unirl.models.packed.vision import Grid, VisionMLP, VisionModel, grid_places
 
 FREQUENCIES = 256
 """Cosines and sines that embed a noise level."""

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from unirl.models.adapter import require_condition
 from unirl.models.bagel.bundle import BagelBundle
-from unirl.models.bagel.images import grid_of, joined_patches, patches_of
 from unirl.models.bagel.layout import segment_positions
 from unirl.models.diffusers_pipeline.references import distinct, pictures_of
+from unirl.models.packed.patches import grid_of, joined_patches, patches_of
 from unirl.models.text_adapter import TextAdapter
 from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError

@@ -16,30 +16,15 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from unirl.models.bagel.configuration import LanguageConfig
-from unirl.models.bagel.layout import KeyValues, Layout
+from unirl.models.bagel.layout import Layout
+from unirl.models.packed.layers import RMSNorm, Rotary, rotated
+from unirl.models.packed.rows import KeyValues
 
 GENERATION = "_moe_gen"
 """Ends the name of a weight's copy for latents."""
 
 EXPERTS = ("", GENERATION)
 """Ends of names, of the text expert and of the generation expert."""
-
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines [N, 1, D / 2], float32."""
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) times a weight, the norm in float32."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width], of the dtype of x."""
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -199,10 +184,3 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float) -> Rotary:
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     angles = positions.float()[:, None, None] / theta**exponents
     return angles.cos(), angles.sin()
-
-
-def rotated(x: Tensor, rotary: Rotary) -> Tensor:
-    """x [N, heads, D] with its halves as the coordinates that turn (the convention of GPT-NeoX)."""
-    cos, sin = rotary
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

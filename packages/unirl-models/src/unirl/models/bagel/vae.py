@@ -1,51 +1,15 @@
 """The autoencoder of FLUX.1, which BAGEL uses; names of weights are those of the published checkpoint.
 
-Legend: B images, C H W channels, height and width of any level. Blocks that take `convolution` work with frames too.
+Legend: B images, C H W channels, height and width of any level.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import interpolate, pad, silu
 
 from unirl.models.bagel.configuration import VAEConfig
-
-_EPS = 1e-6
-
-Convolution = type[nn.Conv2d] | type[nn.Conv3d]
-
-
-class ResidualBlock(nn.Module):
-    """Two convolutions, and one of size 1 where the channels change."""
-
-    def __init__(self, channels: int, out: int, groups: int, convolution: Convolution = nn.Conv2d) -> None:
-        super().__init__()
-        self.norm1 = nn.GroupNorm(groups, channels, _EPS)
-        self.conv1 = convolution(channels, out, 3, padding=1)
-        self.norm2 = nn.GroupNorm(groups, out, _EPS)
-        self.conv2 = convolution(out, out, 3, padding=1)
-        self.nin_shortcut = nn.Identity() if channels == out else convolution(channels, out, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] to [B, out, H, W]."""
-        inner = self.conv1(silu(self.norm1(x)))
-        return self.nin_shortcut(x) + self.conv2(silu(self.norm2(inner)))
-
-
-class AttentionBlock(nn.Module):
-    """One head over all places of an image."""
-
-    def __init__(self, channels: int, groups: int, convolution: Convolution = nn.Conv2d) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(groups, channels, _EPS)
-        self.q, self.k, self.v, self.proj_out = (convolution(channels, channels, 1) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W]."""
-        normed = self.norm(x)
-        q, k, v = (project(normed).flatten(2).mT[:, None] for project in (self.q, self.k, self.v))
-        seen = scaled_dot_product_attention(q, k, v)[:, 0].mT.unflatten(2, x.shape[2:])
-        return x + self.proj_out(seen)
+from unirl.models.packed.autoencoder import EPS, Level, Middle
 
 
 class Halving(nn.Module):
@@ -72,42 +36,6 @@ class Doubling(nn.Module):
         return self.conv(interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
-class Level(nn.Module):
-    """Residual blocks at one size, and the change to the next."""
-
-    def __init__(
-        self, channels: int, out: int, blocks: int, groups: int, resample: tuple[str, nn.Module] | None
-    ) -> None:
-        super().__init__()
-        self.block = nn.ModuleList(
-            ResidualBlock(channels if place == 0 else out, out, groups) for place in range(blocks)
-        )
-        if resample is not None:
-            self.add_module(*resample)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] to [B, out, *]."""
-        for block in self.block:
-            x = block(x)
-        for name, module in self.named_children():
-            x = x if name == "block" else module(x)
-        return x
-
-
-class Middle(nn.Module):
-    """Two residual blocks around attention."""
-
-    def __init__(self, channels: int, groups: int, convolution: Convolution = nn.Conv2d) -> None:
-        super().__init__()
-        self.block_1 = ResidualBlock(channels, channels, groups, convolution)
-        self.attn_1 = AttentionBlock(channels, groups, convolution)
-        self.block_2 = ResidualBlock(channels, channels, groups, convolution)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W]."""
-        return self.block_2(self.attn_1(self.block_1(x)))
-
-
 class Encoder(nn.Module):
     """Pixels [B, 3, H, W] to moments [B, 2 C, H / factor, W / factor]."""
 
@@ -127,7 +55,7 @@ class Encoder(nn.Module):
             for place, width in enumerate(widths)
         )
         self.mid = Middle(widths[-1], config.groups)
-        self.norm_out = nn.GroupNorm(config.groups, widths[-1], _EPS)
+        self.norm_out = nn.GroupNorm(config.groups, widths[-1], EPS)
         self.conv_out = nn.Conv2d(widths[-1], 2 * config.latent_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,7 +84,7 @@ class Decoder(nn.Module):
             )
             for place, width in enumerate(widths)
         )
-        self.norm_out = nn.GroupNorm(config.groups, widths[0], _EPS)
+        self.norm_out = nn.GroupNorm(config.groups, widths[0], EPS)
         self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:

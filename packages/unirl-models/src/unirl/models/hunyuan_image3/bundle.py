@@ -17,10 +17,10 @@ from unirl.models.hunyuan_image3.model import ImageParts
 from unirl.models.hunyuan_image3.sizes import sizes
 from unirl.models.hunyuan_image3.template import Style, WordIds
 from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder
-from unirl.models.hunyuan_image3.weights import fill, replace_weights, weight_files
 from unirl.models.loading import open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder, only_component
-from unirl.models.packed_language import TextCache
+from unirl.models.packed.language import TextCache
+from unirl.models.packed.weights import fill, replace_weights, weight_files
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.precision import dtype_named

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from unirl.models.bagel.configuration import VisionConfig
 from unirl.models.loading import ModelFolder
+from unirl.models.packed.vision import VisionConfig
 from unirl.types.errors import CheckpointError, ConfigError
 
 EXPECTED: Mapping[str, Any] = {

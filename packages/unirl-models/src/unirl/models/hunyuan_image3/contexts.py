@@ -19,7 +19,7 @@ from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.given_images import GivenImage, given_images, image_features
 from unirl.models.hunyuan_image3.image_experts import RowExperts, packed_experts, row_experts
 from unirl.models.hunyuan_image3.layout import Grid, Layout, Segment
-from unirl.models.packed_rows import KeyValues, Prefix
+from unirl.models.packed.rows import KeyValues, Prefix
 from unirl.types.conditions import ExpertCondition, TextTokenCondition
 from unirl.types.errors import ContractError
 from unirl.types.protocols.models import Conditions

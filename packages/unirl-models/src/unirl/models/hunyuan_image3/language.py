@@ -16,7 +16,7 @@ from unirl.models.hunyuan_image3.layout import Layout, Segment
 from unirl.models.hunyuan_image3.model import ImageParts
 from unirl.models.hunyuan_image3.template import WordIds
 from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder, Outputs
-from unirl.models.packed_language import LanguageOutput, TextCache, rows_of
+from unirl.models.packed.language import LanguageOutput, TextCache, rows_of
 from unirl.models.packing import Packing
 
 

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from unirl.models.packed_rows import KeyValues, PackedRows, Prefix, one_context_per_row
+from unirl.models.packed.rows import KeyValues, PackedRows, Prefix, one_context_per_row
 
 Grid = tuple[int, int]
 """Rows and columns of tokens."""

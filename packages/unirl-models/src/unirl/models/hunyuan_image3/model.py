@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, silu
 
 from unirl.models.adapter import TIMESTEPS_PER_SIGMA
-from unirl.models.bagel.configuration import VisionConfig
-from unirl.models.bagel.vision import VisionTransformer
 from unirl.models.hunyuan_image3.configuration import HunyuanImage3Config
 from unirl.models.hunyuan_image3.layout import Grid
 from unirl.models.hunyuan_image3.vae import AutoEncoder
+from unirl.models.packed.vision import VisionConfig, VisionTransformer
 
 FREQUENCIES = 256
 """Cosines and sines that embed a noise level."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unirl.models.bagel.images import grid_of, joined_patches, patches_of
 from unirl.models.diffusers_pipeline.references import as_pil, distinct, pictures_of
 from unirl.models.extras import from_extra
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.sizes import Size, nearest
+from unirl.models.packed.patches import grid_of, joined_patches, patches_of
 from unirl.types.conditions import Condition
 from unirl.types.media import Primitive
 

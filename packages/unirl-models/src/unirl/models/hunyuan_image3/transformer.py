@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from unirl.models.bagel.transformer import RMSNorm, Rotary, rotated
 from unirl.models.hunyuan_image3.configuration import DecoderConfig, LayerConfig
 from unirl.models.hunyuan_image3.layout import Layout
-from unirl.models.packed_rows import KeyValues
+from unirl.models.packed.layers import RMSNorm, Rotary, rotated
+from unirl.models.packed.rows import KeyValues
 
 
 class MLP(nn.Module):

@@ -9,10 +9,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from unirl.models.bagel.vae import Middle, ResidualBlock
 from unirl.models.hunyuan_image3.configuration import VAEConfig
-
-_EPS = 1e-6
+from unirl.models.packed.autoencoder import EPS, Middle, ResidualBlock
 
 
 def folded(x: Tensor, frames: int) -> Tensor:
@@ -96,7 +94,7 @@ class Encoder(nn.Module):
             # A change of size also changes the channels, so every level begins with its own.
             self.down.append(Level(width, width, config.blocks, config.groups, resample))
         self.mid = Middle(widths[-1], config.groups, nn.Conv3d)
-        self.norm_out = nn.GroupNorm(config.groups, widths[-1], _EPS)
+        self.norm_out = nn.GroupNorm(config.groups, widths[-1], EPS)
         self.conv_out = nn.Conv3d(widths[-1], 2 * config.latent_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,7 +121,7 @@ class Decoder(nn.Module):
             is_doubled = place < config.num_halvings
             resample = ("upsample", Upsample(width, widths[place + 1], frames)) if is_doubled else None
             self.up.append(Level(width, width, config.blocks + 1, config.groups, resample))
-        self.norm_out = nn.GroupNorm(config.groups, widths[-1], _EPS)
+        self.norm_out = nn.GroupNorm(config.groups, widths[-1], EPS)
         self.conv_out = nn.Conv3d(widths[-1], 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,12 +34,12 @@ from unirl.models.bagel.configuration import (
     VAEConfig,
     VisionConfig,
 )
-from unirl.models.bagel.images import patches_of
 from unirl.models.bagel.language import MarkIds
 from unirl.models.bagel.layout import KeyValues, Kind, Layout, Segment
 from unirl.models.bagel.model import Bagel
 from unirl.models.bagel.transformer import GENERATION
 from unirl.models.bagel.vae import AutoEncoder
+from unirl.models.packed.patches import patches_of
 from unirl.pretraining.autoencoding import signed
 from unirl.pretraining.command_line import make_checkpoint
 from unirl.pretraining.fit import fit

@@ -1,4 +1,4 @@
-"""How BAGEL sees images: SigLIP over patches of any grid, and the way of its features into the decoder.
+"""How unified models see images: SigLIP over patches of any grid, and the way of its features into the decoder.
 
 Images lie end to end and attend each to itself. Names of weights are those of the published checkpoint.
 Legend: N patches of all images, D width of the tower.
@@ -8,15 +8,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from unirl.models.bagel.configuration import VisionConfig
-
 Grid = tuple[int, int]
 """Rows and columns of patches, or of latent tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The tower that sees images."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    patch_size: int
+    num_channels: int
+    layer_norm_eps: float
+    patches_per_side: int
+    """Rows, and columns, of the table of positions."""
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch."""
+        return self.num_channels * self.patch_size**2
 
 
 class VisionAttention(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unirl.models.packed_rows import KeyValues, Prefix
+from unirl.models.packed.rows import KeyValues, Prefix
 from unirl.models.packing import Packing
 
 
