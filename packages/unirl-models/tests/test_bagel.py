@@ -310,7 +310,12 @@ def test_adapter_contract(
     name: str, check: Callable[[Case], None], pipeline: BagelPipeline, bundle: BagelBundle
 ) -> None:
     """For prompts alone, and after given images with all three contexts."""
-    frozen = [bundle.vae, bundle.bagel.vit_model, bundle.bagel.connector, bundle.bagel.time_embedder]
+    frozen: list[torch.nn.Module] = [
+        bundle.vae,
+        bundle.bagel.vit_model,
+        bundle.bagel.connector,
+        bundle.bagel.time_embedder,
+    ]
     inputs = (lambda num_samples: {}) if name == "text" else pictures
     wanted = params(**GUIDED["text_channel" if name == "image" else "negative"])
     unguided = {"guidance_scale": 1.0, "sampler_kwargs": {}}

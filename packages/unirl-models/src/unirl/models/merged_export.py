@@ -8,14 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from unirl.types.errors import CheckpointError, ConfigError, ContractError
-
-
-def only_component(state: Mapping[str, Mapping[str, Tensor]], component: str, owner: str) -> Mapping[str, Tensor]:
-    """The weights of a model with one component that trains. Raises ContractError if `state` has others."""
-    if set(state) != {component}:
-        raise ContractError(f"{owner} trains one component, {component!r}; got {sorted(state)}")
-    return state[component]
+from unirl.types.errors import CheckpointError, ConfigError
 
 
 def export_folder(folder: str, source: Path) -> Path:

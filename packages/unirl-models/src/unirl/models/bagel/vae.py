@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad, silu
 
 from unirl.models.bagel.configuration import VAEConfig
-from unirl.models.packed.autoencoder import EPS, Level, Middle
+from unirl.models.packed.autoencoder import EPS, Level, Middle, PackedAutoEncoder
 
 
 class Halving(nn.Module):
@@ -95,20 +95,9 @@ class Decoder(nn.Module):
         return self.conv_out(silu(self.norm_out(x)))
 
 
-class AutoEncoder(nn.Module):
-    """Images in [-1, 1] to latents and back."""
+class AutoEncoder(PackedAutoEncoder):
+    """FLUX.1's."""
 
     def __init__(self, config: VAEConfig) -> None:
-        super().__init__()
+        super().__init__(Encoder(config), Decoder(config), scale=config.scale, shift=config.shift)
         self.config = config
-        self.encoder = Encoder(config)
-        self.decoder = Decoder(config)
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        """The mode of the latents [B, C, h, w] of pixels [B, 3, H, W], scaled as the decoder of text is trained on."""
-        mean, _ = self.encoder(pixels).chunk(2, dim=1)
-        return self.config.scale * (mean - self.config.shift)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Pixels [B, 3, H, W] of scaled latents."""
-        return self.decoder(latents / self.config.scale + self.config.shift)

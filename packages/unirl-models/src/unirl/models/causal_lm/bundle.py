@@ -5,20 +5,19 @@ Model families derive from `CausalLMBundle` and name their classes; the base alo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from unirl.models.bundle import Bundle
 from unirl.models.causal_lm.attention import NAME as PACKED_ATTENTION
 from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
-from unirl.models.causal_lm.peft_export import write_peft_adapter
 from unirl.models.causal_lm.tokenizer import load_tokenizer
 from unirl.models.extras import from_extra
 from unirl.models.loading import ModelFolder, open_model_folder
-from unirl.models.merged_export import check_fits, copy_others, export_folder, only_component
+from unirl.models.merged_export import check_fits, copy_others, export_folder
+from unirl.models.one_component import OneComponentBundle
 from unirl.models.packing import Packing
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
@@ -29,16 +28,11 @@ with from_extra("transformers"):
     import transformers
     from safetensors import SafetensorError
 
-COMPONENT = "model"
-"""Name of the one module that trains."""
-
-_OWNER = "a language model"
-
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
 
 @bounded("bundle")
-class CausalLMBundle(Bundle):
+class CausalLMBundle(OneComponentBundle):
     """A causal language model with its tokenizer.
 
     pretrained_model: a folder that save_pretrained wrote, or a hub id. dtype: of the weights ("fp32", "bf16", "fp16"),
@@ -48,6 +42,9 @@ class CausalLMBundle(Bundle):
     model; CheckpointError for weights that do not fit and for a tokenizer of more words than the model.
     """
 
+    component: ClassVar[str] = "model"
+    family: ClassVar[str] = "a language model"
+    task_type: ClassVar[str | None] = "CAUSAL_LM"
     index_file: ClassVar[str] = "config.json"
     model_types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations that the bundle loads; empty loads any."""
@@ -111,33 +108,10 @@ class CausalLMBundle(Bundle):
         """The decoder layers, as transformers declares them."""
         return tuple(sorted(self.model._no_split_modules or ()))
 
-    def trainable_modules(self) -> dict[str, nn.Module]:
+    @property
+    def trained_module(self) -> nn.Module:
         """The whole model."""
-        return {COMPONENT: self.model}
-
-    def export_lora(
-        self,
-        folder: str,
-        lora_state: Mapping[str, Mapping[str, Tensor]],
-        *,
-        rank: int,
-        alpha: float,
-        target_modules: Sequence[str],
-    ) -> None:
-        """Writes the adapter as peft does, for `PeftModel.from_pretrained(model, folder)` and engines that load LoRA.
-
-        lora_state: {"model": state of peft's get_peft_model_state_dict}. Raises ContractError for another component, an
-        empty state, or tensors of another rank.
-        """
-        write_peft_adapter(
-            folder,
-            only_component(lora_state, COMPONENT, _OWNER),
-            base=self.pretrained_model,
-            rank=rank,
-            alpha=alpha,
-            target_modules=target_modules,
-            task_type="CAUSAL_LM",
-        )
+        return self.model
 
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Writes a whole model folder with the given weights: save_pretrained, and the checkpoint's other files copied.
@@ -145,7 +119,7 @@ class CausalLMBundle(Bundle):
         state: {"model": name -> tensor}, LoRA already merged; tied weights may be named once. Tensors keep their dtype.
         Raises ConfigError if `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
         """
-        weights = {name: tensor.detach().to("cpu") for name, tensor in only_component(state, COMPONENT, _OWNER).items()}
+        weights = {name: tensor.detach().to("cpu") for name, tensor in self.published(state).items()}
         target = export_folder(folder, self.folder.path)
         with torch.device("meta"):
             model = type(self.model)(self.model.config)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from unirl.models.hunyuan_image3.configuration import VAEConfig
-from unirl.models.packed.autoencoder import EPS, Middle, ResidualBlock
+from unirl.models.packed.autoencoder import EPS, Level, Middle, PackedAutoEncoder
 
 
 def folded(x: Tensor, frames: int) -> Tensor:
@@ -57,28 +57,6 @@ class Upsample(nn.Module):
         return unfolded(self.conv(x), self._frames) + shortcut
 
 
-class Level(nn.Module):
-    """Residual blocks at one size, and the change to the next."""
-
-    def __init__(
-        self, channels: int, out: int, blocks: int, groups: int, resample: tuple[str, nn.Module] | None
-    ) -> None:
-        super().__init__()
-        self.block = nn.ModuleList(
-            ResidualBlock(channels if place == 0 else out, out, groups, nn.Conv3d) for place in range(blocks)
-        )
-        if resample is not None:
-            self.add_module(*resample)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, F, H, W] to [B, out, *]."""
-        for block in self.block:
-            x = block(x)
-        for name, module in self.named_children():
-            x = x if name == "block" else module(x)
-        return x
-
-
 class Encoder(nn.Module):
     """Pixels [B, 3, F, H, W] to moments [B, 2 C, *]."""
 
@@ -92,7 +70,7 @@ class Encoder(nn.Module):
             is_halved = place < halvings
             resample = ("downsample", Downsample(width, widths[place + 1], frames)) if is_halved else None
             # A change of size also changes the channels, so every level begins with its own.
-            self.down.append(Level(width, width, config.blocks, config.groups, resample))
+            self.down.append(Level(width, width, config.blocks, config.groups, resample, nn.Conv3d))
         self.mid = Middle(widths[-1], config.groups, nn.Conv3d)
         self.norm_out = nn.GroupNorm(config.groups, widths[-1], EPS)
         self.conv_out = nn.Conv3d(widths[-1], 2 * config.latent_channels, 3, padding=1)
@@ -120,7 +98,7 @@ class Decoder(nn.Module):
             frames = 2 if place < config.num_temporal_halvings else 1
             is_doubled = place < config.num_halvings
             resample = ("upsample", Upsample(width, widths[place + 1], frames)) if is_doubled else None
-            self.up.append(Level(width, width, config.blocks + 1, config.groups, resample))
+            self.up.append(Level(width, width, config.blocks + 1, config.groups, resample, nn.Conv3d))
         self.norm_out = nn.GroupNorm(config.groups, widths[-1], EPS)
         self.conv_out = nn.Conv3d(widths[-1], 3, 3, padding=1)
 
@@ -133,24 +111,15 @@ class Decoder(nn.Module):
         return self.conv_out(silu(self.norm_out(x)))
 
 
-class AutoEncoder(nn.Module):
-    """Images in [-1, 1] to latents and back."""
+class AutoEncoder(PackedAutoEncoder):
+    """An image is as many equal frames as become one latent frame, and the last of the frames that come out."""
 
     def __init__(self, config: VAEConfig) -> None:
-        super().__init__()
+        super().__init__(Encoder(config), Decoder(config), scale=config.scale, shift=config.shift)
         self.config = config
-        self.encoder = Encoder(config)
-        self.decoder = Decoder(config)
 
-    def encode(self, pixels: Tensor) -> Tensor:
-        """The mode of the latents [B, C, h, w] of pixels [B, 3, H, W], as the decoder of text is trained on them.
+    def moments(self, pixels: Tensor) -> Tensor:
+        return self.encoder(pixels[:, :, None].expand(-1, -1, self.config.temporal_factor, -1, -1)).squeeze(2)
 
-        An image is as many equal frames as become one latent frame.
-        """
-        frames = pixels[:, :, None].expand(-1, -1, self.config.temporal_factor, -1, -1)
-        mean, _ = self.encoder(frames).squeeze(2).chunk(2, dim=1)
-        return self.config.scale * (mean - self.config.shift)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Pixels [B, 3, H, W] of scaled latents [B, C, h, w]: the last of the frames that come out."""
-        return self.decoder((latents / self.config.scale + self.config.shift)[:, :, None])[:, :, -1]
+    def decoded(self, latents: Tensor) -> Tensor:
+        return self.decoder(latents[:, :, None])[:, :, -1]

@@ -50,11 +50,17 @@ class Level(nn.Module):
     """Residual blocks at one size, and the change to the next."""
 
     def __init__(
-        self, channels: int, out: int, blocks: int, groups: int, resample: tuple[str, nn.Module] | None
+        self,
+        channels: int,
+        out: int,
+        blocks: int,
+        groups: int,
+        resample: tuple[str, nn.Module] | None,
+        convolution: Convolution = nn.Conv2d,
     ) -> None:
         super().__init__()
         self.block = nn.ModuleList(
-            ResidualBlock(channels if place == 0 else out, out, groups) for place in range(blocks)
+            ResidualBlock(channels if place == 0 else out, out, groups, convolution) for place in range(blocks)
         )
         if resample is not None:
             self.add_module(*resample)
@@ -80,3 +86,31 @@ class Middle(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W]."""
         return self.block_2(self.attn_1(self.block_1(x)))
+
+
+class PackedAutoEncoder(nn.Module):
+    """Images in [-1, 1] to latents and back."""
+
+    def __init__(self, encoder: nn.Module, decoder: nn.Module, *, scale: float, shift: float) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = decoder
+        self._scale = scale
+        self._shift = shift
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """The mode of the latents [B, C, h, w] of pixels [B, 3, H, W], scaled as the decoder of text is trained on."""
+        mean, _ = self.moments(pixels).chunk(2, dim=1)
+        return self._scale * (mean - self._shift)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels [B, 3, H, W] of scaled latents [B, C, h, w]."""
+        return self.decoded(latents / self._scale + self._shift)
+
+    def moments(self, pixels: Tensor) -> Tensor:
+        """Means and deviations [B, 2 C, h, w]."""
+        return self.encoder(pixels)
+
+    def decoded(self, latents: Tensor) -> Tensor:
+        """Pixels of latents that are not scaled."""
+        return self.decoder(latents)

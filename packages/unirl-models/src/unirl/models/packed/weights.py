@@ -42,29 +42,40 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def fill(modules: Sequence[tuple[str, nn.Module, torch.dtype]], files: Mapping[str, Path]) -> None:
+def fill(
+    modules: Sequence[tuple[str, nn.Module, torch.dtype]],
+    files: Mapping[str, Path],
+    *,
+    device: torch.device | None = None,
+    owner: str = "this model",
+    most: int | None = None,
+) -> None:
     """Give modules on the meta device their weights, in place; frozen and in evaluation mode.
 
-    modules: (beginning of the names in the files, module, dtype). On the CPU a weight that has the dtype stays mapped
-    to its file, so that processes of a machine share it. Raises CheckpointError, before anything is read, if weights
-    are missing or of another shape; those that no module has are named in the log.
+    modules: (beginning of the names in the files, module, dtype). On the CPU, where they are by default, a weight that
+    has the dtype stays mapped to its file, so that processes of a machine share it. Raises CheckpointError, before
+    anything is read, if weights are missing or of another shape; those that no module has are named in the log.
+    owner: what the weights are of, most: names of a kind, in that error.
     """
     expected = {
         f"{prefix}{name}": tensor.shape for prefix, module, _ in modules for name, tensor in module.state_dict().items()
     }
+    place = "cpu" if device is None else str(device)
     with ExitStack() as stack:
-        opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
+        opened = {
+            file: stack.enter_context(safe_open(file, framework="pt", device=place)) for file in set(files.values())
+        }
         wrong: dict[str, list[str]] = {"missing": sorted(expected.keys() - files.keys()), "shape": []}
-        for name, shape in expected.items():
+        for name, shape in sorted(expected.items()):
             if name in files and tuple(opened[files[name]].get_slice(name).get_shape()) != tuple(shape):
                 wrong["shape"].append(name)
         if any(wrong.values()):
-            where = next(iter(files.values())).parent if files else "the folder"
-            short = {kind: names[:8] for kind, names in wrong.items() if names}
-            raise CheckpointError(f"{where} does not hold the weights of this model: {short}")
+            where = next(iter(opened)) if len(opened) == 1 else next(iter(files.values())).parent
+            shown = {kind: names[:most] for kind, names in wrong.items()}
+            raise CheckpointError(f"{where} does not hold the weights of {owner}: {shown}.")
         unread = sorted(files.keys() - expected.keys())
         if unread:
-            logger.warning("%d tensors are not read: %s", len(unread), unread[:8])
+            logger.warning("%d tensors of %s are not read: %s", len(unread), owner, unread[:8])
         for prefix, module, dtype in modules:
             tensors = {
                 name: opened[files[f"{prefix}{name}"]].get_tensor(f"{prefix}{name}").to(dtype)

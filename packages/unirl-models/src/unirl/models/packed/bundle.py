@@ -1,0 +1,101 @@
+"""Bundles of unified models: modules of our own for the published files."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from unirl.models.causal_lm.tokenizer import load_tokenizer
+from unirl.models.loading import open_model_folder
+from unirl.models.merged_export import check_fits, copy_others, export_folder
+from unirl.models.one_component import OneComponentBundle
+from unirl.models.packed.autoencoder import PackedAutoEncoder
+from unirl.models.packed.language import TextCache
+from unirl.models.packed.weights import replace_weights
+from unirl.models.token_scores import ScoringHead
+
+
+class PackedBundle(OneComponentBundle):
+    """A decoder that trains, with its tokenizer, and the frozen ways of images into it and out of it.
+
+    A model opens its folder by `__init__`, loads its modules and calls `finish`.
+    """
+
+    recipe_rules: ClassVar[str] = "unirl.models.diffusers_pipeline.rules"
+    latent_divisor: ClassVar[int] = 16
+    """Pixels that height and width divide into."""
+    frame_divisor: ClassVar[int] = 0
+    reads_media: ClassVar[bool] = True
+    most_names: ClassVar[int | None] = None
+    """Names of a kind in an error about weights; None for all."""
+    is_packable: ClassVar[bool] = True
+    """Replay never pads."""
+    vae: PackedAutoEncoder
+    """The autoencoder of images."""
+    model: Any  # Any: called as `unirl.models.ar` calls causal language models
+    """The language model alone."""
+
+    def __init__(self, pretrained_model: str, device: str | torch.device) -> None:
+        self.pretrained_model = pretrained_model
+        self.device = torch.device(device)
+        self.folder = open_model_folder(pretrained_model, ())
+        self.files: dict[str, Path] = {}
+        """The file of each weight of the decoder, and of what lies in the same files."""
+
+    def load_tokenizer(self) -> Any:  # Any: a tokenizer of transformers
+        """The folder's tokenizer."""
+        return load_tokenizer(self.folder.path, model_type="qwen2")
+
+    def finish(self, projection: nn.Linear, chunk_logits: int) -> None:
+        """Lets the decoder score tokens after its output projection, and train what `does_train` says."""
+        self.head = ScoringHead(projection, chunk_logits=chunk_logits)
+        self.decoder.lm_head = self.head
+        for name, parameter in self.decoder.named_parameters():
+            parameter.requires_grad_(self.does_train(name))
+
+    @property
+    @abstractmethod
+    def decoder(self) -> nn.Module:
+        """What reads words and images."""
+
+    @abstractmethod
+    def new_decoder(self) -> nn.Module:
+        """A decoder of this size without weights that are read."""
+
+    @abstractmethod
+    def does_train(self, name: str) -> bool:
+        """True for a parameter of the decoder that training changes, LoRA aside."""
+
+    @property
+    def trained_module(self) -> nn.Module:
+        """The decoder."""
+        return self.decoder
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Words that the model has logits for."""
+        return self.head.out_features
+
+    def new_cache(self) -> TextCache:
+        """An empty KV cache."""
+        return TextCache()
+
+    def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Writes a whole folder in the published layout with the given weights; all else is the checkpoint's, copied.
+
+        state: {component: name -> tensor}, LoRA already merged. Tensors keep their dtype. Raises ConfigError if
+        `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
+        """
+        weights = self.published(state)
+        target = export_folder(folder, self.folder.path)
+        with torch.device("meta"):
+            # Not ours, whose names adapters may have changed.
+            expected = self.published({self.component: self.new_decoder().state_dict()})
+        check_fits(weights, expected, self.folder.path, most=self.most_names)
+        copy_others(self.folder.path, target, *{file.name for file in self.files.values()})
+        replace_weights(self.files, weights, target)
