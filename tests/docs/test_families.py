@@ -39,8 +39,8 @@ CLAIM = re.compile(
 
 
 def families() -> list[str]:
-    """Every folder of models that has its own bundle, the base that they share apart."""
-    return sorted(path.parent.name for path in MODELS.glob("*/bundle.py") if path.parent.name != "diffusers_pipeline")
+    """Every folder of models that has its own bundle, the bases that they share apart."""
+    return sorted({path.parent.name for path in MODELS.glob("*/bundle.py")} - {"diffusers_pipeline", "packed"})
 
 
 def rows() -> str:

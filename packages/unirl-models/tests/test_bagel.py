@@ -343,8 +343,8 @@ def test_equal_contexts_run_once(pipeline: BagelPipeline) -> None:
     with torch.no_grad():
         contexts = bound.contexts
     assert len(contexts.known.prefixes) == 2
-    assert [prefix.row for prefix in contexts.full] == [0, 1, 0, 1] and contexts.image_free == contexts.full
-    assert [prefix.length for prefix in contexts.text_free] == [0] * 4
+    assert [prefix.row for prefix in contexts.full] == [0, 1, 0, 1] and contexts.free[1] == contexts.full
+    assert [prefix.length for prefix in contexts.free[0]] == [0] * 4
 
 
 # Against a recomputation --------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from unirl.models.bagel.layout import KeyValues, Kind, Layout, Prefix, Segment
+from unirl.models.bagel.layout import Kind, Layout, Segment
+from unirl.models.packed.rows import KeyValues, Prefix
 
 CPU = torch.device("cpu")
 ROWS = [

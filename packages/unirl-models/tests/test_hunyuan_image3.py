@@ -21,15 +21,15 @@ from torch import Tensor
 
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.configuration import DecoderConfig, HunyuanImage3Config, LayerConfig, VAEConfig
-from unirl.models.hunyuan_image3.contexts import rows_of_ids
-from unirl.models.hunyuan_image3.given_images import GivenImage, given_images
-from unirl.models.hunyuan_image3.layout import Segment, segment_positions
+from unirl.models.hunyuan_image3.layout import Layout, Segment
 from unirl.models.hunyuan_image3.model import ImageParts
 from unirl.models.hunyuan_image3.pictures import patched_size
 from unirl.models.hunyuan_image3.pipeline import HunyuanImage3Pipeline
 from unirl.models.hunyuan_image3.sizes import sizes
 from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder
 from unirl.models.hunyuan_image3.vae import folded, unfolded
+from unirl.models.packed.contexts import rows_of_ids
+from unirl.models.packed.given_images import GivenImage, given_images
 from unirl.models.packed.vision import VisionConfig
 from unirl.models.packed.weights import INDEX
 from unirl.sde.kernels import FlowSDEStrategy
@@ -154,7 +154,7 @@ def test_an_image_lies_around_the_middle_of_its_places() -> None:
     image = [[5, 4], [5, 5], [5, 6], [6, 4], [6, 5], [6, 6]]
     seen = [[10, 10], [10, 11], [12, 12]]
     words = [[0, 0], [1, 1], [2, 2]]
-    assert segment_positions(row, 0).tolist() == [*words, *image, [9, 9], *seen, [13, 13]]
+    assert Layout.positions_of(row, 0).tolist() == [*words, *image, [9, 9], *seen, [13, 13]]
 
 
 def test_sizes_are_counted_from_the_widest_to_the_tallest() -> None:

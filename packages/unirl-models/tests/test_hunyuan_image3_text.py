@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
-from unirl.models.hunyuan_image3.contexts import rows_of_ids
-from unirl.models.hunyuan_image3.given_images import GivenImage, given_images
 from unirl.models.hunyuan_image3.pipeline import EXPERTS, HunyuanImage3Pipeline, HunyuanImage3TextPipeline
 from unirl.models.hunyuan_image3.sizes import sizes
 from unirl.models.hunyuan_image3.text_adapter import HunyuanImage3TextAdapter
+from unirl.models.packed.contexts import rows_of_ids
+from unirl.models.packed.given_images import GivenImage, given_images
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.conditions import ExpertCondition
 from unirl.types.errors import ConfigError, ContractError

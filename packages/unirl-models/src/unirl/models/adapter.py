@@ -18,7 +18,7 @@ from torch import Tensor
 from unirl.sde.loop import Velocity
 from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import Images, Modality, Primitive, Videos
+from unirl.types.media import Images, Modality, Primitive, Texts, Videos
 from unirl.types.protocols.models import Conditions, ModelBundle
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -180,6 +180,15 @@ def refuse_unread(primitives: Mapping[str, Primitive], family: str, read: Collec
             f"{family} reads {sorted(read)} of a request, which also brings {unread}. Take these out of the data, or "
             "choose a model that is conditioned on them."
         )
+
+
+def require_texts(primitives: Mapping[str, Primitive], family: str) -> list[str]:
+    """The prompts of a request, at least one. Raises ContractError if there are none."""
+    texts = primitives.get("text")
+    if not isinstance(texts, Texts) or not texts.texts:
+        got = {name: type(value).__name__ for name, value in primitives.items()}
+        raise ContractError(f"{family} is conditioned on text: primitives need 'text': Texts of B prompts, got {got}")
+    return texts.texts
 
 
 def require_condition(conditions: Conditions, slot: str, kind: type[C]) -> C:

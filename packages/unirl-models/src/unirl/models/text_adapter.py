@@ -6,7 +6,7 @@ Nothing here draws or scores a token: `unirl.models.ar` does that for every adap
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +83,11 @@ class TextAdapter:
     Raises ConfigError if a template is asked for that is not there.
     """
 
+    read_media: ClassVar[frozenset[str]] = frozenset()
+    """Slots of a request that the model reads besides "text"."""
+    reads: ClassVar[str] = "{'text': Texts}"
+    """All slots, as an error names them."""
+
     def __init__(
         self,
         bundle: LanguageBundle,
@@ -121,20 +126,40 @@ class TextAdapter:
         return tuple(sorted({*self.bundle.eos_token_ids, *params.stop_token_ids}))
 
     def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
-        """{"prompt": PromptCondition} of B texts, on the model's device.
+        """{"prompt": PromptCondition} of B texts, on the model's device, and conditions of what is shown with them.
 
-        Raises ConfigError if slots are missing or not understood, or a prompt leaves no room for max_new_tokens.
+        Raises ConfigError if slots are missing or not understood, or a prompt with its images leaves no room for
+        max_new_tokens.
         """
-        if set(primitives) != {"text"} or not isinstance(primitives["text"], Texts):
-            found = {name: type(value).__name__ for name, value in primitives.items()}
-            raise ConfigError(f"{type(self).__name__} reads {{'text': Texts}}, the request has {found}")
-        texts, device = primitives["text"].texts, self.bundle.device
-        tokens_of = {
-            text: torch.tensor(self.prompt_tokens(text), dtype=torch.long, device=device)
-            for text in dict.fromkeys(texts)
-        }
-        self.check_context([len(tokens_of[text]) for text in texts], params.max_new_tokens)
-        return {"prompt": PromptCondition.pack(tokens=[tokens_of[text] for text in texts])}
+        texts = primitives.get("text")
+        if not isinstance(texts, Texts) or set(primitives) - {"text", *self.read_media}:
+            raise self.unread(primitives)
+        prompts, media = self.prompts_of(texts.texts, primitives)
+        self.check_context(
+            [len(prompt) for prompt in prompts],
+            params.max_new_tokens,
+            num_image_tokens=[self.num_image_tokens(prompt) for prompt in prompts],
+        )
+        tokens = [torch.tensor(prompt, dtype=torch.long, device=self.bundle.device) for prompt in prompts]
+        return {"prompt": PromptCondition.pack(tokens=tokens), **media}
+
+    def unread(self, primitives: Mapping[str, Primitive]) -> ConfigError:
+        """The error for a request of other slots than the model reads."""
+        found = {name: type(value).__name__ for name, value in primitives.items()}
+        return ConfigError(f"{type(self).__name__} reads {self.reads}, the request has {found}")
+
+    def prompts_of(
+        self, texts: Sequence[str], primitives: Mapping[str, Primitive]
+    ) -> tuple[list[list[int]], dict[str, Condition]]:
+        """Tokens of each prompt with what stands for its media, and conditions of these. Equal texts are read once."""
+        del primitives
+        tokens_of = {text: self.prompt_tokens(text) for text in dict.fromkeys(texts)}
+        return [tokens_of[text] for text in texts], {}
+
+    def num_image_tokens(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt stand for its images."""
+        del prompt
+        return 0
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Tokens of one prompt, chat template included."""
@@ -213,3 +238,9 @@ class TextAdapter:
     def model_inputs(self, conditions: Conditions) -> dict[str, Tensor]:
         """What the model's forward takes besides tokens and positions wherever the prompts are part of it."""
         return {}
+
+
+def require_one_per_text(num_samples: int, num_texts: int) -> None:
+    """Raises ConfigError unless the slot "image" has as many samples as there are texts."""
+    if num_samples != num_texts:
+        raise ConfigError(f"the slot 'image' has {num_samples} samples, 'text' {num_texts}")

@@ -69,6 +69,9 @@ class BagelBundle(PackedBundle):
         )
         fill([("", self.bagel, weights_dtype)], self.files, device=self.device, owner="a Bagel")
         fill([("", self.vae, vae_weights_dtype)], vae_files, device=self.device, owner="an AutoEncoder")
+        ends = {"generation": (GENERATION,), "understanding": ("",), "both": ("", GENERATION)}[trains]
+        attention = tuple(f"{name}{end}" for end in ends for name in _LINEAR)
+        self.lora_target_modules = attention + tuple(f"mlp{end}.{name}" for end in ends for name in _MLP)
         self.finish(self.decoder.lm_head, chunk_logits)
         self.model = BagelLanguage(self.bagel, self.marks)
 
@@ -84,13 +87,6 @@ class BagelBundle(PackedBundle):
         return self.marks.turn(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     # What training asks ----------------------------------------------------------------------------------------------
-
-    @property
-    def lora_target_modules(self) -> tuple[str, ...]:
-        """The linear layers of the experts that train."""
-        ends = {"generation": (GENERATION,), "understanding": ("",), "both": ("", GENERATION)}[self.trains]
-        attention = tuple(f"{name}{end}" for end in ends for name in _LINEAR)
-        return attention + tuple(f"mlp{end}.{name}" for end in ends for name in _MLP)
 
     def does_train(self, name: str) -> bool:
         """True for the parameters of the chosen experts."""

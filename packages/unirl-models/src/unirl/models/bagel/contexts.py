@@ -11,7 +11,6 @@ Legend: R rows, L latent tokens of an image, D numbers of one.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,14 +18,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unirl.models.adapter import num_rows, require_condition
+from unirl.models.adapter import num_rows
 from unirl.models.bagel.bundle import BagelBundle
 from unirl.models.bagel.guidance import ContextGuidance
-from unirl.models.bagel.layout import KeyValues, Kind, Layout, Prefix, Segment
+from unirl.models.bagel.layout import Kind, Layout, Segment
+from unirl.models.packed.contexts import Contexts, ContextVelocity, rows_of_ids
+from unirl.models.packed.given_images import given_images
+from unirl.models.packed.rows import KeyValues, Prefix
 from unirl.models.packed.vision import Grid
-from unirl.types.conditions import ImagePatchCondition, TextTokenCondition
-from unirl.types.errors import ContractError
 from unirl.types.protocols.models import Conditions
+
+_IMAGES = (Kind.LATENTS, Kind.VISION)
+"""How a given image stands in a context."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,70 +46,28 @@ class Part:
     grid: Grid = (0, 0)
 
 
-@dataclass(frozen=True)
-class Contexts:
-    """Where the contexts of R rows are."""
+class BoundVelocity(ContextVelocity[Layout, ContextGuidance]):
+    """The velocity of rows [R, L, D]."""
 
-    known: KeyValues
-    full: list[Prefix]
-    text_free: list[Prefix]
-    image_free: list[Prefix]
-
-
-class BoundVelocity:
-    """velocity(x_R [R, L, D], sigma_R, step_R) -> [R, L, D] float32, see `DiffusionAdapter.bind`."""
-
-    def __init__(
-        self,
-        bundle: BagelBundle,
-        conditions: Conditions,
-        guidance: ContextGuidance,
-        grid: Grid,
-    ) -> None:
+    def __init__(self, bundle: BagelBundle, conditions: Conditions, guidance: ContextGuidance, grid: Grid) -> None:
+        super().__init__(conditions, guidance, Layout, [Segment(Kind.LATENTS, grid[0] * grid[1] + 2)])
         self._bundle = bundle
-        self._conditions = conditions
-        self._guidance = guidance
         self._grid = grid
-        self._layouts: dict[tuple[int, ...], Layout] = {}
 
-    def __call__(self, x_R: Tensor, sigma_R: Tensor, step_R: Tensor) -> Tensor:
-        del step_R
-        guided = self._guidance.guided_rows(sigma_R)
-        if not guided:
-            return self._forward(x_R, sigma_R, ())
-        # In one forward: guided rows without prompt, without images where that guides too, then all rows.
-        repeats = 2 if self._guidance.uses_images else 1
-        chosen = guided * repeats + list(range(len(x_R)))
-        out = self._forward(x_R[chosen], sigma_R[chosen], tuple(guided))
-        free, full = out.split([repeats * len(guided), len(x_R)])
-        image_free = free[len(guided) :] if self._guidance.uses_images else None
-        index = torch.tensor(guided, device=x_R.device)
-        return full.index_copy(0, index, self._guidance.guided(full[index], free[: len(guided)], image_free))
+    def combined(self, full: Tensor, *free: Tensor) -> Tensor:
+        return self.guidance.guided(full, *free)
 
-    def _forward(self, x: Tensor, sigma: Tensor, guided: tuple[int, ...]) -> Tensor:
+    def forward(self, x: Tensor, sigma: Tensor, step_R: Tensor, guided: tuple[int, ...]) -> Tensor:
         bagel = self._bundle.bagel
-        layout = self._layout(guided, x.device)
+        layout = self.layout(guided, x.device)
         tokens = bagel.latent_tokens(x.flatten(0, 1), sigma, [self._grid] * len(x))
         marks = self._bundle.marks
         ids = torch.tensor([marks.image_start, marks.image_end], device=x.device).repeat(len(x))
         out = bagel.language_model(ids, None, tokens, layout, self.contexts.known)
-        return bagel.llm2vae(out.latents).unflatten(0, (len(x), -1)).float()
-
-    def _layout(self, guided: tuple[int, ...], device: torch.device) -> Layout:
-        """Layout of one forward, cached. Steps guide the same rows, or none, so there are few."""
-        if guided not in self._layouts:
-            contexts = self.contexts
-            chosen = [contexts.text_free[row] for row in guided]
-            if self._guidance.uses_images:
-                chosen += [contexts.image_free[row] for row in guided]
-            chosen += contexts.full
-            image = [Segment(Kind.LATENTS, self._grid[0] * self._grid[1] + 2)]
-            self._layouts[guided] = Layout.of([image] * len(chosen), device, contexts=chosen, known=contexts.known)
-        return self._layouts[guided]
+        return bagel.llm2vae(out.images).unflatten(0, (len(x), -1)).float()
 
     @cached_property
     def contexts(self) -> Contexts:
-        """Keys and values of all contexts, with gradients where the experts that read them train."""
         distinct: dict[tuple[Hashable, ...], int] = {}
         kept: list[list[Part]] = []
 
@@ -117,7 +78,7 @@ class BoundVelocity:
                 kept.append(parts)
             return distinct[key]
 
-        count = num_rows(self._conditions)
+        count = num_rows(self.conditions)
         slots = ("system_text", "text", "thought", "negative_text")
         systems, texts, thoughts, negatives = (self._turns(slot, count) for slot in slots)
         images = self._images(count)
@@ -126,17 +87,17 @@ class BoundVelocity:
         for row in range(count):
             before = [*systems[row], *images[row]]
             full.append((row_of([*before, *texts[row], *thoughts[row]]), None))
-            if self._guidance.is_on and negatives[row]:
+            if self.guidance.is_on and negatives[row]:
                 text_free.append((row_of([*before, *negatives[row]]), None))
-            elif self._guidance.is_on:
+            elif self.guidance.is_on:
                 text_free.append((full[-1][0], len(before)))
-            if self._guidance.uses_images:
+            if self.guidance.uses_images:
                 image_free.append((row_of([*systems[row], *texts[row]]), None))
         known = self._run(kept)
         full, text_free, image_free = (
             [_prefix(row, kept[row][:num_parts]) for row, num_parts in found] for found in (full, text_free, image_free)
         )
-        return Contexts(known, full, text_free, image_free)
+        return Contexts(known, full, [text_free, image_free] if self.guidance.uses_images else [text_free])
 
     def _run(self, rows: list[list[Part]]) -> KeyValues:
         bagel, device = self._bundle.bagel, self._bundle.device
@@ -155,48 +116,25 @@ class BoundVelocity:
 
     def _turns(self, slot: str, count: int) -> list[list[Part]]:
         """The turn of each row in a slot, none where there is no such slot or the row is empty."""
-        if slot not in self._conditions:
+        if slot not in self.conditions:
             return [[]] * count
-        tokens = require_condition(self._conditions, slot, TextTokenCondition)
-        lengths = tokens.attention_mask.sum(1).tolist()
-        return [self._words(ids[:length]) for ids, length in zip(tokens.input_ids.tolist(), lengths, strict=True)]
-
-    def _words(self, ids: list[int]) -> list[Part]:
-        return [Part(Segment(Kind.WORDS, len(ids)), tuple(ids), ids)] if ids else []
+        rows = rows_of_ids(self.conditions, slot)
+        return [[Part(Segment(Kind.WORDS, len(ids)), tuple(ids), ids)] if ids else [] for ids in rows]
 
     def _images(self, count: int) -> list[list[Part]]:
         """For each row every image, as latents and as patches."""
-        if "latents" not in self._conditions:
-            return [[]] * count
-        latents, patches = (
-            require_condition(self._conditions, slot, ImagePatchCondition) for slot in ("latents", "patches")
-        )
-        marks = [self._bundle.marks.image_start, self._bundle.marks.image_end]
-        rows = []
-        for *tokens, latent_grids, patch_grids in zip(
-            latents.unpack("patches"), patches.unpack("patches"), latents.grids, patches.grids, strict=True
-        ):
-            if len(latent_grids) != len(patch_grids):
-                raise ContractError(
-                    f"a row has {len(latent_grids)} images as latents and {len(patch_grids)} as patches"
-                )
-            kinds = (Kind.LATENTS, Kind.VISION)
-            of_kind = [
-                _image_parts(kind, each, grids, marks)
-                for kind, each, grids in zip(kinds, tokens, (latent_grids, patch_grids), strict=True)
+        return [
+            [
+                self._image_part(kind, tokens, grid, image.key)
+                for image in shown
+                for kind, tokens, grid in zip(_IMAGES, (image.latents, image.patches), image.grids, strict=True)
             ]
-            rows.append([part for pair in zip(*of_kind, strict=True) for part in pair])
-        return rows
+            for shown in given_images(self.conditions, count)
+        ]
 
-
-def _image_parts(kind: Kind, tokens: Tensor, grids: Sequence[tuple[int, int, int]], marks: list[int]) -> list[Part]:
-    sizes = [rows * columns for _, rows, columns in grids]
-    parts = []
-    for each, (_, rows, columns) in zip(tokens.split(sizes), grids, strict=True):
-        digest = hashlib.blake2b(each.float().cpu().numpy().tobytes(), digest_size=20).digest()
-        segment = Segment(kind, rows * columns + 2)
-        parts.append(Part(segment, (kind, rows, columns, digest), marks, each, (rows, columns)))
-    return parts
+    def _image_part(self, kind: Kind, tokens: Tensor, grid: Grid, key: Hashable) -> Part:
+        marks = [self._bundle.marks.image_start, self._bundle.marks.image_end]
+        return Part(Segment(kind, len(tokens) + 2), (kind, grid, key), marks, tokens, grid)
 
 
 def _tokens(parts: Sequence[Part]) -> Tensor:

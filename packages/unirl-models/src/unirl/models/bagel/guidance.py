@@ -79,7 +79,7 @@ class ContextGuidance(Guidance):
         low, high = self.interval
         return ((sigma_R > low) & (sigma_R <= high)).nonzero().flatten().tolist()
 
-    def guided(self, v: Tensor, text_free: Tensor, image_free: Tensor | None) -> Tensor:
+    def guided(self, v: Tensor, text_free: Tensor, image_free: Tensor | None = None) -> Tensor:
         """The guided velocity of rows [R, L, D] that are guided, float32."""
         g = extrapolate(v, text_free, self.scale)
         if self.renorm == "text_channel":

@@ -1,12 +1,11 @@
 """BAGEL's decoder as a language model: called as `unirl.models.ar` calls those of transformers.
 
-Prompts may hold images: each stands as [begin, one placeholder a token of the vision tower, end].
-Legend: B rows, T tokens of a row, N tokens of all rows.
+Prompts may hold images: each stands as [begin, one placeholder per token of the vision tower, end].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,8 +16,8 @@ from torch import Tensor
 from unirl.models.bagel.layout import Kind, Layout, Segment
 from unirl.models.bagel.model import Bagel
 from unirl.models.causal_lm.tokenizer import require_words
-from unirl.models.packed.language import LanguageOutput, TextCache, rows_of
-from unirl.models.packing import Packing
+from unirl.models.packed.language import PackedLanguage, TextCache
+from unirl.models.packed.layers import Outputs
 
 
 @dataclass(frozen=True)
@@ -66,58 +65,34 @@ class MarkIds:
         return found
 
 
-class BagelLanguage:
+class BagelLanguage(PackedLanguage):
     """Words, and images between them, through the text expert."""
 
     def __init__(self, bagel: Bagel, marks: MarkIds) -> None:
         self._bagel = bagel
         self._marks = marks
 
-    def __call__(
+    def run(
         self,
+        rows: Sequence[Tensor],
+        cache: TextCache,
+        inputs: Mapping[str, Tensor],
         *,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        use_cache: bool,
-        packing: Packing | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: TextCache | None = None,
-        logits_to_keep: int = 0,
-        patches: Tensor | None = None,
-        grids: Tensor | None = None,
-    ) -> LanguageOutput:
-        """Logits [1, N, vocabulary] of packed rows, or [B, 1, vocabulary] of the last token of padded ones.
-
-        input_ids: int64 [1, N] with `packing`, else [B, T] padded on the left as `attention_mask` [B, >= T] says in its
-        last columns. position_ids: not read, positions follow from marks and cache.
-        patches, grids: [*, numbers] and int64 [images, 2], of all images in the order of the rows.
-        """
-        del position_ids, logits_to_keep
-        rows = rows_of(input_ids, packing, attention_mask)
-        if patches is None:
-            segments = [[Segment(Kind.WORDS, len(row))] for row in rows]
-        else:
-            segments = [self._marks.segments(row.tolist()) for row in rows]
-        cache = past_key_values if use_cache else None
-        known = None if cache is None else cache.known
-        contexts = None if cache is None else cache.prefixes
-        layout = Layout.of(segments, input_ids.device, contexts=contexts, known=known)
-        ids = torch.cat(rows)
+        needs_all: bool,
+        keeps_keys: bool,
+    ) -> tuple[Outputs, Layout]:
+        """See the base. inputs: `patches` [*, numbers] and `grids` int64 [images, 2] of all images in the order of the
+        rows."""
+        ids = torch.cat(list(rows))
+        segments = [self._marks.segments(row.tolist()) if inputs else [Segment(Kind.WORDS, len(row))] for row in rows]
+        layout = Layout.of(segments, ids.device, contexts=cache.prefixes, known=cache.known)
+        places = torch.arange(len(ids), device=ids.device) if needs_all else layout.last_places
         visual = None
-        if patches is not None and grids is not None:
+        if inputs:
             ids = ids[ids != self._marks.visual]
-            visual = self._bagel.visual_tokens(patches, [(row, column) for row, column in grids.tolist()])
-        is_packed = packing is not None
+            grids = [(rows, columns) for rows, columns in inputs["grids"].tolist()]
+            visual = self._bagel.visual_tokens(inputs["patches"], grids)
         out = self._bagel.language_model(
-            ids,
-            visual,
-            None,
-            layout,
-            known,
-            logit_places=torch.arange(len(layout.order), device=ids.device) if is_packed else layout.last_places,
-            keeps_keys=cache is not None,
+            ids, visual, None, layout, cache.known, logit_places=places, keeps_keys=keeps_keys
         )
-        if cache is not None:
-            cache.known = layout.extended(known, out.layers)
-            cache.prefixes = cache.known.prefixes
-        return LanguageOutput(out.logits if is_packed else out.logits.transpose(0, 1))
+        return out, layout

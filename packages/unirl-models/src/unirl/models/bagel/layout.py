@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from unirl.models.packed.rows import KeyValues, PackedRows, Prefix, joined_ranges, one_context_per_row
+from unirl.models.packed.rows import PackedRows, joined_ranges
 
 
 class Kind(Enum):
@@ -52,28 +51,42 @@ class Segment:
 class Layout(PackedRows):
     """R rows of new segments after their contexts."""
 
-    order: Tensor
-    """int64 [N]: of each token its place in [words, tokens of the vision tower, latents]."""
-    num_latents: int
+    rows: tuple[tuple[Segment, ...], ...]
 
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[Sequence[Segment]],
-        device: torch.device,
-        *,
-        contexts: Sequence[Prefix] | None = None,
-        known: KeyValues | None = None,
-    ) -> Self:
-        """The layout of rows that follow prefixes of `known`; both None where rows begin anew.
+    @property
+    def _segments(self) -> list[Segment]:
+        return [segment for row in self.rows for segment in row]
 
-        Words, tokens of the vision tower and latents are each counted in the order of the rows, the marks around an
-        image as words.
+    @staticmethod
+    def positions_of(row: Sequence[Segment], start: int) -> Tensor:
+        """int64, the position of each token of a row whose first one is `start`."""
+        parts = []
+        for segment in row:
+            is_words = segment.kind is Kind.WORDS
+            parts.append(
+                torch.arange(start, start + segment.length) if is_words else torch.full((segment.length,), start)
+            )
+            start += segment.num_positions
+        return torch.cat(parts)
+
+    @cached_property
+    def _num_inside(self) -> dict[Kind, int]:
+        """Tokens that are no words, by what they are."""
+        return {kind: sum(_inside(each) for each in self._segments if each.kind is kind) for kind in Kind}
+
+    @property
+    def num_latents(self) -> int:
+        """Latent tokens of all rows."""
+        return self._num_inside[Kind.LATENTS]
+
+    @cached_property
+    def order(self) -> Tensor:
+        """int64 [N]: of each token its place in [words, tokens of the vision tower, latents].
+
+        Each is counted in the order of the rows, the marks around an image as words.
         """
-        prefixes = one_context_per_row(contexts, len(rows))
-        inside = {kind: sum(_inside(each) for row in rows for each in row if each.kind is kind) for kind in Kind}
-        num_words = sum(each.length for row in rows for each in row) - inside[Kind.VISION] - inside[Kind.LATENTS]
-        following = {Kind.WORDS: 0, Kind.VISION: num_words, Kind.LATENTS: num_words + inside[Kind.VISION]}
+        num_words = sum(each.length for each in self._segments) - sum(self._num_inside.values())
+        following = {Kind.WORDS: 0, Kind.VISION: num_words, Kind.LATENTS: num_words + self._num_inside[Kind.VISION]}
 
         def take(kind: Kind, count: int) -> range:
             start = following[kind]
@@ -81,22 +94,12 @@ class Layout(PackedRows):
             return range(start, start + count)
 
         order: list[range] = []
-        positions: list[Tensor] = []
-        for row, prefix in zip(rows, prefixes, strict=True):
-            positions.append(segment_positions(row, prefix.position))
-            for segment in row:
-                if segment.kind is Kind.WORDS:
-                    order.append(take(Kind.WORDS, segment.length))
-                else:
-                    order += [take(Kind.WORDS, 1), take(segment.kind, _inside(segment)), take(Kind.WORDS, 1)]
-        return cls(
-            rows=tuple(tuple(row) for row in rows),
-            contexts=prefixes,
-            context_lengths=tuple(known.lengths) if known is not None else (),
-            order=joined_ranges(order).to(device),
-            positions=torch.cat(positions).to(device),
-            num_latents=inside[Kind.LATENTS],
-        )
+        for segment in self._segments:
+            if segment.kind is Kind.WORDS:
+                order.append(take(Kind.WORDS, segment.length))
+            else:
+                order += [take(Kind.WORDS, 1), take(segment.kind, _inside(segment)), take(Kind.WORDS, 1)]
+        return joined_ranges(order).to(self.positions.device)
 
     @cached_property
     def _stream_places(self) -> Tensor:
@@ -111,16 +114,6 @@ class Layout(PackedRows):
         """The inverse of `interleaved`."""
         parts = tokens.index_select(0, self._stream_places)
         return parts.split([len(parts) - self.num_latents, self.num_latents]) if self.num_latents else (parts,)
-
-
-def segment_positions(row: Sequence[Segment], start: int) -> Tensor:
-    """int64, the position of each token of a row whose first one is `start`."""
-    parts = []
-    for segment in row:
-        is_words = segment.kind is Kind.WORDS
-        parts.append(torch.arange(start, start + segment.length) if is_words else torch.full((segment.length,), start))
-        start += segment.num_positions
-    return torch.cat(parts)
 
 
 def _inside(segment: Segment) -> int:

@@ -9,7 +9,6 @@ Legend: W words and tokens of the vision tower, L latent tokens, N = W + L; othe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.nn.functional import silu
 
 from unirl.models.bagel.configuration import LanguageConfig
 from unirl.models.bagel.layout import Layout
-from unirl.models.packed.layers import RMSNorm, Rotary, rotated
+from unirl.models.packed.layers import Outputs, RMSNorm, Rotary, rotated
 from unirl.models.packed.rows import KeyValues
 
 GENERATION = "_moe_gen"
@@ -117,17 +116,6 @@ class Qwen2MoTModel(nn.Module):
         add_twins(self, "norm", lambda: RMSNorm(config.hidden_size, config.rms_norm_eps))
 
 
-class Outputs(NamedTuple):
-    """What a forward was asked for; the rest is None."""
-
-    latents: Tensor | None
-    """[L, width], normed."""
-    logits: Tensor | tuple[Tensor, Tensor, Tensor] | None
-    """[1, n, vocabulary], or what `unirl.models.token_scores.ScoringHead` gives in their place."""
-    layers: list[tuple[Tensor, Tensor]] | None
-    """Per layer the keys and values [N, G, D]."""
-
-
 class Qwen2MoTForCausalLM(nn.Module):
     """The decoder and its output projection: what trains."""
 
@@ -170,7 +158,7 @@ class Qwen2MoTForCausalLM(nn.Module):
             hidden = self.model.get_submodule("norm")(streams[0])
             logits = self.lm_head(hidden.index_select(0, layout.order[logit_places])[None])
         made = None if len(streams) == 1 or keeps_keys else self.model.get_submodule(f"norm{GENERATION}")(streams[1])
-        return Outputs(latents=made, logits=logits, layers=layers if keeps_keys else None)
+        return Outputs(images=made, logits=logits, layers=layers if keeps_keys else None)
 
 
 def add_twins(module: nn.Module, name: str, make: Callable[[], nn.Module]) -> None:

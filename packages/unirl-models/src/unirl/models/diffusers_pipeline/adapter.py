@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from unirl.models.adapter import DiffusionAdapter, refuse_ignored, refuse_unread, require_condition
+from unirl.models.adapter import DiffusionAdapter, refuse_ignored, refuse_unread, require_condition, require_texts
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.diffusers_pipeline.normalisation import scaled, unscaled
@@ -29,8 +29,8 @@ from unirl.sde.loop import Velocity
 from unirl.sde.schedule import Convention, Schedule, SigmaSchedule
 from unirl.sde.timesteps import Spacing
 from unirl.types.conditions import Condition, TextEmbedCondition
-from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import Images, Modality, Primitive, Texts, Videos
+from unirl.types.errors import ConfigError
+from unirl.types.media import Images, Modality, Primitive, Videos
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -175,18 +175,13 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         """The conditions of the B prompts and of the negative one; images that the text encoders see are read too."""
         self.check_params(params)
         refuse_unread(primitives, self.bundle.family, self.read_slots)
-        texts = primitives.get("text")
-        if not isinstance(texts, Texts) or not texts.texts:
-            got = {name: type(value).__name__ for name, value in primitives.items()}
-            raise ContractError(
-                f"{self.bundle.family} is conditioned on text: primitives need 'text': Texts of B prompts, got {got}"
-            )
+        texts = require_texts(primitives, self.bundle.family)
         length = self.sequence_length(params)
         with self.visiting_encoders():
-            prompts = self.texts_to_encode(texts.texts, is_negative=False)
+            prompts = self.texts_to_encode(texts, is_negative=False)
             conditions: dict[str, Condition] = {**self._encode_texts(prompts, length, primitives, is_negative=False)}
             if params.uses_guidance:
-                prompts = self.texts_to_encode([require_negative_prompt(params)] * len(texts.texts), is_negative=True)
+                prompts = self.texts_to_encode([require_negative_prompt(params)] * len(texts), is_negative=True)
                 negative = self._encode_texts(prompts, length, primitives, is_negative=True)
                 conditions |= {NEGATIVE + slot: condition for slot, condition in negative.items()}
         return conditions

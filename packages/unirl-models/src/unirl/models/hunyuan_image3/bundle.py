@@ -41,7 +41,7 @@ class HunyuanImage3Bundle(PackedBundle):
     index_file: ClassVar[str] = GENERATION_CONFIG
     latent_patch: ClassVar[int] = 1
     block_class_names: ClassVar[tuple[str, ...]] = ("HunyuanImage3DecoderLayer",)
-    lora_target_modules: ClassVar[tuple[str, ...]] = ("qkv_proj", "o_proj")
+    lora_target_modules: tuple[str, ...] = ("qkv_proj", "o_proj")
     most_names: ClassVar[int | None] = 8  # each expert of each layer has weights
 
     def __init__(

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from unirl.models.packed.rows import KeyValues, PackedRows, Prefix, one_context_per_row
+from unirl.models.packed.rows import PackedRows
 
 Grid = tuple[int, int]
 """Rows and columns of tokens."""
@@ -44,43 +43,24 @@ class Segment:
 class Layout(PackedRows):
     """R rows of new segments after their contexts. positions: int64 [N, 2], row and column."""
 
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[Sequence[Segment]],
-        device: torch.device,
-        *,
-        contexts: Sequence[Prefix] | None = None,
-        known: KeyValues | None = None,
-    ) -> Self:
-        """The layout of rows that follow prefixes of `known`; both None where rows begin anew."""
-        prefixes = one_context_per_row(contexts, len(rows))
-        positions = [segment_positions(row, prefix.position) for row, prefix in zip(rows, prefixes, strict=True)]
-        return cls(
-            rows=tuple(tuple(row) for row in rows),
-            contexts=prefixes,
-            context_lengths=tuple(known.lengths) if known is not None else (),
-            positions=torch.cat(positions).to(device),
-        )
-
-
-def segment_positions(row: Sequence[Segment], start: int) -> Tensor:
-    """int64 [n, 2], the positions of the tokens of a row whose first one is the row's number `start`."""
-    parts = []
-    for segment in row:
-        if segment.is_causal:
-            parts.append(_of_words(start, segment.length))
-        place, end = start, start + segment.length
-        for number, (rows, columns) in enumerate(segment.grids):
-            if number:
-                parts.append(_of_words(place, 1))
-                place += 1
-            parts.append(_of_grid(place, rows, columns))
-            place += rows * columns
-        if segment.grids and place < end:
-            parts.append(_of_words(place, end - place))
-        start = end
-    return torch.cat(parts)
+    @staticmethod
+    def positions_of(row: Sequence[Segment], start: int) -> Tensor:
+        """int64 [n, 2], the positions of the tokens of a row whose first one is the row's number `start`."""
+        parts = []
+        for segment in row:
+            if segment.is_causal:
+                parts.append(_of_words(start, segment.length))
+            place, end = start, start + segment.length
+            for number, (rows, columns) in enumerate(segment.grids):
+                if number:
+                    parts.append(_of_words(place, 1))
+                    place += 1
+                parts.append(_of_grid(place, rows, columns))
+                place += rows * columns
+            if segment.grids and place < end:
+                parts.append(_of_words(place, end - place))
+            start = end
+        return torch.cat(parts)
 
 
 def _of_words(start: int, length: int) -> Tensor:

@@ -17,6 +17,7 @@ from unirl.models.adapter import TIMESTEPS_PER_SIGMA
 from unirl.models.hunyuan_image3.configuration import HunyuanImage3Config
 from unirl.models.hunyuan_image3.layout import Grid
 from unirl.models.hunyuan_image3.vae import AutoEncoder
+from unirl.models.packed.given_images import GivenImage
 from unirl.models.packed.vision import VisionConfig, VisionTransformer
 
 FREQUENCIES = 256
@@ -158,3 +159,18 @@ class ImageParts(nn.Module):
     def visual_tokens(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """[I, most patches, D] of patches [N, numbers] of I images of these grids."""
         return self.vision_aligner(self.vision_model(patches.to(self.dtype), grids))
+
+    def features(self, ids: Tensor, shown: Sequence[GivenImage], num_words: int) -> tuple[Tensor | None, Tensor | None]:
+        """What stands for the ids [N] that are no words, and where; None of both without images.
+
+        shown: all images, in the order of the ids.
+        """
+        if not shown:
+            return None, None
+        clean = torch.zeros(1, device=ids.device)
+        visual = self.visual_tokens(torch.cat([image.patches for image in shown]), [image.grids[1] for image in shown])
+        features = []
+        for image, seen in zip(shown, visual, strict=True):
+            latents = image.latents.T.unflatten(1, image.grids[0])[None]
+            features += [self.latent_tokens(latents, clean)[0], seen]
+        return torch.cat(features), (ids >= num_words).nonzero().flatten()

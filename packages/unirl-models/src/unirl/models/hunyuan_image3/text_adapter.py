@@ -13,11 +13,12 @@ from torch.nn import functional
 
 from unirl.models.adapter import require_condition
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
-from unirl.models.hunyuan_image3.given_images import given_images
 from unirl.models.hunyuan_image3.pictures import given_pictures
 from unirl.models.hunyuan_image3.sizes import Size
 from unirl.models.hunyuan_image3.template import Template
-from unirl.models.text_adapter import TextAdapter
+from unirl.models.packed.given_images import given_images, grids_of
+from unirl.models.packed.text_adapter import PackedTextAdapter
+from unirl.models.text_adapter import require_one_per_text
 from unirl.types.bounds import bounded
 from unirl.types.conditions import Condition, ExpertCondition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError
@@ -30,7 +31,7 @@ Task = Literal["answer", "think", "recaption", "think_recaption"]
 
 
 @bounded("pipeline")
-class HunyuanImage3TextAdapter(TextAdapter):
+class HunyuanImage3TextAdapter(PackedTextAdapter):
     """A prompt is that of `Template`, and the mark that begins what the task asks for.
 
     task: "answer" writes until the end; "think" a thought, "recaption" a caption, "think_recaption" both.
@@ -76,31 +77,15 @@ class HunyuanImage3TextAdapter(TextAdapter):
         """The end of everything, what ends the task, and those of `params`, sorted."""
         return tuple(sorted({*super().stop_token_ids(params), *self._stops}))
 
-    def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
-        """{"prompt": PromptCondition} of B texts and, with the slot "image", "latents" and "patches".
-
-        Raises ConfigError if slots are missing or not understood, or a prompt with its images leaves no room for
-        max_new_tokens.
-        """
-        texts = primitives.get("text")
-        if not isinstance(texts, Texts) or set(primitives) - {"text", "image"}:
-            found = {name: type(value).__name__ for name, value in primitives.items()}
-            raise ConfigError(f"{type(self).__name__} reads 'text': Texts and 'image', the request has {found}")
+    def prompts_of(
+        self, texts: Sequence[str], primitives: Mapping[str, Primitive]
+    ) -> tuple[list[list[int]], dict[str, Condition]]:
+        """With the slot "image" also "latents" and "patches"."""
         pictures = given_pictures(self.bundle, primitives)
-        images = [[]] * len(texts.texts) if pictures is None else pictures.ids
-        if len(images) != len(texts.texts):
-            raise ConfigError(f"the slot 'image' has {len(images)} samples, 'text' {len(texts.texts)}")
-        prompts = [
-            self._template.prompt(text, shown) + self._start for text, shown in zip(texts.texts, images, strict=True)
-        ]
-        self.check_context(
-            [len(prompt) for prompt in prompts],
-            params.max_new_tokens,
-            num_image_tokens=[sum(word >= self.bundle.words.num_words for word in prompt) for prompt in prompts],
-        )
-        tokens = [torch.tensor(prompt, device=self.bundle.device) for prompt in prompts]
-        conditions: dict[str, Condition] = {"prompt": PromptCondition.pack(tokens=tokens)}
-        return conditions if pictures is None else conditions | pictures.conditions
+        images = [[]] * len(texts) if pictures is None else pictures.ids
+        require_one_per_text(len(images), len(texts))
+        prompts = [self._template.prompt(text, shown) + self._start for text, shown in zip(texts, images, strict=True)]
+        return prompts, {} if pictures is None else pictures.conditions
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Tokens of a prompt without images."""
@@ -170,6 +155,5 @@ class HunyuanImage3TextAdapter(TextAdapter):
             if not len(images.patches):
                 return inputs
             inputs[slot] = images.patches
-            grids: Sequence[tuple[int, int]] = [grid[1:] for sample in images.grids for grid in sample]
-            inputs[name] = torch.tensor(grids, device=images.patches.device)
+            inputs[name] = grids_of(images)
         return inputs

@@ -7,15 +7,13 @@ M tokens that are no words.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from unirl.models.hunyuan_image3.configuration import DecoderConfig, LayerConfig
 from unirl.models.hunyuan_image3.layout import Layout
-from unirl.models.packed.layers import RMSNorm, Rotary, rotated
+from unirl.models.packed.layers import Outputs, RMSNorm, Rotary, rotated
 from unirl.models.packed.rows import KeyValues
 
 
@@ -132,19 +130,6 @@ class DecoderModel(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(HunyuanImage3DecoderLayer(config, layer) for layer in config.layers)
         self.ln_f = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
-class Outputs(NamedTuple):
-    """What a forward was asked for; the rest is None."""
-
-    images: Tensor | None
-    """[n, D] at `image_places`, not normed."""
-    logits: Tensor | tuple[Tensor, Tensor, Tensor] | None
-    """[1, n, vocabulary], or what `unirl.models.token_scores.ScoringHead` gives in their place."""
-    layers: list[tuple[Tensor, Tensor]] | None
-    """Per block the keys and values [N, G, *]."""
-    routes: list[Tensor] | None
-    """Per block the experts, int64 [N, K]."""
 
 
 class HunyuanImage3Decoder(nn.Module):

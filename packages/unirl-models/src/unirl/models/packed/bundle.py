@@ -31,6 +31,8 @@ class PackedBundle(OneComponentBundle):
     """Pixels that height and width divide into."""
     frame_divisor: ClassVar[int] = 0
     reads_media: ClassVar[bool] = True
+    block_class_names: ClassVar[tuple[str, ...]]
+    lora_target_modules: tuple[str, ...]
     most_names: ClassVar[int | None] = None
     """Names of a kind in an error about weights; None for all."""
     is_packable: ClassVar[bool] = True

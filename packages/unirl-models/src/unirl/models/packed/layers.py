@@ -1,9 +1,11 @@
 """Layers of decoders over packed rows.
 
-Legend: N tokens of all rows, D width of a head.
+Legend: N tokens of all rows, G heads of keys and values, D width of a head, K experts of a token.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,3 +33,16 @@ def rotated(x: Tensor, rotary: Rotary) -> Tensor:
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Outputs(NamedTuple):
+    """What a forward of a decoder was asked for; the rest is None."""
+
+    images: Tensor | None
+    """[n, width], of the images that are made."""
+    logits: Tensor | tuple[Tensor, Tensor, Tensor] | None
+    """[1, n, vocabulary], or what `unirl.models.token_scores.ScoringHead` gives in their place."""
+    layers: list[tuple[Tensor, Tensor]] | None
+    """Per block the keys and values [N, G, D]."""
+    routes: list[Tensor] | None = None
+    """Per block of experts those that tokens went to, int64 [N, K]."""

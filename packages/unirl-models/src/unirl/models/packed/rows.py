@@ -8,10 +8,11 @@ Legend: N tokens of all rows, M of all contexts, R rows, H query heads, G heads 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRows:
+class PackedRows(ABC):
     """R rows of new segments after their contexts."""
 
     rows: tuple[tuple[RowSegment, ...], ...]
@@ -110,6 +111,35 @@ class PackedRows:
     """Tokens of each row of the `KeyValues` that `contexts` refers to; empty without any."""
     positions: Tensor
     """int64 [N], or [N, axes]."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Sequence[RowSegment]],
+        device: torch.device,
+        *,
+        contexts: Sequence[Prefix] | None = None,
+        known: KeyValues | None = None,
+    ) -> Self:
+        """Rows that follow prefixes of `known`; both None where rows begin anew.
+
+        Raises ContractError for another number of contexts than rows.
+        """
+        prefixes = tuple(contexts) if contexts is not None else (Prefix(),) * len(rows)
+        if len(prefixes) != len(rows):
+            raise ContractError(f"{len(rows)} rows and {len(prefixes)} contexts: one per row")
+        positions = [cls.positions_of(row, prefix.position) for row, prefix in zip(rows, prefixes, strict=True)]
+        return cls(
+            rows=tuple(tuple(row) for row in rows),
+            contexts=prefixes,
+            context_lengths=tuple(known.lengths) if known is not None else (),
+            positions=torch.cat(positions).to(device),
+        )
+
+    @staticmethod
+    @abstractmethod
+    def positions_of(row: Sequence[Any], start: int) -> Tensor:  # Any: a model's own kind of RowSegment
+        """int64 [n], or [n, axes], the position of each token of a row whose first one is `start`."""
 
     @property
     def lengths(self) -> list[int]:
@@ -200,14 +230,6 @@ class PackedRows:
             for (old_key, old_value), (key, value) in zip(known.layers, layers, strict=True)
         ]
         return KeyValues(joined, tuple(prefixes))
-
-
-def one_context_per_row(contexts: Sequence[Prefix] | None, num_rows: int) -> tuple[Prefix, ...]:
-    """The contexts of rows, empty ones where there are none. Raises ContractError for another number of them."""
-    prefixes = tuple(contexts) if contexts is not None else (Prefix(),) * num_rows
-    if len(prefixes) != num_rows:
-        raise ContractError(f"{num_rows} rows and {len(prefixes)} contexts: one per row")
-    return prefixes
 
 
 def joined_ranges(ranges: Iterable[range]) -> Tensor:

@@ -15,11 +15,10 @@ from unirl.models.extras import from_extra
 from unirl.models.qwen3_omni.bundle import Qwen3OmniThinkerBundle
 from unirl.models.qwen_vl.adapter import QwenVLAdapter, pictures_of
 from unirl.models.qwen_vl.images import Grid
-from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition, SoundFrameCondition
+from unirl.types.conditions import Condition, PromptCondition, SoundFrameCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import Audios, Primitive, Texts
+from unirl.types.media import Audios, Primitive
 from unirl.types.protocols.models import Conditions
-from unirl.types.sampling import ARSamplingParams
 
 with from_extra("transformers"):
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
@@ -31,50 +30,31 @@ class Qwen3OmniAdapter(QwenVLAdapter):
     The sound of a prompt stands where its text has "<audio>", before the text and after the images where it has none.
     """
 
+    read_media = frozenset({"image", "audio"})
+    reads = "'text': Texts, 'image' and 'audio': Audios"
     bundle: Qwen3OmniThinkerBundle  # ty: ignore[incompatible-mutable-override]  # set once, by the constructor
 
-    def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
-        """As `QwenVLAdapter.encode`, and with the slot "audio" also {"sounds": SoundFrameCondition}.
+    def prompts_of(
+        self, texts: Sequence[str], primitives: Mapping[str, Primitive]
+    ) -> tuple[list[list[int]], dict[str, Condition]]:
+        """As `QwenVLAdapter.prompts_of`, and with the slot "audio" also {"sounds": SoundFrameCondition}.
 
         "audio" holds Audios with one waveform [L] per sample, empty where a prompt has none, at the rate of the feature
         extractor. Raises ConfigError for another number, rate or layout, and what the base raises.
         """
-        texts, sounds = primitives.get("text"), primitives.get("audio")
+        sounds, images = primitives.get("audio"), primitives.get("image")
         if sounds is None:
-            return super().encode(primitives, params)
-        if (
-            not isinstance(texts, Texts)
-            or not isinstance(sounds, Audios)
-            or set(primitives) - {"text", "image", "audio"}
-        ):
-            found = {name: type(value).__name__ for name, value in primitives.items()}
-            raise ConfigError(
-                f"{type(self).__name__} reads 'text': Texts, 'image' and 'audio': Audios, the request has {found}"
-            )
-        count = len(texts.texts)
-        frames = self._frames(sounds, count)
-        images = primitives.get("image")
-        patches, grids = zip(
-            *self._patches([[]] * count if images is None else pictures_of(images, count)), strict=True
-        )
+            return super().prompts_of(texts, primitives)
+        if not isinstance(sounds, Audios):
+            raise self.unread(primitives)
+        frames = self._frames(sounds, len(texts))
+        shown = self.images_of([[]] * len(texts) if images is None else pictures_of(images, len(texts)))
         prompts = [
-            self._prompt(text, grid, len(own)) for text, grid, own in zip(texts.texts, grids, frames, strict=True)
+            self._prompt(text, grid, len(own)) for text, grid, own in zip(texts, shown.grids, frames, strict=True)
         ]
-        self.check_context(
-            [len(prompt) for prompt in prompts],
-            params.max_new_tokens,
-            num_image_tokens=[prompt.count(self.bundle.image_token_id) for prompt in prompts],
-        )
         device = self.bundle.device
-        conditions: dict[str, Condition] = {
-            "prompt": PromptCondition.pack(tokens=[torch.tensor(prompt, device=device) for prompt in prompts]),
-            "sounds": SoundFrameCondition.pack(frames=[own.to(device) for own in frames]),
-        }
-        if images is not None:
-            conditions["images"] = ImagePatchCondition.pack(
-                patches=[each.to(device) for each in patches], grids=list(grids)
-            )
-        return conditions
+        media: dict[str, Condition] = {"sounds": SoundFrameCondition.pack(frames=[own.to(device) for own in frames])}
+        return prompts, media if images is None else {**media, "images": shown}
 
     def prompt_keys(self, conditions: Conditions) -> list[Hashable]:
         """See `TextAdapter.prompt_keys`; sounds count by their frames."""

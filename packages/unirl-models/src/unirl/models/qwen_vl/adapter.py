@@ -14,12 +14,11 @@ from torch import Tensor
 from unirl.models.adapter import require_condition
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.images import Grid, expanded, vision_patches
-from unirl.models.text_adapter import TextAdapter
+from unirl.models.text_adapter import TextAdapter, require_one_per_text
 from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import ImageLists, Images, Primitive, Texts
+from unirl.types.media import ImageLists, Images, Primitive
 from unirl.types.protocols.models import Conditions
-from unirl.types.sampling import ARSamplingParams
 
 PLACEHOLDERS = {
     "image": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -37,8 +36,7 @@ def pictures_of(images: Primitive, num_samples: int) -> Sequence[Sequence[Tensor
         pictures = images.images
     else:
         raise ConfigError(f"the slot 'image' must hold Images or ImageLists, got {type(images).__name__}")
-    if len(pictures) != num_samples:
-        raise ConfigError(f"the slot 'image' has {len(pictures)} samples, 'text' {num_samples}")
+    require_one_per_text(len(pictures), num_samples)
     return pictures
 
 
@@ -50,40 +48,34 @@ class QwenVLAdapter(TextAdapter):
     """
 
     bundle: QwenVLBundle
+    read_media = frozenset({"image"})
+    reads = "'text': Texts and 'image'"
 
     def __init__(
         self, bundle: QwenVLBundle, *, chat_template: bool | None = None, system_prompt: str | None = None
     ) -> None:
         super().__init__(bundle, chat_template=chat_template, system_prompt=system_prompt)
 
-    def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
-        """{"prompt": PromptCondition} of B texts and, with the slot "image", {"images": ImagePatchCondition}.
+    def prompts_of(
+        self, texts: Sequence[str], primitives: Mapping[str, Primitive]
+    ) -> tuple[list[list[int]], dict[str, Condition]]:
+        """With the slot "image" also {"images": ImagePatchCondition}.
 
-        "image" holds Images, one per sample, or ImageLists. Equal images are processed once. Raises ConfigError if
-        slots are missing or not understood, or a prompt with its images leaves no room for max_new_tokens; DataError
-        for an image that cannot be resized.
+        "image" holds Images, one per sample, or ImageLists. Equal images are processed once. Raises DataError for an
+        image that cannot be resized.
         """
-        texts, images = primitives.get("text"), primitives.get("image")
-        if not isinstance(texts, Texts) or set(primitives) - {"text", "image"}:
-            found = {name: type(value).__name__ for name, value in primitives.items()}
-            raise ConfigError(f"{type(self).__name__} reads 'text': Texts and 'image', the request has {found}")
+        images = primitives.get("image")
         if images is None:
-            return super().encode(primitives, params)
-        patches, grids = zip(*self._patches(pictures_of(images, len(texts.texts))), strict=True)
+            return super().prompts_of(texts, primitives)
+        condition = self.images_of(pictures_of(images, len(texts)))
         prompts = [
             self.with_images(self.prompt_with(text, {"image": len(grid)}), grid)
-            for text, grid in zip(texts.texts, grids, strict=True)
+            for text, grid in zip(texts, condition.grids, strict=True)
         ]
-        self.check_context(
-            [len(prompt) for prompt in prompts],
-            params.max_new_tokens,
-            num_image_tokens=[prompt.count(self.bundle.image_token_id) for prompt in prompts],
-        )
-        device = self.bundle.device
-        return {
-            "prompt": PromptCondition.pack(tokens=[torch.tensor(prompt, device=device) for prompt in prompts]),
-            "images": ImagePatchCondition.pack(patches=[each.to(device) for each in patches], grids=list(grids)),
-        }
+        return prompts, {"images": condition}
+
+    def num_image_tokens(self, prompt: Sequence[int]) -> int:
+        return prompt.count(self.bundle.image_token_id)
 
     def prompt_with(self, text: str, shown: Mapping[str, int]) -> list[int]:
         """Tokens of one prompt, with one placeholder for each of what it shows; shown: number by kind."""
@@ -151,8 +143,8 @@ class QwenVLAdapter(TextAdapter):
             "image_grid_thw": torch.tensor(grids, dtype=torch.long, device=images.patches.device),
         }
 
-    def _patches(self, samples: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, tuple[Grid, ...]]]:
-        """Patches [N, D] of each sample's images and their grids."""
+    def images_of(self, samples: Sequence[Sequence[Tensor]]) -> ImagePatchCondition:
+        """Patches and grids of each sample's images, on the model's device."""
         vision = self.bundle.model.config.vision_config
         nothing = torch.zeros(0, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
         known: dict[tuple[tuple[int, ...], bytes], tuple[Tensor, Grid]] = {}
@@ -165,9 +157,11 @@ class QwenVLAdapter(TextAdapter):
             return known[key]
 
         found = [[processed(image) for image in images] for images in samples]
-        return [
-            (torch.cat([nothing, *(patches for patches, _ in each)]), tuple(grid for _, grid in each)) for each in found
-        ]
+        patches = [torch.cat([nothing, *(patches for patches, _ in each)]) for each in found]
+        return ImagePatchCondition.pack(
+            patches=[each.to(self.bundle.device) for each in patches],
+            grids=[tuple(grid for _, grid in each) for each in found],
+        )
 
     def _prompt_positions(self, prompt: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         if not grids:

@@ -35,11 +35,12 @@ from unirl.models.bagel.configuration import (
     VisionConfig,
 )
 from unirl.models.bagel.language import MarkIds
-from unirl.models.bagel.layout import KeyValues, Kind, Layout, Segment
+from unirl.models.bagel.layout import Kind, Layout, Segment
 from unirl.models.bagel.model import Bagel
 from unirl.models.bagel.transformer import GENERATION
 from unirl.models.bagel.vae import AutoEncoder
 from unirl.models.packed.patches import patches_of
+from unirl.models.packed.rows import KeyValues
 from unirl.pretraining.autoencoding import signed
 from unirl.pretraining.command_line import make_checkpoint
 from unirl.pretraining.fit import fit
@@ -318,7 +319,7 @@ def train_painter(
         ids = torch.tensor([lessons.marks.image_start, lessons.marks.image_end]).repeat(len(prefixes))
         tokens = bagel.latent_tokens(noisy_B.flatten(0, 1), sigma_B, [GRID] * len(prefixes))
         out = bagel.language_model(ids, None, tokens, layout, known)
-        return bagel.llm2vae(out.latents).view_as(noisy_B)
+        return bagel.llm2vae(out.images).view_as(noisy_B)
 
     train_flow(
         bagel,

@@ -6,16 +6,14 @@ Legend: C h w latent, N patches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
-from unirl.models.hunyuan_image3.layout import Grid
-from unirl.models.hunyuan_image3.model import ImageParts
-from unirl.models.hunyuan_image3.template import WordIds
+from unirl.models.packed.vision import Grid
 from unirl.types.conditions import ImagePatchCondition
 from unirl.types.errors import ContractError
 from unirl.types.protocols.models import Conditions
@@ -59,22 +57,10 @@ def given_images(conditions: Conditions, count: int) -> list[list[GivenImage]]:
     return rows
 
 
-def image_features(
-    images: ImageParts, words: WordIds, ids: Tensor, shown: Sequence[GivenImage]
-) -> tuple[Tensor | None, Tensor | None]:
-    """What stands for the ids [N] that are no words, and where; None of both without images.
-
-    shown: all images, in the order of the ids.
-    """
-    if not shown:
-        return None, None
-    clean = torch.zeros(1, device=ids.device)
-    visual = images.visual_tokens(torch.cat([image.patches for image in shown]), [image.grids[1] for image in shown])
-    features = []
-    for image, seen in zip(shown, visual, strict=True):
-        latents = image.latents.T.unflatten(1, image.grids[0])[None]
-        features += [images.latent_tokens(latents, clean)[0], seen]
-    return torch.cat(features), (ids >= words.num_words).nonzero().flatten()
+def grids_of(images: ImagePatchCondition) -> Tensor:
+    """int64 [I, 2], the grids of the images of all rows."""
+    grids = [grid[1:] for sample in images.grids for grid in sample]
+    return torch.tensor(grids, device=images.patches.device)
 
 
 def _digest(*tensors: Tensor) -> bytes:
