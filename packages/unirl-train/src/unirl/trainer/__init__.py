@@ -1,1 +1,2 @@
-"""The training loop: `build` makes workers and what joins them, `base` is the loop, `commands` what users ask for."""
+"""The training loop. `base` has the loop, `build` makes workers and the parts of the driver, `commands` runs, evaluates
+and exports recipes."""

@@ -1,6 +1,6 @@
-"""How samples of unequal cost are dealt to devices, so that none waits for the others.
+"""Distributes samples of unequal cost over devices, so that no device waits for the others.
 
-Legend: R devices, U updates a rollout.
+Legend: R devices, U updates per rollout.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from unirl.types.errors import ConfigError
 def balanced_order(costs: Sequence[int], num_shards: int, num_updates: int, samples_per_unit: int = 1) -> list[int]:
     """An order of the samples, as indices, in which contiguous shards of equal size have nearly equal costs.
 
-    costs: what each sample costs, in any unit. `samples_per_unit` consecutive samples stay together.
-    Update u still trains on the samples i with (i // samples_per_unit) mod U == u, as `unirl.train.slicing` cuts them,
-    so neither the samples of an update nor their divisor change, only which device has them. Within an update two
-    devices differ by at most the largest difference of R neighbours in the sorted costs. The k-th samples of all
-    devices are such neighbours, so micro-batches are balanced too; they come in the order of the batch, long and short
-    mixed. With one device the order is that of the batch. Raises ConfigError where the units do not divide.
+    costs: of each sample, in any unit. `samples_per_unit` consecutive samples stay together.
+    Update u still trains on the samples i with (i // samples_per_unit) mod U == u, as in `unirl.train.slicing`, so the
+    samples of an update and their divisor do not change, only the devices. Within an update the costs of two devices
+    differ by at most the largest difference of R neighbours in the sorted costs. The k-th samples of all devices are
+    such neighbours, so micro-batches are balanced too; they stay in the order of the batch, long and short mixed. With
+    one device the order does not change. Raises ConfigError if the units do not divide evenly.
     """
     units, rest = divmod(len(costs), samples_per_unit)
     if rest or units % (num_shards * num_updates):
@@ -38,7 +38,8 @@ def balanced_order(costs: Sequence[int], num_shards: int, num_updates: int, samp
 
 
 def _teams(units: list[int], costs: Sequence[int], num_shards: int) -> list[list[int]]:
-    """Units in groups of R of similar cost, each by device: the dearest for the one with the least so far."""
+    """Groups of R units of similar cost, ordered by device: the most expensive unit goes to the device with the least
+    so far."""
     falling = sorted(units, key=lambda unit: (-costs[unit], unit))
     loads = [0] * num_shards
     teams = []

@@ -1,6 +1,6 @@
-"""The synchronous loop: collect one rollout, learn from it, record what came of it.
+"""The synchronous loop: collect one rollout, learn from it, record the results.
 
-Another loop over the same collector, learner and run record, such as one that collects ahead, is another small class.
+Other loops over the same collector, learner and run record, such as one that collects ahead, are further small classes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Collect one, learn one. Knows neither devices nor Ray; `unirl.trainer.build.assembly.make_trainer` joins
-    the parts."""
+    """Alternates between collecting and learning. Independent of devices and Ray;
+    `unirl.trainer.build.assembly.make_trainer` joins the parts."""
 
     def __init__(
         self,
@@ -49,18 +49,18 @@ class Trainer:
         """Train to the end, or until stopped; returns the summary, also written to `summary.json`.
 
         resume: None starts afresh, "auto" continues the newest valid checkpoint of the run directory.
-        Whatever ends the run early, the last checkpoint stands; where an engine, a scorer or a push fails, one is saved
-        first, of the rollouts that are finished.
+        If the run ends early, the last checkpoint is kept; if an engine, a scorer or a push fails, the finished
+        rollouts are saved first.
         """
         self.prepare()
         if resume is not None:
             self._resume()
-        resolved = {"old_logp": self._learner.old_logp()}  # what only the built components know
+        resolved = {"old_logp": self._learner.old_logp()}  # known only once components are built
         self._record.start(self._done, {"resume": resume, "resolved": resolved})
         try:
             self._loop()
         except (TrainingError, CheckpointError):
-            raise  # weights that went wrong, or nowhere to save: nothing to keep
+            raise  # the weights are wrong or cannot be saved, so nothing is kept
         except Exception:
             self._save_what_is_finished()
             raise
@@ -71,7 +71,7 @@ class Trainer:
         )
 
     def prepare(self) -> None:
-        """Make ready what the whole run needs. Called once, before training or resuming."""
+        """Prepare the run. Called once, before training or resuming."""
         self._record.prepare()
         self._learner.prepare()
         self.collector.prepare(self._record.evaluator)
@@ -91,17 +91,17 @@ class Trainer:
         return metrics
 
     def _loop(self) -> None:
-        """Rollouts with what follows them, to the end or until stopped."""
+        """Run rollouts with evaluations and checkpoints, to the end or until stopped."""
         record = self._record
         if record.evaluator is not None and record.evaluator.config.before and record.lacks_evaluation(0):
             record.log(self._evaluate(0), 0)
         if self._is_done() and record.lacks_evaluation(self._done):
-            record.log(self._evaluate(self._done), self._done)  # it failed after the last rollout
+            record.log(self._evaluate(self._done), self._done)  # the run failed before this evaluation
         while not self._is_done() and not self._stop.is_set():
             metrics = self.step(self._done)
             self._done += 1
             is_last = self._is_done()
-            # Before evaluation and checkpoint, which are then of the weights that the run goes on with.
+            # Before evaluation and checkpoint, which then use the weights that the run continues with.
             is_sound = self._stay_in_range(metrics)
             try:
                 if is_last or record.is_evaluation_due(self._done):
@@ -123,9 +123,9 @@ class Trainer:
         return {**pushed, **self._record.evaluate(done)}
 
     def _stay_in_range(self, metrics: dict[str, float]) -> bool:
-        """Stop a run that has left its own range, or roll it back; returns whether a checkpoint would be sound.
+        """Stop or roll back a run that has left its usual range; returns True if a checkpoint would be sound.
 
-        What a rollback returns to must be sound: no regular checkpoint while the run is off its range.
+        Regular checkpoints are skipped while the run is out of range, so that a rollback always returns to a sound one.
         """
         watch = self._learner.watch(metrics, self._done)
         metrics.update(watch.metrics)
@@ -156,14 +156,14 @@ class Trainer:
         self._record.save(self._done, {**self.collector.state_dict(), **self._learner.state_dict()})
 
     def _save_what_is_finished(self) -> None:
-        """Save the rollouts before one that failed, as if it had not begun; nothing where it failed in training."""
+        """Save the rollouts before a failed one, as if that had not begun; does nothing if training failed."""
         is_new = self._done > 0 and not self._record.is_saved(self._done)
         if self._learner.is_training or not is_new or self._record.is_closed:
             return
         try:
             self._save()
             self._record.wait()
-        except UniRLError as error:  # what ended the run is raised, not this
+        except UniRLError as error:  # the error that ended the run is raised, not this one
             logger.error("the %d finished rollouts could not be saved: %s", self._done, error)
         else:
             logger.error("the run ends early; its %d finished rollouts are saved (resume=auto)", self._done)
@@ -192,7 +192,7 @@ class Trainer:
         self._record.load_state_dict(state, changes=changes)
 
     def _changes_since(self, state: Mapping[str, Any]) -> Changes:
-        """Settings and rows of the data that differ from those of a checkpoint."""
+        """Settings and data rows that differ from a checkpoint's."""
         own = self._record
         changes = changed_settings(state["config"], own.config, state.get("digests"), own.digests)
         before, now = state["data"].get("fingerprint"), self.collector.data_fingerprint

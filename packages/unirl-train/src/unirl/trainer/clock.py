@@ -1,4 +1,4 @@
-"""Where the time of a run goes: wall and CPU seconds by phase."""
+"""Measures wall and CPU seconds of a run by phase."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 MOVING = "residency"
-"""The phase of moving between host and device what the next phase needs, or must not find there."""
+"""The phase of moving components between host and device for the next phase."""
 TRAINING = ("sync", "rollout", "reward", "train", "other", MOVING)
-"""The phases of a training step; evaluations and checkpoints are none."""
+"""The phases of a training step; evaluations and checkpoints are not among them."""
 
 
 class PhaseClock:
     """Adds up the seconds of named phases. Phases do not nest.
 
-    observer: entered around every phase with its name (a benchmark counts operations there).
+    observer: context entered around every phase, given its name (benchmarks count operations with it).
     """
 
     def __init__(self, observer: Callable[[str], AbstractContextManager[object]] | None = None) -> None:
         self.observer = observer
         self.before: Callable[[str], None] | None = None
-        """Called with its name before every phase; its own seconds are those of the phase `MOVING`."""
+        """Called with the name of every phase before it; its seconds count as the phase `MOVING`."""
         self.wall_s: dict[str, float] = {}
         self.cpu_s: dict[str, float] = {}
         self._step: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Time what happens inside."""
+        """Context that is timed."""
         if self.before is not None:
             with self._timed(MOVING):
                 self.before(name)
@@ -49,7 +49,7 @@ class PhaseClock:
 
     @property
     def training_cpu_s(self) -> float:
-        """CPU seconds of this process in the phases of training so far."""
+        """CPU seconds of this process in training phases so far."""
         return sum(self.cpu_s.get(name, 0.0) for name in TRAINING)
 
     def step_metrics(self) -> dict[str, float]:

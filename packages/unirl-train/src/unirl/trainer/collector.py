@@ -1,4 +1,4 @@
-"""From prompts to a rollout that is ready to train on: request, generate, score, refill, advantages, selection."""
+"""Makes rollouts that are ready to train on: request, generate, score, refill, advantages, selection."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ Show = Callable[[Held], None]
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout whose tracks hold rewards and advantages, where the workers made them."""
+    """A rollout with rewards and advantages in its tracks, held by the workers."""
 
     rollout_id: int
     progress: float
     """Fraction of the run done, in [0, 1]."""
     resp: Held
-    """What is trained on; the learner releases it."""
+    """The samples to train on; the learner releases them."""
     num_samples: int
-    """Generated ones of the scored track, before selection."""
+    """Generated samples of the scored track, before selection."""
     metrics: dict[str, float]
 
 
 class Collector(Generic[ParamsT]):
-    """Makes rollouts. The driver moves ids and numbers; samples stay with the workers or go from one to another.
+    """Makes rollouts. The driver moves ids and numbers; samples stay with the workers or move between them.
 
-    rollout_policy: named copies of the weights that are sampled from; None is the policy being trained.
-    scored_track: the track whose media are scored; None is the root. Those that it grew from are credited.
-    track_advantages: in the place of `advantages`, for the tracks that are named.
-    A rollout is unfinished from `collect` until `finished` is called; `state_dict` is the state before the oldest
-    unfinished one, so that a checkpoint loses no prompts: a resumed run collects it again.
+    rollout_policy: named copies of the weights to sample from; None is the policy being trained.
+    scored_track: the track whose media are scored; None is the root. Its ancestors get the rewards too.
+    track_advantages: used instead of `advantages` for the named tracks.
+    A rollout is unfinished from `collect` until `finished` is called. `state_dict` is the state before the oldest
+    unfinished one, so a resumed run collects that again and loses no prompts.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Collector(Generic[ParamsT]):
         self._unfinished: dict[int, dict[str, Any]] = {}
 
     def prepare(self, evaluator: Evaluator | None) -> None:
-        """Tell the engine what the whole run will ask of it. Called once, before training or resuming."""
+        """Prepare the engine for the run. Called once, before training or resuming."""
         self._modality.prepare(self._runtime, self._data, self._sampling, evaluator)
 
     def collect(self, rollout_id: int, *, show: Show | None = None) -> ScoredRollout:
-        """One rollout, scored and selected. Raises what engine and scorers raise, and RewardError where groups without
-        a score are left after `max_refills` refills."""
+        """One rollout, scored and selected. Raises what engine and scorers raise, and RewardError if groups without a
+        score are left after `max_refills` refills."""
         self._unfinished[rollout_id] = self._state()
         with self._clock.phase("other"):
             req = self.request(rollout_id, self._settings.batch_size)
@@ -114,18 +114,17 @@ class Collector(Generic[ParamsT]):
         return ScoredRollout(rollout_id, progress, resp, num_samples, metrics)
 
     def finished(self, rollout_id: int) -> None:
-        """The rollout has been trained on: it is part of the weights, and will not be collected again."""
+        """Mark a rollout as trained on, so that it is not collected again."""
         del self._unfinished[rollout_id]
 
     def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
-        """The next prompts of the data as a request, with everything pinned."""
+        """A request for the next prompts of the data, with everything pinned."""
         return self._modality.request(self._runtime, self._data.next(num_prompts), self._sampling, rollout_id)
 
     # Rewards and refills ----------------------------------------------------------------------------------------
 
     def _scored(self, req: RolloutReq) -> tuple[Held, dict[str, float]]:
-        """A response with rewards in the scored track and those above it, and how scoring kept up on the slowest
-        worker."""
+        """A response with rewards in the scored track and its ancestors, and the slowest worker's scoring metrics."""
         with self._clock.phase("rollout"):
             resp = self._engine.generate(req, policy=self.rollout_policy)
         with self._clock.phase("reward"):
@@ -134,10 +133,10 @@ class Collector(Generic[ParamsT]):
         return resp, largest(gauges)
 
     def _refilled(self, resp: Held, gauges: dict[str, float], rollout_id: int) -> tuple[Held, dict[str, float]]:
-        """Replace groups that a scorer dropped, and under dynamic sampling groups that teach nothing, by fresh prompts,
-        until the batch is whole again.
+        """Replace groups that a scorer dropped, and with dynamic sampling groups of equal rewards, by fresh prompts
+        until the batch is complete.
 
-        After `max_refills` attempts groups that teach nothing stay; groups without a score raise RewardError.
+        After `max_refills` attempts, groups of equal rewards stay, and groups without a score raise RewardError.
         """
         for _ in range(self._settings.max_refills):
             track = resp.meta.root_track()
@@ -174,7 +173,7 @@ class Collector(Generic[ParamsT]):
         return zero_variance_groups(track.scored_rewards, track.group_ids)
 
     def _fresh_groups(self, rollout_id: int, num_groups: int) -> RolloutReq:
-        """A request for at least `num_groups` new prompts that divides over the devices, with ids of its own."""
+        """A request for at least `num_groups` new prompts that divides over the devices, with new ids."""
         whole = self._runtime.num_shards * self._sampling.samples_made_together
         while (num_groups * self._sampling.samples_per_prompt) % whole:
             num_groups += 1
@@ -189,8 +188,8 @@ class Collector(Generic[ParamsT]):
     # Advantages and selection -----------------------------------------------------------------------------------
 
     def _attach_advantages(self, resp: Held, root: str, progress: float) -> dict[str, float]:
-        """Advantages over the whole batch into every track that trains, and into the root, which selection goes by;
-        returns what they and the rewards look like."""
+        """Compute advantages over the whole batch for every trained track, and for the root, which selection uses;
+        returns metrics of advantages and rewards."""
         meta, trained = resp.meta, self._stack.trained_tracks()
         advantages: dict[str, Tensor] = {}
         for name in dict.fromkeys((root, *trained)):
@@ -216,7 +215,7 @@ class Collector(Generic[ParamsT]):
         return self._track_advantages.get(track, self._advantages)
 
     def _selected(self, resp: Held, root: str) -> Held:
-        """The samples to train on, dealt so that every device has as much to do."""
+        """The samples to train on, balanced over devices."""
         track = resp.meta.track(root)
         divisor = self._runtime.num_shards * self._settings.num_updates
         rows = self._selection.rows(track.known_advantages, track.group_ids, divisor)
@@ -234,7 +233,7 @@ class Collector(Generic[ParamsT]):
         return chosen
 
     def _balanced(self, resp: Held, root: str, rows: list[int] | None) -> list[int] | None:
-        """The rows to train on in the order in which devices get them; None: all, as they lie."""
+        """The rows to train on in the order in which devices get them; None: all rows in their order."""
         costs = self._modality.training_costs(resp, root) if self._runtime.num_shards > 1 else None
         if costs is None:
             return rows
@@ -258,7 +257,7 @@ class Collector(Generic[ParamsT]):
 
     @property
     def data_fingerprint(self) -> object:
-        """What tells the rows of the data from others; None where the source does not say."""
+        """Fingerprint of the data's rows; None if the source has none."""
         return self._data.state_dict().get("fingerprint")
 
     def _state(self) -> dict[str, Any]:
@@ -271,14 +270,13 @@ class Collector(Generic[ParamsT]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What collecting changes, as it was before the oldest rollout that is unfinished."""
+        """State of collecting, as it was before the oldest unfinished rollout."""
         return self._unfinished[min(self._unfinished)] if self._unfinished else self._state()
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: set[str]) -> None:
-        """Restore `state_dict`; what was remembered of other rows or other rewards begins anew.
+        """Restore `state_dict`; state about changed rows or rewards is reset.
 
-        changed: sections of the recipe that differ from the run that was saved, and "track_advantages" where those of a
-            stage do.
+        changed: sections of the recipe that differ from the saved run, and "track_advantages" if those of a stage do.
         """
         if not changed & {"seed", "data"}:
             self._data.load_state_dict(state["data"])
@@ -291,12 +289,12 @@ class Collector(Generic[ParamsT]):
 
 
 def trained_tokens(resp: Held, track: str) -> Tensor:
-    """Trained tokens of each sample of a track, int64 [B]; 1 for a sample that is not a text."""
+    """Trained tokens of each sample of a track, int64 [B]; 1 for samples that are not texts."""
     return torch.tensor([count for part in resp.map(_count_trained, track) for count in part], dtype=torch.int64)
 
 
 def _count_trained(resp: RolloutResp, track: str) -> list[int]:
-    """Runs where the response lies."""
+    """Runs in the workers that hold the response."""
     segment = resp.tracks[track].segment
     if not isinstance(segment, TextSegment):
         return [1] * resp.tracks[track].batch_size
@@ -305,12 +303,12 @@ def _count_trained(resp: RolloutResp, track: str) -> list[int]:
 
 
 def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The largest of each number over several records; one that only some have counts where it is."""
+    """The largest value of each name over several records; names may be missing in some."""
     return {name: max(part[name] for part in parts if name in part) for name in sorted({n for p in parts for n in p})}
 
 
 def reward_metrics(track: RolloutTrack) -> dict[str, float]:
-    """Rewards of a track: all samples, each component, and within groups."""
+    """Metrics of a track's rewards: over all samples, by component, and within groups."""
     rewards = track.scored_rewards
     metrics = {
         "reward/mean": float(rewards.mean()),
@@ -325,12 +323,12 @@ def reward_metrics(track: RolloutTrack) -> dict[str, float]:
 
 
 def count_metrics(track: RolloutTrack) -> dict[str, float]:
-    """Means of what the engine counted of a track's samples."""
+    """Means of the engine's per-sample counts of a track."""
     return {f"rollout/{name}": float(values.double().mean()) for name, values in track.counts.items()}
 
 
 def advantage_metrics(advantages: Mapping[str, Tensor]) -> dict[str, float]:
-    """Mean and size of the advantages [B] of each trained track, under its name where there are several."""
+    """Mean and size of the advantages [B] of each trained track, prefixed by its name if there are several."""
     return {
         f"{name}/{key}" if len(advantages) > 1 else key: value
         for name, values in advantages.items()

@@ -1,4 +1,4 @@
-"""What is done with a checked recipe: run it, evaluate it, export what it trained."""
+"""Commands on a checked recipe: run, evaluate, export."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def run_recipe(
 ) -> dict[str, Any]:
     """Run a checked recipe to the end; returns its summary.
 
-    published: the recipe as trackers and checkpoints may show it (`unirl.config.recipes.published`); None shows it as
-    it is, which is for recipes that hold nothing of the environment.
+    published: the recipe as trackers and checkpoints may show it (`unirl.config.recipes.published`). None shows it
+    unchanged, for recipes without values from the environment.
     """
     resume = run.file.resume
     if resume is not None:
@@ -80,11 +80,11 @@ def export_recipe(
     published: Recipe | None = None,
     in_float32: bool = False,
 ) -> LostUpdate | None:
-    """Write a checkpoint of a run for use outside, with a model card: LoRA weights, or the model with them merged.
+    """Export a checkpoint of a run with a model card: LoRA weights, or the model with them merged.
 
     policy: see `unirl.config.runs.named_copy`. published: the recipe as the card shows it, see `run_recipe`.
-    in_float32: of a merged export, instead of the dtype of the loaded model. Returns what rounding took of what a LoRA
-    changes.
+    in_float32: write a merged export in float32 instead of the loaded model's dtype. Returns how much of the LoRA's
+    update was lost by rounding.
     """
     lost = None
     name, copy = named_copy(run, policy)

@@ -11,7 +11,7 @@ from unirl.trainer.roles import DiffusionEngineRole
 from unirl.types.sampling import DiffusionSamplingParams
 
 ROWS_AHEAD = 32
-"""Prompts whose pictures are in memory at once while they are encoded ahead."""
+"""Prompts whose images are in memory at once while prompts are encoded ahead."""
 
 
 class DiffusionModality(Modality[DiffusionSamplingParams]):
@@ -24,7 +24,7 @@ class DiffusionModality(Modality[DiffusionSamplingParams]):
         sampling: DiffusionSamplingParams,
         evaluator: Evaluator | None,
     ) -> None:
-        """Give every prompt of the run with its pictures to an engine that encodes them first, to drop its encoders."""
+        """If the engine drops its text encoders, have it encode every prompt of the run with its images first."""
         engine = runtime.role("engine", DiffusionEngineRole)
         if not engine.encodes_ahead():
             return

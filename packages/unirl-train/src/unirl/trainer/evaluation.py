@@ -1,4 +1,4 @@
-"""Held-out evaluation: each stage sampled in the same way every time, records of the samples, means of their scores."""
+"""Held-out evaluation: samples every stage the same way each time, records samples, and averages scores."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from unirl.types.sampling import (
 )
 
 PASS_ROLLOUT_ID = EVAL_ROLLOUT_ID - 1
-"""Part of every draw's key, so the samples of pass@k are none of training's."""
+"""Part of every draw's key, so that samples of pass@k differ from training's."""
 WITHOUT_WRITER = "without_writer"
-"""Before the names of means of images that were drawn from the prompts themselves."""
+"""Prefix of the means of images drawn directly from the prompts."""
 SCALES = ("guidance_scale", "guidance_scale_2", "distilled_guidance_scale")
-"""Strengths of guidance that an evaluation may set itself."""
+"""Guidance scales that an evaluation may set itself."""
 EVALUATED_SAMPLING = (
     "num_inference_steps",
     *SCALES,
@@ -59,9 +59,9 @@ EVALUATED_SAMPLING = (
     "autocast_precision",
     "sampler_kwargs",
 )
-"""Sampling parameters of latents that an evaluation sets itself or takes from training."""
+"""Diffusion sampling parameters that an evaluation sets itself or takes from training."""
 NOT_MEASURED = ("before", "interval", "interval_cpu_s", "policy")
-"""Options that say when an evaluation happens and of which weights, not what it measures."""
+"""Options that choose when and which weights to evaluate, not what is measured."""
 IN_SAMPLING = (
     "num_inference_steps",
     *SCALES,
@@ -77,20 +77,20 @@ IN_SAMPLING = (
 @bounded("eval")
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """What an evaluation samples and how; see `unirl.trainer.evaluation_rules` for which options suit which stages.
+    """What an evaluation samples and how. `unirl.trainer.evaluation_rules` checks which options fit which stages.
 
     prompts: file of prompts. num_samples: in all, spread evenly over the prompts. interval: rollouts between
         evaluations; 0 evaluates only before and after. interval_cpu_s: instead, CPU seconds of training between
-        evaluations. batch_size: samples per request. seed: of the sampling. policy: named copy of the weights to
-        evaluate, of several policies by their names; None the policy being trained. before: whether there is an
-        evaluation before training.
-    Of images and videos: num_inference_steps and the three scales; None takes training's. post_solver: of every step,
-        as `DiffusionSamplingParams.post_solver`.
-    Of texts: max_new_tokens, None takes training's. temperature: 0 takes the most probable token each time.
-    Of texts alone: pass_at: values of k for pass@k. pass_samples: completions per prompt, at least the largest k.
-        pass_prompts: prompts sampled. pass_metric: the score that says that a completion is right when it reaches
-        pass_threshold. pass_temperature, pass_top_p: of these samples; a temperature of None takes training's.
-    without_writer: whether images of the prompts themselves are judged too, under without_writer/<mean>.
+        evaluations. batch_size: samples per request. seed: sampling seed. policy: named copy of the weights to
+        evaluate, by policy if there are several; None is the policy being trained. before: evaluate before training
+        too.
+    Images and videos: num_inference_steps and the three scales; None takes training's. post_solver: for every step, as
+        `DiffusionSamplingParams.post_solver`.
+    Texts: max_new_tokens, None takes training's. temperature: 0 is greedy.
+    Runs of texts only: pass_at: values of k for pass@k. pass_samples: completions per prompt, at least the largest k.
+        pass_prompts: prompts sampled. pass_metric: a completion is right if this score reaches pass_threshold.
+        pass_temperature, pass_top_p: of these samples; a temperature of None takes training's.
+    without_writer: also evaluate images drawn directly from the prompts, under without_writer/<mean>.
     """
 
     recipe_rules: ClassVar[str] = "unirl.trainer.evaluation_rules"
@@ -131,11 +131,11 @@ class EvaluationConfig:
 
     @property
     def columns(self) -> Sequence[str]:
-        """Names of held-out means that a comparison shows beside the one it judges by: pass@k."""
+        """Further held-out means that a comparison shows: pass@k."""
         return [pass_name(k) for k in self.pass_at]
 
     def settings(self, training: BaseSamplingParams) -> dict[str, dict[str, Any]]:  # Any: plain values
-        """All that the means depend on besides weights and scorers, by section of the recipe."""
+        """All settings that the means depend on besides weights and scorers, by section of the recipe."""
         left_out = {*NOT_MEASURED, *IN_SAMPLING}
         measured = {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
         sampling = _described(self.params(training))
@@ -144,11 +144,11 @@ class EvaluationConfig:
         return {"eval": measured, "sampling": sampling}
 
     def evaluator(self, rows: Sequence[PromptRow], training: BaseSamplingParams) -> Evaluator:
-        """The evaluation of these prompts by a policy that trains with sampling parameters `training`."""
+        """The evaluator of these prompts for a policy that trains with sampling parameters `training`."""
         return Evaluator(self, rows, training)
 
     def params(self, training: BaseSamplingParams) -> Any:  # Any: of the class of `training`
-        """How an evaluation samples what a run samples by `training`, each stage by its kind."""
+        """The evaluation's counterpart of the sampling parameters `training`, for each stage."""
         match training:
             case DiffusionSamplingParams():
                 return self.latents(training)
@@ -178,7 +178,7 @@ class EvaluationConfig:
         )
 
     def texts(self, training: ARSamplingParams) -> ARSamplingParams:
-        """One text per prompt, by default the most probable token each time."""
+        """One text per prompt, greedy by default."""
         return dataclasses.replace(
             training,
             samples_per_prompt=1,
@@ -190,7 +190,7 @@ class EvaluationConfig:
         )
 
     def passes(self, training: ARSamplingParams) -> ARSamplingParams:
-        """The draws of pass@k."""
+        """Sampling parameters of pass@k."""
         return dataclasses.replace(
             self.texts(training),
             samples_per_prompt=self.pass_samples,
@@ -200,12 +200,12 @@ class EvaluationConfig:
 
 
 class Evaluator:
-    """Scores the policy on held-out prompts, whatever the stages."""
+    """Scores the policy on held-out prompts, for any stages."""
 
     def __init__(self, config: EvaluationConfig, rows: Sequence[PromptRow], training: BaseSamplingParams) -> None:
         self.config = config
         self.params: Any = config.params(training)  # Any: as above
-        """How the samples are made whose means are reported."""
+        """Sampling parameters of the samples whose means are reported."""
         self._rows = spread_rows(rows, config.num_samples)
         self._pass_rows: list[PromptRow] = []
         if config.pass_at:
@@ -216,12 +216,12 @@ class Evaluator:
 
     @property
     def rows(self) -> list[PromptRow]:
-        """Every prompt that an evaluation uses, as often as it does."""
+        """Every prompt of an evaluation, repeated as often as it is used."""
         return [*self._rows, *self._pass_rows]
 
     @property
     def all_params(self) -> list[Any]:  # Any: as above
-        """Every way in which it samples."""
+        """All sampling parameters that it uses."""
         ways: list[Any] = [self.params, *([self._pass_params] if self._pass_rows else [])]
         return [*ways, self._without_writer()] if self.config.without_writer else ways
 
@@ -230,9 +230,9 @@ class Evaluator:
     ) -> EvaluationResult:
         """Generate and score every evaluation sample.
 
-        track: the one whose media are scored; None is the root. num_records: prompts whose samples are recorded, the
-        first `num_videos` of them with whole videos; none of pass@k.
-        Raises what the engine or a scorer raises, and RewardError where no sample could be scored.
+        track: whose media are scored; None is the root. num_records: prompts whose samples are recorded, the first
+        `num_videos` of them with whole videos; samples of pass@k are not recorded.
+        Raises what the engine or a scorer raises, and RewardError if no sample could be scored.
         """
         scores, num_rows = Scores(), 0
         records: list[SampleRecord] = []
@@ -275,7 +275,7 @@ class Evaluator:
         )
 
     def _add_passes(self, scores: Scores, batch: ScoredBatch) -> None:
-        """pass@k of every prompt of a batch; one without a score for each sample counts as failed."""
+        """Add pass@k of every prompt of a batch; a prompt with unscored samples counts as failed."""
         size = self.config.pass_samples
         for number, row in enumerate(batch.rows):
             samples = range(number * size, (number + 1) * size)
@@ -303,7 +303,7 @@ class Evaluator:
         )
 
     def _beside_direct(self, written: EvaluationResult, runtime: Runtime, track: str | None) -> EvaluationResult:
-        """The result with means of images of the prompts themselves."""
+        """The result, with the means of images drawn directly from the prompts added."""
         direct = Scores()
         for batch in self._batches(runtime, self._rows, self._without_writer(), track):
             direct.add_samples(batch)
@@ -319,12 +319,12 @@ class Evaluator:
 
 
 def pass_name(k: int) -> str:
-    """The metric's name."""
+    """Name of the pass@k metric."""
     return f"pass@{k}"
 
 
 def pass_at(k: int, num_right: int, num_samples: int) -> float:
-    """Probability that at least one of k samples is right, without bias from n of which c are: 1 - C(n-c, k) / C(n, k).
+    """Unbiased estimate of the probability that one of k samples is right, if c of n are: 1 - C(n-c, k) / C(n, k).
 
     Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
     """
@@ -336,7 +336,7 @@ def _prefixed(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def _described(params: BaseSamplingParams) -> dict[str, Any]:  # Any: plain values
-    """What an evaluation by `params` depends on, of stages each."""
+    """The settings in `params` that an evaluation depends on, for every stage."""
     match params:
         case DiffusionSamplingParams():
             return {name: getattr(params, name) for name in EVALUATED_SAMPLING}

@@ -1,5 +1,4 @@
-"""What a held-out evaluation needs: prompts, a policy that is kept, options of what is sampled. See
-`unirl.types.recipe`."""
+"""Rules of held-out evaluations: prompts, an existing policy copy, matching options. See `unirl.types.recipe`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from unirl.types.recipe import Machine, Messages, Part, Run
 
 
 def evaluated_policy_exists(own: Part, run: Run) -> Messages:
-    """The evaluation's policy is one that somebody keeps."""
+    """The evaluated policy copy exists."""
     policy = own.node.get("policy")
     if policy is None:
         return
@@ -38,11 +37,11 @@ def evaluated_policy_exists(own: Part, run: Run) -> Messages:
 
 
 def _kept_copies(run: Run) -> set[str]:
-    """The copies of the weights of the sampled policy."""
+    """Copies of the sampled policy's weights."""
     backend, kept = run.policy.backend, {"default"}
     if backend.get("ema") is not None:
         kept.add("ema")
-    # Weights of an engine are pushed whole or as an adapter; the base under an adapter is neither.
+    # Engines receive whole weights or an adapter, never the base without its adapter.
     is_base = backend.get("lora") is not None and not run.engine.ability("has_own_weights")
     if is_base or backend.get("keep_reference"):
         kept.add("reference")
@@ -52,8 +51,8 @@ def _kept_copies(run: Run) -> set[str]:
 
 
 def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
-    """The prompt file is there, not empty, every row is right, and none brings what would be judged in the policy's
-    place."""
+    """The prompt file exists and is not empty, every row is valid, and no row has images that would be evaluated
+    instead of samples."""
     path = own.node.get("prompts")
     if path is None:
         return
@@ -85,7 +84,7 @@ OF_SEVERAL = ("without_writer",)
 
 
 def options_fit_what_is_sampled(own: Part, run: Run) -> Messages:
-    """No option is for a kind of samples that the run does not make."""
+    """Every option applies to some kind of samples of the run."""
     if CONFIG not in (own.path, *own.lineage):
         return
     kinds = {bool(stage.sampling.ability("samples_tokens")) for stage in run.stages}

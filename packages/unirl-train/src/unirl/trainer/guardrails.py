@@ -1,4 +1,4 @@
-"""Notices a run that leaves its own running range before it has collapsed, or looks healthy and learns nothing.
+"""Detects runs that leave their usual range before they collapse, or that look healthy but do not learn.
 
 A prototype's gradient norm rose to 3, then 10, then 40 times its usual value before its accuracy fell to zero.
 """
@@ -29,49 +29,48 @@ AlarmName = Literal[
 ]
 ALARMS: tuple[AlarmName, ...] = get_args(AlarmName)
 ENDED_BY_ROLLBACK: tuple[AlarmName, ...] = ("grad_norm_range", "reward_range", "non_finite_gradient")
-"""What weights from before do not have; the other alarms would come again at once."""
+"""Alarms that earlier weights do not have; the others would be raised again at once after a rollback."""
 
 GRAD_NORM = "train/grad_norm"
 CHANGED_TENSORS = "sync/changed_tensors"
 PENALTY_SHARE = "policy/penalty_share"
 LOGP_GAP = "mismatch/logp_absdiff/mean"
 ROUNDING_GAP = 1e-6
-"""Log-prob gaps up to this are float32 rounding, whose size says nothing."""
+"""Log-prob gaps up to this are float32 rounding and are ignored."""
 
 
 @bounded("guardrails")
 @dataclass(frozen=True)
 class GuardrailConfig:
-    """When to speak up and what to do then.
+    """When to raise alarms, and what to do then.
 
-    action: off, warn, stop (save and end) or rollback (weights of the last good checkpoint, then go on). A rollback
-    follows the alarms that earlier weights end (`ENDED_BY_ROLLBACK`); the others warn then.
+    action: off, warn, stop (save and end) or rollback (continue from the last good checkpoint). Only alarms that
+    earlier weights do not have (`ENDED_BY_ROLLBACK`) cause a rollback; the others warn.
     """
 
     action: Action = "warn"
     grad_norm_factor: Annotated[float, Bounds(gt=1)] = 3.0
-    """Alarm above this many times the running median of the gradient norm."""
+    """Alarm if the gradient norm exceeds this many times its running median."""
     reward_drop: Positive = 4.0
-    """Alarm when the reward falls this many running standard deviations below its running mean."""
+    """Alarm if the reward falls this many running standard deviations below its running mean."""
     min_grad_norm: NonNegative = 1e-10
-    """Alarm where the gradient norm is at most this. Adam adds 1e-8 to every element's size: such a gradient moves
-    nothing."""
+    """Alarm if the gradient norm is at most this. Adam's epsilon is 1e-8, so such a gradient changes nothing."""
     penalty_share: PositiveFraction = 0.8
-    """Alarm where the penalty towards the reference is more than this share of the loss (`policy/penalty_share`); 1 is
-    never passed."""
+    """Alarm if the penalty towards the reference exceeds this share of the loss (`policy/penalty_share`); 1 disables
+    it."""
     first_ratio: NonNegative = 1e-6
-    """Alarm where a ratio before the first update, which is exactly 1, is further from 1 than this."""
+    """Alarm if a ratio before the first update, which should be exactly 1, differs from 1 by more than this."""
     logp_gap_factor: Annotated[float, Bounds(gt=1)] = 5.0
-    """Alarm where the mean log-prob gap between engine and trainer is above this many times its running median."""
+    """Alarm if the mean log-prob gap between engine and trainer exceeds this many times its running median."""
     scorer_drop: Positive = 4.0
-    """Alarm when, from the first half of the window to the second, the reward rose and a scorer fell by this many
-    standard errors each."""
+    """Alarm if from the first to the second half of the window the reward rises and a scorer falls, each by this many
+    standard errors."""
     window: Annotated[int, Bounds(ge=2)] = 20
     """Rollouts in the running statistics."""
     warmup: Annotated[int, Bounds(ge=2)] = 8
     """Rollouts before the first alarm that compares with running statistics."""
     patience: PositiveInt = 2
-    """Rollouts with alarms in a row before stop or rollback acts."""
+    """Consecutive rollouts with alarms before a stop or rollback."""
 
     def __post_init__(self) -> None:
         if self.warmup > self.window:
@@ -80,7 +79,7 @@ class GuardrailConfig:
 
 @dataclass(frozen=True)
 class Alarm:
-    """One thing that is wrong with a rollout."""
+    """One problem of a rollout."""
 
     name: AlarmName
     reason: str
@@ -88,11 +87,11 @@ class Alarm:
 
 
 class Guardrails:
-    """Judges the metrics of every rollout, most against running statistics over a window of rollouts.
+    """Checks the metrics of every rollout, mostly against running statistics over a window of rollouts.
 
-    scorers: those of the reward that should not fall while the reward rises.
-    exact_ratios: metrics that are 0 where every ratio of a first update is exactly 1.
-    learns_from_reward: whether rewards are what the algorithms learn from (a teacher's student may do without).
+    scorers: scorers that should not fall while the reward rises.
+    exact_ratios: metrics that are 0 if every ratio of a first update is exactly 1.
+    learns_from_reward: True if the algorithms learn from rewards (distillation may not need them).
     """
 
     def __init__(
@@ -111,11 +110,11 @@ class Guardrails:
         self._rewards: list[float] = []
         self._gaps: dict[str, list[float]] = {}
         self._scores: dict[str, list[float]] = {}
-        """Mean reward and mean of each scorer, of every rollout of the window."""
+        """Mean reward and mean of each scorer, for every rollout in the window."""
         self._alarms_in_a_row = 0
 
     def observe(self, metrics: Mapping[str, float]) -> list[Alarm]:
-        """What is wrong with a rollout. Values that alarm do not enter the running ranges."""
+        """The alarms of a rollout. Values that raise an alarm are not added to the running statistics."""
         if self.config.action == "off":
             return []
         alarms = [
@@ -137,21 +136,21 @@ class Guardrails:
 
     @property
     def acts(self) -> bool:
-        """Whether the alarms in a row have used up the patience."""
+        """True if there were alarms in `patience` consecutive rollouts and the action is stop or rollback."""
         return self.config.action in ("stop", "rollback") and self._alarms_in_a_row >= self.config.patience
 
     @property
     def is_alarmed(self) -> bool:
-        """Whether the last rollout had an alarm that the action is for."""
+        """True if the last rollout had an alarm that the action applies to."""
         return self._alarms_in_a_row > 0
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the run returns to its last checkpoint when the patience is used up."""
+        """True if the action is to return to the last checkpoint."""
         return self.config.action == "rollback"
 
     def reset(self) -> None:
-        """Forget the alarms in a row (after a rollback)."""
+        """Reset the count of consecutive alarms (after a rollback)."""
         self._alarms_in_a_row = 0
 
     # What is wrong ----------------------------------------------------------------------------------------------
@@ -257,8 +256,8 @@ class Guardrails:
                 )
 
     def _drift(self, name: str) -> float:
-        """Change of the mean from the first half of the window to the second, in its standard errors; 0 until the
-        window is full."""
+        """Change of the mean from the first to the second half of the window, in standard errors; 0 until the window is
+        full."""
         values = self._scores.get(name, [])
         if len(values) < self.config.window:
             return 0.0
@@ -273,7 +272,7 @@ class Guardrails:
     # State ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON values
-        """What a checkpoint must hold."""
+        """State for checkpoints."""
         return {
             "norms": self._norms,
             "rewards": self._rewards,
@@ -283,7 +282,7 @@ class Guardrails:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as in state_dict
-        """Restore `state_dict`; alarms that the state's version did not have begin anew."""
+        """Restore `state_dict`; alarms that are missing in an older state start empty."""
         self._norms, self._rewards = list(state["norms"]), list(state["rewards"])
         self._gaps = {name: list(values) for name, values in state.get("gaps", {}).items()}
         self._scores = {name: list(values) for name, values in state.get("scores", {}).items()}
@@ -291,5 +290,5 @@ class Guardrails:
 
 
 def _named(metrics: Mapping[str, float], name: str) -> Iterator[tuple[str, float]]:
-    """A metric and the same of policies or tracks, `<policy>/...`."""
+    """A metric, and the same metric of policies or tracks (`<policy>/...`)."""
     return ((key, value) for key, value in metrics.items() if key == name or key.endswith(f"/{name}"))

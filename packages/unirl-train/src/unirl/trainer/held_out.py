@@ -1,4 +1,5 @@
-"""Held-out evaluation: the same prompts, noise and solver each time, so that only the weights differ."""
+"""Sampling and scoring of held-out evaluations: the same prompts, noise and solver each time, so that only the weights
+differ."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ EVAL_ROLLOUT_ID = -1
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Mean of the reward and of each component, overall and by category, and some samples."""
+    """Means of the reward and its components, overall and by category, and records of some samples."""
 
     overall: dict[str, float]
     categories: dict[str, dict[str, float]]
     num_samples: int
-    """Scored ones."""
+    """Number of scored samples."""
     num_failed: int = 0
     """Samples without a score (reward.on_failure: drop_group), left out of the means."""
     records: list[SampleRecord] = field(default_factory=list)
-    """Of some samples, one per prompt and track."""
+    """Records of some samples, one per prompt and track."""
 
     def metrics(self) -> dict[str, float]:
-        """Flat names: eval/<component>, eval/<category>/<component>, and eval/failed_samples where there are any."""
+        """Flat names: eval/<component>, eval/<category>/<component>, and eval/failed_samples if there are any."""
         flat = {f"eval/{name}": value for name, value in self.overall.items()}
         if self.num_failed:
             flat["eval/failed_samples"] = float(self.num_failed)
@@ -44,14 +45,14 @@ class EvaluationResult:
         return flat
 
     def record(self) -> dict[str, object]:
-        """What the run's summary keeps."""
+        """The part that the run's summary keeps."""
         return {"overall": self.overall, "categories": self.categories, "num_samples": self.num_samples}
 
 
 def spread_rows(rows: Sequence[PromptRow], num_samples: int) -> list[PromptRow]:
-    """`num_samples` rows that go through the prompts in turn; every repetition gets noise of its own.
+    """`num_samples` rows that cycle through the prompts; every repetition gets different noise.
 
-    Categories take turns too and prompts come in a fixed shuffled order, so a prefix of the list shows variety.
+    Categories alternate and prompts are in a fixed shuffled order, so a prefix of the list is varied.
     """
     by_category: dict[str, list[PromptRow]] = {}
     for row in rows:
@@ -69,7 +70,7 @@ def spread_rows(rows: Sequence[PromptRow], num_samples: int) -> list[PromptRow]:
 
 
 def category_of(row: PromptRow) -> str:
-    """The row's category, "all" where its metadata names none."""
+    """The row's category, "all" if its metadata has none."""
     return str((row.metadata or {}).get("category", "all"))
 
 
@@ -78,13 +79,14 @@ class ScoredBatch:
     """Some evaluation samples with their scores."""
 
     rows: list[PromptRow]
-    """One row per prompt; what fills the batch up for the devices comes after them and is not among them."""
+    """One row per prompt, without the padding that fills the batch up for the devices."""
     resp: Held
     track: RolloutTrack
-    """The root with the rewards of its samples, `samples_per_prompt` per row, in their order; without media."""
+    """The root track with rewards, `samples_per_prompt` samples per row in order; without media."""
 
     def records(self, most: int, num_videos: int) -> list[SampleRecord]:
-        """Of the first `most` rows the first sample of every track; the first `num_videos` videos are whole."""
+        """Records of the first sample of every track for the first `most` rows; the first `num_videos` have whole
+        videos."""
         roots = self.track.sample_ids[: min(most, len(self.rows))]
         taken = take(self.resp, roots, whole=roots[:num_videos])
         return [next(own) for records in taken.values() for _, own in groupby(records, key=lambda each: each.track)]
@@ -100,9 +102,9 @@ def scored_batches(
     samples_per_prompt: int,
     track: str | None,
 ) -> Iterator[ScoredBatch]:
-    """Generate and score all rows, `batch_size` samples at a time. A batch is released where the next begins.
+    """Generate and score all rows, `batch_size` samples at a time. A batch is released when the next begins.
 
-    track: the one that is scored; None is the root, which else is credited with the scores of what grew from it.
+    track: the track to score; None is the root. If another track is scored, the root gets its rewards too.
     """
     engine, reward = runtime.role("engine", EngineRole), runtime.role("reward", RewardRole)
     step = max(1, batch_size // samples_per_prompt)
@@ -125,17 +127,17 @@ class Scores:
     def __init__(self) -> None:
         self._totals: dict[str, dict[str, list[float]]] = {}
         self.errors: list[str | None] = []
-        """One for every sample without a score."""
+        """One error per sample without a score."""
         self.num_scored = 0
 
     def add(self, row: PromptRow, values: Mapping[str, float]) -> None:
-        """Count the values of one row's sample, or of all of them together."""
+        """Add the values of one row, for one sample or aggregated over its samples."""
         own = self._totals.setdefault(category_of(row), {})
         for name, value in values.items():
             own.setdefault(name, []).append(value)
 
     def add_samples(self, batch: ScoredBatch) -> None:
-        """Count the reward and each component of a batch with one sample a row."""
+        """Add the reward and each component of a batch with one sample per row."""
         errors = batch.track.reward_errors
         for i, row in enumerate(batch.rows):
             if errors[i] is None:
@@ -145,7 +147,7 @@ class Scores:
                 self.errors.append(errors[i])
 
     def categories(self) -> dict[str, dict[str, float]]:
-        """Means by category and name. Raises RewardError where nothing was scored."""
+        """Means by category and name. Raises RewardError if nothing was scored."""
         if not self._totals:
             first = self.errors[0] if self.errors else None
             raise RewardError(f"none of {len(self.errors)} evaluation samples could be scored; first error: {first}")

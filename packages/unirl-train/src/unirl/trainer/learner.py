@@ -1,4 +1,4 @@
-"""Trains the policy on scored rollouts, pushes it to engines with separate weights, and keeps it within its range."""
+"""Trains the policy on scored rollouts, pushes it to engines with separate weights, and applies the guardrails."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from unirl.types.copies import Copies
 logger = logging.getLogger(__name__)
 
 Verdict = Literal["sound", "alarm", "stop", "rollback"]
-"""What the guardrails say of a rollout: within its range, outside, or outside for so long that something is done."""
+"""Result of the guardrails for a rollout: in range, out of range, or out of range for so long that the run is stopped
+or rolled back."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What the guardrails found in a rollout."""
+    """Findings of the guardrails for a rollout."""
 
     verdict: Verdict
     alarms: tuple[Alarm, ...]
     begun: tuple[Alarm, ...]
-    """Those that the rollout before did not have."""
+    """Alarms that the previous rollout did not have."""
     metrics: dict[str, float]
-    """`alarm/<name>`, 1 or 0; none where the guardrails are off."""
+    """`alarm/<name>`, 1 or 0; empty if the guardrails are off."""
 
     @property
     def reason(self) -> str:
-        """Everything that is wrong."""
+        """The reasons of all alarms, joined."""
         return "; ".join(alarm.reason for alarm in self.alarms)
 
 
 class Learner:
-    """Owns the weights of a run, by the roles `stack` and `sync`.
+    """Owns the weights of a run, through the roles `stack` and `sync`.
 
-    sync: brings the policy to an engine with weights of its own; None where the engine samples with those that train.
+    sync: pushes the policy to engines with separate weights; None if the engine samples with the trained model.
     """
 
     def __init__(
@@ -53,31 +54,31 @@ class Learner:
         self._alarmed: frozenset[str] = frozenset()
         self._pushed: tuple[int, Copies] | None = None
         self._known_pushes: list[Copies] = []
-        """Policies pushed since the weights last came from anywhere but training."""
+        """Policies pushed since the weights were last loaded from elsewhere."""
         self._changed: dict[str, float] = {}
-        """Changed tensors of the pushes since the last rollout that was watched."""
+        """Changed tensors of the pushes since the last `watch`."""
         self._is_training = False
 
     @property
     def is_training(self) -> bool:
-        """Whether an update has begun and not ended, also where it failed: the weights are of no finished rollout."""
+        """True from the start of an update until it succeeds."""
         return self._is_training
 
     def prepare(self) -> None:
-        """Make the named policies, and what pushes need. Called once, before training or resuming."""
+        """Make the named policies and prepare pushes. Called once, before training or resuming."""
         self._stack.prepare()
         if self._sync is not None:
             self._sync.prepare()
 
     def old_logp(self) -> str | None:
-        """Where the log-probs before the first update come from, for people."""
+        """Description of where the log-probs before the first update come from."""
         return self._stack.old_logp()
 
     def push(self, done: int, policy: Copies) -> dict[str, float]:
-        """Let an engine with weights of its own sample from a policy after `done` rollouts; returns what was pushed.
+        """Push a policy after `done` rollouts to an engine with separate weights; returns metrics.
 
-        policy: named copy of the weights; None is the policy being trained. Evaluation and rollout of one policy share
-        the push. Raises WeightSyncError where the engine has not taken exactly what was sent.
+        policy: named copy of the weights; None is the policy being trained. Evaluation and rollout of the same policy
+        share a push. Raises WeightSyncError if the engine did not load exactly what was sent.
         """
         if self._sync is None or self._pushed == (done, policy):
             return {}
@@ -92,7 +93,7 @@ class Learner:
         return pushed
 
     def train(self, rollout: ScoredRollout) -> dict[str, float]:
-        """The updates made from a rollout, which is released after them; returns their metrics."""
+        """Run the updates of a rollout and release it; returns metrics."""
         self._is_training = True
         with self._clock.phase("train"):
             result = self._stack.train(rollout.resp, progress=rollout.progress)
@@ -104,8 +105,8 @@ class Learner:
     # Guardrails -------------------------------------------------------------------------------------------------
 
     def watch(self, metrics: Mapping[str, float], done: int) -> Watch:
-        """Whether the run is within its own range after `done` rollouts, and what is wrong where it is not."""
-        # A push for an evaluation serves the rollout after it too, and its metrics are logged with the evaluation.
+        """Check if the run is within its usual range after `done` rollouts."""
+        # A push for an evaluation also serves the next rollout, but its metrics are logged with the evaluation.
         pushed = {name: value for name, value in metrics.items() if not name.endswith(CHANGED_TENSORS)} | self._changed
         self._changed = {}
         alarms = self._guardrails.observe(pushed)
@@ -122,11 +123,11 @@ class Learner:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the run returns to its last checkpoint where it stays off its range."""
+        """True if a run that stays out of range returns to its last checkpoint."""
         return self._guardrails.rolls_back
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """Continue with the weights of a checkpoint, which the backend has loaded, and its driver state."""
+        """Continue from a checkpoint whose weights the backend has loaded. state: its driver state."""
         self._stack.load_state_dict(state["stack"])
         self._pushed = None
         self._known_pushes.clear()
@@ -135,13 +136,13 @@ class Learner:
     # State ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What training changes besides the weights, which the backend saves."""
+        """State of training besides the weights, which the backend saves."""
         return {"stack": self._stack.state_dict(), "guardrails": self._guardrails.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: set[str]) -> None:
-        """Restore `state_dict`; the range of other rewards begins anew.
+        """Restore `state_dict`; running statistics are reset if the reward has changed.
 
-        changed: sections of the recipe that differ from the run that was saved.
+        changed: sections of the recipe that differ from the saved run.
         """
         self._stack.load_state_dict(state["stack"])
         if "reward" not in changed:

@@ -1,4 +1,4 @@
-"""What a kind of samples needs of the loop: requests, and what a sample costs to train."""
+"""Modalities: how requests for a kind of samples are made, and what each sample costs to train."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ ParamsT = TypeVar("ParamsT", bound=BaseSamplingParams)
 
 
 class Modality(ABC, Generic[ParamsT]):
-    """One kind of samples. The collector asks for requests and costs."""
+    """One kind of samples. The collector calls it for requests and costs."""
 
     trains_tokens: ClassVar[bool] = False
-    """Whether requests are for tokens."""
+    """True if the samples are tokens."""
 
     @abstractmethod
     def prepare(
         self, runtime: Runtime, data: MultimodalRLDataSource, sampling: ParamsT, evaluator: Evaluator | None
     ) -> None:
-        """Called once, before training or resuming: what the engine must know of the whole run."""
+        """Prepare the engine for the run. Called once, before training or resuming."""
 
     def request(self, runtime: Runtime, rows: Sequence[PromptRow], sampling: ParamsT, rollout_id: int) -> RolloutReq:
         """A request for samples of some prompts, with everything pinned."""
         return pinned_request(runtime, rows, sampling, rollout_id)
 
     def training_costs(self, resp: Held, track: str) -> list[int] | None:
-        """What each sample costs to train, by which they are dealt to devices; None leaves them where they are."""
+        """Training cost of each sample, used to balance devices; None leaves samples where they are."""
         return None

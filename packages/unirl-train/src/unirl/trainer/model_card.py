@@ -1,4 +1,5 @@
-"""The model card of an export: what the weights are, how to load them, how they were made and how well they did."""
+"""Writes the model card of an export: what the weights are, how to load them, how they were trained, and their
+scores."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from unirl.types.weights import LostUpdate
 CARD_FILE = "README.md"
 SUMMARY_FILE = "summary.json"
 _OF_ONE_MACHINE = ("run_dir", "resume", "resume_changes", "trackers")
-"""Parts of a recipe that say nothing about the weights."""
+"""Recipe keys that do not describe the weights."""
 
 Values = Mapping[str, Any]  # Any: a recipe's values, or what JSON holds
 
@@ -35,19 +36,20 @@ def write_model_card(
     copy: str = CURRENT_POLICY,
     lost: LostUpdate | None = None,
 ) -> None:
-    """Write `README.md` into the folder of an export, in the form that model hubs read.
+    """Write `README.md` into the folder of an export, in the format that model hubs read.
 
-    published: the recipe as others may see it, which the card ends with; of `recipe` it names the model and the files.
-    policy: which of several was exported. copy: which copy of its weights. lost: what rounding took of a merged LoRA.
-    state: the driver's state of the exported checkpoint. run_dir: whose summary has the versions that trained; where
-    the run has not ended there is none, and the card has those of this process and says so.
+    published: the recipe as others may see it, shown at the end of the card; `recipe` is only used for the names of
+    model and files. policy: the exported policy. copy: which copy of its weights. lost: how much of a merged LoRA was
+    lost by rounding. state: the driver's state of the exported checkpoint. run_dir: its summary has the versions used
+    in training. If the run has not ended there is no summary, and the card shows the versions of this process and says
+    so.
     """
     library, usage = _loading(folder)
     of_policies = policy_sections(recipe)
     prefix, sections = of_policies[policy]
     base = sections["bundle"].get("pretrained_model")
     front = [f"library_name: {library}"] if library else []
-    if base and not Path(str(base)).exists() and is_hub_id(str(base)):  # which a hub links to
+    if base and not Path(str(base)).exists() and is_hub_id(str(base)):  # which model hubs link to
         front.append(f"base_model: {base}")
     front += ["tags:", "- unirl", "- reinforcement-learning", *([] if merged else ["- lora"])]
     sections = [
@@ -74,7 +76,7 @@ def _kind(sections: Values, *, merged: bool) -> str:
 
 
 def _loading(folder: Path) -> tuple[str | None, str | None]:
-    """The library of an export and how it loads it, by the file that each format is known by."""
+    """The library of an export, recognised by its files, and the code that loads it."""
     if (folder / "pytorch_lora_weights.safetensors").is_file():
         return "diffusers", (
             "from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained(base_model)\n"
@@ -98,7 +100,7 @@ def _loading(folder: Path) -> tuple[str | None, str | None]:
     if (folder / "adapter_config.json").is_file():
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         if config["task_type"] is None:
-            # Of a unified model; only HunyuanImage3 has one projection for queries, keys and values.
+            # For unified models: only HunyuanImage3 has one projection for queries, keys and values.
             is_fused = "qkv_proj" in config["target_modules"]
             module, name, part = (
                 ("hunyuan_image3", "HunyuanImage3Bundle", "decoder") if is_fused else ("bagel", "BagelBundle", "bagel")
@@ -179,13 +181,13 @@ def _recipe(recipe: Values) -> str:
 
 
 def _shown(place: object) -> str:
-    """A name of the hub as it is, a file or folder of this machine by its last part."""
+    """A hub id unchanged, a local file or folder by its last part."""
     path = Path(str(place)).expanduser()
     return path.name if path.is_absolute() or path.exists() else str(place)
 
 
 def _without_folders(value: Any) -> Any:  # Any: a recipe's values
-    """The value with absolute paths by their last part: where they lie says nothing to others."""
+    """The value with absolute paths shortened to their last part."""
     if isinstance(value, Mapping):
         return {key: _without_folders(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""One policy of a run in one worker: its bundle, pipelines, backend, algorithms and stack, built in that order."""
+"""Builds one policy in a worker: its bundle, pipelines, backend, algorithms and stack, in that order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from unirl.types.protocols.models import ModelBundle
 from unirl.types.protocols.training import TrainBackend
 from unirl.types.recipe import Part, Policy
 
-Built = Any  # Any: what a recipe names
+Built = Any  # Any: any class that a recipe names
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model in one worker and what runs it; of a policy that does not train, all there is."""
+    """A model in one worker and its pipelines; everything that a policy that is not trained has."""
 
     plan: Policy
     bundle: ModelBundle
@@ -35,7 +35,7 @@ class BuiltModel:
         return next(iter(self.pipelines.values()))
 
     def roles(self, policies: Collection[str]) -> dict[str, object]:
-        """The components by their names as roles of a run with these policies."""
+        """The components by role name, in a run with these policies."""
         parts = {"bundle": self.bundle, **_numbered("pipeline", self.pipelines), **self._learning()}
         return {role_name(self.plan.name, name, policies): part for name, part in parts.items()}
 
@@ -45,7 +45,7 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class BuiltPolicy(BuiltModel):
-    """The components of a policy that trains, in one worker."""
+    """The components of a trained policy in one worker."""
 
     backend: TrainBackend
     algorithms: Mapping[str, StageAlgorithm]
@@ -62,7 +62,7 @@ class BuiltPolicy(BuiltModel):
 
 
 def role_name(policy: str, component: str, policies: Collection[str]) -> str:
-    """What a component of a policy is called as a role: `backend` of the only policy, else `<policy>/backend`."""
+    """Role name of a policy's component: `backend` if there is one policy, else `<policy>/backend`."""
     return component if len(policies) == 1 else f"{policy}/{component}"
 
 
@@ -73,7 +73,7 @@ def build_model(plan: Policy, device: str) -> BuiltModel:
 
 
 def build_policy(plan: Policy, device: str) -> BuiltPolicy:
-    """Build one policy that trains. Its algorithms are not prepared yet."""
+    """Build one trained policy. Its algorithms are not prepared yet."""
     found = components(PolicySections)
     model = build_model(plan, device)
     bundle, pipelines = model.bundle, model.pipelines
@@ -94,7 +94,7 @@ def build_pipelines(plan: Policy, bundle: ModelBundle) -> dict[str, Built]:
 
 
 def build_part(part: Part, component: Component, offered: Mapping[str, object]) -> Built:
-    """Build a part of a recipe with those of the offered keywords that the schema says it is given."""
+    """Build a part of a recipe, passing the offered keywords that the schema injects into it."""
     names = injected_into(read_target(part.path), component)
     return instantiate(part.node, **{name: offered[name] for name in names})
 

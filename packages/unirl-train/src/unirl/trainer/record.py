@@ -1,4 +1,4 @@
-"""What is kept of a run: held-out evaluations, checkpoints, metrics, samples to look at, and the summary."""
+"""Records a run: held-out evaluations, checkpoints, metrics, shown samples, and the summary."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from unirl.types.errors import ConfigError
 from unirl.types.samples import SampleRecord, Video
 
 NUM_SHOWN = 16
-"""Samples of a track that a grid or table of a rollout shows."""
+"""Samples per track that a grid or table of a rollout shows."""
 
 
 class RunRecord:
     """Evaluates, saves, logs. `done` is always the number of finished rollouts.
 
-    config: the published recipe, which trackers get and every checkpoint has. digests: of its values that are not shown
-    (`unirl.trainer.resuming`). scored_track: as the collector's. samples: how many are kept.
+    config: the published recipe, for trackers and checkpoints. digests: of its hidden values
+    (`unirl.trainer.resuming`). scored_track: as in the collector. samples: how many to keep.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class RunRecord:
         self._resume_changes: list[dict[str, Any]] = []
 
     def prepare(self) -> None:
-        """Make ready what the run is kept in. Called once, before training or resuming."""
+        """Prepare the run directory. Called once, before training or resuming."""
         self._checkpointer.remove_unfinished()
 
     # Begin and end ----------------------------------------------------------------------------------------------
 
     def start(self, done: int, head: Mapping[str, Any]) -> None:
-        """Start the trackers of a run that begins, or continues after `done` rollouts, with the recipe and `head`."""
+        """Start the trackers of a run that begins or continues after `done` rollouts, with the recipe and `head`."""
         self._files.start(done if head.get("resume") is not None else None)
         for tracker in self._trackers:
             tracker.start({**self.config, **head}, self._run_dir, done)
@@ -100,17 +100,17 @@ class RunRecord:
     # Metrics and samples ----------------------------------------------------------------------------------------
 
     def log(self, metrics: Mapping[str, float], done: int) -> None:
-        """One point of every curve."""
+        """Log one point of every curve."""
         for tracker in self._trackers:
             tracker.log(metrics, done)
 
     def alert(self, name: str, text: str, done: int) -> None:
-        """Something that somebody should look at."""
+        """Send an alert to the trackers."""
         for tracker in self._trackers:
             tracker.alert(name, text, done)
 
     def note(self, metrics: Mapping[str, float], num_samples: int) -> None:
-        """Keep what the summary says of a rollout's training; of several tracks, of all together."""
+        """Keep what the summary reports about a rollout's training, over all tracks together."""
         self._num_samples += num_samples
         for name, value in metrics.items():
             if name.endswith("mismatch/logp_absdiff/mean"):
@@ -121,12 +121,11 @@ class RunRecord:
                 self._first_ratio_deviation = max(self._first_ratio_deviation or 0.0, value)
 
     def shows(self, done: int) -> bool:
-        """Whether samples of the rollout that makes it `done` are shown."""
+        """True if samples of the rollout that ends with `done` rollouts are shown."""
         return is_due(done, self._settings.media_interval)
 
     def show_rollout(self, resp: Held, done: int) -> None:
-        """Keep samples of a scored response with advantages, whole groups where they fit, and let people see the first
-        few."""
+        """Write samples of a scored response with advantages, as whole groups if they fit, and show the first few."""
         options, meta = self._samples, resp.meta
         kept, shown = whole_groups(meta, options.per_rollout), first_roots(meta, NUM_SHOWN)
         wanted = [sample for sample in meta.root_track().sample_ids if sample in {*kept, *shown}]
@@ -136,18 +135,18 @@ class RunRecord:
         self._gallery.show("rollout", done, records, files, most=NUM_SHOWN)
 
     def _keep(self, name: str, done: int, records: Sequence[SampleRecord]) -> dict[str, Path]:
-        """Write records of which whole media are there; returns the files of the media."""
+        """Write records that have whole media; returns the media's files."""
         whole = [each for each in records if not (isinstance(each.media, Video) and each.media.is_excerpt)]
         return self._files.write(name, done, whole) if whole else {}
 
     # Held-out evaluation ----------------------------------------------------------------------------------------
 
     def lacks_evaluation(self, done: int) -> bool:
-        """Whether there is an evaluation in this run, and none after `done` rollouts."""
+        """True if this run has evaluations but none after `done` rollouts."""
         return self.evaluator is not None and done not in self._evaluations
 
     def is_evaluation_due(self, done: int) -> bool:
-        """After every so many rollouts, or where training has passed another multiple of so many CPU seconds."""
+        """True every `eval.interval` rollouts, or when training passes another multiple of `eval.interval_cpu_s`."""
         if self.evaluator is None:
             return False
         every_s = self._settings.eval_interval_cpu_s
@@ -184,7 +183,7 @@ class RunRecord:
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, done: int, state: Mapping[str, Any]) -> None:
-        """A checkpoint of the weights, with `state` of the other parts and the record's own."""
+        """Save a checkpoint of the weights, with `state` of the other parts and the record's own."""
         latest = self._evaluations.get(done)
         score = None if latest is None else latest["overall"].get(self._settings.best_metric)
         with self._clock.phase("checkpoint"):
@@ -192,16 +191,16 @@ class RunRecord:
         self._saved_at = done
 
     def is_saved(self, done: int) -> bool:
-        """Whether the newest checkpoint is the one after `done` rollouts."""
+        """True if the newest checkpoint is from after `done` rollouts."""
         return self._saved_at == done
 
     def wait(self) -> None:
-        """Return when the newest checkpoint stands on disk."""
+        """Wait until the newest checkpoint is on disk."""
         self._checkpointer.wait()
 
     @property
     def is_closed(self) -> bool:
-        """Whether the workers are gone, so that nothing can be saved."""
+        """True if the workers are stopped, so that nothing can be saved."""
         return self._runtime.is_closed
 
     def load_newest(self) -> dict[str, Any]:
@@ -215,7 +214,7 @@ class RunRecord:
         return self._wall_before_s + time.perf_counter() - self._started
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the summary of a resumed run must know, and the recipe."""
+        """Everything that the summary of a resumed run needs, and the recipe."""
         return {
             "num_samples": self._num_samples,
             "clock": self._clock.state_dict(),
@@ -231,7 +230,7 @@ class RunRecord:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, changes: Changes) -> None:
-        """Restore `state_dict`, and note the settings that have changed since."""
+        """Restore `state_dict`, and record the settings that have changed since."""
         self._num_samples = state["num_samples"]
         self._resume_changes = list(state.get("resume_changes", []))
         if changes:
@@ -276,5 +275,5 @@ class RunRecord:
 
 
 def _held_out(record: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation without when it was taken, so that two runs of one recipe compare equal."""
+    """An evaluation without its time, so that two runs of a recipe compare equal."""
     return {name: value for name, value in record.items() if name not in ("num_samples_trained", "train_cpu_s")}

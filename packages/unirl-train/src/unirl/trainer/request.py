@@ -1,4 +1,4 @@
-"""From prompt rows to a rollout request: ids, repetition, pinned sigmas, noise ids."""
+"""Makes rollout requests from prompt rows: ids, repetition, pinned sigmas, noise ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, Diffusion
 
 
 def unique_ids(ids: Sequence[str]) -> list[str]:
-    """The ids, with `#k` behind the k-th repetition of one (the next k that is free, where ids look like that)."""
+    """The ids, with `#k` appended to the k-th repetition of one (or the next free k, if such ids exist)."""
     taken = set(ids)
     seen: dict[str, int] = {}
     unique = []
@@ -42,9 +42,9 @@ def unique_ids(ids: Sequence[str]) -> list[str]:
 
 
 def shortened(params: DiffusionSamplingParams, sigmas: Tensor) -> tuple[DiffusionSamplingParams, Tensor]:
-    """Parameters and sigmas with the steps behind the last stochastic one compressed as `post_step_ratio` says.
+    """Parameters and sigmas with the steps after the last stochastic one compressed by `post_step_ratio`.
 
-    params: resolved for this rollout. Without stochastic steps, or with ratio 1, both come back as they are.
+    params: resolved for this rollout. Without stochastic steps, or with ratio 1, both are returned unchanged.
     """
     if params.post_step_ratio == 1 or not params.sde_indices:
         return params, sigmas
@@ -56,10 +56,10 @@ def shortened(params: DiffusionSamplingParams, sigmas: Tensor) -> tuple[Diffusio
 
 
 def inputs_of(rows: Sequence[PromptRow]) -> dict[str, Primitive]:
-    """What the rows give to a model, one entry per row: their texts, and their pictures, frames of videos and sounds in
-    the slots of `unirl.data.media.SLOTS`, which a model reads or refuses.
+    """Model inputs of the rows, one entry per row: texts, and images, video frames and audio in the slots of
+    `unirl.data.media.SLOTS`, which a model reads or refuses.
 
-    Raises DataError for a picture that cannot be read any more.
+    Raises DataError for an image that can no longer be read.
     """
     primitives: dict[str, Primitive] = {"text": Texts(texts=[row.prompt for row in rows])}
     for kind, slot in SLOTS.items():
@@ -70,9 +70,9 @@ def inputs_of(rows: Sequence[PromptRow]) -> dict[str, Primitive]:
 
 
 def repeated(rows: Sequence[PromptRow], repeats: int) -> dict[str, Any]:  # Any: fields of different types
-    """What a request of any modality says of its rows: `repeats` samples of every one, next to each other.
+    """Request fields of any modality for `repeats` consecutive samples of every row.
 
-    Ids: group `prompt:{id}`, sample `{group}:sample:{j}`; a prompt that occurs twice gets groups of its own. Inputs and
+    Ids: group `prompt:{id}`, sample `{group}:sample:{j}`; a prompt that occurs twice gets two groups. Inputs and
     errors: see `inputs_of`.
     """
     groups = unique_ids([f"prompt:{row.prompt_id}" for row in rows])
@@ -85,7 +85,7 @@ def repeated(rows: Sequence[PromptRow], repeats: int) -> dict[str, Any]:  # Any:
 
 
 def build_text_request(rows: Sequence[PromptRow], params: ARSamplingParams, *, rollout_id: int) -> RolloutReq:
-    """A request for completions, `params.samples_per_prompt` of every row; see `repeated` for ids and pictures."""
+    """A request for completions, `params.samples_per_prompt` of every row; see `repeated` for ids and inputs."""
     return RolloutReq(**repeated(rows, params.samples_per_prompt), sampling_params=params, rollout_id=rollout_id)
 
 
@@ -97,9 +97,9 @@ def build_request(
     latent_shape: tuple[int, ...],
     rollout_id: int,
 ) -> RolloutReq:
-    """A request with `params.samples_per_prompt` samples of every row; see `repeated` for ids and pictures.
+    """A request with `params.samples_per_prompt` samples of every row; see `repeated` for ids and inputs.
 
-    params: resolved for this rollout (stochastic steps written down).
+    params: resolved for this rollout (with explicit stochastic steps).
     """
     fields = repeated(rows, params.samples_per_prompt)
     return RolloutReq(
@@ -118,9 +118,9 @@ def build_staged_request(
     rows: Sequence[PromptRow], params: StagedSamplingParams, plans: Mapping[str, DiffusionPlan], *, rollout_id: int
 ) -> RolloutReq:
     """A request whose rows are the first stage's, `params.samples_per_prompt` of each prompt; see `repeated` for ids
-    and pictures. The noise of later stages follows from the ids of their samples.
+    and inputs. The noise of later stages is derived from their sample ids.
 
-    params: resolved for this rollout (stochastic steps written down). plans: of the stages that denoise.
+    params: resolved for this rollout (with explicit stochastic steps). plans: of the diffusion stages.
     """
     return RolloutReq(
         **repeated(rows, params.samples_per_prompt), sampling_params=params, plans=dict(plans), rollout_id=rollout_id
@@ -130,8 +130,8 @@ def build_staged_request(
 def pinned_request(
     runtime: Runtime, rows: Sequence[PromptRow], params: BaseSamplingParams, rollout_id: int
 ) -> RolloutReq:
-    """A request for samples of some prompts, with the stochastic steps of this rollout, sigmas and the ids of every
-    noise. Raises ContractError for sampling parameters of another kind."""
+    """A request for samples of some prompts, with this rollout's stochastic steps, sigmas and noise ids. Raises
+    ContractError for unknown sampling parameters."""
     if isinstance(params, ARSamplingParams):
         return build_text_request(rows, params, rollout_id=rollout_id)
     if isinstance(params, DiffusionSamplingParams):

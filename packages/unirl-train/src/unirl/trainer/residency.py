@@ -1,4 +1,4 @@
-"""Who is on the device in which phase: one plan per run, followed by whoever enters the phases (`PhaseClock.before`).
+"""Which components are on the device in which phase: one plan per run, applied before each phase (`PhaseClock.before`).
 
     phase        engine  weights            optimizer  reward models
     sync         on      on                 off        off
@@ -9,7 +9,8 @@
     checkpoint   -       on                 on         -
 
 "-": stays where it is, as everything does in other phases. The engine is awake while samples are scored, since groups
-that could not be scored are sampled again. What the recipe's `residency` does not name is on the device throughout.
+that could not be scored are sampled again. Components that the recipe's `residency` does not name are always on the
+device.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from unirl.types.training import Offloadable
 
 Resident = Literal["engine", "weights", "optimizer", "reward"]
 SAMPLING = frozenset({"rollout", "reward", "eval"})
-"""Phases in which samples may be made."""
+"""Phases in which samples may be generated."""
 
 
 @dataclass(frozen=True)
 class Stay:
-    """When one resident must be on the device, and when it must not; in other phases it stays where it is."""
+    """Phases in which a component must be on the device, and must not be; in others it stays where it is."""
 
     on: frozenset[str]
     off: frozenset[str]
@@ -43,10 +44,10 @@ def residency_plan(
     is_scored_meanwhile: bool = False,
     trains_through_reward: bool = False,
 ) -> dict[Resident, Stay]:
-    """The residents that come and go. Empty where the recipe lets all stay.
+    """The components that move. Empty if the recipe keeps all on the device.
 
-    has_own_weights: of the engine. is_scored_meanwhile: whether samples are scored while others are generated.
-    trains_through_reward: whether a loss runs the reward models.
+    has_own_weights: ability of the engine. is_scored_meanwhile: True if samples are scored while others are generated.
+    trains_through_reward: True if a loss runs the reward models.
     """
     plan: dict[Resident, Stay] = {}
     if residency.sleep_engine:
@@ -63,9 +64,9 @@ def residency_plan(
 
 
 class DeviceResidents:
-    """Moves the components of a runtime as a plan says. All of them are on the device when it is made.
+    """Moves the components of a runtime according to a plan. Initially all are on the device.
 
-    backends: names of the roles that train, which move together.
+    backends: names of the training backends, which move together.
     """
 
     def __init__(self, plan: Mapping[Resident, Stay], runtime: Runtime, backends: Sequence[str] = ("backend",)) -> None:
@@ -95,7 +96,7 @@ class DeviceResidents:
             backend.onload([what])
 
     def enter(self, phase: str) -> None:
-        """Move out who must not be on the device in this phase, then move in who must: never more than it needs."""
+        """Move components off the device that must not be there in this phase, then move in those that must."""
         for name, stay in self._plan.items():
             if phase in stay.off and name not in self._away:
                 self._leave[name]()

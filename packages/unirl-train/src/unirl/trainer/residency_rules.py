@@ -1,4 +1,4 @@
-"""What a recipe's `residency` may ask for: nothing that would not move, and nothing that must stay."""
+"""Rules of a recipe's `residency`: everything that it names can move, and may move."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from unirl.types.recipe import Messages
 
 
 def residency_moves_something(run: ComposedRun) -> Messages:
-    """Every knob finds memory to free on this device, and an engine's own knob for sleep is not left idle."""
+    """Every option frees memory on this device, and the engine's own sleep option agrees with
+    `residency.sleep_engine`."""
     residency, engines = run.file.residency, [stage.engine for stage in run.stages]
     asked = [field.name for field in dataclasses.fields(residency) if getattr(residency, field.name)]
     if run.device == "cpu":
@@ -48,7 +49,7 @@ def residency_moves_something(run: ComposedRun) -> Messages:
 
 
 def what_leaves_makes_room(run: ComposedRun) -> Messages:
-    """Groups of workers with separate devices have nothing to make room for."""
+    """Worker groups on separate devices need not free memory for each other."""
     residency, places = run.file.residency, tuple(stage.at for stage in run.stages)
     for knob, own, others in (
         ("sleep_engine", places, (TRAIN,)),

@@ -1,7 +1,7 @@
-"""What may not change silently between a checkpoint and the run that continues it.
+"""Checks what may not change silently between a checkpoint and the run that continues it.
 
-Samples, rewards and advantages before and after a resume are compared in one curve and one table. Where what makes them
-has changed, the run is refused, or with `resume_changes: allow` continues and reports each change.
+Samples, rewards and advantages before and after a resume appear in the same curves and tables. If the settings behind
+them have changed, the run is refused, or with `resume_changes: allow` it continues and reports each change.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from unirl.train.checkpoint.saved import DRIVER_STATE, newest_driver_state
 from unirl.types.errors import CheckpointError
 
 COMPARED = ("seed", "reward", "data", "sampling", "advantages", "selection")
-"""Sections of a recipe that say what is sampled and how it is judged."""
+"""Sections of a recipe that determine what is sampled and how it is scored."""
 OF_COMPARED_STAGE = ("policy", "grows_from", "reads", "sampling", "advantages")
-"""Keys of a stage that say so."""
+"""Keys of a stage that determine it."""
 _FREE = ("data.path", "reward.is_async", "reward.pool")
-"""A data source compares the rows themselves, wherever they lie; asynchronous scoring gives the same rewards."""
+"""Free to change: a data source compares the rows, not their path, and asynchronous scoring gives the same rewards."""
 MAX_SHOWN = 6
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 Changes = dict[str, list[Any]]  # Any: as above
-"""Key of the recipe -> what it was and what it is now; None where it is absent."""
+"""Key of the recipe -> [old value, new value]; None if absent."""
 Digests = Mapping[str, str]
-"""Key of the recipe -> digest of its value, where the value itself is not kept."""
+"""Key of the recipe -> digest of its value, for values that are not stored."""
 
 
 def check_same_algorithm(saved: Recipe, own: Recipe) -> None:
-    """Raise CheckpointError where a run would be continued by another algorithm; both are resolved or published."""
+    """Raise CheckpointError if another algorithm would continue a run. Both recipes are resolved or published."""
     before, now = _algorithms(modernised(saved)), _algorithms(own)
     for place in dict.fromkeys([*before, *now]):
         if before.get(place) != now.get(place):
@@ -88,14 +88,14 @@ def _values(recipe: Recipe) -> dict[str, Any]:  # Any: as in Recipe
 
 
 def _digest(key: str, value: Any) -> str:  # Any: as in Recipe
-    """Slow on purpose: a password that is short cannot be found by trying many."""
+    """Slow on purpose, so that short passwords cannot be found by brute force."""
     text = json.dumps(value, sort_keys=True, default=str).encode()
     return hashlib.scrypt(text, salt=key.encode(), n=2**14, r=8, p=1, dklen=16).hex()
 
 
 def _compared(recipe: Recipe) -> Iterator[Iterator[tuple[str, Any]]]:  # Any: as in Recipe
-    """The compared leaves, by section; of stages and policies how they sample, and the model of one that does not
-    train."""
+    """The compared leaves, by section; for stages and policies how they sample, and the model of policies that are not
+    trained."""
     yield from (_leaves(section, recipe.get(section)) for section in COMPARED)
     for track, stage in (recipe.get("stages") or {}).items():
         yield from (_leaves(f"stages.{track}.{key}", stage.get(key)) for key in OF_COMPARED_STAGE)
@@ -117,7 +117,7 @@ def refuse_changes(changes: Changes, own: Recipe) -> None:
 
 
 def check_resume(recipe: Recipe, run_dir: Path, published: Recipe | None = None) -> None:
-    """Raise CheckpointError for a run that the newest checkpoint refuses to be continued by, before models load."""
+    """Raise CheckpointError if this recipe may not continue the newest checkpoint. Checked before models load."""
     state = newest_driver_state(run_dir / "checkpoints")
     if state is not None:
         shown = recipe if published is None else published

@@ -1,4 +1,4 @@
-"""What the driver sees of a run's components: their marked methods, with held values where they take or make responses.
+"""Components as the driver sees them: their marked methods, with held values instead of responses.
 
     engine = runtime.role("engine", EngineRole)
 
@@ -20,58 +20,58 @@ from unirl.types.training import OFFLOADABLE, Offloadable
 
 
 class EngineRole(Protocol):
-    """See unirl.types.protocols.engines.RolloutEngine."""
+    """An engine (unirl.types.protocols.engines.RolloutEngine)."""
 
     def generate(self, req: RolloutReq, policy: Copies = None) -> Held:
-        """Samples of a request, held where they were made."""
+        """Samples of a request, held by the workers that made them."""
         ...
 
     def check_prompts(self, req: RolloutReq) -> None:
-        """Raise ConfigError where a prompt cannot be sampled from."""
+        """Raise ConfigError if a prompt cannot be sampled from."""
         ...
 
     def sleep(self) -> None:
-        """Give device memory back."""
+        """Free device memory."""
         ...
 
     def wake_up(self) -> None:
-        """Be ready to generate."""
+        """Restore device memory, to generate again."""
         ...
 
 
 class DiffusionEngineRole(EngineRole, Protocol):
-    """See unirl.types.protocols.engines.DiffusionRolloutEngine."""
+    """A diffusion engine (unirl.types.protocols.engines.DiffusionRolloutEngine)."""
 
     def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
-        """What is pinned on requests of these parameters."""
+        """The plan to pin on requests with these parameters."""
         ...
 
     def encodes_ahead(self) -> bool:
-        """Whether it wants every prompt of the run before the first rollout."""
+        """True if it needs every prompt of the run before the first rollout."""
         ...
 
     def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
-        """Encode some of them."""
+        """Encode some of these prompts."""
         ...
 
     def drop_text_encoders(self) -> None:
-        """Called after the last of them."""
+        """Free the text encoders. Called after the last prompt."""
         ...
 
 
 class StagesEngineRole(EngineRole, Protocol):
-    """See unirl.rollout.stages.engine.StagesEngine."""
+    """Joined engines of stages (unirl.rollout.stages.engine.StagesEngine)."""
 
     def plans(self, params: StagedSamplingParams) -> dict[str, DiffusionPlan]:
-        """What is pinned on requests of these parameters, by track."""
+        """The plans to pin on requests with these parameters, by track."""
         ...
 
 
 class RewardRole(Protocol):
-    """See unirl.reward.service.RewardService."""
+    """The reward (unirl.reward.service.RewardService)."""
 
     def score_track(self, resp: Held, track: str, *, is_shaped: bool = True) -> list[dict[str, float]]:
-        """Write the rewards of a track into it; how scoring kept up, per shard."""
+        """Write the rewards of a track into it; returns scoring metrics per shard."""
         ...
 
     def offload(self) -> None:
@@ -84,7 +84,7 @@ class RewardRole(Protocol):
 
 
 class StackRole(Protocol):
-    """See unirl.train.stack.TrainStack."""
+    """Algorithms and optimizer of a policy (unirl.train.stack.TrainStack)."""
 
     def prepare(self) -> None:
         """Called once before training."""
@@ -95,39 +95,39 @@ class StackRole(Protocol):
         ...
 
     def rollout_policy(self) -> Copies:
-        """Named copies of the weights to sample from; None: the policy that trains."""
+        """Named copies of the weights to sample from; None is the policy being trained."""
         ...
 
     def old_logp(self) -> str | None:
-        """Where the log-probs before the first update come from, for people."""
+        """Description of where the log-probs before the first update come from."""
         ...
 
     def exact_ratios(self) -> list[str]:
-        """Metrics that are 0 where every ratio of a first update is exactly 1."""
+        """Metrics that are 0 if every ratio of a first update is exactly 1."""
         ...
 
     def samples_per_unit(self) -> int:
-        """Samples in a row that stay together."""
+        """Consecutive samples that stay together."""
         ...
 
     def train(self, resp: Held, *, progress: float) -> TrainStepResult:
-        """The updates of one rollout."""
+        """Run the updates of one rollout."""
         ...
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
+        """State for checkpoints."""
         ...
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take it over."""
+        """Restore the state."""
         ...
 
 
 class BackendRole(Protocol):
-    """See unirl.types.protocols.training.TrainBackend."""
+    """A training backend (unirl.types.protocols.training.TrainBackend)."""
 
     def offload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:
-        """Move parts of what trains to host memory."""
+        """Move parts of the training state to host memory."""
         ...
 
     def onload(self, parts: Sequence[Offloadable] = OFFLOADABLE) -> None:
@@ -136,10 +136,10 @@ class BackendRole(Protocol):
 
 
 class CheckpointerRole(Protocol):
-    """See unirl.train.checkpoint.checkpointer.Checkpointer."""
+    """The checkpointer (unirl.train.checkpoint.checkpointer.Checkpointer)."""
 
     def remove_unfinished(self) -> None:
-        """Remove what a killed run has left half written."""
+        """Remove unfinished checkpoints of a killed run."""
         ...
 
     def save(self, step: int, driver_state: dict[str, Any], score: float | None = None) -> None:  # Any: JSON values
@@ -147,11 +147,11 @@ class CheckpointerRole(Protocol):
         ...
 
     def wait(self) -> None:
-        """Return when what is being written is on disk."""
+        """Wait until the current checkpoint is on disk."""
         ...
 
     def load(self, step: int | None = None) -> dict[str, Any]:  # Any: JSON values
-        """Restore a step, None the newest; returns the driver's state."""
+        """Restore a step (None: the newest); returns the driver's state."""
         ...
 
     def load_best(self) -> dict[str, Any]:  # Any: JSON values
@@ -160,10 +160,10 @@ class CheckpointerRole(Protocol):
 
 
 class SyncRole(Protocol):
-    """See unirl.distributed.weight_sync.base.WeightSync."""
+    """The weight sync (unirl.distributed.weight_sync.base.WeightSync)."""
 
     def prepare(self) -> None:
-        """Return when the engine can be pushed to."""
+        """Wait until the engine accepts pushes."""
         ...
 
     def push(self, policy: Copies = None) -> dict[str, float]:

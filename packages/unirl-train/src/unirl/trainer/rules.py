@@ -1,4 +1,4 @@
-"""What a run needs as a whole: sizes that divide, budgets that count, a metric to judge by, a place to write."""
+"""Rules of a whole run: divisible sizes, CPU budgets, the metric of the best checkpoint, a writable run directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unirl.types.recipe import TARGET, Machine, Messages, Stage
 
 
 def geometry_divides(run: ComposedRun) -> Messages:
-    """Samples divide over devices, and each device's over the updates."""
+    """Samples divide over devices, and each device's samples over the updates."""
     prompts, repeats, per_prompt = run.batch_size, run.samples_per_prompt, run.samples_key
     best_of = None if run.selection is None else run.selection.node.get("best_of")
     if best_of is not None and best_of > repeats:
@@ -41,8 +41,8 @@ def geometry_divides(run: ComposedRun) -> Messages:
 
 
 def tracks_have_algorithms(run: ComposedRun) -> Messages:
-    """Every track that the engine makes is trained, unless its policy only samples or the recipe leaves it out, and the
-    track of every algorithm is made."""
+    """Every track of the engine is trained, unless its policy only samples or the recipe excludes it, and every
+    algorithm's track is made by an engine."""
     of_stages = {track: stage.policy for stage in run.stages for track in made_tracks(stage)}
     made = list(of_stages)
     if not made:
@@ -53,7 +53,7 @@ def tracks_have_algorithms(run: ComposedRun) -> Messages:
     wrong = [track for track in trained if track not in made]
     for track in wrong:
         part, stack = trained[track].algorithms[track], trained[track].stack
-        if part.at.endswith("algorithm"):  # the only one, whose track the stack says
+        if part.at.endswith("algorithm"):  # the only algorithm; the stack names its track
             yield (
                 f"{stack.at}.track = {track}, but the engine makes the track {', '.join(made)}. Set {stack.at}.track: "
                 f"{made[0]}."
@@ -74,13 +74,14 @@ def tracks_have_algorithms(run: ComposedRun) -> Messages:
 
 
 def made_tracks(stage: Stage) -> list[str]:
-    """Tracks that a stage makes; of an engine with an argument `tracks` those, none where its class does not say."""
+    """Tracks that a stage makes; for an engine with an argument `tracks` those; empty if its class does not declare
+    them."""
     several = stage.engine.get("tracks")
     return list(several) if several else [stage.track] if stage.track is not None else []
 
 
 def one_policy_names_one(run: ComposedRun) -> Messages:
-    """A track is trained by one policy."""
+    """Each track is trained by only one policy."""
     owners: dict[str, str] = {}
     for policy in run.policies.values():
         for track, part in policy.algorithms.items():
@@ -93,7 +94,8 @@ def one_policy_names_one(run: ComposedRun) -> Messages:
 
 
 def cpu_seconds_are_of_one_process(run: ComposedRun) -> Messages:
-    """What counts CPU seconds of training counts those of its own process."""
+    """Settings in CPU seconds measure the trainer's process only, so they need a local run and an engine in that
+    process."""
     evaluated = None if run.evaluation is None else run.evaluation.number("interval_cpu_s")
     for name, value in (("max_cpu_s", run.file.max_cpu_s), ("eval.interval_cpu_s", evaluated)):
         if value is not None and run.runtime != "local":
@@ -107,7 +109,7 @@ def cpu_seconds_are_of_one_process(run: ComposedRun) -> Messages:
 
 
 def best_metric_has_its_scorer(run: ComposedRun) -> Messages:
-    """The number that the best checkpoint is chosen by comes from a scorer that is there."""
+    """The metric that chooses the best checkpoint comes from a scorer of the recipe."""
     scorers, metric = run.reward.get("scorers"), run.file.save.best_metric
     has_own_evaluation = TARGET in (run.resolved.get("eval") or {})
     if "/" not in metric or not isinstance(scorers, Mapping) or has_own_evaluation:
@@ -121,7 +123,7 @@ def best_metric_has_its_scorer(run: ComposedRun) -> Messages:
 
 
 def run_dir_writable(run: ComposedRun, machine: Machine) -> Messages:
-    """The run directory can be made and written."""
+    """The run directory can be created and written."""
     run_dir = Path(run.file.run_dir or "runs").expanduser().absolute()
     if run_dir.exists() and not run_dir.is_dir():
         yield f"run_dir = {run_dir} is a file. Set run_dir to a folder."

@@ -1,4 +1,4 @@
-"""Records of samples, taken where a response lies: which ones, and what is known of each."""
+"""Takes records of samples in the workers that hold a response: which samples, and the facts about each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from unirl.types.samples import Image, Medium, SampleRecord, Sound, Text, Unshow
 from unirl.types.segments import SegmentStatus, TextSegment
 
 Taken = dict[str, list[SampleRecord]]
-"""Root sample -> its record and those of all that grew from it, track by track."""
+"""Root sample -> its record and those of its descendants, track by track."""
 
 
 def take(resp: Held, roots: Sequence[str], *, whole: Collection[str] = ()) -> Taken:
     """Records of some root samples of a held response, in their order.
 
-    whole: those whose videos are taken with every frame; of others come STRIP_FRAMES.
+    whole: samples whose videos are taken with every frame; others are cut to STRIP_FRAMES frames.
     """
     parts = resp.map(take_samples, frozenset(roots), frozenset(whole))
     groups = {name: _groups(track) for name, track in resp.meta.tracks.items()}
@@ -37,7 +37,7 @@ def take(resp: Held, roots: Sequence[str], *, whole: Collection[str] = ()) -> Ta
 
 
 def take_samples(resp: RolloutResp, roots: Collection[str], whole: Collection[str]) -> Taken:
-    """What `take` takes of one shard (runs where the response lies)."""
+    """`take` for one shard (runs in the workers that hold the response)."""
     taken: Taken = {sample: [] for sample in resp.root_track().sample_ids if sample in roots}
     for name, track in resp.tracks.items():
         root, root_rows = resp.root_rows(name)
@@ -75,7 +75,7 @@ def take_samples(resp: RolloutResp, roots: Collection[str], whole: Collection[st
 
 
 def scores_of(track: RolloutTrack, row: int) -> dict[str, float]:
-    """Reward and components of one sample; empty where it was not scored, or could not be."""
+    """Reward and components of one sample; empty if it has no score."""
     if track.rewards is None or (track.reward_errors and track.reward_errors[row] is not None):
         return {}
     columns = {"reward": track.rewards, **track.component_rewards}
@@ -83,8 +83,8 @@ def scores_of(track: RolloutTrack, row: int) -> dict[str, float]:
 
 
 def whole_groups(resp: RolloutResp, most: int) -> list[str]:
-    """Root samples of the first groups that have at most `most` samples in each track; where not even the first group
-    does, those of its first root samples that reach it."""
+    """Root samples of the first groups with at most `most` samples in each track. If already the first group has more,
+    its first root samples up to that number."""
     root, sizes = resp.root_track(), _sizes(resp)
     chosen: list[int] = []
     for rows in rows_by(root.group_ids).values():
@@ -95,13 +95,13 @@ def whole_groups(resp: RolloutResp, most: int) -> list[str]:
 
 
 def first_roots(resp: RolloutResp, num: int) -> list[str]:
-    """The fewest first root samples that have at least `num` samples in their largest track."""
+    """The shortest prefix of root samples with at least `num` samples in their largest track."""
     totals = itertools.accumulate(_sizes(resp), initial=0)
     return [sample for sample, before in zip(resp.root_track().sample_ids, totals, strict=False) if before < num]
 
 
 def _sizes(resp: RolloutResp) -> list[int]:
-    """Samples that each root sample has in the track where it has most."""
+    """Size of each root sample in its largest track."""
     sizes = [1] * resp.batch_size
     for name in resp.tracks:
         for row, own in rows_by(resp.root_rows(name)[1]).items():
@@ -110,7 +110,7 @@ def _sizes(resp: RolloutResp) -> list[int]:
 
 
 def _groups(track: RolloutTrack) -> dict[str, tuple[int, float | None]]:
-    """Size of each group and standard deviation of its rewards; None where a sample has none."""
+    """Size of each group and standard deviation of its rewards; None if a sample has no reward."""
     rewards = None if track.rewards is None else track.rewards.double()
     found: dict[str, tuple[int, float | None]] = {}
     for group, rows in rows_by(track.group_ids).items():
@@ -124,7 +124,7 @@ def _with_group(record: SampleRecord, size: int, std: float | None) -> SampleRec
 
 
 def _media(track: RolloutTrack, rows: Sequence[int]) -> list[Medium | None]:
-    """What was made. Copies: a view would hold the whole batch."""
+    """The generated media, copied, since a view would keep the whole batch."""
     decoded = track.decoded
     match decoded:
         case None:

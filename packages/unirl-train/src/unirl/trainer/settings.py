@@ -1,4 +1,4 @@
-"""The numbers of a run that belong to no component."""
+"""Settings of a run that belong to no single component."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What collector, learner and run record must agree on."""
+    """Settings shared by collector, learner and run record."""
 
     recipe: str
     seed: int
@@ -17,16 +17,16 @@ class TrainerSettings:
     eval_interval: int = 0
     """Rollouts between evaluations; 0 evaluates only before and after."""
     eval_interval_cpu_s: float | None = None
-    """Training CPU seconds between evaluations, in place of `eval_interval`."""
+    """Training CPU seconds between evaluations, instead of `eval_interval`."""
     max_cpu_s: float | None = None
     """Training ends with the rollout in which its CPU seconds (rollout, reward, train, other) exceed this. `progress`
-    stays the fraction of `num_rollouts`, so that what a rollout learns never depends on the speed of the machine."""
+    is still the fraction of `num_rollouts`, so that training does not depend on the machine's speed."""
     save_interval: int = 0
     """Rollouts between checkpoints; 0 saves only at the end."""
     media_interval: int = 0
     """Rollouts between images or tables of training samples; 0 shows none."""
     num_updates: int = 1
-    """Optimizer steps per rollout; what is trained on divides by it."""
+    """Optimizer steps per rollout; the trained samples must be divisible by it."""
     max_refills: int = 4
     """Attempts to replace dropped groups before the run stops."""
     best_metric: str = "reward"
@@ -38,5 +38,5 @@ class TrainerSettings:
 
 
 def is_due(count: int, interval: int) -> bool:
-    """Whether something that happens every `interval` times (0: never) happens at the `count`-th."""
+    """True if an event with this interval (0: never) happens at `count`."""
     return interval > 0 and count % interval == 0

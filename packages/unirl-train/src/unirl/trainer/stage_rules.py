@@ -1,4 +1,4 @@
-"""What stages need of each other. See `unirl.types.recipe`."""
+"""Rules between stages. See `unirl.types.recipe`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unirl.types.recipe import Messages, Part, Stage
 
 
 def texts_are_there_to_read(run: ComposedRun) -> Messages:
-    """A stage that reads the text above grows from a stage of texts."""
+    """A stage that reads its parent's text grows from a text stage."""
     for stage, reads in _readers(run):
         if not reads.ability("reads_text"):
             continue
@@ -26,7 +26,7 @@ def texts_are_there_to_read(run: ComposedRun) -> Messages:
 
 
 def latents_are_there_to_begin_from(run: ComposedRun) -> Messages:
-    """A stage that begins from the latents above grows from one that makes latents of the same kind."""
+    """A stage that starts from its parent's latents grows from a stage with the same kind of latents."""
     for stage, reads in _readers(run):
         if not reads.ability("reads_latents"):
             continue
@@ -49,7 +49,7 @@ def latents_are_there_to_begin_from(run: ComposedRun) -> Messages:
 
 
 def prompts_are_known_before_the_run(run: ComposedRun) -> Messages:
-    """Text encoders are dropped only where every prompt is known, which one that is written in the run is not."""
+    """Text encoders are dropped only if every prompt is known before the run, and not if a stage writes prompts."""
     for stage, reads in _readers(run):
         if reads.ability("reads_text") and stage.engine.get("drop_text_encoders"):
             yield (
@@ -59,7 +59,7 @@ def prompts_are_known_before_the_run(run: ComposedRun) -> Messages:
 
 
 def trained_tracks_have_rewards(run: ComposedRun) -> Messages:
-    """A track trains where its samples, or what grew from them, are scored."""
+    """A trained track is scored, or a track that grows from it is."""
     if not run.is_staged:
         return
     scored = run.scored_track or run.stages[0].track
@@ -92,7 +92,7 @@ def tracks_are_of_their_policy(run: ComposedRun) -> Messages:
 
 
 def stages_answer_whole(run: ComposedRun) -> Messages:
-    """Samples of several stages are scored when all are there."""
+    """Samples of several stages are not scored asynchronously."""
     if run.is_staged and run.reward.get("is_async"):
         yield (
             "reward.is_async: true scores samples while others are generated, but the engines of stages make whole "
@@ -113,8 +113,8 @@ def a_policy_is_pushed_to_one_engine(run: ComposedRun) -> Messages:
 
 
 def sizes_suit_engine_and_devices(run: ComposedRun) -> Messages:
-    """Images that choose their size need an engine that takes sizes, and are as many forwards as there are sizes, of
-    which devices run equally many."""
+    """Images of chosen sizes need an engine that takes sizes, and one forward per size, of which all devices run
+    equally many."""
     for stage, reads in _readers(run):
         if not reads.ability("reads_sizes") or stage.grows_from is None:
             continue

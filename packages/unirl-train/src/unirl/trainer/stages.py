@@ -24,7 +24,7 @@ class StagesModality(Modality[StagedSamplingParams]):
         sampling: StagedSamplingParams,
         evaluator: Evaluator | None,
     ) -> None:
-        """Let the first stage look at every prompt, so that none that is too long stops the run later.
+        """Have the first stage check every prompt, so that a prompt that is too long does not stop the run later.
 
         Raises ConfigError naming the file.
         """

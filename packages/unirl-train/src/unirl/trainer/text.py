@@ -21,8 +21,8 @@ from unirl.types.segments import TextSegment
 class TextModality(Modality[ARSamplingParams]):
     """Texts.
 
-    balance_tokens: deal the samples of a rollout to the devices by their tokens, so that none waits for the one with
-        the longest texts; samples that move go from device to device. With one device it does nothing.
+    balance_tokens: distribute the samples of a rollout over devices by their number of tokens, so that no device waits
+        for the one with the longest texts. Samples move directly between devices. No effect with one device.
     """
 
     trains_tokens: ClassVar[bool] = True
@@ -37,7 +37,8 @@ class TextModality(Modality[ARSamplingParams]):
         sampling: ARSamplingParams,
         evaluator: Evaluator | None,
     ) -> None:
-        """Let the engine look at every prompt of texts alone, so that none that is too long stops the run later.
+        """Have the engine check every prompt without media, so that a prompt that is too long does not stop the run
+        later.
 
         Raises ConfigError naming the file.
         """
@@ -51,7 +52,7 @@ class TextModality(Modality[ARSamplingParams]):
 
 
 def refuse_long_prompts(runtime: Runtime, data: MultimodalRLDataSource, sampling: BaseSamplingParams) -> None:
-    """Let the engine look at every prompt of texts alone. Raises ConfigError naming the file."""
+    """Have the engine check every prompt without media. Raises ConfigError naming the file."""
     rows = [row for row in data.rows if not row.media]
     if not rows:
         return
@@ -63,7 +64,7 @@ def refuse_long_prompts(runtime: Runtime, data: MultimodalRLDataSource, sampling
 
 
 def count_tokens(resp: RolloutResp, track: str) -> list[int]:
-    """Tokens of each sample, prompt and completion (runs where the response lies)."""
+    """Tokens of each sample, prompt and completion (runs in the workers that hold the response)."""
     own = resp.tracks[track]
     prompt, segment = own.conditions.get("prompt"), own.segment
     if not (isinstance(prompt, PromptCondition) and isinstance(segment, TextSegment)):

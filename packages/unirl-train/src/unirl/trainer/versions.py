@@ -1,4 +1,4 @@
-"""Versions of what a result depends on."""
+"""Versions of the packages that a result depends on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
+    """Versions of the packages that a result depends on."""
     names = ("torch", "diffusers", "transformers", "peft", "ray", "numpy")
     ours = ("types", "sde", "models", "train", "rollout", "reward", "trainer")
     found = {"python": platform.python_version()}

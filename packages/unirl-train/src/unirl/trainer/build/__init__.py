@@ -1,1 +1,1 @@
-"""From a resolved recipe to a trainer on a runtime: workers, their launch, and what joins them."""
+"""Builds a trainer from a resolved recipe: worker components, the runtime, and the driver's parts."""

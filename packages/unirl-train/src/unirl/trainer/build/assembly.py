@@ -1,4 +1,4 @@
-"""Collector, learner, run record and evaluation on a runtime, and the loop that joins them."""
+"""Makes collector, learner, run record and evaluation on a runtime, and the loop that joins them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from unirl.types.sampling import StagedSamplingParams
 
 
 def evaluation_of(run: ComposedRun) -> EvaluationConfig | None:
-    """The `eval` section built, or None where the recipe has none."""
+    """The built `eval` section, or None if the recipe has none."""
     return None if run.evaluation is None else instantiate(run.evaluation.node)
 
 
 def make_evaluator(run: ComposedRun) -> Evaluator | None:
-    """The held-out evaluation of the recipe, or None where it has none."""
+    """The held-out evaluation of the recipe, or None if it has none."""
     config = evaluation_of(run)
     if config is None:
         return None
@@ -50,7 +50,7 @@ def make_evaluator(run: ComposedRun) -> Evaluator | None:
 
 
 def sampling_of(run: ComposedRun) -> Any:  # Any: parameters of the modality
-    """How the recipe samples: the parameters of its one stage, or those of all by track."""
+    """The recipe's sampling parameters: of its only stage, or of all stages by track."""
     own = {str(stage.track): instantiate(stage.sampling.node) for stage in run.stages}
     return StagedSamplingParams(stages=own) if run.is_staged else next(iter(own.values()))
 
@@ -121,7 +121,7 @@ def make_trainer(
 
 
 def _pushes(run: ComposedRun) -> bool:
-    """Whether a policy is pushed to its engine."""
+    """True if some policy is pushed to its engine."""
     return any(run.all_policies[stage.policy].sync is not None for stage in run.stages)
 
 
@@ -150,7 +150,7 @@ def assemble(
 ) -> Trainer:
     """Collector, learner and run record on a runtime, and the loop that joins them.
 
-    guardrails: makes them of `exact_ratios`, which the stack knows.
+    guardrails: makes the guardrails, given `exact_ratios` of the stack.
     """
     clock = clock if clock is not None else PhaseClock()
     stack = runtime.role("stack", StackRole)

@@ -1,4 +1,4 @@
-"""The runtime that a recipe names, with its workers built."""
+"""Starts the runtime that a recipe names and builds its workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_runtime(run: ComposedRun, run_dir: Path, *, asks_teachers: bool = True,
 
 
 def _start_on_ray(run: ComposedRun, builder: Callable[..., Mapping[str, object]]) -> Runtime:
-    """The workers of a recipe's placement on its cluster, engines elsewhere connected to what trains."""
+    """Start the workers of a recipe's placement on its cluster, and connect engines in other groups to the trainer."""
     # Ray is heavy and optional; a local run never imports it.
     from unirl.distributed.group.ray_runtime import RayRuntime
     from unirl.distributed.group.start import GroupPlan, Push, start_groups
@@ -63,13 +63,13 @@ def _start_on_ray(run: ComposedRun, builder: Callable[..., Mapping[str, object]]
 
 
 def _roles(run: ComposedRun, group: WorkerGroup) -> list[str]:
-    """What is found in a group rather than in the first one."""
+    """Roles that a group has instead of the first group."""
     engines = [stage.at for stage in run.stages if stage.at in group.holds]
     joined = ["engine"] if len(engines) == len(run.stages) else []
     return [*dict.fromkeys([*joined, *engines]), *([REWARD] if REWARD in group.holds else [])]
 
 
 def _led(run: ComposedRun, groups: Sequence[WorkerGroup]) -> dict[str, str]:
-    """Track -> name of the group that makes it, where several groups make one response."""
+    """Track -> name of the group that makes it, if several groups make one response."""
     found = {str(s.track): group.name for s in run.stages for group in groups if s.at in group.holds}
     return found if len(set(found.values())) > 1 else {}

@@ -23,7 +23,7 @@ from unirl.types.recipe import TARGET, Stage
 from unirl.types.stages import BuiltStage
 
 STAGES_ENGINE = "unirl.rollout.stages.engine.StagesEngine"
-"""Joins the engines of several stages."""
+"""Engine class that joins the engines of several stages."""
 
 
 def build_components(
@@ -35,20 +35,20 @@ def build_components(
     asks_teachers: bool = True,
     is_exported: bool = False,
 ) -> dict[str, object]:
-    """The components of one worker: reward, engine, checkpointer, and of each policy bundle, pipeline, backend, ...
+    """The components of one worker: reward, engine, checkpointer, and for each policy bundle, pipeline, backend, ...
 
-    holds: what the worker is for (`WorkerGroup.holds`); None: everything.
-    asks_teachers: whether the run trains; without, teachers are neither built nor handed over.
-    is_exported: whether only weights are taken from the run: neither reward, nor engine, nor sync is built then.
+    holds: parts that the worker has (`WorkerGroup.holds`); None: all.
+    asks_teachers: True if the run trains; otherwise teachers are not built.
+    is_exported: True if only weights are needed; reward, engine and sync are then not built.
     """
     seed_everything(run.seed)
     if holds is None:
         holds = (TRAIN, *(stage.at for stage in run.stages), REWARD)
     if TRAIN not in holds:
         return _build_beside_training(run, context, holds)
-    # First, since a reward server that is not there or has other rewards shall be known before models load.
+    # First, so that a missing or wrong reward server is noticed before models load.
     reward = None if is_exported else _build_reward(run, context, holds)
-    seed_everything(run.seed)  # again, so that models are the same with any reward
+    seed_everything(run.seed)  # again, so that models do not depend on the reward
     policies = {name: build_policy(plan, context.device) for name, plan in run.policies.items()}
     here = [stage for stage in run.stages if stage.at in holds]
     sampled = {stage.policy for stage in here}
@@ -80,8 +80,8 @@ def _prepare_algorithms(
     reward: Built,
     teachers: Mapping[str, BuiltModel] | None,
 ) -> None:
-    """Hand the algorithms of a policy what they ask for: teacher, reward, and the rollout's own log-probs where every
-    engine that samples from the policy computes them as a replay does. One elsewhere does not."""
+    """Give a policy's algorithms what they need: teacher, reward, and the rollout's log-probs if every engine that
+    samples from the policy computes them as a replay does. Engines in other workers do not."""
     own = [engines.get(stage.at) for stage in run.stages if stage.policy == policy.plan.name]
     replays_exactly = policy.backend.computes_in_float32 and all(e is not None and e.has_trainer_logp for e in own)
     for track, algorithm in policy.algorithms.items():
@@ -99,8 +99,7 @@ def _prepare_algorithms(
 def _build_sync(
     run: ComposedRun, policies: Mapping[str, BuiltPolicy], engines: Mapping[str, Built], context: WorkerContext
 ) -> Built:
-    """The weight sync of the policy that the engine samples from, or of stages those of all policies as one; None where
-    nothing is pushed."""
+    """The weight sync of the sampled policy, or with stages those of all policies joined; None if nothing is pushed."""
     component = components(PolicySections)["sync"]
     syncs, tracks = {}, {}
     for name, policy in policies.items():
@@ -122,7 +121,7 @@ def _build_sync(
 
 
 def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], run_dir: str) -> Checkpointer:
-    """One checkpoint holds all policies."""
+    """The checkpointer, whose checkpoints hold all policies."""
     backends = {name: policy.backend for name, policy in policies.items()}
     save = run.file.save
     return Checkpointer(
@@ -135,16 +134,16 @@ def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], r
 
 
 def _build_beside_training(run: ComposedRun, context: WorkerContext, holds: Sequence[str]) -> dict[str, object]:
-    """Engines with weights of their own or of policies that do not train, reward models, or both, in a worker that
-    trains nothing. The engine of each stage is a role too, which is pushed to."""
+    """The components of a worker that does not train: reward models, or engines with separate weights or with policies
+    that are not trained, or both. The engine of each stage is a role too, which receives pushes."""
     made = {}
     reward = _build_reward(run, context, holds)
     if reward is not None:
         made["reward"] = reward
     here = [stage for stage in run.stages if stage.at in holds]
     if here:
-        seed_everything(run.seed)  # again, as where it trains
-        # One model for all stages of a policy; an engine with its own model has it alone.
+        seed_everything(run.seed)  # again, as in workers that train
+        # All stages of a policy share one model; an engine with its own model does not share it.
         models = {
             stage.policy: build_model(run.frozen[stage.policy], context.device)
             for stage in here
@@ -158,7 +157,7 @@ def _build_beside_training(run: ComposedRun, context: WorkerContext, holds: Sequ
 
 
 def _build_reward(run: ComposedRun, context: WorkerContext, holds: Sequence[str]) -> Built:
-    """The reward where it scores, and where an algorithm differentiates it; None elsewhere."""
+    """The reward in workers that score, or whose algorithms differentiate it; None in others."""
     algorithms = [part for policy in run.policies.values() for part in policy.algorithms.values()]
     differentiates = any(part.ability("requires_reward_gradient") for part in algorithms)
     if REWARD in holds or (TRAIN in holds and differentiates):
@@ -167,22 +166,22 @@ def _build_reward(run: ComposedRun, context: WorkerContext, holds: Sequence[str]
 
 
 def _announce(run: ComposedRun, engine: Built, reward: Built) -> None:
-    """Let the engine hand over what it makes to the reward of this worker, where they work at one time."""
+    """With asynchronous rewards, let the engine pass finished samples to the reward of this worker."""
     if run.reward.get("is_async"):
         engine.announce_to(reward.take)
 
 
 def _build_engine(run: ComposedRun, stage: Stage, models: dict[str, BuiltModel], context: WorkerContext) -> Built:
-    """The engine of a stage. One with a model of its own, or whose policy is not among the models of this worker, gets
-    a bundle for itself and a pipeline over it.
+    """The engine of a stage. If it has its own model, or its policy's model is not in this worker, it gets a separate
+    bundle and pipeline.
 
-    models: by policy. One that was not there is kept in it, so that other stages can read with its pipelines.
+    models: by policy; new ones are added, so that other stages can use their pipelines.
     """
     plan, part = run.all_policies[stage.policy], stage.engine
     name = plan.pipeline_name(str(stage.track)) if run.is_staged else next(iter(plan.pipelines))
     model = own = models.get(stage.policy)
     if own is None or part.ability("has_own_model"):
-        with torch.random.fork_rng():  # what is drawn after it is the same with any engine
+        with torch.random.fork_rng():  # so that later draws do not depend on the engine
             own = build_model(plan, context.device)
         models.setdefault(stage.policy, own)
     offered = {
@@ -198,13 +197,13 @@ def _build_engine(run: ComposedRun, stage: Stage, models: dict[str, BuiltModel],
 
 
 def _joined(run: ComposedRun, engines: Mapping[str, Built], models: Mapping[str, BuiltModel]) -> Built:
-    """The engine of this worker: the only one, or those of its stages as one; None without engines."""
+    """The engine of this worker: the only one, or the joined engines of its stages; None if there are none."""
     if not engines or not run.is_staged:
         return next(iter(engines.values()), None)
     built = {}
     for stage in (stage for stage in run.stages if stage.at in engines):
         model, track = models[stage.policy], str(stage.track)
-        assert stage.reads is not None  # noqa: S101 - of a recipe with stages
+        assert stage.reads is not None  # noqa: S101 - recipes with stages have it
         built[track] = BuiltStage(
             engine=engines[stage.at],
             pipeline=model.pipelines[model.plan.pipeline_name(track)],
@@ -216,7 +215,7 @@ def _joined(run: ComposedRun, engines: Mapping[str, Built], models: Mapping[str,
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators, the same on every worker (adapters start equal)."""
+    """Seed Python's, NumPy's and torch's global generators, equally on every worker (so that adapters start equal)."""
     random.seed(seed)
-    numpy.random.mtrand.seed(list(divmod(seed, 2**32)))  # it takes words of 32 bits
+    numpy.random.mtrand.seed(list(divmod(seed, 2**32)))  # it takes 32-bit words
     torch.manual_seed(seed)
