@@ -52,7 +52,7 @@ MISTAKES = [
     ),
     (
         {"engine": {"_target_": "unirl.rollout.engine.composed.engine.ComposedEngine"}},
-        "`stages` take the place of these, and both are there. Remove engine.",
+        "`stages` replaces these, and both are given. Remove engine.",
     ),
     (
         {"reward.track": ...},

@@ -480,7 +480,7 @@ def test_a_file_takes_lora_too_whether_it_has_defaults_or_is_what_show_wrote(tmp
         (
             "llm/qwen3_arithmetic",
             "parts/method=nft",
-            "this recipe has no parts/method to replace. Write a recipe of your own whose defaults are "
+            "this recipe has no parts/method to replace. Write your own recipe whose defaults are "
             "[/llm/qwen3_arithmetic, /parts/method/nft, _self_].",
         ),
     ],
@@ -1030,7 +1030,10 @@ def with_two_policies(recipe):
 POLICY_MISTAKES = [
     ({"engine.policy": "last"}, "engine.policy = 'last' is no policy of this recipe; there are draft, final."),
     ({"engine.policy": ...}, "samples from one policy, the recipe has draft, final. Set engine.policy to one of them"),
-    ({"bundle": {}}, "bundle: a recipe with policies has no such section of its own. Move it to policies.draft.bundle"),
+    (
+        {"bundle": {}},
+        "bundle: a recipe with policies must not have this section at the top level. Move it to policies.draft.bundle",
+    ),
     ({"policies.final.stak": {}}, "policies.final.stak: unknown key. Did you mean stack?"),
     ({"policies.final.stack": ...}, "policies.final.stack is missing from the recipe"),
     ({"policies.final": 3}, "policies.final = 3 must be a mapping of bundle, pipeline"),

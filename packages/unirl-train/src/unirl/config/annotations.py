@@ -1,7 +1,7 @@
-"""Whether a recipe's value fits a constructor's annotation, as far as source alone can tell.
+"""Checks that a recipe's value fits a constructor's annotation, as far as the source shows.
 
-Scalars, literals, optional values and declared bounds (`unirl.types.bounds`) are judged; whatever else an annotation
-may say is left to the constructor.
+Scalars, literals, optional values and declared bounds (`unirl.types.bounds`) are checked; everything else is left to
+the constructor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS = {"int": "an integer", "float": "a number", "str": "a string", "bool": "
 
 
 def mismatch(value: Value, annotation: ast.expr | None, module: Module) -> str | None:
-    """What the annotation asks for, in words, where `value` is not that; None where it fits or cannot be judged."""
+    """Description of what the annotation requires if `value` does not fit; None if it fits or cannot be judged."""
     if annotation is None:
         return None
     fits, words = _judge(value, annotation, module, 0)
@@ -68,7 +68,7 @@ def _judge_name(value: Value, name: str, module: Module, depth: int) -> tuple[bo
         return isinstance(value, str), "a path"
     resolved, where = resolve_annotation(name, module)
     if isinstance(resolved, ast.ClassDef):
-        # Objects come from `_target_`; a list may still be what a builder accepts.
+        # Objects come from `_target_`; a builder may accept a list.
         is_plain = isinstance(value, (str, int, float, bool))
         is_bare = isinstance(value, Mapping) and TARGET not in value and not may_be_mapping(resolved, where)
         return (False if is_plain or is_bare else None), f"a {name} (a mapping with _target_)"
@@ -109,7 +109,7 @@ def _judge_bounded(
 
 
 def declared_bounds(node: ast.expr) -> Bounds | None:
-    """The bounds that a call `Bounds(...)` of literals spells; None for anything else."""
+    """The bounds in a call `Bounds(...)` with literals; None for anything else."""
     if not isinstance(node, ast.Call) or ast.unparse(node.func).rsplit(".", 1)[-1] != Bounds.__name__:
         return None
     return Bounds(**{item.arg: ast.literal_eval(item.value) for item in node.keywords if item.arg is not None})

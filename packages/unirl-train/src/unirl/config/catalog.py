@@ -1,4 +1,4 @@
-"""Which recipes come with the trainer. Reads file names and comments only."""
+"""Lists the packaged recipes. Reads only file names and comments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTS = "parts"
 
 
 def available(module: str = RECIPES_MODULE) -> dict[str, str]:
-    """Packaged recipes: name -> its description (the comment at the top of the file)."""
+    """Packaged recipes: name -> description (the comment at the top of the file)."""
     root = importlib.resources.files(module)
     found: dict[str, str] = {}
     for folder in root.iterdir():
@@ -32,7 +32,7 @@ def parts(module: str = RECIPES_MODULE) -> list[str]:
 
 
 def packaged_name(recipe: str, module: str = RECIPES_MODULE) -> str:
-    """The full name of a packaged recipe; its folder may be left out where that is unique. Raises ConfigError."""
+    """The full name of a packaged recipe; the folder may be omitted if the rest is unique. Raises ConfigError."""
     names = list(available(module))
     if recipe in names:
         return recipe
@@ -54,7 +54,7 @@ def _yaml_files(folder: Traversable, prefix: str) -> list[tuple[str, Traversable
 
 
 def _description(text: str) -> str:
-    """The leading comment lines, package directives left out."""
+    """The leading comment lines without package directives."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("#"):

@@ -1,7 +1,7 @@
 """Finds the mistakes of a recipe before anything heavy is imported or a device is touched.
 
-Names and keywords first (keys, import paths, arguments, simple types), then the rules that classes bring. All mistakes
-of one stage are reported together.
+First names and keywords (keys, import paths, arguments, simple types), then the rules of the named classes. All
+mistakes of one step are reported together.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from unirl.types.recipe import RULES_OF, Machine, Part
 Value = Any  # Any: a recipe's scalar, list or mapping
 
 OF_POLICIES = schema.keys(PolicySections)
-"""Every key that a policy may have, and without `policies` a recipe."""
+"""Every key of a policy; in a recipe without `policies` they are top-level keys."""
 TOP_LEVEL = (*schema.keys(schema.Recipe), *OF_POLICIES)
 """Every key that a recipe may have."""
 MACHINE_RULES = "MACHINE_RULES"
-"""Name in a module of rules that may be absent."""
+"""Optional name in a module of rules."""
 ENABLED = "enabled"
 """Key of a tracker that switches it on or off without removing it."""
 
@@ -59,11 +59,12 @@ _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 SAMPLED = ("sampling", "engine")
 """Sections that a recipe without stages must have."""
 UNASKED = ("data", "eval", "reward")
-"""Sections that an export does not need: prompts and scorers may be missing where a model is taken from a run."""
+"""Sections that an export does not need: prompts and scorers may be missing on the exporting machine."""
 
 
 def exported(recipe: Resolved) -> dict[str, Value]:
-    """What an export needs of a recipe: scorers and trackers are left out, which may be files of another machine."""
+    """The part of a recipe that an export needs, without scorers and trackers, whose files may be on another
+    machine."""
     reward = {key: value for key, value in recipe["reward"].items() if key != "weights"}
     return {**recipe, "reward": {**reward, "scorers": {}}, "trackers": {}}
 
@@ -76,13 +77,13 @@ def check_recipe(
     asks_teachers: bool = True,
     is_exported: bool = False,
 ) -> ComposedRun:
-    """The run of a recipe. Raises ConfigError with every mistake of the first stage that finds one.
+    """The run of a recipe. Raises ConfigError with all mistakes of the first step that finds any.
 
-    recipe: resolved, plain containers. machine: also ask whether this machine can run it; None checks the recipe alone.
-    unread: a folder on the import path whose modules of rules are not imported, see `unread_rules`.
-    asks_teachers: whether the run trains; without, the machine need not have the teachers' models.
-    is_exported: whether only weights are taken from the run, see `exported`. Rules between sections, which it passed
-        when it began, are not asked then, nor is the machine for prompts.
+    recipe: resolved, in plain containers. machine: also check that this machine can run it; None checks only the
+    recipe. unread: a folder on the import path whose rule modules are not imported, see `unread_rules`.
+    asks_teachers: True if the run trains; otherwise the machine need not have the teachers' models.
+    is_exported: True if only weights are needed, see `exported`. Rules between sections, which the run passed when it
+        began, and the prompts on this machine are then not checked.
     """
     for stage in (_keys, _signatures):
         _refuse(stage(recipe))
@@ -96,7 +97,7 @@ def check_recipe(
 
 
 def run_findings(run: ComposedRun, *, unread: Path | None = None) -> Iterator[str]:
-    """Mistakes between the sections of a recipe, by the rules of the run and of its parts."""
+    """Mistakes between sections of a recipe, found by the rules of the run and of its parts."""
     for module in map(_rules_module, schema.RUN_RULES):
         for of_run in module.RULES:
             yield from of_run(run)
@@ -109,9 +110,9 @@ def run_findings(run: ComposedRun, *, unread: Path | None = None) -> Iterator[st
 def machine_findings(
     run: ComposedRun, machine: Machine, *, unread: Path | None = None, skips: Collection[str] = ()
 ) -> Iterator[str]:
-    """What keeps this machine from running a recipe that is right in itself.
+    """Reasons why this machine cannot run a valid recipe.
 
-    skips: sections whose parts are not asked.
+    skips: sections whose parts are not checked.
     """
     for module in map(_rules_module, schema.RUN_RULES):
         for of_run in vars(module).get(MACHINE_RULES, ()):
@@ -123,8 +124,8 @@ def machine_findings(
 
 
 def unread_rules(run: ComposedRun, unread: Path) -> list[str]:
-    """Modules of rules that a recipe's classes name and that lie in the folder `unread`: they were not imported, so
-    that a recipe with files beside it executes nothing."""
+    """Rule modules of a recipe's classes that lie in the folder `unread`. They were not imported, so that checking a
+    recipe executes no code from files next to it."""
     found = [name for part in run.parts() for name in part.rules if lies_in(name, unread)]
     return list(dict.fromkeys(found))
 
@@ -134,7 +135,7 @@ def _read_rules(part: Part, unread: Path | None) -> Iterator[str]:
 
 
 def _rules_module(name: str) -> ModuleType:
-    """The module that a class names by RULES_OF. Raises ConfigError where there is none, or none with rules."""
+    """The module that a class names in RULES_OF. Raises ConfigError if it does not exist or has no rules."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -155,7 +156,8 @@ def _refuse(messages: Iterable[str]) -> None:
 
 
 def build_values(run: ComposedRun) -> None:
-    """Build the parts of a run that are values (schedules, kernels, optimizer options, ...), to let them refuse.
+    """Build the parts of a run that are plain values (schedules, kernels, optimizer options, ...), so that their
+    constructors can refuse arguments.
 
     Imports torch, loads no model. Raises ConfigError naming the place.
     """
@@ -175,7 +177,7 @@ def build_values(run: ComposedRun) -> None:
 
 
 def _keys(recipe: Resolved) -> Iterator[str]:
-    """Top-level keys and those of plain sections and policies: unknown, missing, of the wrong type or outside their
+    """Mistakes in keys of the top level, plain sections and policies: unknown, missing, of the wrong type or out of
     bounds."""
     for key in recipe:
         if key not in TOP_LEVEL:
@@ -218,7 +220,7 @@ def _keys(recipe: Resolved) -> Iterator[str]:
 
 
 def _stage_keys(recipe: Resolved) -> Iterator[str]:
-    """Keys of stages, unknown or of the wrong type, and what does nothing without stages."""
+    """Mistakes in keys of stages: unknown, of the wrong type, or without effect because there are no stages."""
     stages, policies = recipe.get("stages") or {}, recipe.get("policies")
     for name, own in policies.items() if isinstance(policies, Mapping) and not stages else ():
         for key in (key for key in schema.OF_STAGE if isinstance(own, Mapping) and own.get(key)):
@@ -230,7 +232,7 @@ def _stage_keys(recipe: Resolved) -> Iterator[str]:
 
 
 def _pool_keys(recipe: Resolved) -> Iterator[str]:
-    """Keys of pools, unknown, missing or of the wrong type."""
+    """Mistakes in keys of pools: unknown, missing or of the wrong type."""
     pools = recipe.get("pools") or {}
     yield from _named_sections("pools", pools, Pool)
     for name, pool in pools.items() if isinstance(pools, Mapping) else ():
@@ -240,7 +242,7 @@ def _pool_keys(recipe: Resolved) -> Iterator[str]:
 
 
 def _named_sections(place: str, sections: Value, section: type) -> Iterator[str]:
-    """Plain sections by name: what is no mapping, unknown keys and values of the wrong type."""
+    """Mistakes in named plain sections: no mapping, unknown keys, values of the wrong type."""
     known = schema.keys(section)
     for name, own in sections.items() if isinstance(sections, Mapping) else ():
         at = f"{place}.{name}"
@@ -253,7 +255,7 @@ def _named_sections(place: str, sections: Value, section: type) -> Iterator[str]
 
 
 def _is_built(key: str, prefix: str, sections: Resolved) -> bool:
-    """Whether a section of a policy is used: of one that does not train, not what only learning needs."""
+    """True if a section of a policy is used. Policies that are not trained do not use the sections for learning."""
     return key not in schema.LEARNING or does_train(prefix, sections)
 
 
@@ -272,7 +274,7 @@ def _is_one_or_several(sections: Resolved, prefix: str, key: str, several: str) 
 
 
 def _plain_values(section: type, values: Mapping[str, Value], prefix: str) -> Iterator[str]:
-    """Values of a plain section by its annotations, and those of the plain sections inside. Null means the default."""
+    """Mistakes in values of a plain section, by its annotations, nested sections included. Null means the default."""
     parameters, inner = read_target(f"{section.__module__}.{section.__qualname__}").parameters, plain_sections(section)
     for key, value in values.items():
         if value is None or key not in parameters:
@@ -290,7 +292,7 @@ def _plain_values(section: type, values: Mapping[str, Value], prefix: str) -> It
 
 
 def _signatures(recipe: Resolved) -> Iterator[str]:
-    """Every `_target_` resolves and takes the keywords it is given."""
+    """Mistakes in components: a `_target_` that does not exist or does not take its keywords."""
     for place, node, component in _component_nodes(recipe):
         if TARGET not in node and component.default is None:
             yield f"{place}: has no _target_. Give the import path of what to build."
@@ -309,7 +311,7 @@ def _signatures(recipe: Resolved) -> Iterator[str]:
 
 
 def _component_nodes(recipe: Resolved) -> Iterator[tuple[str, Resolved, Component]]:
-    """(place, node, component) of every component outside the trackers that the recipe has."""
+    """(place, node, component) of every component of the recipe except trackers."""
     for key, component in components(schema.Recipe).items():
         if recipe.get(key) or (key in schema.required(schema.Recipe)):
             yield key, recipe[key], component
@@ -330,7 +332,7 @@ def _component_nodes(recipe: Resolved) -> Iterator[tuple[str, Resolved, Componen
 
 
 def _bound(node: Mapping[str, Value], place: str, component: Component | None = None) -> Iterator[str]:
-    """component: what stands at this place of every recipe; None: a value inside one."""
+    """Mistakes in the keywords of a node. component: its entry in the schema; None for a nested value."""
     try:
         target = read_target(str(node[TARGET]))
     except ConfigError as error:
@@ -373,9 +375,9 @@ def _bound(node: Mapping[str, Value], place: str, component: Component | None = 
 
 
 def _with_function(target: Target, node: Mapping[str, Value]) -> Target:
-    """The target with the keywords of the function that it passes its own `**kwargs` to, where the recipe names one.
+    """The target, with the keywords of the function that gets its `**kwargs` added, if the recipe names one.
 
-    Raises ConfigError where there is no such function.
+    Raises ConfigError if there is no such function.
     """
     argument, num_inputs = target.constants.get(KEYWORDS_OF), target.constants.get(NUM_INPUTS)
     path = node.get(argument) if isinstance(argument, str) else None

@@ -1,6 +1,6 @@
-"""Names of the last release in recipes: renamed classes and keywords are accepted once more, with a message.
+"""Accepts names of the last release in recipes: renamed classes and keywords work for one more release, with a message.
 
-What stays here longer than one release is removed.
+Entries are removed after one release.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ CLASSES: Mapping[str, str] = {
     "unirl.trainer.text_evaluation.TextEvaluationConfig": EVALUATION,
     "unirl.trainer.composed_evaluation.ComposedEvaluationConfig": EVALUATION,
 }
-"""Import path of the last release -> the present one."""
+"""Import path in the last release -> current import path."""
 FORMER_COUNTS = ("num_images", "num_completions")
-"""Keys of `eval` that said how many samples of an evaluation are shown."""
+"""Old keys of `eval` for the number of samples to show."""
 
 
 def _options_of_evaluations(recipe: Node) -> list[str]:
@@ -49,15 +49,15 @@ def _options_of_evaluations(recipe: Node) -> list[str]:
 
 
 MOVES: tuple[Callable[[Node], list[str]], ...] = (to_stages, _options_of_evaluations)
-"""Functions that move sections of a recipe, in place, each returning a line per change."""
+"""Functions that move sections of a recipe in place; each returns one line per change."""
 
 STILL = "This release still takes the old name; change the recipe."
 
 
 def modernised(recipe: Mapping[str, Any]) -> Node:  # Any: as in Node
-    """A copy of a resolved recipe with present names; each change is logged once per process.
+    """A copy of a resolved recipe with current names. Each change is logged once per process.
 
-    Raises ConfigError where an old name and its present one are both there.
+    Raises ConfigError if an old name and its replacement are both present.
     """
     made = {str(key): _everywhere(value, str(key), _present_class) for key, value in recipe.items()}
     for move in MOVES:
@@ -67,7 +67,7 @@ def modernised(recipe: Mapping[str, Any]) -> Node:  # Any: as in Node
 
 
 def _everywhere(value: Any, at: str, change: Callable[[Node, str], Node]) -> Any:  # Any: as in Node
-    """The value with every mapping in it changed, the inner ones first."""
+    """The value with `change` applied to every mapping in it, inner ones first."""
     if isinstance(value, list):
         return [_everywhere(item, f"{at}[{index}]", change) for index, item in enumerate(value)]
     if not isinstance(value, Mapping):
@@ -84,10 +84,10 @@ def _present_class(node: Node, at: str) -> Node:
 
 
 def _with_present_keywords(node: Node, at: str) -> Node:
-    """Classes say by RENAMED which keywords they renamed."""
+    """The node with renamed keywords replaced, as its class declares in RENAMED."""
     path = node.get(TARGET)
     try:
         renamed = read_target(path).constants.get(RENAMED) if isinstance(path, str) else None
     except ConfigError:
-        return node  # the check of signatures says what is wrong with the path
+        return node  # the check of signatures reports what is wrong with the path
     return present_keywords(node, renamed, at) if isinstance(renamed, Mapping) else node

@@ -1,4 +1,5 @@
-"""Recipes from before `stages`: an engine of two stages with sampling parameters of both becomes two stages."""
+"""Converts recipes from before `stages`: an engine with two stages and the sampling parameters of both becomes two
+stages."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ MODALITY = "unirl.trainer.composed.ComposedModality"
 
 
 def to_stages(recipe: Node) -> list[str]:
-    """Replace an engine of two stages by stages, in place; returns a line per change.
+    """Replace an engine of two stages by stages, in place; returns one line per change.
 
-    Raises ConfigError where the recipe has stages already.
+    Raises ConfigError if the recipe also has stages.
     """
     former = {"engine": (COMPOSED, UNIFIED, SERVED), "sampling": (SAMPLING,), "modality": (MODALITY,)}
     paths = {key: _path(recipe.get(key)) for key in former}
@@ -34,9 +35,9 @@ def to_stages(recipe: Node) -> list[str]:
         return []
     if recipe.get("stages"):
         shown = ", ".join(f"{key}._target_ = {value}" for key, value in old.items())
-        raise ConfigError(f"{shown}: `stages` take the place of these, and both are there. Remove {', '.join(old)}.")
+        raise ConfigError(f"{shown}: `stages` replaces these, and both are given. Remove {', '.join(old)}.")
     if "engine" not in old or "sampling" not in old:
-        return []  # a mixture that was never right: `check` names what is wrong
+        return []  # an invalid mixture: `check` reports what is wrong
     make = _of_two_policies if old["engine"] == COMPOSED else _of_one_policy
     recipe["stages"] = make(recipe, recipe.pop("engine"), recipe.pop("sampling"))
     if "modality" in old:
@@ -50,7 +51,7 @@ def to_stages(recipe: Node) -> list[str]:
 
 
 def _of_two_policies(recipe: Node, engine: Node, sampling: Node) -> Node:
-    """The engine and sampling of each policy stay where they are."""
+    """Stages of two policies; each keeps its engine and sampling."""
     del sampling
     writer, painter = engine.get("writer", "writer"), engine.get("painter", "painter")
     tracks = {}
@@ -70,7 +71,7 @@ def _of_two_policies(recipe: Node, engine: Node, sampling: Node) -> Node:
 
 
 def _of_one_policy(recipe: Node, engine: Node, sampling: Node) -> Node:
-    """The pipelines of one policy, sampled by the model that trains or, images, by vLLM-Omni."""
+    """Stages of one policy's pipelines, sampled by the trained model or, for images, by vLLM-Omni."""
     del recipe
     text, image = engine.get("tracks") or ("text", "image")
     known = (TARGET, "text_batch_size", "tracks")

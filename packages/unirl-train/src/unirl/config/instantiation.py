@@ -1,4 +1,4 @@
-"""From a recipe section to the object it names. Errors say where in the recipe the mistake is."""
+"""Builds the object that a recipe section names. Errors say where in the recipe the mistake is."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def instantiate(node: Node, **dependencies: Built) -> Built:
     Nested mappings with `_target_` and lists are built first; other mappings stay plain dicts. `_partial_: true`
     returns functools.partial instead of calling. dependencies: keywords of the outermost target that the caller adds;
     they are passed on untouched. Raises ConfigError for an unknown target, an unknown or missing keyword, a keyword
-    given twice, or a value that the target refuses; errors of the project pass through.
+    given twice, or a value that the target refuses. UniRLErrors of the target are raised unchanged.
     """
     return _build(node, "", dependencies)
 
 
 def instantiate_at(place: str, node: Node) -> Built:
-    """`instantiate` of a section whose place in the recipe messages shall name."""
+    """`instantiate` for a section at `place` in the recipe, which error messages name."""
     return _build(node, place, {})
 
 

@@ -1,6 +1,6 @@
-"""Which devices each worker group of a run has: the grammar of `pools` and `placement`, and the shape of the cluster.
+"""Assigns devices to the worker groups of a run: parses `pools` and `placement`, and computes the shape of the cluster.
 
-Devices are counted through all nodes, from 0: with two nodes of four, node 1 has devices 4 to 7. Imports no torch.
+Devices are numbered through all nodes, from 0: with two nodes of four, node 1 has devices 4 to 7. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from unirl.types.errors import ConfigError
 from unirl.types.recipe import Messages, Part, Stage
 
 DEVICES_PER_NODE = 8
-"""Where neither the nodes nor their devices are counted, a run of more devices than this fills nodes of as many."""
+"""Devices per node of larger runs if neither num_nodes nor devices_per_node is set."""
 
 TRAIN, REWARD = "train", "reward"
-"""What stands in a pool besides engines, which are called by their place: `engine` or `stages.<track>`."""
+"""Members of pools besides engines. Engines are named by their place: `engine` or `stages.<track>`."""
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """The nodes of a run, each with as many devices."""
+    """The nodes of a run, which have equally many devices."""
 
     num_nodes: int
     devices_per_node: int
@@ -34,44 +34,44 @@ class ClusterShape:
 
     @property
     def num_devices(self) -> int:
-        """Of all nodes."""
+        """Number of devices of all nodes."""
         return self.num_nodes * self.devices_per_node
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a recipe says of devices, and where."""
+    """Devices as written in a recipe, with their place."""
 
     at: str
     devices: str | int
 
     @property
     def shown(self) -> str:
-        """As messages say it."""
+        """As shown in messages."""
         return f"{self.at} = {self.devices}"
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Workers that hold the same components, one on each of some devices."""
+    """Workers with the same components, one per device."""
 
     pools: tuple[str, ...]
-    """Those with these devices."""
+    """The pools with these devices."""
     holds: tuple[str, ...]
     """TRAIN, places of engines (`Stage.at`), REWARD."""
     devices: tuple[int, ...]
     given: Given
-    """Of its first pool."""
+    """Devices of its first pool, as written."""
 
     @property
     def name(self) -> str:
-        """Of its first pool."""
+        """Name of its first pool."""
         return self.pools[0]
 
 
 def cluster_shape(num_devices: int, cluster: Cluster) -> ClusterShape:
-    """The nodes that `num_devices` devices fill. Raises ConfigError where they do not fill them evenly, and for a node
-    group that names no node or one that is not there."""
+    """The nodes that `num_devices` devices fill. Raises ConfigError if the devices do not fill them evenly, or a node
+    group is empty or names a missing node."""
     num_nodes, per_node = cluster.num_nodes, cluster.devices_per_node
     if num_nodes is None:
         per_node = per_node or DEVICES_PER_NODE
@@ -97,9 +97,10 @@ def cluster_shape(num_devices: int, cluster: Cluster) -> ClusterShape:
 
 
 def devices_of(text: str | int, key: str, shape: ClusterShape) -> tuple[int, ...]:
-    """The devices that a pool names, in rising order: "0-3", "4,5", "all", or of some nodes "big:0-7", "big:all".
+    """The devices that a pool names, in ascending order: "0-3", "4,5", "all", or with a node group "big:0-7",
+    "big:all".
 
-    Raises ConfigError, naming `key`, for what is no such thing, devices that are not there and unknown node groups.
+    Raises ConfigError, naming `key`, for invalid text, missing devices and unknown node groups.
     """
     group, separator, rest = str(text).rpartition(":")
     if not separator:
@@ -118,14 +119,13 @@ def devices_of(text: str | int, key: str, shape: ClusterShape) -> tuple[int, ...
 def worker_groups(
     num_devices: int, cluster: Cluster, pools: Mapping[str, Given], members: Mapping[str, str | None]
 ) -> list[WorkerGroup]:
-    """The worker groups of a run, that of the pool `train` first. Pools with the same devices share their workers.
+    """The worker groups of a run, the one of the pool `train` first. Pools with the same devices share their workers.
 
-    pools: by name. Without any, one group holds everything.
-    members: place of each stage or engine in the recipe, then "reward" -> the pool that it names. Without one an engine
-        is in the pool `rollout`, else with what trains; the reward in the pool `reward`, else with the last engine, so
-        that samples are scored where they lie.
-    Raises ConfigError as `cluster_shape` and `devices_of` do, for an unknown pool, one that nothing stands in, and for
-    pools without `train`.
+    pools: by name; if empty, one group holds everything.
+    members: place of each stage or engine in the recipe, then "reward" -> its pool. By default an engine is in the pool
+        `rollout`, or with the trainer if there is none; the reward is in the pool `reward`, or with the last engine if
+        there is none, so that samples are scored where they are made.
+    Raises ConfigError as `cluster_shape` and `devices_of` do, and for unknown or empty pools or a missing pool `train`.
     """
     shape, known = cluster_shape(num_devices, cluster), ", ".join(pools) or "none"
     for place, pool in members.items():
@@ -161,14 +161,15 @@ def worker_groups(
 
 
 def groups_of_run(run: ComposedRun) -> list[WorkerGroup]:
-    """The worker groups of a recipe. Raises as `worker_groups` does, and ConfigError for `pools` beside `placement`."""
+    """The worker groups of a recipe. Raises as `worker_groups` does, and ConfigError if both `pools` and `placement`
+    are set."""
     members = {stage.at: stage.pool for stage in run.stages}
     members[REWARD] = run.resolved[REWARD].get("pool")
     return worker_groups(run.num_devices, run.file.cluster, pools_of(run.file), members)
 
 
 def pools_of(file: Recipe) -> dict[str, Given]:
-    """The pools of a recipe by name: `pools`, or what `placement` means. Raises ConfigError for both."""
+    """The pools of a recipe by name, from `pools` or `placement`. Raises ConfigError if both are set."""
     short = {item.name: getattr(file.placement, item.name) for item in fields(file.placement)}
     placed = {name: Given(f"placement.{name}", text) for name, text in short.items() if text is not None}
     named = {str(name): Given(f"pools.{name}.devices", pool["devices"]) for name, pool in file.pools.items()}
@@ -181,7 +182,7 @@ def pools_of(file: Recipe) -> dict[str, Given]:
 
 
 def shared_devices(groups: Sequence[WorkerGroup]) -> Iterator[tuple[WorkerGroup, WorkerGroup, tuple[int, ...]]]:
-    """Pairs of groups with the devices that both have: they take turns there."""
+    """Pairs of groups with the devices that both have, on which they take turns."""
     for place, group in enumerate(groups):
         for other in groups[place + 1 :]:
             both = tuple(device for device in group.devices if device in other.devices)
@@ -193,7 +194,7 @@ def shared_devices(groups: Sequence[WorkerGroup]) -> Iterator[tuple[WorkerGroup,
 
 
 def groups_need_ray(run: ComposedRun) -> Messages:
-    """Workers of several groups are processes."""
+    """Several worker groups need Ray."""
     groups = groups_of_run(run)
     if run.runtime != "ray" and len(groups) > 1:
         yield (
@@ -203,7 +204,7 @@ def groups_need_ray(run: ComposedRun) -> Messages:
 
 
 def engine_elsewhere_has_own_weights(run: ComposedRun) -> Messages:
-    """An engine that samples with the weights that train is where they are."""
+    """An engine that samples with the trained weights is in the trainer's group."""
     train = groups_of_run(run)[0]
     for stage in run.stages:
         is_trained = stage.policy in run.policies
@@ -216,7 +217,7 @@ def engine_elsewhere_has_own_weights(run: ComposedRun) -> Messages:
 
 
 def sizes_are_read_where_they_are_chosen(run: ComposedRun) -> Messages:
-    """The sizes that a text chooses are read by the pipeline that wrote it."""
+    """A stage that reads the sizes that a text chooses is in the group of the pipeline that wrote the text."""
     for stage in run.stages:
         if stage.reads is None or stage.grows_from is None or not stage.reads.ability("reads_sizes"):
             continue
@@ -229,7 +230,7 @@ def sizes_are_read_where_they_are_chosen(run: ComposedRun) -> Messages:
 
 
 def async_reward_is_with_the_engine(run: ComposedRun) -> Messages:
-    """Samples are handed over as they are made within a worker."""
+    """Asynchronous scoring needs reward and engine in the same worker."""
     reward = group_of(run, REWARD)
     if run.reward.get("is_async") and not all(stage.at in reward.holds for stage in run.stages):
         yield (
@@ -239,7 +240,7 @@ def async_reward_is_with_the_engine(run: ComposedRun) -> Messages:
 
 
 def one_worker_speaks_to_a_running_server(run: ComposedRun) -> Messages:
-    """A server that runs already has one worker that pushes to it."""
+    """Only one worker pushes to a running server."""
     for stage in run.stages:
         url, group = stage.engine.get("url"), group_of(run, stage.at)
         if url is not None and len(group.devices) > 1:
@@ -251,8 +252,8 @@ def one_worker_speaks_to_a_running_server(run: ComposedRun) -> Messages:
 
 
 def groups_that_overlap_take_turns(run: ComposedRun) -> Messages:
-    """On a GPU that an engine shares with what trains, the engine gives the memory back; a server that runs already has
-    separate devices. Engines of different groups are awake at the same time."""
+    """An engine that shares a GPU with the trainer sleeps while the policy trains; a running server is on separate
+    devices. Engines of different groups do not share a GPU, since they are awake at the same time."""
     for one, other, both in shared_devices(groups_of_run(run)) if run.device == "cuda" else ():
         here = [s for s in run.stages if s.at in (*one.holds, *other.holds) and s.engine.get("url") is None]
         clash = f"{one.given.at} and {other.given.at} both have devices {list(both)}"
@@ -274,7 +275,7 @@ def groups_that_overlap_take_turns(run: ComposedRun) -> Messages:
 
 
 def samples_divide_over_every_group(run: ComposedRun) -> Messages:
-    """Every group cuts a batch evenly; of the one that trains, `unirl.trainer.rules` asks more."""
+    """A batch divides over every group; `unirl.trainer.rules` has further rules for the trainer's group."""
     prompts, repeats = run.batch_size, run.samples_per_prompt
     product = f"batch_size * {run.samples_key} = {prompts} * {repeats} = {prompts * repeats}"
     for group in groups_of_run(run)[1:]:
@@ -286,7 +287,7 @@ def samples_divide_over_every_group(run: ComposedRun) -> Messages:
 
 
 def push_transport_fits_the_placement(run: ComposedRun) -> Messages:
-    """A transport crosses to workers that are elsewhere, and has what it needs there."""
+    """`sync.transport` is only set for engines in other workers, and suits their devices."""
     for stage in run.stages:
         sync = run.all_policies[stage.policy].sync
         if sync is not None and stage.engine.ability("has_own_weights"):
@@ -339,7 +340,7 @@ RULES = (
 
 
 def _numbers(text: str, key: str, count: int, what: str, limit: str) -> tuple[int, ...]:
-    """Numbers below `count`, in rising order, of "all" or ranges and single ones between commas."""
+    """Numbers below `count`, in ascending order, from "all" or comma-separated numbers and ranges."""
     if text.strip() == "all":
         return tuple(range(count))
     found: set[int] = set()

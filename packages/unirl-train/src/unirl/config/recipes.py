@@ -1,7 +1,7 @@
-"""Recipes composed and rendered. Together with the app, the only code that knows Hydra.
+"""Composes and renders recipes. Besides the app, the only code that uses Hydra.
 
 A recipe is a YAML file of the recipes package, composed from parts by a defaults list, or any YAML file given by path
-(whose defaults may name packaged recipes too). What `render` writes is itself such a file.
+(whose defaults may name packaged recipes too). `render` writes such a file.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ Plugins.instance()
 
 
 NULL_ENTRIES = ("algorithms",)
-"""Mappings from names to components in which null says something: there, that a track is left untrained."""
+"""Mappings from names to components in which null has a meaning: here, that a track is not trained."""
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES_MODULE) -> DictConfig:
-    """The recipe with `key=value` overrides applied; interpolations still stand in it.
+    """The recipe with `key=value` overrides applied; interpolations are not resolved.
 
-    recipe: a packaged name (the folder may be left out where that is unique) or the path of a YAML file. Overrides
-    follow Hydra's grammar, with one ease: a key that the recipe does not hold yet is added, and the check then says
-    whether anything takes it. Raises ConfigError for an unknown recipe, a broken file or a bad override.
+    recipe: a packaged name (the folder may be omitted if the rest is unique) or the path of a YAML file. Overrides
+    follow Hydra's grammar, except that new keys are added without a prefix; the check then reports keys that nothing
+    takes. Raises ConfigError for an unknown recipe, a broken file or a bad override.
     """
     parsed = _parsed(overrides)
     path = Path(recipe).expanduser()
@@ -69,8 +69,8 @@ def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
-    """Plain containers with every interpolation replaced and present names (`unirl.config.former`), without the
-    components that null takes out.
+    """The recipe in plain containers, with interpolations resolved, current names (`unirl.config.former`), and without
+    components removed by null.
 
     Raises ConfigError naming the key that cannot be resolved.
     """
@@ -86,16 +86,16 @@ def _resolved(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
         raise ConfigError(f"a recipe is a mapping, this file holds a {type(plain).__name__}")
     recipe = {str(key): _without_removed(value, keeps_null=key in NULL_ENTRIES) for key, value in plain.items()}
     reward = recipe.get("reward")
-    if isinstance(reward, dict) and isinstance(reward.get("weights"), dict):  # numbers by the names of components
+    if isinstance(reward, dict) and isinstance(reward.get("weights"), dict):  # numbers by component name
         reward["weights"] = {name: weight for name, weight in reward["weights"].items() if weight is not None}
     return recipe
 
 
 def published(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
-    """`resolve` as others may see it: what a resolver gave, such as `${oc.env:NAME}` or a packaged file's path, stands
-    there as the recipe has it, also where another value refers to it. Addresses lose their passwords.
+    """The resolved recipe as others may see it: values of resolvers, such as `${oc.env:NAME}` or a packaged file's
+    path, are left as written in the recipe, also if another value refers to them. Passwords are removed from URLs.
 
-    A value that a resolver makes whole keeps its keys and import paths. Raises ConfigError as `resolve`.
+    A mapping made by a resolver keeps its keys and import paths. Raises ConfigError as `resolve`.
     """
     raw = OmegaConf.to_container(config, resolve=False)
     texts: list[str] = []
@@ -105,7 +105,7 @@ def published(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
 
 _RESOLVER = re.compile(r"\$\{\s*[A-Za-z_][\w.]*\s*:")
 _MARK = re.compile("\ue000(\\d+)\ue001")
-"""Stands for the n-th value that has a resolver, while references to it are followed."""
+"""Marks the n-th value with a resolver while references to it are resolved."""
 
 
 def _marked(node: Any, texts: list[str]) -> Any:  # Any: a recipe's values, not resolved
@@ -120,7 +120,7 @@ def _marked(node: Any, texts: list[str]) -> Any:  # Any: a recipe's values, not 
 
 
 def _published(value: Any, marked: Any, texts: Sequence[str]) -> Any:  # Any: a recipe's values
-    """value: resolved. marked: the same with marks, of which one may stand for a whole mapping or list."""
+    """value: resolved. marked: the same with marks; a mark may stand for a whole mapping or list."""
     if isinstance(value, dict):
         inner = marked if isinstance(marked, dict) else dict.fromkeys(value, marked)
         return {key: item if key == TARGET else _published(item, inner[key], texts) for key, item in value.items()}
@@ -136,8 +136,8 @@ def _published(value: Any, marked: Any, texts: Sequence[str]) -> Any:  # Any: a 
 def _without_removed(node: Any, *, keeps_null: bool = False) -> Any:  # Any: a recipe's values
     """The node without the null entries of mappings from names to components (`reward.scorers`, `trackers`, ...).
 
-    A recipe composed from another one can only override, so null is how a file takes an entry of the other one out.
-    Null as a keyword of a component, or as a value of a plain section, stays what it is, and so in NULL_ENTRIES.
+    A recipe composed from another one can only override, so null removes an entry of the other one. Null as a keyword
+    of a component or a value of a plain section is kept, and so are NULL_ENTRIES.
     """
     if isinstance(node, list):
         return [_without_removed(item) for item in node]
@@ -151,7 +151,7 @@ def _without_removed(node: Any, *, keeps_null: bool = False) -> Any:  # Any: a r
 def render(config: DictConfig, *, is_resolved: bool = False) -> str:
     """The whole recipe as YAML that can be run by path.
 
-    is_resolved: replace interpolations (environment variables, packaged files) by their values of this machine.
+    is_resolved: replace interpolations (environment variables, packaged files) by their values on this machine.
     """
     return OmegaConf.to_yaml(OmegaConf.create(resolve(config)) if is_resolved else config)
 
@@ -159,14 +159,15 @@ def render(config: DictConfig, *, is_resolved: bool = False) -> str:
 def _composed(name: str, overrides: list[Override], extra: list[str], recipe: str) -> DictConfig:
     try:
         with warnings.catch_warnings():
-            # Hydra's warning of a defaults list without _self_, whose recipe would override nothing of the others.
+            # Hydra's warning about a defaults list without _self_, where the recipe's own values would not override the
+            # others.
             warnings.filterwarnings("error", message=".*Defaults list is missing", category=UserWarning)
             base = hydra_compose(config_name=name, overrides=extra)
             lines = [_ready(override, base) for override in _with_new_parts(name, overrides, extra)]
             config = hydra_compose(config_name=name, overrides=[*extra, *lines]) if lines else base
     except ConfigError:
         raise
-    except RecursionError:  # of which Hydra would show thousands of lines
+    except RecursionError:  # Hydra would show thousands of lines of it
         raise ConfigError(
             f"recipe {recipe}: its defaults include one another without an end. Name each file once, and none that "
             "names the file itself (`override` replaces a group inside the files that it names, too)."
@@ -187,7 +188,7 @@ def _composed(name: str, overrides: list[Override], extra: list[str], recipe: st
         raise ConfigError(f"recipe {recipe}: {_first_line(error)}") from error
     except YAMLError as error:
         raise ConfigError(f"recipe {recipe} is not YAML: {' '.join(str(error).split())}. Fix the file.") from error
-    except ValueError as error:  # Hydra's own of a defaults list; UnicodeDecodeError of a file that it names
+    except ValueError as error:  # raised by Hydra for a defaults list; UnicodeDecodeError of a named file
         raise ConfigError(
             f"recipe {recipe}: {_first_line(error)} Write defaults as a list of names, the last of them _self_, in "
             "files of UTF-8."
@@ -198,15 +199,16 @@ def _composed(name: str, overrides: list[Override], extra: list[str], recipe: st
 
 @cache
 def _packaged(name: str, module: str, recipe: str) -> DictConfig:
-    """A packaged recipe as it is. Never changed: those who ask share it."""
+    """A packaged recipe. Cached and shared, so it must not be changed."""
     with initialize_config_module(module, version_base=_HYDRA_VERSION, job_name="trainer"):
         return _composed(name, [], [], recipe)
 
 
 def _changed(name: str, module: str, overrides: Sequence[Override], recipe: str) -> DictConfig | None:
-    """A packaged recipe with values assigned, as Hydra would; None where it takes Hydra to compose, or to refuse them.
+    """A packaged recipe with values assigned as Hydra would; None if Hydra itself is needed to compose or to refuse
+    them.
 
-    Hydra takes 80 ms for a recipe, and for every change of it; a copy takes 3.
+    Hydra takes 80 ms for a recipe and for every variant of it; a copy takes 3 ms.
     """
     base = _packaged(name, module, recipe)
     if not all(_assigns_value(override, base) for override in overrides):
@@ -224,10 +226,11 @@ def _changed(name: str, module: str, overrides: Sequence[Override], recipe: str)
 
 
 def _with_new_parts(name: str, overrides: list[Override], extra: list[str]) -> list[Override]:
-    """The overrides, with `parts/train=lora` an addition where the defaults of a file choose no part of that kind.
+    """The overrides, with `parts/train=lora` turned into an addition if the file's defaults choose no part of that
+    kind.
 
-    So a file without defaults, such as `show` writes, takes it too. Hydra looks for a part to add beside the recipe,
-    which for a file is where the packaged ones are. Raises ConfigError for a kind of part that there is none of.
+    So files without defaults, such as those written by `show`, take it too. Hydra searches for added parts next to the
+    recipe, which for a file means among the packaged ones. Raises ConfigError for an unknown kind of part.
     """
     chosen = [override for override in overrides if "/" in override.key_or_group and _is_plain(override)]
     if not chosen:
@@ -246,7 +249,7 @@ def _with_new_parts(name: str, overrides: list[Override], extra: list[str]) -> l
             raise ConfigError(f"{line}: this recipe chooses {kind} for each policy. Say which: {' or '.join(placed)}.")
         if not extra:
             raise ConfigError(
-                f"{line}: this recipe has no {kind} to replace. Write a recipe of your own whose defaults are "
+                f"{line}: this recipe has no {kind} to replace. Write your own recipe whose defaults are "
                 f"[/{name}, /{kind}/{override.value()}, _self_]."
             )
         (added[line],) = _parsed([f"+{line}"])
@@ -258,17 +261,17 @@ def _is_plain(override: Override) -> bool:
 
 
 def _assigns_value(override: Override, base: DictConfig) -> bool:
-    """Whether an override is `key=value` of the recipe itself: it chooses no part, and is none of Hydra's settings."""
+    """True if an override assigns a value of the recipe, and does not choose a part or change Hydra's settings."""
     first, *rest = override.key_or_group.split(".")
     return _is_plain(override) and "/" not in first and first != "hydra" and (bool(rest) or first in base)
 
 
 def _ready(override: Override, base: DictConfig) -> str:
-    """The override as Hydra takes it: a plain assignment to an absent key becomes an addition."""
+    """The override in Hydra's grammar: a plain assignment to an absent key becomes an addition."""
     line = override.input_line or ""
     if (
         not _is_plain(override) or "/" in override.key_or_group
-    ):  # with a slash it chooses a part, such as parts/reward=remote
+    ):  # an override with a slash chooses a part, such as parts/reward=remote
         return line
     parts = override.key_or_group.split(".")
     node: Any = base  # Any: walks through mappings, lists and scalars
@@ -318,7 +321,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """Hydra's message in one line, without its hints about prefixes, which are not needed here."""
+    """Hydra's message in one line, without its hints about prefixes, which do not apply here."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://hydra.cc" not in line]
     cause = error.__cause__
     if cause is not None:

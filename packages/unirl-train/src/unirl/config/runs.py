@@ -1,6 +1,6 @@
-"""From a resolved recipe to a typed run: flat sections become the policy "default", every component a part.
+"""Makes a typed run of a resolved recipe: flat sections become the policy "default", every component becomes a part.
 
-Reads the classes from their source; imports none. `check`, the rules and `unirl.trainer.build` use the run alone.
+Reads classes from source without importing them. `check`, the rules and `unirl.trainer.build` only use the run.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from unirl.types.recipe import TARGET, Part, Policy, Run, Stage
 Resolved = Mapping[str, Any]  # Any: a resolved recipe's values
 
 STAGES_MODALITY = "unirl.trainer.stages.StagesModality"
-"""What the requests of several stages are made by."""
+"""Modality of recipes with stages."""
 
 _POLICY_NAME = re.compile(r"\w[\w-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedRun(Run):
-    """A run with the file that it comes from."""
+    """A run together with its recipe."""
 
     file: Recipe
-    """Plain values and plain sections, defaults filled in."""
+    """Plain values and plain sections, with defaults."""
     resolved: Resolved
-    """The recipe as it was composed."""
+    """The composed and resolved recipe."""
 
     def with_values(self, **values: Any) -> ComposedRun:  # Any: as in Resolved
         """The run with other plain values, such as `run_dir`."""
@@ -51,9 +51,9 @@ class ComposedRun(Run):
 
 
 def policy_sections(recipe: Resolved) -> dict[str, tuple[str, Resolved]]:
-    """Policy -> (prefix of its places in the recipe, its sections): of flat sections, of `policies`, or the flat ones
-    and then policies that do not train. Raises ConfigError for flat sections beside one that trains, and for a name
-    that is none."""
+    """Policy -> (prefix of its places in the recipe, its sections). Policies come from flat sections, from `policies`,
+    or from flat sections and those in `policies` that do not train. Raises ConfigError if there are both flat sections
+    and a trained policy in `policies`, and for invalid names."""
     known = keys(PolicySections)
     flat = {DEFAULT_POLICY: ("", {key: recipe[key] for key in known if key in recipe})}
     named = recipe.get("policies")
@@ -63,9 +63,9 @@ def policy_sections(recipe: Resolved) -> dict[str, tuple[str, Resolved]]:
     training = [name for name, own in named.items() if not isinstance(own, Mapping) or does_train("policies", own)]
     if beside and (training or DEFAULT_POLICY in named):
         raise ConfigError(
-            f"{', '.join(beside)}: a recipe with policies has no such section of its own. Move it to "
-            f"policies.{next(iter(training), DEFAULT_POLICY)}.{beside[0]}; only policies with trains: false may stand "
-            "beside it."
+            f"{', '.join(beside)}: a recipe with policies must not have this section at the top level. Move it to "
+            f"policies.{next(iter(training), DEFAULT_POLICY)}.{beside[0]}; only policies with trains: false may "
+            "be added to it."
         )
     for name, sections in recipe["policies"].items():
         if not _POLICY_NAME.fullmatch(str(name)):
@@ -77,11 +77,10 @@ def policy_sections(recipe: Resolved) -> dict[str, tuple[str, Resolved]]:
 
 
 def run_of(recipe: Resolved) -> ComposedRun:
-    """The run of a recipe whose keys and signatures are right.
+    """The run of a recipe whose keys and signatures have been checked.
 
-    Raises ConfigError for a policy without a pipeline or an algorithm, or with one in two places, for policies of which
-    none trains, for stages that do not follow from one another, and for an engine that does not say which of several
-    policies it samples from.
+    Raises ConfigError if a policy has no pipeline or algorithm or has one in two places, no policy trains, stages do
+    not form a tree, or an engine does not say which of several policies it samples from.
     """
     everyone = {name: _policy(name, prefix, sections) for name, (prefix, sections) in policy_sections(recipe).items()}
     of_stages = [stage.get("policy") for stage in (recipe.get("stages") or {}).values()]
@@ -124,9 +123,10 @@ _OPTIONAL = ("eval", "guardrails", "selection")
 
 
 def one_or_several(sections: Resolved, prefix: str, key: str) -> dict[str, tuple[str, Resolved]]:
-    """Name -> (place, node) of `pipeline` or `pipelines`, of `algorithm` or `algorithms`; null ones are left out.
+    """Name -> (place, node) from `pipeline` or `pipelines`, or from `algorithm` or `algorithms`; null entries are left
+    out.
 
-    Raises ConfigError for neither and for both.
+    Raises ConfigError if neither or both are given.
     """
     several = SEVERAL[key]
     one, many = sections.get(key), sections.get(several)
@@ -168,7 +168,7 @@ def _policy(name: str, prefix: str, sections: Resolved) -> Policy:
         pipelines=parts("pipeline"),
         backend=part("backend"),
         algorithms=parts("algorithm") if trains else {},
-        # What the only algorithm's track is called is read above.
+        # The track of a single algorithm is read above.
         stack=part_of(_without(sections["stack"], "track"), f"{prefix}stack", found["stack"])
         if trains
         else part("stack"),
@@ -182,25 +182,25 @@ def _policy(name: str, prefix: str, sections: Resolved) -> Policy:
 
 
 def does_train(prefix: str, sections: Resolved) -> bool:
-    """Whether a policy trains: always, but where several have a word about it."""
+    """True if a policy is trained: always for flat sections, by `trains` for named policies."""
     return not prefix or sections.get("trains") is not False
 
 
 def teacher_of(algorithm: Part) -> str | None:
-    """Name of the policy that an algorithm asks; None where it asks none."""
+    """Name of the teacher policy of an algorithm, or None."""
     option = algorithm.abilities.get("teacher_option")
     return None if option is None else algorithm.get(str(option))
 
 
 def _teachers(policies: Mapping[str, Policy], sampled: Collection[str]) -> dict[str, Policy]:
-    """The policies that an algorithm asks and that neither train nor sample."""
+    """The teachers of algorithms that are neither trained nor sampled."""
     asked = {teacher_of(part) for policy in policies.values() for part in policy.algorithms.values()}
     return {name: p for name, p in policies.items() if name in asked and not p.trains and name not in sampled}
 
 
 def _only(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) -> Stage:
-    """The stage of a recipe with one engine. Raises ConfigError where several policies, or pipelines of one, could be
-    sampled and nothing says which."""
+    """The stage of a recipe with one engine. Raises ConfigError if it is ambiguous which policy or pipeline is
+    sampled."""
     found = components(Recipe)
     engine = _section(recipe, "engine", found["engine"])
     for policy in policies.values():
@@ -234,8 +234,8 @@ def _only(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) ->
 
 
 def _stages(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) -> tuple[Stage, ...]:
-    """The stages of a recipe, parents first. Raises ConfigError for a policy or a parent that is not there, a circle,
-    and a policy without a stage."""
+    """The stages of a recipe, parents first. Raises ConfigError for a missing policy or parent, a cycle, or a policy
+    without a stage."""
     found, nodes = components(StageSections), recipe["stages"]
     sections = policy_sections(recipe)
     made: dict[str, Stage] = {}
@@ -271,10 +271,10 @@ def _stages(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) 
 
 
 def _of_stage(at: str, node: Resolved, prefix: str, of_policy: Resolved) -> dict[str, Part]:
-    """Engine, sampling and, where there are any, advantages of a stage: its own, else its policy's."""
+    """Engine, sampling and, if given, advantages of a stage: its own, or else its policy's."""
     found = components(StageSections)
     places = {key: (f"{prefix}{key}", of_policy[key]) for key in OF_STAGE if of_policy.get(key)}
-    if not prefix:  # the run's, which are not of this policy alone
+    if not prefix:  # those of the run, which apply to all policies
         places.pop("advantages", None)
     places.update({key: (f"{at}.{key}", node[key]) for key in OF_STAGE if node.get(key)})
     for key in ("engine", "sampling"):
@@ -321,8 +321,8 @@ def _without(node: Resolved, key: str) -> Resolved:
 
 
 def named_copy(run: Run, given: str) -> tuple[str, str]:
-    """(policy, copy of its weights) that a word means: a copy of the only policy, such as "ema"; of several policies
-    `<policy>`, or `<policy>/<copy>`. Raises ConfigError for another policy."""
+    """(policy, copy of its weights) for a name: with one policy a copy, such as "ema"; with several `<policy>` or
+    `<policy>/<copy>`. Raises ConfigError for an unknown policy."""
     if len(run.all_policies) == 1:
         return run.sampled, given
     name, _, copy = given.partition("/")
@@ -341,7 +341,7 @@ def _section(recipe: Resolved, key: str, component: Component) -> Part:
 
 
 def part_of(node: Resolved, at: str, component: Component | None = None) -> Part:
-    """A component of a recipe with what source tells of its class and of its kind."""
+    """A component of a recipe, with the facts about its class and kind that the source shows."""
     default = None if component is None else component.default
     own_keys = frozenset() if component is None else component.own_keys
     path = str(node.get(TARGET, default))
@@ -369,7 +369,7 @@ def _inner_component(component: Component | None, place: str) -> Component | Non
 
 
 def _inside(node: Resolved) -> Iterator[tuple[str, Resolved]]:
-    """The components directly inside one, with their places; those in mappings and lists of it too."""
+    """The components directly inside one, with their places; also those in its mappings and lists."""
     for key, value in node.items():
         if isinstance(value, Mapping) and TARGET in value:
             yield str(key), value
@@ -382,7 +382,7 @@ def _inside(node: Resolved) -> Iterator[tuple[str, Resolved]]:
 
 
 def _kind(path: str | None) -> Target:
-    """What the base class of a kind declares; nothing where its package is not installed."""
+    """The declarations of a kind's base class; empty if its package is not installed."""
     if path is None:
         return Target("")
     try:

@@ -1,4 +1,4 @@
-"""What a recipe may hold: its sections as plain dataclasses, from which `check` takes every key, type and bound.
+"""The schema of recipes: sections as plain dataclasses, from which `check` takes every key, type and bound.
 
 A section is one of two kinds. A *plain section* is a dataclass of this module, whose fields are its keys. A *component*
 is a mapping with `_target_`, whose keys are the constructor's; its field is annotated with a `Component`. Imports no
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, Seed
 
-Node = Mapping[str, Any]  # Any: what a recipe says of a component
+Node = Mapping[str, Any]  # Any: a component's keys in a recipe
 SectionT = TypeVar("SectionT")
 
 
@@ -26,17 +26,17 @@ class Component:
     """How a section with `_target_` is built."""
 
     kind: str | None = None
-    """Base class, whose literal class attributes are the defaults of what a class of one's own does not declare."""
+    """Base class; its literal class attributes are defaults for attributes that a user's class does not declare."""
     inner_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Base classes of components inside, by keyword."""
     default: str | None = None
-    """What is built where the section names no `_target_`; None: it must name one."""
+    """Class that is built if the section has no `_target_`; None: it must have one."""
     injected: frozenset[str] = frozenset()
     """Keywords that the trainer adds, so that a recipe may not set them."""
     if_taken: frozenset[str] = frozenset()
-    """Keywords that the trainer adds where the constructor has them."""
+    """Keywords that the trainer adds if the constructor has them."""
     own_keys: frozenset[str] = frozenset()
-    """Keys that the trainer reads itself; they are no keywords of the constructor."""
+    """Keys that the trainer reads itself and does not pass to the constructor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +46,19 @@ class Save:
     interval: NonNegativeInt = 0
     """Rollouts between checkpoints; 0 saves only at the end."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Whether the checkpoint of the best held-out score stays too."""
+    """Also keep the checkpoint with the best held-out score."""
     is_async: bool = False
-    """Whether a thread writes while training goes on."""
+    """Write in a thread while training continues."""
     best_metric: str = "reward"
-    """Held-out mean that the best checkpoint is chosen by."""
+    """Held-out mean that chooses the best checkpoint."""
 
 
 DEFAULT_POLICY = "default"
-"""Name of the policy that flat sections mean, and of its only pipeline."""
+"""Name of the policy of flat sections, and of its only pipeline."""
 DEFAULT_TRACK = "image"
-"""What a single algorithm trains where the stack does not say."""
+"""Track of a single algorithm if the stack does not name one."""
 
 _PIPELINE = Component(
     inner_kinds={"strategy": "unirl.sde.kernels.SDEStrategy"},
@@ -69,17 +69,17 @@ _ALGORITHM = Component(kind="unirl.algorithms.base.StageAlgorithm", injected=fro
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySections:
-    """What trains together and is saved together. In a recipe without `policies` these keys stand at the top level and
-    mean the policy "default"."""
+    """A policy: the parts that are trained and saved together. In a recipe without `policies` these keys are at the top
+    level and define the policy "default"."""
 
     bundle: Annotated[Node, Component(kind="unirl.models.bundle.Bundle", injected=frozenset({"device"}))]
     pipeline: Annotated[Node | None, _PIPELINE] = None
     pipelines: Annotated[Mapping[str, Node] | None, _PIPELINE] = None
-    """In place of `pipeline`, several over one bundle, by the track that each is for."""
+    """Instead of `pipeline`: several pipelines over one bundle, by track."""
     backend: Annotated[Node, Component(injected=frozenset({"bundle", "device"}))]
     algorithm: Annotated[Node | None, _ALGORITHM] = None
     algorithms: Annotated[Mapping[str, Node] | None, _ALGORITHM] = None
-    """In place of `algorithm`, by the track that each trains; null leaves a track untrained."""
+    """Instead of `algorithm`: algorithms by the track that each trains; null leaves a track untrained."""
     stack: Annotated[Node, Component(injected=frozenset({"backend", "algorithms"}))]
     sync: Annotated[
         Node | None,
@@ -108,45 +108,45 @@ _ADVANTAGES = Component(
 
 @dataclass(frozen=True, kw_only=True)
 class NamedPolicySections:
-    """What a policy of `policies` may have besides `PolicySections`."""
+    """Further keys of a policy in `policies`, besides `PolicySections`."""
 
     trains: bool = True
-    """False: it samples with the weights of its bundle, and its backend, algorithm, stack and sync, where they are
-    given, are not built."""
+    """False: it only samples, with the weights of its bundle; its backend, algorithm, stack and sync, if given, are not
+    built."""
     engine: Annotated[Node | None, _STAGE_ENGINE] = None
-    """Of its stages; `sampling` and `advantages` too."""
+    """Engine of its stages; likewise `sampling` and `advantages`."""
     sampling: Annotated[Node | None, _SAMPLING] = None
     advantages: Annotated[Node | None, _ADVANTAGES] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSections:
-    """One stage of `stages`, which makes the track that it is called as."""
+    """One stage of `stages`. Its key is the name of the track that it makes."""
 
     policy: str | None = None
     """The policy that it samples from; None: the only one."""
     grows_from: str | None = None
     """The track that it grows from; None: the request."""
     pool: str | None = None
-    """The pool whose workers hold its engine; None: the pool `rollout` where there is one, else `train`."""
+    """The pool whose workers hold its engine; None: the pool `rollout` if there is one, else `train`."""
     reads: Annotated[
         Node | None,
         Component(kind="unirl.rollout.stages.reading.Asked", default="unirl.rollout.stages.reading.Asked"),
     ] = None
-    """What it reads of the tracks above it; None: what the user asked for."""
+    """What it reads from its parent tracks; None: the user's request."""
     engine: Annotated[Node | None, _STAGE_ENGINE] = None
-    """None: its policy's; so with `sampling` and `advantages`, the last of which may also be the run's."""
+    """None: its policy's. The same holds for `sampling` and `advantages`; the latter may also be the run's."""
     sampling: Annotated[Node | None, _SAMPLING] = None
-    """`samples_per_prompt` of a stage that grows from a track counts samples per sample of that track."""
+    """For a stage that grows from a track, `samples_per_prompt` is the number of samples per sample of that track."""
     advantages: Annotated[Node | None, _ADVANTAGES] = None
 
 
 OF_STAGE = ("engine", "sampling", "advantages")
-"""Keys that a stage takes from its policy where it has none itself."""
+"""Keys that a stage takes from its policy if it does not have them."""
 LEARNING = ("backend", "algorithm", "algorithms", "stack", "sync")
-"""Keys of a policy that only one that trains needs."""
+"""Keys of a policy that are only needed for training."""
 SEVERAL = {"pipeline": "pipelines", "algorithm": "algorithms"}
-"""Key of one component -> the key that holds several by name in its place."""
+"""Key of a single component -> the key for several by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,47 +154,48 @@ class Cluster:
     """The Ray cluster of a run with `runtime: ray`."""
 
     address: str = "auto"
-    """auto: the cluster of RAY_ADDRESS, or without one a Ray of this machine alone. local: this machine alone. Else
-    host:port of a running cluster."""
+    """auto: the cluster of RAY_ADDRESS, or this machine if it is not set. local: this machine. Otherwise host:port of a
+    running cluster."""
     num_nodes: PositiveInt | None = None
-    """Nodes that the devices fill; None: as many as devices_per_node asks for."""
+    """Number of nodes; None: as many as devices_per_node requires."""
     devices_per_node: PositiveInt | None = None
-    """None: num_devices / num_nodes, or without num_nodes 8."""
+    """None: num_devices / num_nodes, or 8 if num_nodes is not set."""
     cpus_per_device: Positive = 1.0
-    """CPU cores that are reserved with each device, and threads of the worker there."""
+    """CPU cores reserved per device, which is also the worker's number of threads."""
     timeout_s: Positive = 3600.0
-    """Longest time of one call, of building the models, and of one collective inside."""
+    """Time limit of one call, of building the models, and of one collective in a call."""
     start_timeout_s: Positive = 300.0
-    """Longest wait for nodes, devices and processes."""
+    """Time limit for nodes, devices and processes to become available."""
     node_groups: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: numbers or text
-    """Name -> nodes, such as 0-1, for `placement`."""
+    """Name -> nodes, such as 0-1, for `pools` and `placement`."""
     transport: Literal["ray", "rdt", "transfer_queue"] = "ray"
     """How samples move between workers: Ray objects, Ray Direct Transport over gloo, or TransferQueue."""
     transfer_queue: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: TransferQueue's own
-    """Configuration of TransferQueue that differs from its defaults, as in its config.yaml."""
+    """Changes to TransferQueue's default configuration, as in its config.yaml."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Devices with a name. What stands on them says so: `stages.<track>.pool`, `engine.pool`, `reward.pool`.
+    """Named devices. Components name their pool: `stages.<track>.pool`, `engine.pool`, `reward.pool`.
 
-    Pools with the same devices share their workers; where only some are the same, they take turns there.
+    Pools with the same devices share their workers; pools with some devices in common take turns on them.
     """
 
     devices: str | int
-    """0-3, or 4,5, or all, or of a node group big:0-7."""
+    """0-3, or 4,5, or all, or with a node group big:0-7."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Short form of the pools `train`, `rollout` and `reward`: devices of each. None at all: all hold everything."""
+    """Short form of the pools `train`, `rollout` and `reward`, with the devices of each. If all are None, every worker
+    holds everything."""
 
     train: str | int | None = None
-    """What trains, and its checkpoints."""
+    """Devices of the trainer."""
     rollout: str | int | None = None
-    """The engine; None: with what trains."""
+    """Devices of the engine; None: with the trainer."""
     reward: str | int | None = None
-    """Reward models; None: with the engine."""
+    """Devices of the reward models; None: with the engine."""
 
 
 _TRAINER = frozenset({"settings", "collector", "learner", "record", "clock", "stop"})
@@ -202,16 +203,16 @@ _TRAINER = frozenset({"settings", "collector", "learner", "record", "clock", "st
 
 @dataclass(frozen=True, kw_only=True)
 class Residency:
-    """What leaves the device in the phases that do not need it; see `unirl.trainer.residency` for when that is."""
+    """What leaves the device in phases that do not need it; `unirl.trainer.residency` has the table of phases."""
 
     sleep_engine: bool = False
-    """Whether the engine sleeps while the policy trains."""
+    """The engine sleeps while the policy trains."""
     offload_weights: bool = False
-    """Whether the weights that train go to host memory while an engine with weights of its own samples."""
+    """The trained weights move to host memory while an engine with separate weights samples."""
     offload_optimizer: bool = False
-    """Whether optimizer state and copies of the policy go to host memory while samples are made and scored."""
+    """Optimizer state and copies of the policy move to host memory while samples are generated and scored."""
     offload_reward: bool = False
-    """Whether reward models go to host memory while nothing is scored."""
+    """Reward models move to host memory while nothing is scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,24 +220,25 @@ class Samples:
     """Samples that a run keeps in its folder `samples`, see docs/run_directory.md."""
 
     per_rollout: NonNegativeInt = 32
-    """Samples of each track, every `media_interval` rollouts: whole groups, where the first one fits."""
+    """Samples per track, every `media_interval` rollouts; whole groups if the first one fits."""
     per_evaluation: NonNegativeInt = 16
-    """Samples of each track; grids and tables show as many."""
+    """Samples per track; also the number that grids and tables show."""
     videos: NonNegativeInt = 4
-    """Of a rollout or an evaluation, where samples are videos. Grids show frames of the others too."""
+    """Whole videos per rollout or evaluation. Grids also show frames of the others."""
     image_format: Literal["png", "webp"] = "png"
-    """png is exact, webp lossy and a fraction of the size."""
+    """png is exact; webp is lossy and much smaller."""
     max_mb: Positive | None = 1000
-    """Megabytes, above which those of the oldest rollouts go, then of the oldest evaluations; null: no limit."""
+    """Megabytes. Above this, samples of the oldest rollouts are deleted, then of the oldest evaluations; null: no
+    limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The keys of a recipe besides those of `PolicySections`. A field without a default is required; null means its
+    """The keys of a recipe besides those of `PolicySections`. Fields without a default are required; null means the
     default."""
 
     recipe: str
-    """Name: runs are written into runs/<recipe>."""
+    """Name of the recipe; runs are written into runs/<recipe>."""
     seed: Seed
     runtime: Literal["local", "ray"]
     device: Literal["auto", "cpu", "cuda"]
@@ -254,28 +256,28 @@ class Recipe:
             own_keys=frozenset({"track", "pool"}),
         ),
     ]
-    """`reward.track` names the track whose media are scored where it is not the root; those above it are credited.
-    `reward.pool` names the pool whose workers score; absent: the pool `reward` where there is one, else that of the
-    last stage."""
+    """`reward.track` names the track whose media are scored if it is not the root; its ancestors get the rewards too.
+    `reward.pool` names the pool whose workers score; default: the pool `reward` if there is one, else that of the last
+    stage."""
 
     sampling: Annotated[Node | None, _SAMPLING] = None
     engine: Annotated[Node | None, _ENGINE] = None
-    """`engine.policy` names the policy that it samples from, where there are several, `engine.pool` the pool of its
+    """`engine.policy` names the policy that it samples from, if there are several, and `engine.pool` the pool of its
     workers."""
     stages: Mapping[str, StageSections] = dataclasses.field(default_factory=dict)
-    """What a request goes through, by track; absent: one engine makes one track."""
+    """The stages of a request, by track; absent: one engine makes one track."""
     policies: Mapping[str, PolicySections] = dataclasses.field(default_factory=dict)
-    """Several policies, by name, each with keys of `NamedPolicySections` too; absent: the flat sections are the only
-    one."""
+    """Several policies, by name, each also with the keys of `NamedPolicySections`; absent: the flat sections are the
+    only policy."""
     cluster: Cluster = Cluster()
     placement: Placement = Placement()
     pools: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: each has the keys of `Pool`
-    """By name, any number; `train` is the pool of what trains."""
+    """Any number of pools, by name; `train` is the pool of the trainer."""
     media_interval: NonNegativeInt = 0
     """Rollouts between those whose samples are kept and shown; 0 shows none."""
     samples: Samples = Samples()
     max_cpu_s: Positive | None = None
-    """CPU seconds of training after which the run ends; None: num_rollouts alone."""
+    """CPU seconds of training after which the run ends; None: only num_rollouts counts."""
     run_dir: str | None = None
     """None: runs/<recipe>/<time>."""
     resume: str | None = None
@@ -302,14 +304,14 @@ class Recipe:
         Node | None,
         Component(kind="unirl.trainer.base.Trainer", default="unirl.trainer.base.Trainer", injected=_TRAINER),
     ] = None
-    """The loop."""
+    """The training loop."""
     modality: Annotated[
         Node | None,
         Component(kind="unirl.trainer.modality.Modality", default="unirl.trainer.diffusion.DiffusionModality"),
     ] = None
-    """What is sampled: requests, and what people get to see."""
+    """The kind of samples: makes requests and balances devices."""
     trackers: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Any: components by name, or None
-    """Components by name, each with `enabled` beside its own keywords."""
+    """Components by name, each with `enabled` in addition to its own keywords."""
 
 
 RUN_RULES = (
@@ -319,7 +321,7 @@ RUN_RULES = (
     "unirl.trainer.stage_rules",
     "unirl.trainer.residency_rules",
 )
-"""Modules with the rules of a run as a whole, whose rules take the run alone; see `unirl.types.recipe`."""
+"""Modules with rules of the whole run, which take only the run; see `unirl.types.recipe`."""
 
 
 @functools.cache
@@ -335,7 +337,7 @@ def components(section: type = Recipe) -> Mapping[str, Component]:
 
 @functools.cache
 def plain_sections(section: type = Recipe) -> Mapping[str, type]:
-    """The plain sections among the fields of a section, by key: those of a dataclass, or of one or null."""
+    """The plain sections among the fields of a section, by key: dataclasses, optional ones included."""
     found: dict[str, type] = {}
     for name, hint in get_type_hints(section).items():
         choices = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -358,7 +360,7 @@ def required(section: type = Recipe) -> tuple[str, ...]:
 
 
 def built(section: type[SectionT], values: Mapping[str, Any]) -> SectionT:  # Any: a checked recipe's values
-    """A plain section from what a checked recipe says: null and absent keys get the default, plain sections inside are
+    """Build a plain section from a checked recipe: null and absent keys get the default, nested plain sections are
     built, components stay mappings."""
     inner = plain_sections(section)
     given = {key: value for key, value in values.items() if value is not None}

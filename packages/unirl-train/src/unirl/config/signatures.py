@@ -1,7 +1,7 @@
-"""Signatures of import paths, read from source without importing.
+"""Reads signatures of import paths from source, without importing.
 
-Importing torch or a model library takes seconds; reading source takes milliseconds. So a recipe is checked against
-constructors on any machine, also one without the libraries that the classes need.
+Importing torch or a model library takes seconds; reading source takes milliseconds. So recipes can be checked against
+constructors on any machine, even without the libraries that the classes need.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from unirl.types.recipe import RULES_OF
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 KEYWORDS_OF, NUM_INPUTS = "keywords_of", "num_inputs"
-"""Constants of a class with `**kwargs` for a function that the recipe names: which argument names it, and how many
-arguments the function gets from the class."""
+"""Constants of a class that passes `**kwargs` to a function named in the recipe: the argument that names it, and how
+many arguments the class passes to the function."""
 MAX_DEPTH = 16
-"""Re-exports and bases followed before giving up: a cycle in somebody's imports must not hang the check."""
+"""Most re-exports and bases to follow, so that a cycle of imports does not hang the check."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +48,28 @@ class Parameter:
     annotation: ast.expr | None
     has_default: bool
     module: Module
-    """Where the annotation's names are looked up."""
+    """Module in which the annotation's names are looked up."""
     default: object = None
-    """Where it is a literal; None else."""
+    """The default if it is a literal; None otherwise."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What can be known of an import path without importing it."""
+    """What is known about an import path without importing it."""
 
     path: str
     parameters: dict[str, Parameter] = field(default_factory=dict)
     accepts_any: bool = False
-    """Whether further keywords cannot be checked: `**kwargs` that go to no base, or a base outside readable source."""
+    """True if further keywords cannot be checked: `**kwargs` that are not passed to a base, or a base without readable
+    source."""
     constants: dict[str, object] = field(default_factory=dict)
-    """Literal class attributes, inherited ones included. Of a function, those of the class that it returns."""
+    """Literal class attributes, inherited ones included; for a function, those of the class that it returns."""
     lineage: tuple[str, ...] = ()
-    """Import paths of the class and of its bases, nearest first, as far as source tells."""
+    """Import paths of the class and its bases, nearest first, as far as source is readable."""
     rules: tuple[str, ...] = ()
-    """Modules that the class and its bases name by RULES_OF, those of bases first."""
+    """Modules that the class and its bases name in RULES_OF, those of bases first."""
     is_function: bool = False
-    """Whether it is a function that does not say which class it returns."""
+    """True if it is a function without a class as return annotation."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ class _Found:
 
 @lru_cache(maxsize=512)
 def read_target(path: str, num_inputs: int = 0) -> Target:
-    """The signature at an import path. Raises ConfigError with the nearest names where there is none.
+    """The signature at an import path. Raises ConfigError with the nearest names if there is none.
 
-    num_inputs: arguments of a function that its caller passes by place, so that a recipe cannot set them.
+    num_inputs: positional arguments that a function gets from its caller, so that a recipe cannot set them.
     """
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
@@ -106,16 +107,16 @@ def read_target(path: str, num_inputs: int = 0) -> Target:
 
 @lru_cache(maxsize=512)
 def read_module(name: str) -> Module | None:
-    """The parsed module, or None where it has no Python source (a namespace or an extension module).
+    """The parsed module, or None if it has no Python source (a namespace or an extension module).
 
-    Raises ConfigError naming file and line where the source is not Python.
+    Raises ConfigError naming file and line if the source is not valid Python.
     """
     spec = _spec(name)
     origin = None if spec is None else spec.origin
     if origin is None or not origin.endswith(".py"):
         return Module(name, {}, True) if spec is not None and spec.submodule_search_locations else None
     try:
-        tree = ast.parse(Path(origin).read_bytes())  # of bytes, which may name their encoding
+        tree = ast.parse(Path(origin).read_bytes())  # as bytes, since the source may declare an encoding
     except (SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno is not None else ""
         raise ConfigError(f"{origin}{line} is not Python: {error.args[0]}. Fix the file.") from error
@@ -127,7 +128,7 @@ def read_module(name: str) -> Module | None:
 
 
 def resolve_annotation(name: str, module: Module, depth: int = 0) -> tuple[ast.expr | ast.ClassDef | None, Module]:
-    """What a name in an annotation stands for: an alias' expression, a class, or None where it cannot be known."""
+    """Meaning of a name in an annotation: an alias's expression, a class, or None if unknown."""
     statement = module.definitions.get(name)
     if isinstance(statement, ast.ClassDef):
         return statement, module
@@ -148,7 +149,7 @@ def _target(found: _Found, path: str, num_inputs: int) -> Target:
         return Target(path, accepts_any=True)
     if not isinstance(found.node, ast.ClassDef):
         if found.node.decorator_list and num_inputs:
-            return Target(path, accepts_any=True)  # the decorator may pass arguments of its own
+            return Target(path, accepts_any=True)  # the decorator may pass further arguments
         taken = len(found.node.args.posonlyargs) + len(found.node.args.args)
         if taken < num_inputs and found.node.args.vararg is None:
             raise ConfigError(
@@ -164,7 +165,7 @@ def _target(found: _Found, path: str, num_inputs: int) -> Target:
 
 
 def _declared(target: Target, owner: ast.ClassDef, module: Module) -> Target:
-    """The target with what a class and its bases declare."""
+    """The target with the declarations of a class and its bases added."""
     constants: dict[str, object] = {}
     rules: list[str] = []
     lineage = list(_lineage(owner, module, 0))
@@ -179,7 +180,7 @@ def _declared(target: Target, owner: ast.ClassDef, module: Module) -> Target:
 
 
 def _returned_class(node: ast.FunctionDef | ast.AsyncFunctionDef, module: Module) -> tuple[ast.ClassDef, Module] | None:
-    """The class that a function says it returns, where source tells."""
+    """The class in a function's return annotation, if its source is readable."""
     if not isinstance(node.returns, ast.Name):
         return None
     found, where = resolve_annotation(node.returns.id, module)
@@ -205,10 +206,10 @@ def _find(module: Module, name: str, path: str, depth: int = 0) -> _Found:
 
 
 def _constructor(node: ast.ClassDef, module: Module, depth: int) -> tuple[dict[str, Parameter], bool]:
-    """Keywords of the class, from its own `__init__` or dataclass fields or from its bases'.
+    """Keywords of the class, from its or its bases' `__init__` or dataclass fields.
 
-    An `__init__` that passes its `**options` on to `super().__init__`, or to another class, takes its keywords too; one
-    that keeps them takes any keyword.
+    An `__init__` that passes its `**options` to `super().__init__` or to another class takes the keywords of that too;
+    one that keeps them takes any keyword.
     """
     own = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if own is not None:
@@ -232,7 +233,7 @@ def _constructor(node: ast.ClassDef, module: Module, depth: int) -> tuple[dict[s
 
 
 def _passing_on(init: ast.FunctionDef) -> ast.Call | None:
-    """The call of `super().__init__` or of a name that passes the `**options` of `init` on; None without one."""
+    """The call that passes on the `**options` of `init`, to `super().__init__` or a name; None if there is none."""
     options = init.args.kwarg.arg if init.args.kwarg is not None else None
     for node in ast.walk(init):
         if not isinstance(node, ast.Call):
@@ -312,7 +313,7 @@ _PLAIN_BASES = {"object", "ABC", "Protocol", "Generic"}
 
 
 def _bases(node: ast.ClassDef, module: Module) -> list[tuple[ast.ClassDef | None, Module]]:
-    """Bases that matter, None for one whose source cannot be read."""
+    """Relevant bases; None for bases without readable source."""
     found: list[tuple[ast.ClassDef | None, Module]] = []
     for base in node.bases:
         plain = base.value if isinstance(base, ast.Subscript) else base
@@ -325,7 +326,7 @@ def _bases(node: ast.ClassDef, module: Module) -> list[tuple[ast.ClassDef | None
 
 
 def may_be_mapping(node: ast.ClassDef, module: Module, depth: int = 0) -> bool:
-    """Whether a mapping may be an object of the class: one of its bases is a mapping, or cannot be read."""
+    """True if instances of the class may be mappings: one of its bases is a mapping or cannot be read."""
     return depth > MAX_DEPTH or any(
         base is None or base.name in ("Mapping", "MutableMapping", "dict") or may_be_mapping(base, where, depth + 1)
         for base, where in _bases(node, module)
@@ -333,7 +334,8 @@ def may_be_mapping(node: ast.ClassDef, module: Module, depth: int = 0) -> bool:
 
 
 def _constants(node: ast.ClassDef, module: Module) -> dict[str, object]:
-    """Class attributes with a literal value, or the name of a constant with one, of this module or imported."""
+    """Class attributes whose value is a literal, or a constant with a literal value, defined in this module or
+    imported."""
     found: dict[str, object] = {}
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value is not None:
@@ -351,7 +353,7 @@ def _constants(node: ast.ClassDef, module: Module) -> dict[str, object]:
 
 
 def _literal(node: ast.expr | None) -> object:
-    """The value that an expression spells; None where it is none, or no literal."""
+    """The value of a literal expression; None for others."""
     return None if node is None or not _is_literal(node) else ast.literal_eval(node)
 
 
@@ -396,7 +398,7 @@ def _bound_names(statement: ast.stmt) -> list[str]:
 
 
 def _own_names(module: Module) -> list[str]:
-    """Names that a module defines or re-exports: every import of a package, elsewhere those written `X as X`."""
+    """Names that a module defines or re-exports: in a package every import, in other modules those written `X as X`."""
     return [
         name
         for name, statement in module.definitions.items()
@@ -427,7 +429,7 @@ def _exists(name: str) -> bool:
 
 
 def lies_in(name: str, folder: Path) -> bool:
-    """Whether a module is found through the import path's entry `folder`, and not through one inside it."""
+    """True if a module is found through the import path entry `folder`, and not through an entry inside it."""
     spec = _spec(name)
     if spec is None or spec.origin is None:
         return False
@@ -439,14 +441,14 @@ def lies_in(name: str, folder: Path) -> bool:
 
 @cache
 def _resolved(path: str) -> Path:
-    """A path without links. Kept: a check of all recipes asks a quarter of a million times, for the same few."""
+    """A path without symlinks. Cached, since a check of all recipes calls it 250,000 times for few paths."""
     return Path(path).resolve()
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """The import system's answer for a module, found folder by folder so that no package is imported."""
+    """The module's spec, searched folder by folder so that no package is imported."""
     parts = name.split(".")
-    # The finders of installed packages answer for a top-level name without importing it.
+    # Finders of installed packages return the spec of a top-level name without importing it.
     try:
         spec = importlib.util.find_spec(parts[0])
     except ValueError:
@@ -459,7 +461,7 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _spec_in(name: str, folders: list[str]) -> ModuleSpec | None:
-    """A module of the given folders; a namespace over all that have one where none holds a package."""
+    """The spec of a module in the given folders; a namespace over all matching folders if none has a package."""
     portions: list[str] = []
     for folder in folders:
         finder = pkgutil.get_importer(folder)

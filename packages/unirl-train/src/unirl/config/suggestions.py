@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
-    """A sentence with the nearest known names, or with some of them where none is near. Empty where none is known."""
+    """A sentence with the nearest known names, or with some of them if none is near. Empty if there are none."""
     names = sorted(set(known))
     near = difflib.get_close_matches(name, names, n=limit, cutoff=0.5)
     if near:

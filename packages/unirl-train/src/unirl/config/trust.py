@@ -1,4 +1,4 @@
-"""What a recipe runs that does not come with UniRL: its author's code, which the reader may not want to run."""
+"""Finds code in a recipe that is not part of UniRL, which the user may not want to run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERPRETER = "python"
 """Keyword of engines that names a program to start."""
 
 _OWN_ENVIRONMENT = re.compile(r"environments/[\w-]+/\.venv/bin/python")
-"""An environment of this repository, by the path that recipes have."""
+"""The interpreter of an environment of this repository, as written in recipes."""
 
 Node = Any  # Any: a recipe holds mappings, lists and scalars, told apart here
 
@@ -23,8 +23,8 @@ Node = Any  # Any: a recipe holds mappings, lists and scalars, told apart here
 def foreign_code(recipe: Mapping[str, Any], folder: Path, interpreters: Sequence[str] = ()) -> list[str]:
     """`place = path` of every class, function and interpreter of a resolved recipe that is not UniRL's. Imports none.
 
-    folder: an entry of the import path whose modules are not UniRL's, whatever they are called.
-    interpreters: programs that the user has named elsewhere.
+    folder: an import path entry whose modules are not UniRL's, whatever their names.
+    interpreters: programs that the user has allowed elsewhere.
     """
     return [f"{place} = {path}" for place, path in _named(recipe, "") if _is_foreign(place, path, folder, interpreters)]
 
@@ -44,11 +44,12 @@ def _named(node: Node, place: str) -> Iterator[tuple[str, str]]:
 
 
 def _function_keyword(node: Mapping[str, Node]) -> object:
-    """The keyword by which a class is given a function, such as `function` of FunctionRewardScorer; else None."""
+    """The keyword with which a class takes a function, such as `function` of FunctionRewardScorer; None if there is
+    none."""
     try:
         return read_target(str(node.get(TARGET))).constants.get(KEYWORDS_OF)
     except ConfigError:
-        return None  # a path of nothing is refused by the check
+        return None  # the check refuses an empty path
 
 
 def _is_foreign(place: str, path: str, folder: Path, interpreters: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What a YAML file of a few lines can become: aliases of aliases double with every line, nesting exhausts the stack."""
+"""Limits the size of YAML files: aliases of aliases double with every line, and nesting exhausts the stack."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from unirl.types.errors import ConfigError
 
 MAX_BYTES = 2**24
 MAX_VALUES = 100_000
-"""With every alias written out; the largest packaged recipe has some hundred."""
+"""Counted with aliases expanded; the largest packaged recipe has a few hundred."""
 MAX_DEPTH = 100
 
 
 def check_yaml(path: Path) -> None:
-    """Raise ConfigError for a file that is too large, nests too deeply, or grows too large by its aliases.
+    """Raise ConfigError for a file that is too large, nests too deeply, or becomes too large by its aliases.
 
-    What is no YAML is left to who reads it.
+    Invalid YAML is left to the reader of the file.
     """
     if path.stat().st_size > MAX_BYTES:
         raise ConfigError(f"{path} has {path.stat().st_size} bytes; a recipe has at most {MAX_BYTES}. Is it a recipe?")
     num_values, depth = 0, 0
     begun: list[tuple[str | None, int]] = []
-    """Anchor of each open mapping or list, and the values before it."""
+    """Anchor of each open mapping or list, and the number of values before it."""
     sizes: dict[str, int] = {}
     try:
         for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
