@@ -51,8 +51,8 @@ def test_a_teacher_stands_beside_flat_sections_and_changes_no_name_of_the_run(re
         (
             TEXTS,
             {"policies.teacher.trains": True},
-            "a recipe with policies must not have this section at the top level. Move it to policies.teacher.bundle; only "
-            "policies with trains: false may be added to it.",
+            "a recipe with policies must not have this section at the top level. Move it to policies.teacher.bundle; "
+            "only policies with trains: false may be added to it.",
         ),
         (
             TEXTS,
