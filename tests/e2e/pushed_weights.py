@@ -216,3 +216,13 @@ def train(backend: FSDPBackend) -> None:
     for parameter in backend.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     backend.optimizer_step(1.0)
+
+
+def nudge(backend: FSDPBackend, one_of: int = 5) -> None:
+    """A step of the optimizer that changes some elements of each tensor alone: one of so many."""
+    before = [parameter.detach().clone() for parameter in backend.parameters.values()]
+    train(backend)
+    with torch.no_grad():
+        for parameter, old in zip(backend.parameters.values(), before, strict=True):
+            changes = torch.arange(parameter.numel()).view(parameter.shape) % one_of == 0
+            parameter.copy_(torch.where(changes, parameter, old))

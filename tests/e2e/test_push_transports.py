@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pushed_weights import CopyEngine, EnginesInThreads, make_sync, make_training, train
+from pushed_weights import CopyEngine, EnginesInThreads, make_sync, make_training, nudge, train
 
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.lora import LoraWeightSync
@@ -21,6 +21,8 @@ from unirl.types.weights import tensor_checksum
 
 TRANSPORTS = ("ray", "files", "ipc", "nccl")
 LORA = LoraConfig(rank=2, alpha=4)
+NUM_ELEMENTS = 4 * (8 * 8 + 8)
+"""Elements of the small model."""
 
 
 @pytest.fixture
@@ -104,6 +106,105 @@ def test_only_what_changed_travels_and_the_engine_is_as_after_a_whole_push(conne
     assert metrics["sync/tensors"] == len(backend.weight_source.weight_shapes())
     assert engine.checksums() == other.checksums() == checksums(dict(backend.weight_source.weights()))
     assert sync.push()["sync/megabytes"] == 0  # nothing is new, and it is verified all the same
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_changed_elements_travel_alone_and_the_engines_are_as_after_a_whole_push(connected, transport):
+    engines = CopyEngine(), CopyEngine()
+    backend, sync, role = connected(transport, *engines, changed="elements")
+    everything = sync.push()
+    assert everything["sync/changed_elements"] == 1
+    backend.keep_policy("old")
+    before = role.num_bytes
+    for policy in (None, "old", None):
+        nudge(backend)
+        metrics = sync.push(policy)
+        expected = checksums(dict(backend.weight_source.weights(policy)))
+        assert [engine.checksums() for engine in engines] == [expected, expected]
+        assert metrics["sync/tensors"] == everything["sync/tensors"] == len(expected)
+        assert 0.2 <= metrics["sync/changed_elements"] < 0.25  # every fifth, rounded up in each tensor
+        sent, before = role.num_bytes - before, role.num_bytes
+        # A byte per tensor, a bit per element, and a float for each that changed.
+        assert sent == metrics["sync/megabytes"] * 1e6 == len(expected) + NUM_ELEMENTS / 8 + 4 * num_changed(metrics)
+    assert sync.push()["sync/megabytes"] == 0
+    train(backend)  # all of them
+    assert sync.push()["sync/megabytes"] == everything["sync/megabytes"]
+
+
+def num_changed(metrics):
+    return round(metrics["sync/changed_elements"] * NUM_ELEMENTS)
+
+
+@pytest.mark.parametrize("changed", ["tensors", "elements"])
+def test_an_engine_with_another_version_refuses_what_changed_and_is_then_sent_all(connected, changed):
+    engine = CopyEngine()
+    training = make_training()
+    backend, sync, _ = connected("ray", engine, training=training, changed=changed)
+    _, other, _ = connected("ray", engine, training=training)
+    sync.push()
+    nudge(backend)
+    other.push()
+    kept = engine.checksums()
+    nudge(backend)
+    with pytest.raises(WeightSyncError, match="changed since version 0, but the engine has version 1; push again"):
+        sync.push()
+    assert engine.checksums() == kept and engine.policy_version == 1
+    everything = sync.push()
+    assert everything["sync/megabytes"] * 1e6 == 4 * NUM_ELEMENTS
+    assert engine.checksums() == checksums(dict(backend.weight_source.weights()))
+
+
+class Wrong(CopyEngine):
+    """Its samples are not of its weights while it is `is_wrong`."""
+
+    is_wrong = False
+
+    def generate(self, req, policy=None):
+        resp = super().generate(req, policy)
+        if self.is_wrong:
+            resp.tracks["text"].segment.log_probs.add_(1)
+        return resp
+
+
+def test_a_push_that_the_canary_does_not_pass_is_no_base_of_the_next(connected):
+    engine = Wrong()
+    backend, sync, _ = connected("ray", engine, changed="elements")
+    everything = sync.push()["sync/megabytes"]
+    nudge(backend)
+    engine.is_wrong = True
+    with pytest.raises(WeightSyncError, match="does not have the trainer's policy of version 1"):
+        sync.push()
+    engine.is_wrong = False
+    assert sync.push()["sync/megabytes"] == everything
+
+
+@pytest.mark.parametrize("damage", ["checksum", "gap", "value"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_changed_elements_that_arrive_changed_are_refused_and_all_is_sent_next(connected, transport, damage):
+    engine = CopyEngine()
+    backend, sync, role = connected(transport, engine, changed="elements")
+    everything = sync.push()["sync/megabytes"]
+    kept = engine.checksums()
+    nudge(backend)
+    receive = engine.receive_weights
+
+    def receive_damaged(bucket):
+        first, *others = bucket.kept
+        if damage == "checksum":
+            bucket = replace(bucket, kept=(replace(first, checksum="0" * 32), *others))
+        else:
+            delta = bucket.tensors[first.name].clone()
+            delta[1 if damage == "gap" else -1] ^= 128
+            bucket = replace(bucket, tensors={**bucket.tensors, first.name: delta})
+        receive(bucket)
+
+    engine.receive_weights = receive_damaged
+    with pytest.raises(WeightSyncError, match=r"arrived changed: .* are no delta|does not have what was left out"):
+        sync.push()
+    assert engine.checksums() == kept
+    engine.receive_weights = receive
+    assert sync.push()["sync/megabytes"] == everything
+    assert engine.checksums() == checksums(dict(backend.weight_source.weights()))
 
 
 def test_an_engine_that_lost_what_it_had_refuses_and_is_then_sent_all(connected):

@@ -83,6 +83,17 @@ def test_texts_of_a_replica_train_the_policy_to_the_same_bits(tmp_path):
     assert all(step["sync/logprob_gap_max"] < 1e-5 for step in found)
 
 
+def test_pushes_of_changed_elements_train_the_policy_to_the_bits_of_whole_ones(recipe, tmp_path):
+    words = ["engine.dtype=bf16", "sync.dtype=bf16", "+sync.canary_tolerance=0.01", "stack.num_updates_per_batch=1"]
+    words.append("backend.optimizer.learning_rate=1e-6")
+    (_, whole), _ = expected, _ = steps(recipe("sd3_shapes_replica", *words), tmp_path)
+    (first, second), _ = found, _ = steps(recipe("sd3_shapes_replica", *words, "+sync.changed=elements"), tmp_path)
+    assert of_training(found) == of_training(expected)
+    assert first["sync/megabytes"] == whole["sync/megabytes"]
+    assert second["sync/changed_elements"] < 0.2 and second["sync/megabytes"] < 0.4 * whole["sync/megabytes"]
+    assert second["sync/tensors"] == whole["sync/tensors"]
+
+
 def test_the_canary_of_transitions_finds_a_weight_that_is_not_the_trainers(recipe, tmp_path):
     _, components = steps(recipe("sd3_shapes_replica"), tmp_path, num=1)
     engine, sync = components["engine"], components["sync"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from unirl.rollout.engine.push import CompletePush, PushReceiver, refuse
+from unirl.types.deltas import element_delta
 from unirl.types.errors import WeightSyncError
 from unirl.types.weights import WeightBucket, weight_spec
 
@@ -176,6 +177,32 @@ def test_a_long_list_is_cut_and_counted():
 
 
 # Pushes of what changed
+
+
+def changed_elements(tensor, since, version=5):
+    """A bucket with the elements of `b.weight` alone that differ."""
+    delta = element_delta(since, tensor).data
+    assert delta is not None
+    return WeightBucket(version, {"b.weight": delta}, (), (weight_spec("b.weight", tensor),), base_version=4)
+
+
+def test_changed_elements_count_where_they_make_the_tensor_of_the_engines_own(receiver):
+    load(receiver)
+    receiver.announce(5, bucket(WEIGHTS).specs)
+    receive(receiver, part("a.weight", version=5))
+    elements = changed_elements(torch.tensor([1.0, 2.0, 1.0]), since=WEIGHTS["b.weight"])
+    for wrong, text in (
+        ({**WEIGHTS, "b.weight": torch.zeros(3)}, r"does not have what was left out .*\n  changed: b.weight"),
+        (
+            {**WEIGHTS, "b.weight": torch.ones(1)},
+            "b.weight arrived changed: .* are no delta of a tensor of 1 torch",
+        ),
+    ):
+        with pytest.raises(WeightSyncError, match=text), receiver.receiving(elements, wrong):
+            pass
+    with receiver.receiving(elements, WEIGHTS):
+        pass
+    assert receiver.finish(5) == CompletePush(policy_version=5, num_tensors=2, num_bytes=24 + elements.num_bytes)
 
 
 def left_out(name, tensor, version=5, base=4):

@@ -12,7 +12,9 @@ from torch import nn
 
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.rollout.engine.replica.text import ReplicaTextEngine
+from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.types.deltas import element_delta
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 from unirl.types.weights import AdapterConfig, WeightBucket, weight_buckets, weight_spec
 
@@ -93,6 +95,29 @@ def test_a_push_is_copied_into_the_memory_of_the_weights():
         pushed = torch.full((3, 3), float(version))
         push(engine, pushed, version)
         assert torch.equal(pipeline.layer.weight, pushed) and pipeline.layer.weight.data_ptr() == place
+
+
+def test_a_buffer_that_stays_in_another_dtype_is_what_was_pushed_and_may_be_left_out():
+    module = nn.Linear(3, 2, bias=False)
+    module.register_buffer("positions", torch.rand(4))
+    weights = ReplicaWeights({"transformer": module}, torch.bfloat16, torch.device("cpu"), 0)
+    before = {"weight": torch.ones(2, 3).bfloat16(), "positions": torch.rand(4).bfloat16()}
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    after["weight"][1, 2], after["positions"][3] = 2, 5
+    specs = {name: weight_spec(name, tensor) for name, tensor in after.items()}
+    unchanged = weight_spec("positions", before["positions"])
+    deltas: Any = {name: element_delta(before[name], tensor).data for name, tensor in after.items()}
+    buckets = (
+        WeightBucket(1, before, tuple(weight_spec(name, tensor) for name, tensor in before.items())),
+        WeightBucket(2, {"weight": deltas["weight"]}, (), (specs["weight"], unchanged), 1),
+        WeightBucket(3, {"positions": deltas["positions"]}, (), tuple(specs.values()), 2),
+    )
+    for bucket in buckets:
+        weights.begin(bucket.policy_version, tuple(specs.values()))
+        weights.receive(bucket)
+        weights.finish(bucket.policy_version, None)
+    assert torch.equal(module.weight, after["weight"])
+    assert torch.equal(module.get_buffer("positions"), after["positions"].float())
 
 
 def test_an_adapter_adds_its_term_until_the_next_push():

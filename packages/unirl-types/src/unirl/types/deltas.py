@@ -3,10 +3,11 @@
     delta = element_delta(base, tensor).data     # None where it would be no smaller than the tensor
     with_delta(base, delta)                      # the tensor, bit for bit
 
-Elements are compared and copied as bits, so that -0.0 is not 0.0 and a NaN equals itself. The bytes are: how many a gap
-takes (1, 2 or 4), the gaps, and the elements. A gap counts the elements between one that travels and the next; where
-that many do not fit, elements in between travel too, though they are as before. So a place costs about one byte where
-one element in a hundred has changed, and two where one in ten thousand has.
+Elements are compared and copied as bits, so that -0.0 is not 0.0 and a NaN equals itself. The first byte says how
+places are written: 0, a bit for each element of the tensor; 1, 2 or 4, gaps of so many bytes, the number of elements
+between one that travels and the next. Where a gap does not fit, elements in between travel too, though they are as
+before. Places come next, and then the elements. What takes the fewest bytes is chosen: bits where more than an eighth
+has changed, and gaps of one byte where one element in a hundred has.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from unirl.types.errors import WeightSyncError
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtype of the bits of an element, by its size in bytes."""
 _GAP_SIZES = (1, 2, 4)
+_BITMAP = 0
+"""First byte of a delta whose places are bits."""
 
 
 class ElementDelta(NamedTuple):
@@ -38,18 +41,21 @@ def element_delta(base: Tensor, tensor: Tensor) -> ElementDelta:
     old, new = _bits(base), _bits(tensor)
     changed = new != old
     num_changed, size = int(changed.count_nonzero()), new.element_size()
-    if 1 + num_changed * (1 + size) >= new.nbytes:
+    if 1 + num_changed * size >= new.nbytes:
         return ElementDelta(num_changed, None)
     places = changed.nonzero().flatten().numpy()
     gaps = np.diff(places, prepend=-1) - 1
-    num_elements = {width: num_changed + int((gaps >> 8 * width).sum()) for width in _GAP_SIZES}
-    num_bytes = {width: 1 + num * (width + size) for width, num in num_elements.items()}
-    width = min(_GAP_SIZES, key=lambda width: num_bytes[width])
-    if num_bytes[width] >= new.nbytes:
+    num_bytes = {width: (num_changed + int((gaps >> 8 * width).sum())) * (width + size) for width in _GAP_SIZES}
+    num_bytes[_BITMAP] = -(-new.numel() // 8) + num_changed * size
+    written = min(num_bytes, key=num_bytes.__getitem__)
+    if 1 + num_bytes[written] >= new.nbytes:
         return ElementDelta(num_changed, None)
-    places = _with_those_between(places, gaps, 1 << 8 * width)
-    gaps = (np.diff(places, prepend=-1) - 1).astype(f"<u{width}")
-    parts = (np.array([width], np.uint8), gaps.view(np.uint8), new.numpy()[places].view(np.uint8))
+    if written == _BITMAP:
+        said = np.packbits(changed.numpy())
+    else:
+        places = _with_those_between(places, gaps, 1 << 8 * written)
+        said = (np.diff(places, prepend=-1) - 1).astype(f"<u{written}").view(np.uint8)
+    parts = (np.array([written], np.uint8), said, new.numpy()[places].view(np.uint8))
     return ElementDelta(num_changed, torch.from_numpy(np.concatenate(parts)))
 
 
@@ -64,21 +70,35 @@ def with_delta(base: Tensor, delta: Tensor) -> Tensor:
 
 
 def put_delta(tensor: Tensor, delta: Tensor) -> None:
-    """Write the elements of a delta into its base, which is contiguous. Raises as `with_delta`, with none written."""
-    data, size = delta.cpu().numpy(), tensor.element_size()
-    width = int(data[0]) if len(data) else 0
-    num = (len(data) - 1) // (width + size)
-    if width not in _GAP_SIZES or len(data) != 1 + num * (width + size):
-        raise WeightSyncError(f"{len(data)} bytes are no delta of a tensor of {tensor.dtype}")
-    if not num:
+    """Write the elements of a delta into its base. Raises as `with_delta`, with none written."""
+    if not tensor.is_contiguous():
+        tensor.copy_(with_delta(tensor, delta))
         return
-    gaps, values = data[1 : 1 + num * width].view(f"<u{width}"), data[1 + num * width :]
-    places = torch.from_numpy((gaps.astype(np.int64) + 1).cumsum() - 1)
-    if int(places[-1]) >= tensor.numel():
-        raise WeightSyncError(f"a delta reaches element {int(places[-1])} of a tensor of {tensor.numel()}")
-    bits = _BITS[size]
-    new = torch.from_numpy(values.copy()).view(bits)  # the copy is aligned
-    tensor.detach().view(-1).view(bits)[places.to(tensor.device)] = new.to(tensor.device)
+    data, size = delta.cpu().numpy(), tensor.element_size()
+    found = _places(data, tensor.numel(), size)
+    if found is None:
+        raise WeightSyncError(f"{len(data)} bytes are no delta of a tensor of {tensor.numel()} {tensor.dtype}")
+    places, values = found
+    if len(places):
+        bits = _BITS[size]
+        new = torch.from_numpy(values.copy()).view(bits)  # the copy is aligned
+        tensor.detach().view(-1).view(bits)[torch.from_numpy(places).to(tensor.device)] = new.to(tensor.device)
+
+
+def _places(data: np.ndarray, num_elements: int, size: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Places of the elements in a delta and their bytes, of `size` each; None where it is of no such tensor."""
+    written = int(data[0]) if len(data) else None
+    if written == _BITMAP:
+        end = 1 + -(-num_elements // 8)
+        is_there = np.unpackbits(data[1:end])
+        places = is_there.nonzero()[0]
+    elif written in _GAP_SIZES:
+        end = 1 + (len(data) - 1) // (written + size) * written
+        places = (data[1:end].view(f"<u{written}").astype(np.int64) + 1).cumsum() - 1
+    else:
+        return None
+    fits = len(data) == end + len(places) * size and (not len(places) or places[-1] < num_elements)
+    return (places, data[end:]) if fits else None
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -165,9 +165,10 @@ class WeightBucket:
     policy_version: int
     tensors: Mapping[str, Tensor]
     specs: tuple[WeightSpec, ...]
-    """Specs of the tensors that travel."""
+    """Specs of the tensors that travel whole."""
     kept: tuple[WeightSpec, ...] = ()
-    """Specs of tensors that do not travel because the receiver has them from an earlier push."""
+    """Specs of tensors that the receiver makes of those that it has from an earlier push: as they are, or, where
+    `tensors` has a delta of that name (`unirl.types.deltas`), with the elements that changed."""
     base_version: int | None = None
     """Version of that push, the last one to the receiver; None in a push that brings all."""
     file: str | None = None
@@ -185,8 +186,9 @@ class WeightBucket:
         return replace(self, tensors=tensors)
 
     def verify(self) -> None:
-        """Raise WeightSyncError unless every tensor is the one that was described."""
-        if set(self.tensors) != {spec.name for spec in self.specs}:
+        """Raise WeightSyncError unless every tensor that travels whole is the one that was described."""
+        whole = {spec.name for spec in self.specs}
+        if not whole <= set(self.tensors) <= whole | {spec.name for spec in self.kept}:
             raise WeightSyncError(f"bucket holds {sorted(self.tensors)} but describes {[s.name for s in self.specs]}")
         for spec in self.specs:
             tensor = self.tensors[spec.name]
@@ -243,8 +245,8 @@ def weight_buckets(
 ) -> Iterator[WeightBucket]:
     """Cut named tensors into buckets of at most `max_bytes` (a larger tensor gets its own).
 
-    base_version: see `WeightBucket`. changes: called with each tensor in turn; gives None where the receiver has it, so
-    that it is only described (`kept`), and otherwise the tensor.
+    base_version: see `WeightBucket`. changes: called with each tensor in turn; gives what must travel of it: the tensor
+    itself, a delta, or None where the receiver has it. None sends all.
     Raises WeightSyncError if a name comes twice.
     """
     if max_bytes < 1:
@@ -267,7 +269,7 @@ def weight_buckets(
             yield WeightBucket(policy_version, current, tuple(specs), tuple(kept), base_version)
             current, specs, kept, size = {}, [], [], 0
         current[name] = travelling
-        specs.append(spec)
+        (specs if travelling is tensor else kept).append(spec)
         size += travelling.nbytes
     if current or kept:
         yield WeightBucket(policy_version, current, tuple(specs), tuple(kept), base_version)

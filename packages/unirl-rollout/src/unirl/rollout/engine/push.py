@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from unirl.rollout.engine.checkpoint import adapter_specs, full_specs
+from unirl.types.deltas import with_delta
 from unirl.types.errors import WeightSyncError
 from unirl.types.weights import WeightBucket, WeightSpec, diff_specs, weight_spec
 
@@ -76,7 +77,7 @@ class PushReceiver:
     def receiving(self, bucket: WeightBucket, own: Mapping[str, Tensor] | None = None) -> Generator[None]:
         """Context in which the caller stores the bucket's tensors; they count as received if it raises nothing.
 
-        own: the engine's current weights, for tensors that the bucket omits as unchanged; None if the engine takes
+        own: the engine's current weights, for tensors that the bucket does not bring whole; None if the engine takes
         whole pushes only.
         Raises WeightSyncError if no push is open, or if the bucket has another version, was made for an engine with
         another version, has tensors that were not announced or have already arrived, or wrong checksums.
@@ -158,19 +159,26 @@ class PushReceiver:
 
 
 def refuse_unkept(bucket: WeightBucket, own: Mapping[str, Tensor] | None = None) -> None:
-    """Raise WeightSyncError if a tensor that the bucket omits is missing or different in `own`, or if the engine takes
-    whole pushes only (None)."""
+    """Raise WeightSyncError if a tensor that the bucket does not bring whole is not the described one when made from
+    `own`, or if the engine takes whole pushes only (None)."""
     if bucket.kept and own is None:
         raise WeightSyncError(
             f"{len(bucket.kept)} tensors were left out of the push, but this engine takes whole pushes only. "
             "Set sync.changed: all."
         )
     changed = [
-        f"changed: {spec.name}"
-        for spec in bucket.kept
-        if own is not None and weight_spec(spec.name, own[spec.name]) != spec
+        f"changed: {spec.name}" for spec in bucket.kept if own is not None and _made_of(own, bucket, spec) != spec
     ]
     refuse("the engine does not have what was left out of the push; push again, and all is sent", changed)
+
+
+def _made_of(own: Mapping[str, Tensor], bucket: WeightBucket, spec: WeightSpec) -> WeightSpec:
+    """What a tensor of the engine is after a push that does not bring it whole."""
+    tensor, delta = own[spec.name], bucket.tensors.get(spec.name)
+    try:
+        return weight_spec(spec.name, tensor if delta is None else with_delta(tensor, delta))
+    except WeightSyncError as error:
+        raise WeightSyncError(f"{spec.name} arrived changed: {error}") from error
 
 
 def refuse_other_base(bucket: WeightBucket, present: int) -> None:

@@ -118,8 +118,8 @@ class WeightSync(ABC):
     def push(self, policy: str | None = None) -> Metrics:
         """Make the engine sample from the current policy, or from a named copy of it; every rank calls it.
 
-        Returns sync/seconds, sync/megabytes, sync/tensors, sync/changed_tensors, sync/bound and the canary's
-        sync/logprob_gap_{max,mean}.
+        Returns sync/seconds, sync/megabytes, sync/tensors, sync/changed_tensors, sync/bound, what a subclass adds, and
+        the canary's sync/logprob_gap_{max,mean}.
         """
         begin = time.perf_counter()
         version = self._source.policy_version

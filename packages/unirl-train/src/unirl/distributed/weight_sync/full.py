@@ -26,8 +26,8 @@ class FullWeightSync(WeightSync):
     """Gathers the model tensor by tensor and sends it in buckets; the engine loads it once all have arrived.
 
     bucket_bytes: largest bucket; two are in flight at once (a larger tensor gets its own bucket). changed: "all" sends
-    the whole model; "tensors" only those that changed since the last push, and the engine checks the others by
-    checksum. Useful for merged adapters and partly frozen models.
+    the whole model; "tensors" only those that changed since the last push; "elements" only their changed elements, for
+    which each rank that pushes keeps the model in host memory. The engine checks every tensor by checksum.
     Other arguments: see `WeightSync`.
     """
 
@@ -64,7 +64,8 @@ class FullWeightSync(WeightSync):
             rank=rank,
         )
         self._bucket_bytes = bucket_bytes
-        self._last = None if changed == "all" else LastPush()
+        self._last = None if changed == "all" else LastPush(keeps_elements=changed == "elements")
+        self._counts_elements = changed == "elements"
         self._slices: SlicePush | None = None
 
     def connect_elsewhere(self, engines: RemoteRole, shares_device: bool = False) -> None:
@@ -92,6 +93,8 @@ class FullWeightSync(WeightSync):
         shapes = self._source.weight_shapes()
         engine.begin_weights(version, [WeightSpec(name, shape, str(self._dtype), "") for name, shape in shapes.items()])
         tensors = ((name, rounded(tensor, self._dtype)) for name, tensor in self._source.weights(policy))
+        if self._counts_elements:
+            tensors = ((name, tensor.detach().cpu()) for name, tensor in tensors)
         last = self._last
         for bucket in weight_buckets(
             tensors,
@@ -105,9 +108,10 @@ class FullWeightSync(WeightSync):
         return _of_all(engine.finish_weights(version, policy), len(shapes))
 
     def _proved(self, version: int) -> Metrics:
-        if self._last is not None:
-            self._last.succeed(version)
-        return {}
+        if self._last is None:
+            return {}
+        self._last.succeed(version)
+        return {"sync/changed_elements": self._last.changed_fraction} if self._counts_elements else {}
 
     def _forget(self) -> None:
         if self._last is not None:

@@ -6,32 +6,61 @@ from typing import Literal
 
 from torch import Tensor
 
+from unirl.types.deltas import element_delta
 from unirl.types.weights import WeightSpec
 
-Changed = Literal["all", "tensors"]
-"""Which tensors of a model a push sends."""
+Changed = Literal["all", "tensors", "elements"]
+"""What a push sends of a model."""
 
 
 class LastPush:
-    """The last push to an engine, of any policy. Nothing is known between `begin` and `succeed`."""
+    """The last push to an engine, of any policy. Nothing is known between `begin` and `succeed`.
 
-    def __init__(self) -> None:
+    keeps_elements: also keep the tensors, in host memory, to find the elements that change.
+    """
+
+    def __init__(self, *, keeps_elements: bool) -> None:
+        self._keeps_elements = keeps_elements
         self._specs: dict[str, WeightSpec] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._version: int | None = None
+        self._num_changed = self._num_elements = 0
 
     def begin(self) -> int | None:
         """Start a push. Returns the engine's version, or None if it is not known and everything must be sent."""
         base, self._version = self._version, None
         if base is None:
             self._specs.clear()
+        self._num_changed = self._num_elements = 0
         return base
 
     def succeed(self, version: int) -> None:
         """Record that the engine has all tensors since `begin`, as this version."""
         self._version = version
 
+    @property
+    def changed_fraction(self) -> float:
+        """Fraction of elements that differ from the previous push; 1 if that push is not known."""
+        return self._num_changed / max(1, self._num_elements)
+
     def changes(self, spec: WeightSpec, tensor: Tensor) -> Tensor | None:
-        """The tensor if it must be sent, None if the engine has it."""
-        has_it = self._specs.get(spec.name) == spec
+        """What must be sent of a tensor: the tensor, a delta, or None if the engine has it."""
+        last = self._specs.get(spec.name)
         self._specs[spec.name] = spec
-        return None if has_it else tensor
+        self._num_elements += tensor.numel()
+        if last == spec:
+            return None
+        if not self._keeps_elements:
+            return tensor
+        num_changed, delta = tensor.numel(), None
+        if last is not None:
+            num_changed, delta = element_delta(self._tensors[spec.name], tensor)
+        self._num_changed += num_changed
+        self._keep(spec.name, tensor)
+        return tensor if delta is None else delta
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        if name in self._tensors:
+            self._tensors[name].copy_(tensor)
+        else:
+            self._tensors[name] = tensor.detach().clone()

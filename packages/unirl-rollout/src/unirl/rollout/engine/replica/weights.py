@@ -15,8 +15,9 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from unirl.rollout.engine.push import PushReceiver, refuse
+from unirl.types.deltas import put_delta
 from unirl.types.errors import ContractError
-from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec, qualified
+from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec, qualified, rounded
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -41,6 +42,7 @@ class ReplicaWeights:
     ) -> None:
         self._modules = dict(modules)
         self._device = device
+        self._dtype = dtype
         for module in self._modules.values():
             module.to(device).requires_grad_(False)
             for parameter in module.parameters():
@@ -48,29 +50,39 @@ class ReplicaWeights:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
         self.pushes = PushReceiver(shapes, str(dtype), policy_version)
         self._received: dict[str, Tensor] = {}
+        self._deltas: dict[str, Tensor] = {}
+        """Changed elements of other tensors."""
         self._adapted: list[_Adapted] = []
         self._is_asleep = False
 
     def begin(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
         """Announce a push of the whole model."""
-        self._received = {}
+        self._received, self._deltas = {}, {}
         self.pushes.announce(policy_version, specs)
 
     def receive(self, bucket: WeightBucket) -> None:
         """Keep the bucket's tensors, which do not change until the next push begins."""
-        with self.pushes.receiving(bucket, self._tensors() if bucket.kept else {}):
-            self._received.update(bucket.tensors)
+        with self.pushes.receiving(bucket, self._pushed() if bucket.kept else {}):
+            kept = {spec.name for spec in bucket.kept}
+            for name, tensor in bucket.tensors.items():
+                (self._deltas if name in kept else self._received)[name] = tensor
 
     @torch.no_grad()
     def finish(self, policy_version: int, policy: str | None) -> WeightReceipt:
         """Copy the received tensors into the weights, and remove an adapter."""
-        received, self._received = self._received, {}
+        received, deltas = self._received, self._deltas
+        self._received, self._deltas = {}, {}
         push = self.pushes.finish(policy_version)
         own = self._tensors()
         with self.pushes.loading(policy_version, policy):
             self._remove_adapter()
             for name, tensor in received.items():
                 own[name].copy_(tensor)
+            for name, delta in deltas.items():
+                tensor = rounded(own[name], self._dtype)
+                put_delta(tensor, delta)
+                if tensor is not own[name]:
+                    own[name].copy_(tensor)
         return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, push.num_tensors)
 
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None) -> WeightReceipt:
@@ -117,6 +129,10 @@ class ReplicaWeights:
         for adapted in self._adapted:
             adapted.hook.remove()
         self._adapted = []
+
+    def _pushed(self) -> dict[str, Tensor]:
+        """What the last push brought; a buffer in another dtype has it without loss."""
+        return {name: rounded(tensor, self._dtype) for name, tensor in self._tensors().items()}
 
     def _tensors(self) -> dict[str, Tensor]:
         """Tensors of a push of the whole model, by name; they share memory with the modules."""
