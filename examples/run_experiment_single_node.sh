@@ -2,7 +2,7 @@
 # Trains a recipe on the devices of this machine.
 #
 #   examples/run_experiment_single_node.sh RECIPE [KEY=VALUE ...]
-#   DRY_RUN=1 examples/run_experiment_single_node.sh diffusion/sd3_flowgrpo num_rollouts=10
+#   DRY_RUN=1 examples/run_experiment_single_node.sh sd3/flowgrpo num_rollouts=10
 #
 # NUM_DEVICES  devices to use; default: the GPUs of this machine, or 1 without any
 # OUTPUT_DIR   folder of the run; default: the recipe's own, runs/<recipe>/<time>

@@ -23,7 +23,7 @@ def recipe():
     register_resolvers()
 
     def make(name, *overrides):
-        return resolve(compose(f"diffusion/{name}", [*SMALL, *overrides]))
+        return resolve(compose(name, [*SMALL, *overrides]))
 
     return make
 

@@ -15,8 +15,8 @@ TEXT = ["batch_size=4", "sampling.samples_per_prompt=4", "stack.micro_batch_size
 @pytest.mark.parametrize(
     ("name", "words", "sampling", "variants"),
     [
-        ("diffusion/sd3_shapes_flowgrpo", SMALL, {"num_inference_steps", "height", "width"}, ("batched", "per_step")),
-        ("llm/qwen3_arithmetic", TEXT, {"max_new_tokens", "temperature"}, ("packed", "padded")),
+        ("worlds/shapes/flowgrpo", SMALL, {"num_inference_steps", "height", "width"}, ("batched", "per_step")),
+        ("worlds/arithmetic/grpo", TEXT, {"max_new_tokens", "temperature"}, ("packed", "padded")),
     ],
 )
 def test_a_report_has_seconds_and_operations_of_every_phase(name, words, sampling, variants):

@@ -9,7 +9,7 @@ from small import SMALL
 from unirl.app.main import main
 
 pytestmark = pytest.mark.matrix
-RECIPES = ["diffusion/sd3_shapes"]
+RECIPES = ["worlds/shapes/nft"]
 CHANGES = [word for word in SMALL if not word.startswith(("num_rollouts", "batch_size", "save."))]
 
 

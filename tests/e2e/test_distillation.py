@@ -42,7 +42,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing_and_another_one_does(reci
     distances = {}
     for name, folder in (("same", own), ("other", displaced)):
         place = tmp_path / name
-        _, records = run(recipe("sd3_shapes_distill", *taught_by(folder)), place)
+        _, records = run(recipe("worlds/shapes/distill", *taught_by(folder)), place)
         distances[name] = records[1]["distillation/velocity_distance"]
         [saved] = (place / "checkpoints").glob("step-*")
         assert "teacher" not in "".join(path.name for path in saved.rglob("*"))
@@ -53,7 +53,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing_and_another_one_does(reci
 def test_a_student_is_exported_without_its_teacher(recipe, displaced, tmp_path):
     gone = tmp_path / "gone"
     shutil.copytree(displaced, gone)
-    small = recipe("sd3_shapes_distill", *taught_by(gone), f"run_dir={tmp_path / 'run'}")
+    small = recipe("worlds/shapes/distill", *taught_by(gone), f"run_dir={tmp_path / 'run'}")
     run(small, tmp_path / "run")
     shutil.rmtree(gone)
     with pytest.raises(ConfigError, match=r"policies\.teacher\.bundle\.pretrained_model = .*: no such folder"):
@@ -65,9 +65,9 @@ def test_a_student_is_exported_without_its_teacher(recipe, displaced, tmp_path):
 
 
 def test_a_run_is_not_resumed_with_another_teacher(recipe, displaced, tmp_path):
-    small = recipe("sd3_shapes_distill", *taught_by(displaced))
+    small = recipe("worlds/shapes/distill", *taught_by(displaced))
     run_recipe(run_of(small), tmp_path, [], threading.Event())
-    other = recipe("sd3_shapes_distill", *taught_by(packaged_path("shapes", "checkpoint"), "resume=auto"))
+    other = recipe("worlds/shapes/distill", *taught_by(packaged_path("shapes", "checkpoint"), "resume=auto"))
     with pytest.raises(CheckpointError, match=r"policies\.teacher\.bundle\.pretrained_model: "):
         check_resume(other, tmp_path)
     state = json.loads((tmp_path / "checkpoints" / "step-000001" / "driver_state.json").read_text())

@@ -65,7 +65,7 @@ def trained(recipe, run_dir):
 
 
 def test_a_stock_pipeline_with_the_exported_lora_reproduces_the_evaluation(recipe, tmp_path):
-    small = recipe("sd3_shapes", *LORA)
+    small = recipe("worlds/shapes/nft", *LORA)
     images, prompts = trained(small, tmp_path)
     export_recipe(run_of(small), tmp_path, tmp_path / "lora", merged=False)
     load = functools.partial(StableDiffusion3Pipeline.from_pretrained, packaged_path("shapes", "checkpoint"))
@@ -79,7 +79,7 @@ def test_a_stock_pipeline_with_the_exported_lora_reproduces_the_evaluation(recip
 
 
 def test_a_stock_pipeline_loads_the_merged_export(recipe, tmp_path):
-    small = recipe("sd3_shapes", "num_rollouts=1", "eval.before=false", "backend.optimizer.learning_rate=0.001")
+    small = recipe("worlds/shapes/nft", "num_rollouts=1", "eval.before=false", "backend.optimizer.learning_rate=0.001")
     images, prompts = trained(small, tmp_path)
     export_recipe(run_of(small), tmp_path, tmp_path / "merged", merged=True)
     pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path / "merged", torch_dtype=torch.float32)

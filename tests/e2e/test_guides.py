@@ -72,8 +72,8 @@ class Guide:
         if argv and argv[0] in VERBS and argv[0] != "run":
             return argv
         given = {word.split("=")[0] for word in argv}
-        kind = next((word.split("/")[0] for word in argv if "=" not in word), "")
-        small = {"llm": SMALL_TEXTS, "pe": SMALL_STAGES_RUN}.get(kind, SMALL)
+        folder = next((word.rpartition("/")[0] for word in argv if "=" not in word), "")
+        small = {"worlds/arithmetic": SMALL_TEXTS, "worlds/phrases": SMALL_STAGES_RUN}.get(folder, SMALL)
         return [*argv, *(word for word in small if word.split("=")[0] not in given)]
 
     def expect(self, text: str) -> None:

@@ -16,7 +16,7 @@ from unirl.tracking.jsonl import JsonlTracker
 
 ranks_of_train: Any = importlib.import_module("ranks")
 pytestmark = pytest.mark.slow
-ARGUMENTS = ["diffusion/sd3_shapes_flowgrpo", *SMALL, "num_rollouts=3", "trackers.tensorboard.enabled=false"]
+ARGUMENTS = ["worlds/shapes/flowgrpo", *SMALL, "num_rollouts=3", "trackers.tensorboard.enabled=false"]
 
 
 def interrupted(folder, words):

@@ -29,11 +29,11 @@ from unirl.types.training import StepStats
 
 WEIGHTS = {"first": 0.3, "second": 1.7}
 PROMPTS = {
-    "diffusion/sd3_shapes_flowgrpo": {"first": ["red circle"], "second": ["two blue squares", "green triangle"]},
-    "llm/qwen3_arithmetic": {"first": ["3+4="], "second": ["12+30=", "9-2="]},
+    "worlds/shapes/flowgrpo": {"first": ["red circle"], "second": ["two blue squares", "green triangle"]},
+    "worlds/arithmetic/grpo": {"first": ["3+4="], "second": ["12+30=", "9-2="]},
 }
 FEW = ["sampling.samples_per_prompt=2", "engine.forward_batch_size=4"]
-FEW_STEPS = {"diffusion/sd3_shapes_flowgrpo": ["sampling.num_inference_steps=2"]}
+FEW_STEPS = {"worlds/shapes/flowgrpo": ["sampling.num_inference_steps=2"]}
 
 
 class StandingBackend(FSDPBackend):
@@ -49,7 +49,7 @@ def request(recipe: Any, engine: Any, prompts: list[str], rollout_id: int) -> Ro
     """What the trainer of the modality would ask for."""
     rows = [PromptRow(prompt, prompt, {}) for prompt in prompts]
     params = instantiate(recipe["sampling"])
-    if recipe["recipe"].startswith("llm"):
+    if recipe["recipe"].startswith("worlds/arithmetic"):
         return build_text_request(rows, params, rollout_id=rollout_id)
     params = params.resolved(0)
     plan = engine.plan(params)

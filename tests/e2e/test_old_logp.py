@@ -14,11 +14,11 @@ BF16 = "sampling.autocast_precision=bf16"
 @pytest.mark.parametrize(
     ("name", "override", "expected"),
     [
-        ("sd3_shapes_flowgrpo", "seed=0", "the rollout's (auto"),
-        ("sd3_shapes_flowgrpo", BF16, "replay (auto"),
-        ("sd3_shapes_flowgrpo", "algorithm.old_logp_source=replay", "replay (the first"),
-        ("sd3_shapes_guard", "seed=0", "replay (auto"),
-        ("sd3_shapes", "seed=0", None),
+        ("worlds/shapes/flowgrpo", "seed=0", "the rollout's (auto"),
+        ("worlds/shapes/flowgrpo", BF16, "replay (auto"),
+        ("worlds/shapes/flowgrpo", "algorithm.old_logp_source=replay", "replay (the first"),
+        ("worlds/shapes/guard", "seed=0", "replay (auto"),
+        ("worlds/shapes/nft", "seed=0", None),
     ],
 )
 def test_a_rollout_is_trusted_in_float32_alone(recipe, tmp_path, name, override, expected):

@@ -14,7 +14,7 @@ from unirl.types.sampling import DiffusionSamplingParams
 
 def test_a_separate_engine_with_the_old_policy_samples_what_the_trainside_engine_samples_under_it(recipe, tmp_path):
     """A serving engine needs the name `stack.rollout_policy()` and the values `backend.policies.values(name)`."""
-    resolved = recipe("sd3_shapes", "algorithm.decay.start=0.5")
+    resolved = recipe("worlds/shapes/nft", "algorithm.decay.start=0.5")
     # Any: components by section.
     made: list[Any] = [build_components(run_of(resolved), str(tmp_path), WorkerContext(0, 1, "cpu")) for _ in range(2)]
     own, apart = made

@@ -18,7 +18,9 @@ from unirl.config.recipes import compose, resolve
 def pushed(*overrides):
     """The recipe of the phrases world with a few samples, whose engines have copies of the models in float32."""
     register_resolvers()
-    recipe = resolve(compose("pe/shapes", [*SMALL_STAGES, "eval=null", "save.best_metric=reward", *overrides]))
+    recipe = resolve(
+        compose("worlds/phrases/both", [*SMALL_STAGES, "eval=null", "save.best_metric=reward", *overrides])
+    )
     push_to_copies(recipe)
     return recipe
 

@@ -14,7 +14,7 @@ PAIRS = ("sampling.samples_per_prompt=2", "batch_size=8")
 
 def test_given_pairs_train_and_the_policy_is_evaluated(recipe, tmp_path):
     small = recipe(
-        "sd3_shapes_dpo", *PAIRS, "stack.num_updates_per_batch=2", "eval.num_samples=64", f"run_dir={tmp_path}"
+        "worlds/shapes/dpo", *PAIRS, "stack.num_updates_per_batch=2", "eval.num_samples=64", f"run_dir={tmp_path}"
     )
     summary = run_recipe(run_of(small), tmp_path, [], threading.Event())
     assert summary["num_rollouts"] == 2 and summary["num_samples"] == 32
@@ -29,6 +29,6 @@ def test_given_pairs_train_and_the_policy_is_evaluated(recipe, tmp_path):
 def test_a_picture_that_goes_missing_is_named(recipe, tmp_path):
     row = {"prompt": "a red circle", "images": ["a.png", "b.png"], "scores": [1, 0]}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
-    small = recipe("sd3_shapes_dpo", *PAIRS, f"data.path={tmp_path}/pairs.jsonl", "eval=null")
+    small = recipe("worlds/shapes/dpo", *PAIRS, f"data.path={tmp_path}/pairs.jsonl", "eval=null")
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: image a\.png does not exist"):
         run_recipe(run_of(small), tmp_path, [], threading.Event())

@@ -79,7 +79,7 @@ def metrics_of(recipe, run_dir):
 )
 def test_an_engine_apart_trains_to_the_bits_of_one_beside(recipe, ray_of_two_cores, tmp_path, crossing):
     words = ["num_rollouts=2", "stack.num_updates_per_batch=2", "+sync.bucket_bytes=2000000"]
-    expected = metrics_of(recipe("sd3_shapes_replica", *words), tmp_path / "beside")
+    expected = metrics_of(recipe("worlds/shapes/replica", *words), tmp_path / "beside")
     apart = ["runtime=ray", "num_devices=2", "placement.train=0", "placement.rollout=1"]
-    found = metrics_of(recipe("sd3_shapes_replica", *words, *apart, crossing), tmp_path / "apart")
+    found = metrics_of(recipe("worlds/shapes/replica", *words, *apart, crossing), tmp_path / "apart")
     assert found == expected

@@ -49,9 +49,9 @@ def test_the_default_recipe_gets_the_same_rewards_from_a_server(recipe, server, 
     monkeypatch.setenv("REWARD_TOKEN_FILE", token_file)
     sizes = ["engine.forward_batch_size=3", "stack.num_updates_per_batch=1"]
     switched = ["parts/reward=remote", "reward.scorers.shapes.start_timeout_s=300", *sizes]
-    expected = rewards_of(recipe("sd3_shapes", *sizes), tmp_path / "here")
+    expected = rewards_of(recipe("worlds/shapes/nft", *sizes), tmp_path / "here")
     for name, overrides in (("meanwhile", []), ("after", ["reward.is_async=false"])):
-        there = recipe("sd3_shapes", *switched, *overrides)
+        there = recipe("worlds/shapes/nft", *switched, *overrides)
         check_recipe(there)
         got = rewards_of(there, tmp_path / name)
         assert ("reward/async/wait_s" in got[0]) is (name == "meanwhile")

@@ -54,8 +54,8 @@ def of_training(metrics):
 def test_images_of_a_replica_train_the_policy_to_the_same_bits(recipe, tmp_path, overrides):
     words = ["stack.num_updates_per_batch=2", "algorithm.old_logp_source=replay"]
     own = [word for word in overrides if not word.startswith("sync")]
-    expected, trained = steps(recipe("sd3_shapes_flowgrpo", *words, *own), tmp_path)
-    found, pushed = steps(recipe("sd3_shapes_replica", *words, *overrides), tmp_path)
+    expected, trained = steps(recipe("worlds/shapes/flowgrpo", *words, *own), tmp_path)
+    found, pushed = steps(recipe("worlds/shapes/replica", *words, *overrides), tmp_path)
     assert of_training(found) == of_training(expected)
     assert [step["sync/logprob_gap_max"] for step in found] == [0.0, 0.0]
     states = [built["backend"].state_dict() for built in (trained, pushed)]
@@ -67,7 +67,7 @@ def test_the_old_policy_of_nft_is_pushed_to_an_engine_of_its_own(recipe, tmp_pat
     evaluated = ["eval.interval=1", "stack.num_updates_per_batch=2"]
     summaries = []
     for name, words in (("trainside", []), ("replica", REPLICA)):
-        small = recipe("sd3_shapes", *evaluated, *words)
+        small = recipe("worlds/shapes/nft", *evaluated, *words)
         summaries.append(run_recipe(run_of(small), tmp_path / name, []))
     expected, found = ([summary["evaluations"][step]["overall"] for step in ("0", "1", "2")] for summary in summaries)
     assert found == expected
@@ -77,8 +77,8 @@ def test_the_old_policy_of_nft_is_pushed_to_an_engine_of_its_own(recipe, tmp_pat
 def test_texts_of_a_replica_train_the_policy_to_the_same_bits(tmp_path):
     register_resolvers()
     words = [*SMALL_TEXT, "stack.num_updates_per_batch=2", "algorithm.old_logp_source=replay", "guardrails.action=off"]
-    expected, _ = steps(resolve(compose("llm/qwen3_arithmetic", words)), tmp_path)
-    found, _ = steps(resolve(compose("llm/qwen3_arithmetic_replica", words)), tmp_path)
+    expected, _ = steps(resolve(compose("worlds/arithmetic/grpo", words)), tmp_path)
+    found, _ = steps(resolve(compose("worlds/arithmetic/replica", words)), tmp_path)
     assert of_training(found) == of_training(expected)
     assert all(step["sync/logprob_gap_max"] < 1e-5 for step in found)
 
@@ -95,7 +95,7 @@ def test_pushes_of_changed_elements_train_the_policy_to_the_bits_of_whole_ones(r
 
 
 def test_the_canary_of_transitions_finds_a_weight_that_is_not_the_trainers(recipe, tmp_path):
-    _, components = steps(recipe("sd3_shapes_replica"), tmp_path, num=1)
+    _, components = steps(recipe("worlds/shapes/replica"), tmp_path, num=1)
     engine, sync = components["engine"], components["sync"]
     finish = engine.finish_weights
 

@@ -62,7 +62,7 @@ def device():
 
 
 def test_each_phase_finds_its_own_on_the_device_and_no_more(recipe, tmp_path, device):
-    small = recipe("sd3_shapes_replica", *(f"+residency.{knob}=true" for knob in ALL))
+    small = recipe("worlds/shapes/replica", *(f"+residency.{knob}=true" for knob in ALL))
 
     def build(context):
         built: dict[str, Any] = build_components(run_of(small), str(tmp_path), context)

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.slow
 # 16 samples in chunks of 3 for a scorer that takes 4: no chunk is a batch.
 CHUNKS = ["engine.forward_batch_size=3", "reward.scorers.shapes.batch_size=4", "stack.num_updates_per_batch=1"]
 SHARED = {
-    "flowgrpo": ("sd3_shapes_flowgrpo", "stack.num_updates_per_batch=2"),
-    "online_dpo": ("sd3_shapes_online_dpo", "stack.num_updates_per_batch=2"),
-    "scored_later": ("sd3_shapes", *CHUNKS),
-    "scored_meanwhile": ("sd3_shapes", *CHUNKS, "+reward.is_async=true"),
+    "flowgrpo": ("worlds/shapes/flowgrpo", "stack.num_updates_per_batch=2"),
+    "online_dpo": ("worlds/shapes/online_dpo", "stack.num_updates_per_batch=2"),
+    "scored_later": ("worlds/shapes/nft", *CHUNKS),
+    "scored_meanwhile": ("worlds/shapes/nft", *CHUNKS, "+reward.is_async=true"),
 }
 """Words of the recipes that tests run on two workers."""
 COMPARED = ("reward/", "advantage/", "policy/", "train/", "group/", "eval/")

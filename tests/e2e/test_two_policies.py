@@ -29,7 +29,7 @@ def run(recipe, run_dir, after=10**9):
 def painters(recipe):
     """A recipe of two policies: small SD3 models that start equal; the second learns with twice the rate."""
     few = ("batch_size=2", "sampling.num_inference_steps=2", "stack.num_updates_per_batch=2", "media_interval=0")
-    flat = recipe("sd3_shapes_flowgrpo", *few, "save.best_metric=reward")
+    flat = recipe("worlds/shapes/flowgrpo", *few, "save.best_metric=reward")
     own = {key: flat.pop(key) for key in OF_POLICIES}
     policies = {name: copy.deepcopy(own) for name in ("sketcher", "painter")}
     policies["sketcher"]["stack"]["track"] = "sketch"

@@ -22,7 +22,7 @@ from unirl.types.errors import CheckpointError, ConfigError
 def small():
     """small(*overrides) -> the recipe of the phrases world with a few samples."""
     register_resolvers()
-    return lambda *overrides: resolve(compose("pe/shapes", [*SMALL_STAGES, *overrides]))
+    return lambda *overrides: resolve(compose("worlds/phrases/both", [*SMALL_STAGES, *overrides]))
 
 
 def run(recipe, run_dir, after=10**9):
@@ -76,7 +76,7 @@ def test_three_stages_train_both_policies_and_resume_bit_for_bit(tmp_path):
     register_resolvers()
     words = [word.replace("algorithm.num_timesteps", "algorithms.image.num_timesteps") for word in SMALL_STAGES]
     words += ["stages.redraw.sampling.num_inference_steps=2", "eval=null", "save.best_metric=reward"]
-    recipe = resolve(compose("pe/shapes_redraw", words))
+    recipe = resolve(compose("worlds/phrases/redraw", words))
     _, whole = run(recipe, tmp_path / "whole")
     _, first = run(recipe, tmp_path / "parts", after=1)
     _, second = run({**recipe, "resume": "auto"}, tmp_path / "parts")

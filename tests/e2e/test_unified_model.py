@@ -22,7 +22,7 @@ QUIET = ["eval=null", "save.best_metric=reward", "media_interval=0"]
 def small():
     """small(*overrides) -> the recipe of the thoughts world with a few samples."""
     register_resolvers()
-    return lambda *overrides: resolve(compose("unified_model/bagel_shapes", [*SMALL_UNIFIED, *overrides]))
+    return lambda *overrides: resolve(compose("worlds/thoughts/nft", [*SMALL_UNIFIED, *overrides]))
 
 
 def run(recipe, run_dir, after=10**9):

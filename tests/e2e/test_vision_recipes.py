@@ -40,7 +40,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def test_the_small_recipe_asks_answers_trains_and_shows_its_pictures(tmp_path: Path):
     summary = run(
-        "vlm/qwen_vl_shapes",
+        "worlds/questions/grpo",
         tmp_path,
         *("batch_size=8", "sampling.samples_per_prompt=4", "stack.micro_batch_size=8", "engine.forward_batch_size=16"),
         *("eval.num_samples=20", "eval.batch_size=16", "eval.pass_prompts=4"),
@@ -85,7 +85,7 @@ def test_a_recipe_of_real_size_runs_on_a_random_model_and_a_table_of_problems(
     lora: bool, geometry: Path, tmp_path: Path
 ):
     summary = run(
-        "vlm/qwen_vl_argrpo_geo3k_mc_4x8" + ("_lora" if lora else ""),
+        "vlm/qwen_vl_geo3k" + ("_lora" if lora else ""),
         tmp_path,
         *("runtime=local", "num_devices=1", "device=cpu", "bundle.dtype=fp32", "backend.fsdp.param_dtype=fp32"),
         *("bundle.min_pixels=1024", "bundle.max_pixels=1024", f"bundle.pretrained_model={geometry / 'model'}"),

@@ -25,7 +25,7 @@ def metrics_of(recipe, runtime, run_dir):
 
 
 def test_three_groups_train_to_the_bits_of_one(recipe, tmp_path):
-    small = recipe("sd3_shapes_replica", "selection.best_of=2", "stack.num_updates_per_batch=2")
+    small = recipe("worlds/shapes/replica", "selection.best_of=2", "stack.num_updates_per_batch=2")
     build = functools.partial(build_components, run_of(small), str(tmp_path / "checkpoints"))
     expected = metrics_of(small, LocalRuntime(build), tmp_path / "together")
     train, rollout, reward = (

@@ -41,8 +41,8 @@ class Served:
 SERVED: Mapping[str, Served] = {
     served.name: served
     for served in (
-        Served("sglang", SGLangDiffusionEngine, "sglang-cpu", "diffusion/sd3_shapes_sglang", True),
-        Served("vllm_omni", VLLMOmniEngine, "vllm-omni-cpu", "diffusion/sd3_shapes_vllmomni", False),
+        Served("sglang", SGLangDiffusionEngine, "sglang-cpu", "worlds/shapes/sglang", True),
+        Served("vllm_omni", VLLMOmniEngine, "vllm-omni-cpu", "worlds/shapes/vllm_omni", False),
     )
 }
 

@@ -37,7 +37,7 @@ def run(served, tmp_path_factory):
 def direct_run(tmp_path_factory):
     """Folder of a run that the model samples itself."""
     run_dir = tmp_path_factory.mktemp("direct") / "direct"
-    finish(train(run_dir, "diffusion/sd3_shapes_flowgrpo", *SMALL), run_dir)
+    finish(train(run_dir, "worlds/shapes/flowgrpo", *SMALL), run_dir)
     return run_dir
 
 

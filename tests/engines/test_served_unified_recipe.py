@@ -22,9 +22,7 @@ SMALL = [
 def run(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "served"
     python = SERVED["vllm_omni"].python
-    finish(
-        train(run_dir, "unified_model/bagel_shapes_vllmomni", f"stages.image.engine.python={python}", *SMALL), run_dir
-    )
+    finish(train(run_dir, "worlds/thoughts/vllm_omni", f"stages.image.engine.python={python}", *SMALL), run_dir)
     return records(run_dir)
 
 
@@ -37,7 +35,7 @@ def direct_run(tmp_path_factory):
         *(f"~stages.image.engine.{name}" for name in ("model", "python", "dtype")),
         "~sync",
     ]
-    finish(train(run_dir, "unified_model/bagel_shapes_vllmomni", *words, *SMALL), run_dir)
+    finish(train(run_dir, "worlds/thoughts/vllm_omni", *words, *SMALL), run_dir)
     return records(run_dir)
 
 

@@ -11,7 +11,7 @@ NUM_ROLLOUTS = 6
 def run(sglang_python, tmp_path_factory):
     """Folder of a run."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    words = ["llm/qwen3_arithmetic_sglang", f"engine.python={sglang_python}", f"num_rollouts={NUM_ROLLOUTS}"]
+    words = ["worlds/arithmetic/sglang", f"engine.python={sglang_python}", f"num_rollouts={NUM_ROLLOUTS}"]
     finish(train(run_dir, *words), run_dir)
     return run_dir
 

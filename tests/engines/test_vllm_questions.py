@@ -17,7 +17,7 @@ SMALL = [
 
 def test_log_probs_of_answers_to_questions_about_pictures_are_those_of_a_replay(vllm_python, tmp_path):
     run_dir = tmp_path / "run"
-    finish(train(run_dir, "vlm/qwen_vl_shapes_vllm", f"engine.python={vllm_python}", *SMALL), run_dir)
+    finish(train(run_dir, "worlds/questions/vllm", f"engine.python={vllm_python}", *SMALL), run_dir)
     for step in range(1, NUM_ROLLOUTS + 1):
         record = records(run_dir)[step]
         assert record["mismatch/logp_absdiff/mean"] < 1e-5

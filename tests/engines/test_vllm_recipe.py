@@ -14,7 +14,7 @@ NUM_ROLLOUTS = 8
 
 def words(vllm_python):
     """What is run."""
-    return ["llm/qwen3_arithmetic_vllm", f"engine.python={vllm_python}", f"num_rollouts={NUM_ROLLOUTS}"]
+    return ["worlds/arithmetic/vllm", f"engine.python={vllm_python}", f"num_rollouts={NUM_ROLLOUTS}"]
 
 
 @pytest.fixture(scope="module")

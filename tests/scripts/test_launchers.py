@@ -10,7 +10,7 @@ import yaml
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SINGLE, MULTI = EXAMPLES / "run_experiment_single_node.sh", EXAMPLES / "run_experiment_multi_node.sh"
-RECIPE = "diffusion/sd3_shapes"
+RECIPE = "worlds/shapes/nft"
 PLAIN = {"NUM_NODES": "2", "HEAD_ADDRESS": "10.0.0.1", "DEVICES_PER_NODE": "8"}
 RUN = ["uv", "run", "--no-sync"]
 

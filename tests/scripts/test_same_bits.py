@@ -56,3 +56,11 @@ def test_what_is_missing_or_new_is_named_unless_the_list_says_so(same_bits):
     assert same_bits.differences(base, head, same_bits.read_renamed("# names\nold new\ngone -\n- more\n")) == []
     # A new name does not hide another value.
     assert same_bits.differences({"1 old": 1.0}, {"1 new": 2.0}, {"old": "new"}) == ["1 new: 1.0 in BASE, 2.0 in HEAD"]
+
+
+def test_recipes_of_the_worlds_are_known_by_their_names_of_this_release_and_the_last(same_bits):
+    listed = ["diffusion/sd3_shapes_ppo", "llm/qwen3_arithmetic", "worlds/shapes/nft", "sd3/nft", "diffusion/sd3_nft"]
+    found = [match.group() for name in listed if (match := same_bits.WORLDS.match(f"{name}  what it is"))]
+    assert found == listed[:3]
+    assert all(map(same_bits.NEEDS_VLLM.search, ("llm/qwen3_arithmetic_vllm", "worlds/arithmetic/vllm")))
+    assert not same_bits.NEEDS_VLLM.search("worlds/shapes/vllm_omni")

@@ -1,7 +1,7 @@
 """Writes a checkpoint of a released size with random weights, so that speed and memory need no download.
 
     uv run python apps/trainer/bench/random_checkpoint.py sd3.5-medium models/sd35
-    uv run trainer bench diffusion/sd3_nft runtime=local num_devices=1 bundle.pretrained_model=models/sd35 \\
+    uv run trainer bench sd3/nft runtime=local num_devices=1 bundle.pretrained_model=models/sd35 \\
         data.path=models/sd35/prompts.txt eval.prompts=models/sd35/prompts.txt ...
 
 What trains, and the VAE, have the published configurations; text encoders have the published width but next to no

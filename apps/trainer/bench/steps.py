@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 PHASES = ("rollout", "train")
-RECIPES = ("diffusion/sd3_shapes_flowgrpo", "llm/qwen3_arithmetic", "diffusion/sd3_shapes")
+RECIPES = ("worlds/shapes/flowgrpo", "worlds/arithmetic/grpo", "worlds/shapes/nft")
 WARMUP = 2
 HERE = Path(__file__).resolve().parents[3]
 

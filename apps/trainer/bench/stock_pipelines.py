@@ -34,9 +34,9 @@ from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
 RECIPES = {
-    "sd3": "diffusion/sd3_shapes",
-    "wan": "diffusion/wan21_moves",
-    "flux2": "diffusion/flux2_klein_shapes",
+    "sd3": "worlds/shapes/nft",
+    "wan": "worlds/moves/nft",
+    "flux2": "worlds/shapes/flux2_klein",
 }
 ETA = 0.9
 """Noise of the stochastic rollout."""

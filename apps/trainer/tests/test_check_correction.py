@@ -18,7 +18,7 @@ PATH = "unirl.algorithms.rollout_correction.RolloutCorrection"
 def recipe():
     """Flow-GRPO on shapes."""
     register_resolvers()
-    return resolve(compose("diffusion/sd3_shapes_flowgrpo"))
+    return resolve(compose("worlds/shapes/flowgrpo"))
 
 
 def corrected(recipe, changes, correction):

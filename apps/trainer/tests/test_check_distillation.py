@@ -12,7 +12,7 @@ from unirl.types.errors import ConfigError
 
 from .changed_recipes import changed
 
-IMAGES, TEXTS = "diffusion/sd3_shapes_distill", "llm/qwen3_arithmetic_distill"
+IMAGES, TEXTS = "worlds/shapes/distill", "worlds/arithmetic/distill"
 
 
 @pytest.fixture(scope="module")

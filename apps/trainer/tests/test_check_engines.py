@@ -13,8 +13,8 @@ from unirl.config.runs import run_of
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
 
-VLLM, SGLANG = "llm/qwen3_grpo_4b_base_dapo_vllm", "llm/qwen3_grpo_4b_base_dapo_sglang"
-SHAPES, REPLICA = "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes_replica"
+VLLM, SGLANG = "llm/qwen3_4b_dapo_grpo", "llm/qwen3_4b_dapo_grpo_sglang"
+SHAPES, REPLICA = "worlds/shapes/flowgrpo", "worlds/shapes/replica"
 APART = ["runtime=ray", "num_devices=2", "+placement.train=0", "+placement.rollout=1"]
 REMOTE = [
     "+engine.url=http://10.0.0.1:30000",
@@ -49,12 +49,12 @@ def findings(name, *overrides):
     ("name", "overrides", "message"),
     [
         (
-            "llm/qwen3_arithmetic_sglang",
+            "worlds/arithmetic/sglang",
             ["parts/train=lora", "engine.max_lora_rank=8", LORA_SYNC],
             "engine.max_lora_rank = 8, but SGLang's adapters need a GPU. Push whole weights",
         ),
         (
-            "llm/qwen3_arithmetic_vllm",
+            "worlds/arithmetic/vllm",
             ["+engine.gpus=[0,1]"],
             "engine.gpus = [0, 1] does nothing with device: cpu. Set it to null.",
         ),
@@ -74,17 +74,17 @@ def findings(name, *overrides):
             "engine.num_instances * engine.num_devices = 2 * 2 = 4 needs 4 GPUs, engine.gpus = [0, 1, 2]",
         ),
         (
-            "llm/qwen3_arithmetic_vllm",
+            "worlds/arithmetic/vllm",
             ["device=cuda", "+engine.num_instances=3"],
             "engine.num_instances * engine.num_devices = 3 * 1 = 3: name the 3 GPUs of this host that they",
         ),
         (
-            "diffusion/sd3_shapes_sglang",
+            "worlds/shapes/sglang",
             ["device=cuda", "+engine.num_instances=2", "+engine.gpus=[3]"],
             "engine.num_instances * engine.num_devices = 2 * 1 = 2 needs 2 GPUs, engine.gpus = [3] names 1. Change one",
         ),
         (
-            "diffusion/sd3_shapes_sglang",
+            "worlds/shapes/sglang",
             ["+engine.num_devices=2", "+engine.engine_args={sp_degree: 2}"],
             "engine.engine_args sets ['sp_degree']. SGLang's SD3 samples another image where its tokens are split.",
         ),
@@ -125,17 +125,17 @@ def findings(name, *overrides):
             "bundle.vae_tile_pixels = 32 cuts nothing of 32 x 32 pixels. Set it below 32, or null.",
         ),
         (
-            "diffusion/ltx2_t2v_flowgrpo",
+            "ltx2/t2v_flowgrpo",
             ["+bundle.vae_tile_pixels=128", "sampling.height=512", "sampling.width=800"],
             "bundle.vae_tile_pixels = 128 leaves a last tile of 32 of 512 pixels, too narrow for a decoder. Set it to",
         ),
         (
-            "diffusion/hunyuan_video15_i2v_nft",
+            "hunyuan_video15/i2v_nft",
             ["+bundle.vae_tile_frames=10", "sampling.num_frames=33"],
             "bundle.vae_tile_frames = 10 is not 4 k + 1 with k of 2 or more. The nearest that is: 9.",
         ),
         (
-            "diffusion/ltx2_t2v_flowgrpo",
+            "ltx2/t2v_flowgrpo",
             ["+bundle.vae_tile_frames=33"],
             "bundle.vae_tile_frames = 33 cuts nothing of 25 frames. Set it below, or null.",
         ),
@@ -181,13 +181,13 @@ def findings(name, *overrides):
             "LoraWeightSync pushes adapters, but engine.max_lora_rank = null. Set engine.max_lora_rank to the",
         ),
         (
-            "diffusion/hunyuan_video15_t2v_vllmomni_nccl_separate",
+            "hunyuan_video15/t2v_vllm_omni_separate",
             [LORA_SYNC, "parts/train=lora", "+engine.max_lora_rank=32"],
             "VLLMOmniEngine does not take of HunyuanVideo15Bundle as they are. Set sync._target_: unirl.distributed."
             "weight_sync.full.FullWeightSync, which merges them, and engine.max_lora_rank: null.",
         ),
         (
-            "unified_model/bagel_shapes_vllmomni",
+            "worlds/thoughts/vllm_omni",
             [LORA_SYNC, "parts/train=lora"],
             "VLLMOmniEngine does not take of BagelBundle as they are. Set sync._target_: unirl.distributed."
             "weight_sync.full.FullWeightSync, which merges them.",
@@ -243,7 +243,7 @@ def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
         (REPLICA, ["device=cuda", "+residency.sleep_engine=true", "+residency.offload_weights=true"]),
         (REPLICA, [LORA_SYNC, "parts/train=lora"]),
         (VLLM, ["+placement.train=0-31", "+placement.rollout=16-31"]),
-        ("diffusion/sd3_shapes", ["device=cuda", "+residency.offload_optimizer=true"]),
+        ("worlds/shapes/nft", ["device=cuda", "+residency.offload_optimizer=true"]),
         (REPLICA, [*APART, "+sync.transport=ipc", "+sync.changed=tensors"]),
         (REPLICA, [*APART, "+sync.transport=files", "+sync.transfer_dir=/dev/shm"]),
     ],
@@ -273,7 +273,10 @@ def test_an_engine_of_ones_own_says_what_it_cannot_do(tmp_path, monkeypatch, ove
     ("name", "message"),
     [
         (SHAPES, "{key} = {file}: 2 rows (a, b) bring images, but bundle SD3Bundle has none of them reach the model"),
-        ("llm/qwen3_arithmetic", "{key} = {file}: 2 rows (a, b) bring images, but bundle Qwen3Bundle has none of them"),
+        (
+            "worlds/arithmetic/grpo",
+            "{key} = {file}: 2 rows (a, b) bring images, but bundle Qwen3Bundle has none of them",
+        ),
     ],
 )
 def test_images_of_the_data_that_no_model_would_read_are_refused_by_name(tmp_path, name, key, message):
@@ -292,7 +295,7 @@ def test_rows_without_the_image_that_a_model_begins_with_are_refused_by_name(tmp
     rows = [{"prompt": "it runs", "prompt_id": "a"}, {"prompt": "it sits", "prompt_id": "b"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     register_resolvers()
-    run = run_of(resolve(compose("diffusion/wan21_i2v", [f"data.path={file}"])))
+    run = run_of(resolve(compose("wan21/i2v", [f"data.path={file}"])))
     found = list(machine_findings(run, Machine(num_cpus=8, num_gpus=8)))
     message = f"data.path = {file}: 2 rows (a, b) bring no image, which bundle WanImageBundle begins with"
     assert any(message in each for each in found), found
@@ -304,7 +307,7 @@ def test_rows_with_more_images_than_a_model_takes_are_refused_by_name(tmp_path):
     rows = [{"prompt": "join them", "prompt_id": str(count), "images": ["cat.png"] * count} for count in (4, 5)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     register_resolvers()
-    run = run_of(resolve(compose("diffusion/flux2_klein_editreward", [f"data.path={file}"])))
+    run = run_of(resolve(compose("flux2_klein/editreward", [f"data.path={file}"])))
     found = list(machine_findings(run, Machine(num_cpus=8, num_gpus=8)))
     message = f"data.path = {file}: 1 rows (5) bring more than the 4 images that bundle Flux2KleinBundle takes"
     assert any(message in each for each in found), found
@@ -315,7 +318,7 @@ def test_the_sizes_of_a_video_recipe_are_checked_without_weights():
         ("sampling.num_frames=6", "sampling.num_frames = 6 is not 4 k + 1. Set sampling.num_frames: 5 or 9"),
         ("sampling.height=700", "sampling.height = 700 is not divisible by 16"),
     ):
-        assert any(message in found for found in findings("diffusion/wan22_t2v_14b", override)), override
+        assert any(message in found for found in findings("wan22/t2v_14b", override)), override
 
 
 def test_a_server_over_several_hosts_needs_no_gpu_of_this_one():
@@ -327,7 +330,7 @@ def test_a_server_over_several_hosts_needs_no_gpu_of_this_one():
     )
 
 
-@pytest.mark.parametrize("name", ["vlm/qwen_vl_shapes_vllm", "llm/qwen3_arithmetic_sglang"])
+@pytest.mark.parametrize("name", ["worlds/questions/vllm", "worlds/arithmetic/sglang"])
 def test_a_model_is_split_over_devices_that_divide_its_heads(name):
     register_resolvers()
     python = f"engine.python={sys.executable}"
@@ -357,7 +360,7 @@ def test_a_model_is_split_over_devices_that_divide_its_heads(name):
         (VLLM, ["+engine.tensor_parallel_size=2"], {"num_devices": 2}),
         (SGLANG, ["~engine.engine_args", "+engine.server_args={a: 1}"], {"engine_args": {"a": 1}}),
         (SGLANG, ["~engine.sleep_level", "+engine.uses_memory_saver=true"], {"sleep_level": 2}),
-        ("diffusion/sd3_shapes_sglang", ["+engine.num_gpus=2"], {"num_devices": 2}),
+        ("worlds/shapes/sglang", ["+engine.num_gpus=2"], {"num_devices": 2}),
     ],
 )
 def test_old_keywords_of_engines_are_taken_with_a_message(caplog, name, old, new):

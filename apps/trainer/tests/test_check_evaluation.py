@@ -10,7 +10,7 @@ from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
 from unirl.types.errors import ConfigError
 
-IMAGES, TEXTS, BOTH = "diffusion/sd3_shapes", "llm/qwen3_arithmetic", "pe/shapes"
+IMAGES, TEXTS, BOTH = "worlds/shapes/nft", "worlds/arithmetic/grpo", "worlds/phrases/both"
 
 
 @pytest.fixture(autouse=True, scope="module")

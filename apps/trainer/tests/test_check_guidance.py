@@ -9,9 +9,9 @@ from unirl.config.check import run_findings
 from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
 
-FLUX1, FILL = "diffusion/flux1_flowgrpo", "diffusion/flux1_fill_pickscore"
-HUNYUAN, HUNYUAN_I2V = "diffusion/hunyuan_video_t2v_trainside", "diffusion/hunyuan_video_i2v_nft"
-KLEIN, Z_IMAGE = "diffusion/flux2_klein_trainside", "diffusion/z_image_nft"
+FLUX1, FILL = "flux1/flowgrpo", "flux1/fill_pickscore"
+HUNYUAN, HUNYUAN_I2V = "hunyuan_video/t2v_grpo", "hunyuan_video/i2v_nft"
+KLEIN, Z_IMAGE = "flux2_klein/grpo", "z_image/nft"
 SCHNELL = "bundle.pretrained_model=black-forest-labs/FLUX.1-schnell"
 TURBO = "bundle.pretrained_model=Tongyi-MAI/Z-Image-Turbo"
 NO_INPUT = "sampling.distilled_guidance_scale=null"

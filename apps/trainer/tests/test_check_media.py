@@ -46,7 +46,7 @@ def rows(folder, **num_frames):
 )
 def test_videos_that_a_model_cannot_follow_are_refused_by_name(tmp_path, num_frames, message):
     file = rows(tmp_path, **num_frames)
-    found = findings("diffusion/wan22_animate", f"data.path={file}", "sampling.num_frames=9")
+    found = findings("wan22/animate", f"data.path={file}", "sampling.num_frames=9")
     about = [each for each in found if each.startswith(f"data.path = {file}")]
     assert [message in each for each in about] == ([True] if message else []), found
 
@@ -59,8 +59,8 @@ def test_layers_for_lora_that_a_folder_does_not_have_are_refused(tmp_path):
     # The head of a file of weights, and none of the weights.
     (tmp_path / "transformer" / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head)
     at, targets = f"bundle.pretrained_model={tmp_path}", "backend.lora.target_modules"
-    found = findings("diffusion/wan21_t2v", at, f"{targets}=[attn.to_q,to_p]")
+    found = findings("wan21/t2v", at, f"{targets}=[attn.to_q,to_p]")
     message = f"backend.lora.target_modules ['to_p'] match no layer of {tmp_path}, whose layers end in to_k, to_q"
     assert any(message in each for each in found), found
-    fine = findings("diffusion/wan21_t2v", at, f"{targets}=[attn.to_q]")
+    fine = findings("wan21/t2v", at, f"{targets}=[attn.to_q]")
     assert not any("target_modules" in each for each in fine), fine

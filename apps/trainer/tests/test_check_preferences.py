@@ -14,7 +14,7 @@ from unirl.types.recipe import Machine
 
 from .changed_recipes import changed
 
-ONLINE, OFFLINE, AWM, RAFT = (f"diffusion/sd3_shapes_{name}" for name in ("online_dpo", "dpo", "awm", "raft"))
+ONLINE, OFFLINE, AWM, RAFT = (f"worlds/shapes/{name}" for name in ("online_dpo", "dpo", "awm", "raft"))
 PLENTY = Machine(num_cpus=1024, num_gpus=1024)
 
 

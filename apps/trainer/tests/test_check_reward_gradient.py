@@ -18,13 +18,13 @@ SMOOTH = {"_target_": "unirl.reward.worlds.shapes_gradient.ShapesGradientScorer"
 @pytest.fixture(scope="module")
 def recipes():
     register_resolvers()
-    names = [f"diffusion/{size}_{method}" for size in ("sd3", "sd3_shapes") for method in METHODS]
+    names = [f"{folder}/{method}" for folder in ("sd3", "worlds/shapes") for method in METHODS]
     return {name: resolve(compose(name)) for name in names}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_shapes_are_trained_on_the_smooth_verifier_and_judged_by_the_strict_one(recipes, method):
-    recipe = recipes[f"diffusion/sd3_shapes_{method}"]
+    recipe = recipes[f"worlds/shapes/{method}"]
     assert recipe["reward"]["weights"] == {"gradient": 1.0, "shapes": 0.0}
     assert recipe["reward"]["scorers"]["gradient"]["_target_"] == SMOOTH["_target_"]
     assert recipe["save"]["best_metric"] == "shapes/strict"
@@ -35,7 +35,7 @@ def test_shapes_are_trained_on_the_smooth_verifier_and_judged_by_the_strict_one(
 @pytest.mark.parametrize(("method", "batch"), [("drtune", 64), ("refl", 64), ("draft_lv", 32)])
 def test_real_size_recipes_hold_the_numbers_published_for_this_model(recipes, method, batch):
     """arXiv 2606.11075, the authors' configurations of SD3.5-M."""
-    recipe = recipes[f"diffusion/sd3_{method}"]
+    recipe = recipes[f"sd3/{method}"]
     assert recipe["batch_size"] == batch and recipe["num_rollouts"] == 300 and recipe["num_devices"] == 8
     sampling = recipe["sampling"]
     assert (sampling["num_inference_steps"], sampling["guidance_scale"], sampling["height"]) == (25, 3.5, 512)
@@ -74,7 +74,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES)
 def test_a_mistake_has_one_message_before_work_starts(recipes, changes, message):
-    recipe = copy.deepcopy(recipes["diffusion/sd3_shapes_drtune"])
+    recipe = copy.deepcopy(recipes["worlds/shapes/drtune"])
     for key, value in changes.items():
         *path, last = key.split(".")
         node = recipe
@@ -87,7 +87,7 @@ def test_a_mistake_has_one_message_before_work_starts(recipes, changes, message)
 
 @pytest.mark.parametrize("scorer", ["images.pickscore.PickScoreRewardScorer", "images.clip.CLIPRewardScorer"])
 def test_differentiable_scorers_pass(recipes, scorer):
-    recipe = copy.deepcopy(recipes["diffusion/sd3_shapes_drtune"])
+    recipe = copy.deepcopy(recipes["worlds/shapes/drtune"])
     recipe["reward"]["scorers"]["shapes"] = {"_target_": f"unirl.reward.local.{scorer}"}
     recipe["reward"]["weights"] = {"gradient": 1.0, "shapes": 0.5}
     check_recipe(recipe)

@@ -12,8 +12,8 @@ from unirl.types.errors import ConfigError
 from .changed_recipes import changed
 
 SHAPES = {
-    "SGLangDiffusionEngine": "diffusion/sd3_shapes_sglang",
-    "VLLMOmniEngine": "diffusion/sd3_shapes_vllmomni",
+    "SGLangDiffusionEngine": "worlds/shapes/sglang",
+    "VLLMOmniEngine": "worlds/shapes/vllm_omni",
 }
 DANCE = {"pipeline.strategy": {"_target_": "unirl.sde.kernels.DanceSDEStrategy"}}
 TRUSTING = {"algorithm.old_logp_source": "rollout"}

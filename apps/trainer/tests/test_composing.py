@@ -10,7 +10,7 @@ from unirl.config import recipes
 from unirl.config.recipes import compose, render
 from unirl.types.errors import ConfigError
 
-SHAPES = "diffusion/sd3_shapes"
+SHAPES = "worlds/shapes/nft"
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ SHAPES = "diffusion/sd3_shapes"
         (SHAPES, ["new.key.of.mine=[1, two, {three: 3}]"], ["++new.key.of.mine=[1, two, {three: 3}]"]),
         (SHAPES, ["reward.scorers.mine._target_=a.B"], ["++reward.scorers.mine._target_=a.B"]),
         (SHAPES, ["run_dir='a, b'", 'bundle.dtype="${oc.env:D}"'], ["run_dir='a, b'", '++bundle.dtype="${oc.env:D}"']),
-        ("llm/qwen3_arithmetic", ["sampling.temperature=0.5"], ["sampling.temperature=0.5"]),
+        ("worlds/arithmetic/grpo", ["sampling.temperature=0.5"], ["sampling.temperature=0.5"]),
     ],
 )
 def test_assigned_values_are_those_of_hydra(name: str, given: list[str], as_hydra_takes_it: list[str]) -> None:
@@ -44,5 +44,5 @@ def test_a_composed_recipe_may_be_changed() -> None:
 
 
 def test_a_value_that_cannot_be_assigned_has_the_message_of_hydra() -> None:
-    with pytest.raises(ConfigError, match=r"recipe diffusion/sd3_shapes: .*sampling\.num_inference_steps\.deeper"):
+    with pytest.raises(ConfigError, match=r"recipe worlds/shapes/nft: .*sampling\.num_inference_steps\.deeper"):
         compose(SHAPES, ["sampling.num_inference_steps.deeper=1"])

@@ -72,7 +72,7 @@ def test_every_recipe_names_data_that_it_brings_or_that_this_command_makes(name,
 def test_the_drawn_characters_are_data_that_the_recipe_of_wan_animate_takes(here):
     prepare(SETS["characters"], here / FOLDER / "characters")
     register_resolvers()
-    run = run_of(resolve(compose("diffusion/wan22_animate")))
+    run = run_of(resolve(compose("wan22/animate")))
     found = list(machine_findings(run, Machine(num_cpus=8, num_gpus=8)))
     assert [each for each in found if each.startswith(("data.", "eval."))] == []
 
@@ -116,7 +116,7 @@ def test_all_about_a_set_names_its_files_licence_and_recipes(trainer):
     assert status == 0
     assert "https://huggingface.co/datasets/Maxwell-Jia/AIME_2024 at main (license: MIT)" in out
     assert "aime_2024_problems.parquet, 30 rows" in out
-    assert "llm/qwen3_grpo_4b_base_dapo_sglang" in out.split("recipes: ")[1]
+    assert "llm/qwen3_4b_dapo_grpo_sglang" in out.split("recipes: ")[1]
 
 
 def test_a_set_from_local_files_into_another_folder(trainer, here):
@@ -137,7 +137,7 @@ def test_a_set_from_local_files_into_another_folder(trainer, here):
     )
     assert status == 0 and out.startswith("wrote mine/train.jsonl (") and not Path("mine/test.jsonl").exists()
     other = ["parts/reward=pickscore", "eval=null"]  # the verifier of shapes reads no other prompts
-    assert trainer("check", "--strict", "diffusion/sd3_shapes", *other, "data.path=mine/train.jsonl")[0] == 0
+    assert trainer("check", "--strict", "worlds/shapes/nft", *other, "data.path=mine/train.jsonl")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_mistake_has_one_message(trainer, words, message):
 
 def test_options_of_data_mean_nothing_elsewhere():
     with pytest.raises(ConfigError, match=r"--from does nothing with 'check'; it is for: data\."):
-        parse(["check", "sd3_shapes", "--from", "x"])
+        parse(["check", "worlds/shapes/nft", "--from", "x"])
 
 
 def test_without_an_action_sets_are_listed():
@@ -172,7 +172,7 @@ def test_without_an_action_sets_are_listed():
 
 
 def test_check_names_the_command_that_makes_missing_data(trainer):
-    status, _, error = trainer("check", "--strict", "diffusion/sd3_shapes", "data.path=datasets/pickscore/train.txt")
+    status, _, error = trainer("check", "--strict", "worlds/shapes/nft", "data.path=datasets/pickscore/train.txt")
     assert status == USER_ERROR
     assert "data.path = datasets/pickscore/train.txt: no such prompt file" in error
     assert f"Make it with: {command_for('datasets/pickscore/train.txt')}, or set data.path." in error

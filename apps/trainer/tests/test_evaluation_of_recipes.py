@@ -51,8 +51,7 @@ WITHOUT_GUIDANCE = ("nft", "awm", "crd", "dgpo", "flowdppo", "cppo", "flowgrpo_c
 
 def drawn() -> list[str]:
     """Recipes of real size that make images or videos."""
-    names = [name for name in available() if name.startswith(("diffusion/", "pe/", "unified_model/"))]
-    return [name for name in names if not any(word in name for word in ("shapes", "moves"))]
+    return [name for name in available() if not name.startswith(("worlds/", "llm/", "vlm/"))]
 
 
 @pytest.mark.parametrize("name", drawn())
@@ -75,10 +74,10 @@ def test_a_recipe_evaluates_as_its_model_is_used(recipes, name):
 
 
 def test_both_experts_of_wan_have_their_guidance(recipes):
-    assert recipes["diffusion/wan22_t2v_14b"]["eval"]["guidance_scale_2"] == 3.0
+    assert recipes["wan22/t2v_14b"]["eval"]["guidance_scale_2"] == 3.0
 
 
 def test_the_shift_is_the_one_of_the_resolution(recipes):
-    for name in ("wan22_t2v_14b", "wan22_t2v_14b_dancegrpo", "wan22_t2v_14b_mixgrpo", "wan22_i2v", "wan21_t2v"):
-        recipe = recipes[f"diffusion/{name}"]
+    for name in ("wan22/t2v_14b", "wan22/t2v_14b_dancegrpo", "wan22/t2v_14b_mixgrpo", "wan22/i2v", "wan21/t2v"):
+        recipe = recipes[name]
         assert recipe["pipeline"]["schedule"]["shift"] == (5.0 if recipe["sampling"]["height"] >= 704 else 3.0)

@@ -36,7 +36,7 @@ def mark(tmp_path, monkeypatch):
     read_module.cache_clear()
 
 
-SHAPES = "defaults: [/diffusion/sd3_shapes, _self_]\n"
+SHAPES = "defaults: [/worlds/shapes/nft, _self_]\n"
 HOSTILE = {
     "a scorer's module": SHAPES + "reward: {scorers: {mine: {_target_: evil.Scorer}}}",
     "a package on the way": SHAPES + "reward: {scorers: {mine: {_target_: evil_package.inner.Scorer, a: 1}}}",
@@ -55,7 +55,7 @@ HOSTILE = {
     "a resolver that is not there": SHAPES + "recipe: ${eval:open('executed','w')}",
     "a resolver that builds": SHAPES + "recipe: ${oc.create:evil.Scorer}",
     "a search path": "hydra: {searchpath: ['pkg://evil_package', 'file://.']}\n" + SHAPES,
-    "a plugin's launcher": "defaults: [/diffusion/sd3_shapes, {override hydra/launcher: evil}, _self_]",
+    "a plugin's launcher": "defaults: [/worlds/shapes/nft, {override hydra/launcher: evil}, _self_]",
     "a default of a package": "defaults: ['pkg://evil_package/inner', _self_]",
     "a default outside": "defaults: [../../../../etc/passwd, _self_]",
 }
@@ -107,8 +107,8 @@ FOREIGN = {
 
 @pytest.mark.parametrize("named", FOREIGN)
 def test_code_in_the_recipe_of_a_run_is_run_with_trust_alone(run_of_somebody, mark, capsys, monkeypatch, named):
-    kind = "_sglang" if "python" in named else ""
-    run = run_of_somebody(f"defaults: [/diffusion/sd3_shapes{kind}, _self_]\n{FOREIGN[named]}")
+    kind = "sglang" if "python" in named else "nft"
+    run = run_of_somebody(f"defaults: [/worlds/shapes/{kind}, _self_]\n{FOREIGN[named]}")
     for words in (["eval", run], ["export", run, "--to", "out", "--merged"], [run, "resume=auto"]):
         assert main(words) == USER_ERROR
         said = capsys.readouterr().err
@@ -132,7 +132,7 @@ def test_the_check_lists_code_that_does_not_come_with_unirl(mark, capsys):
     assert (
         "  runs code that does not come with UniRL: trackers.mine._target_ = evil.Scorer\n" in capsys.readouterr().out
     )
-    assert main(["check", "sd3_shapes_sglang"]) == 0
+    assert main(["check", "worlds/shapes/sglang"]) == 0
     assert "does not come with" not in capsys.readouterr().out
 
 

@@ -12,8 +12,9 @@ from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
 from unirl.types.errors import ConfigError
 
-SMALL = ("_shapes", "_moves")
-REAL = [name for name in available() if name.startswith("diffusion/") and not any(word in name for word in SMALL)]
+OTHERS = ("worlds/", "llm/", "vlm/", "pe/", "bagel/think", "hunyuan_image3/think", "hunyuan_image3/vllm")
+REAL = [name for name in available() if not name.startswith(OTHERS)]
+"""Recipes of images and videos alone, of real size."""
 NUMBERS = {"eight": 8, "sixteen": 16, "thirty-two": 32}
 
 
@@ -38,7 +39,7 @@ def test_a_recipe_fits_the_gpus_that_its_header_names(recipes, name):
 
 def test_the_numbers_of_the_guide_to_stable_diffusion_follow():
     """docs/guides/sd35.md has the arithmetic, and the position table, which is sharded here, as whole."""
-    of = by_name("diffusion/sd3_nft")
+    of = by_name("sd3/nft")
     assert of["train"]["text encoders"] == pytest.approx(11.16e9, rel=0.01)
     assert of["train"]["reward models"] == pytest.approx(3.94e9, rel=0.01)
     assert of["train"]["model"] + of["train"]["LoRA with Adam"] == pytest.approx(0.66e9, rel=0.1)
@@ -50,27 +51,27 @@ def test_the_numbers_of_the_guide_to_stable_diffusion_follow():
 
 
 def test_the_model_that_scores_videos_is_counted():
-    of_videos, of_images = by_name("diffusion/wan21_t2v_mixgrpo"), by_name("diffusion/sd3_nft")
+    of_videos, of_images = by_name("wan21/t2v_mixgrpo"), by_name("sd3/nft")
     assert of_videos["train"]["reward models"] == of_images["train"]["reward models"] > 0
 
 
 def test_what_is_not_images_alone_has_no_estimate():
     with pytest.raises(ConfigError, match="for images and videos alone, this recipe has several stages"):
-        found("unified_model/bagel_flowgrpo_think")
+        found("bagel/think_flowgrpo")
 
 
 def test_no_more_is_counted_than_there_is():
     """Three steps of one sample are three rows, whatever a forward may take; four samples are not decoded as eight."""
-    most = by_name("diffusion/sd3_trainside")["train"]["activations"]
-    one = by_name("diffusion/sd3_trainside", "stack.micro_batch_size=1")["train"]["activations"]
+    most = by_name("sd3/grpo")["train"]["activations"]
+    one = by_name("sd3/grpo", "stack.micro_batch_size=1")["train"]["activations"]
     assert one == pytest.approx(most * 3 / 12)
     few = ("num_devices=1", "batch_size=1", "sampling.samples_per_prompt=4")
-    whole, four = (by_name("diffusion/sd3_nft", *more)["decode"]["decoder"] for more in ((), few))
+    whole, four = (by_name("sd3/nft", *more)["decode"]["decoder"] for more in ((), few))
     assert four == pytest.approx(whole * 4 / 8)
 
 
 def test_what_a_setting_saves():
-    name = "diffusion/sd3_nft"
+    name = "sd3/nft"
     whole = by_name(name)
     dropped = by_name(name, "engine.drop_text_encoders=true")
     assert whole["train"]["text encoders"] > 0 == dropped["train"]["text encoders"]
@@ -84,7 +85,7 @@ def test_what_a_setting_saves():
     assert one["decode"]["decoder"] == pytest.approx(whole["decode"]["decoder"] / 8)
     tiles = by_name(name, "+bundle.vae_tile_pixels=128")
     assert tiles["decode"]["decoder"] < 0.2 * whole["decode"]["decoder"]
-    video = ("diffusion/hunyuan_video15_i2v_nft", "sampling.num_frames=33")
+    video = ("hunyuan_video15/i2v_nft", "sampling.num_frames=33")
     spans = by_name(*video, "+bundle.vae_tile_frames=9")
     assert spans["decode"]["decoder"] < 0.35 * by_name(*video)["decode"]["decoder"]
     bits = by_name(name, "+engine.media_bits=8")
@@ -96,7 +97,7 @@ def test_what_a_setting_saves():
 
 
 def test_text_encoders_that_rest_count_while_prompts_are_encoded_alone():
-    name = "diffusion/hunyuan_video_t2v_trainside"
+    name = "hunyuan_video/t2v_grpo"
     resting = by_name(name)
     staying = by_name(name, "~bundle.rest_text_encoders")
     assert resting["encode"]["text encoders"] == staying["train"]["text encoders"] == pytest.approx(16.3e9, rel=0.01)
@@ -111,7 +112,7 @@ def test_no_recipe_computes_text_encoders_on_the_cpu(recipes):
 
 
 def test_all_weights_take_sixteen_bytes_and_four_per_copy_sharded():
-    of = by_name("diffusion/sd3_refl")["train"]
+    of = by_name("sd3/refl")["train"]
     assert of["trained weights"] + of["gradients and Adam"] + of["copies"] == pytest.approx(2.47e9 * 20 / 8)
 
 
@@ -119,14 +120,14 @@ def test_a_checkpoint_without_known_sizes_is_named():
     with pytest.raises(
         ConfigError, match=r"the sizes of bundle.pretrained_model = mine/own are not known.*Qwen/Qwen-Im"
     ):
-        found("diffusion/sd3_nft", "bundle.pretrained_model=mine/own")
+        found("sd3/nft", "bundle.pretrained_model=mine/own")
 
 
 def test_check_shows_every_phase_and_marks_the_largest(capsys):
-    assert main(["check", "diffusion/sd3_nft", "--memory"]) == 0
+    assert main(["check", "sd3/nft", "--memory"]) == 0
     shown = capsys.readouterr().out
     lines = [line.split() for line in shown.splitlines() if " GB per device: " in line]
     assert [line[0] for line in lines] == ["start", "rollout", "decode", "train"]
     assert shown.count("<- most") == 1 and max(lines, key=lambda line: float(line[1]))[-2:] == ["<-", "most"]
-    assert main(["check", "diffusion/sd3_shapes", "--memory"]) == 0
+    assert main(["check", "worlds/shapes/nft", "--memory"]) == 0
     assert "no estimate of memory: the sizes of bundle.pretrained_model" in capsys.readouterr().out

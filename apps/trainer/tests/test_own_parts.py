@@ -97,7 +97,7 @@ def test_a_run_on_a_reward_function_of_ones_own_trains_on_nothing_else(folder, c
 
 
 def test_a_scorer_class_of_ones_own_scores_beside_the_packaged_one(folder, capsys):
-    recipe = written(folder, ("unirl-reward", "Contrast"), defaults=["/diffusion/sd3_shapes", "_self_"])
+    recipe = written(folder, ("unirl-reward", "Contrast"), defaults=["/worlds/shapes/nft", "_self_"])
     assert main([recipe, *SMALL, "algorithm.num_timesteps=1", "run_dir=run"]) == 0, capsys.readouterr().err
     assert "reward: shapes + contrast" in capsys.readouterr().err
     assert all(f'"reward/{name}' in Path("run/metrics.jsonl").read_text() for name in ("shapes", "contrast"))
@@ -130,7 +130,7 @@ def test_a_secret_of_the_environment_is_in_no_file_of_a_run_or_of_its_export(fol
     recipe = written(
         folder,
         ("unirl-reward", "Contrast"),
-        defaults=["/diffusion/sd3_shapes", "_self_"],
+        defaults=["/worlds/shapes/nft", "_self_"],
         reward={
             "scorers": {
                 "shapes": None,
@@ -194,7 +194,7 @@ def test_a_worker_seeds_every_global_generator(folder, holds):
     sys.path.append(str(folder))
     own = ["~reward.scorers.shapes", "reward.scorers.own={_target_:my_package.draws.Draws}", "save.best_metric=reward"]
     register_resolvers()
-    recipe = resolve(compose("diffusion/sd3_shapes_replica", own))
+    recipe = resolve(compose("worlds/shapes/replica", own))
 
     def built(seed):
         roles = build_components(
@@ -214,7 +214,7 @@ def test_a_run_on_latents_alone_decodes_nothing(folder, capsys, monkeypatch):
     scorers = {"shapes": None, "smooth": {"_target_": "my_package.scorers.Smoothness", "name": "smooth"}}
     recipe = written(
         folder,
-        defaults=["/diffusion/sd3_shapes", "_self_"],
+        defaults=["/worlds/shapes/nft", "_self_"],
         reward={"scorers": scorers},
         save={"best_metric": "reward"},
         engine={"decode": False},

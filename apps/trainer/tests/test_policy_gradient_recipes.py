@@ -27,12 +27,12 @@ def resolved(name):
 def test_every_policy_gradient_has_a_small_and_a_real_recipe():
     names = ["flowgrpo", "flowgrpo_fast", "flowgrpo_cps", "dancegrpo", "mixgrpo", "mixgrpo_flash", "guard", "flowdppo"]
     names += ["cppo", "ddpo", "dpok", "branchgrpo"]
-    assert set(available()) >= {f"diffusion/sd3_{size}{name}" for name in names for size in ("", "shapes_")}
+    assert set(available()) >= {f"{folder}/{name}" for name in names for folder in ("sd3", "worlds/shapes")}
 
 
 def test_dancegrpo_trains_sixty_percent_of_all_steps_but_the_last():
-    for name, num_steps, trained in (("sd3_dancegrpo", 10, 5), ("sd3_shapes_dancegrpo", 6, 3)):
-        recipe = resolved(f"diffusion/{name}")
+    for name, num_steps, trained in (("sd3/dancegrpo", 10, 5), ("worlds/shapes/dancegrpo", 6, 3)):
+        recipe = resolved(name)
         scheduler = recipe["sampling"]["scheduler"]
         assert scheduler["_target_"] == "unirl.sde.windows.AllSteps" and scheduler["exclude_last"] is True
         assert scheduler["num_steps"] == num_steps
@@ -40,7 +40,7 @@ def test_dancegrpo_trains_sixty_percent_of_all_steps_but_the_last():
 
 
 def test_flow_grpo_has_the_published_numbers():
-    recipe = resolved("diffusion/sd3_flowgrpo")
+    recipe = resolved("sd3/flowgrpo")
     sampling, algorithm = recipe["sampling"], recipe["algorithm"]
     assert (sampling["num_inference_steps"], sampling["guidance_scale"], sampling["eta"]) == (10, 4.5, 0.7)
     assert sampling["negative_prompt"] == "" and sampling["scheduler"]["exclude_last"] is True
@@ -51,15 +51,15 @@ def test_flow_grpo_has_the_published_numbers():
     assert (recipe["backend"]["ema"]["decay"], recipe["backend"]["ema"]["every"]) == (0.9, 8)
     assert recipe["advantages"]["preset"] == "flow_grpo_global_std"
     for name, eta, steps in (("fast", 0.8, 2), ("cps", 0.8, 3)):
-        variant = resolved(f"diffusion/sd3_flowgrpo_{name}")
+        variant = resolved(f"sd3/flowgrpo_{name}")
         assert (variant["sampling"]["eta"], variant["sampling"]["scheduler"]["window_size"]) == (eta, steps)
         assert variant["algorithm"]["clip_range"] == 1e-5 and not variant["algorithm"].get("kl_coef")
-    assert resolved("diffusion/sd3_flowgrpo_fast")["sampling"]["init_same_noise"] is True
-    assert resolved("diffusion/sd3_flowgrpo_cps")["sampling"]["guidance_scale"] == 1.0
+    assert resolved("sd3/flowgrpo_fast")["sampling"]["init_same_noise"] is True
+    assert resolved("sd3/flowgrpo_cps")["sampling"]["guidance_scale"] == 1.0
 
 
 def test_flow_dppo_has_the_published_numbers():
-    recipe = resolved("diffusion/sd3_flowdppo")
+    recipe = resolved("sd3/flowdppo")
     assert (recipe["batch_size"], recipe["sampling"]["samples_per_prompt"], recipe["sampling"]["eta"]) == (64, 16, 0.8)
     assert recipe["algorithm"]["threshold"] == 1e-7 and recipe["algorithm"].get("advantage_clip") is None
 
@@ -185,7 +185,7 @@ MISTAKES = [
         "samples share steps, which DiffusionGRPO would train once for each",
     ),
     (
-        "vllmomni",
+        "vllm_omni",
         {"sampling.branch_steps": [0], "sampling.branch_factors": [24], "sampling.init_same_noise": True},
         "samples every trajectory alone. Remove branch_steps and branch_factors",
     ),
@@ -196,7 +196,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("name", "changes", "message"), MISTAKES)
 def test_a_mistake_is_named_before_work_starts(name, changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_recipe(changed(resolved(f"diffusion/sd3_shapes_{name}"), changes))
+        check_recipe(changed(resolved(f"worlds/shapes/{name}"), changes))
 
 
 RIGHT = [
@@ -213,10 +213,10 @@ RIGHT = [
 
 @pytest.mark.parametrize(("name", "changes"), RIGHT)
 def test_what_is_right_passes(name, changes):
-    check_recipe(changed(resolved(f"diffusion/sd3_shapes_{name}"), changes))
+    check_recipe(changed(resolved(f"worlds/shapes/{name}"), changes))
 
 
-@pytest.mark.parametrize("name", [name for name in available() if re.match(r"diffusion/sd3_(?!shapes)", name)])
+@pytest.mark.parametrize("name", [name for name in available() if name.startswith("sd3/")])
 def test_the_activations_of_a_real_sd3_fit_a_gpu(name):
     """At most twelve rows in one forward, guidance counted: 32 of 80 GB, see docs/guides/sd35.md; or recomputation."""
     recipe = resolved(name)
@@ -229,7 +229,7 @@ def test_the_activations_of_a_real_sd3_fit_a_gpu(name):
 
 
 def test_branchgrpo_has_the_published_tree():
-    recipe = resolved("diffusion/sd3_branchgrpo")
+    recipe = resolved("sd3/branchgrpo")
     sampling = recipe["sampling"]
     assert (sampling["branch_steps"], sampling["branch_factors"]) == ([0, 3, 6, 9], [2, 2, 2, 2])
     assert (sampling["num_inference_steps"], sampling["samples_per_prompt"], sampling["eta"]) == (20, 16, 0.3)

@@ -17,9 +17,9 @@ NFT = {
 }
 
 
-@pytest.mark.parametrize("name", ["sdxl_ddpo", "cogvideox_t2v"])
+@pytest.mark.parametrize("name", ["sdxl/ddpo", "cogvideox/t2v"])
 def test_the_kernel_is_ddpos_own_with_all_of_its_noise(name):
-    recipe = resolved(f"diffusion/{name}")
+    recipe = resolved(name)
     assert recipe["pipeline"]["strategy"]["_target_"] == "unirl.sde.kernels.DDIMStrategy"
     assert recipe["sampling"]["eta"] == 1.0
 
@@ -28,17 +28,17 @@ def test_the_kernel_is_ddpos_own_with_all_of_its_noise(name):
     ("name", "changes", "message"),
     [
         (
-            "sdxl_ddpo",
+            "sdxl/ddpo",
             {"algorithm": NFT},
             "algorithm.timestep_sampler = uniform draws any noise level, but SDXLPipeline knows those of its timesteps",
         ),
-        ("sdxl_ddpo", {"sampling.scheduler": None}, "the ddim kernel adds no noise on the last step"),
-        ("sdxl_ddpo", {"sampling.eta": 1.2}, "sampling.eta = 1.2 must lie in [0, 1] for the ddim kernel"),
-        ("sdxl_ddpo", {"sampling.height": 1020}, "sampling.height = 1020 is not divisible by 8"),
-        ("sana_flowgrpo", {"sampling.width": 1000}, "sampling.width = 1000 is not divisible by 32"),
-        ("cogvideox_t2v", {"sampling.num_frames": 13}, "sampling.num_frames = 13 is not 8 k + 1"),
+        ("sdxl/ddpo", {"sampling.scheduler": None}, "the ddim kernel adds no noise on the last step"),
+        ("sdxl/ddpo", {"sampling.eta": 1.2}, "sampling.eta = 1.2 must lie in [0, 1] for the ddim kernel"),
+        ("sdxl/ddpo", {"sampling.height": 1020}, "sampling.height = 1020 is not divisible by 8"),
+        ("sana/flowgrpo", {"sampling.width": 1000}, "sampling.width = 1000 is not divisible by 32"),
+        ("cogvideox/t2v", {"sampling.num_frames": 13}, "sampling.num_frames = 13 is not 8 k + 1"),
     ],
 )
 def test_a_mistake_is_named_before_work_starts(name, changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_recipe(changed(resolved(f"diffusion/{name}"), changes))
+        check_recipe(changed(resolved(name), changes))

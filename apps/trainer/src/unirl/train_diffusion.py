@@ -1,4 +1,4 @@
-"""The trainer under its module name: `python -m unirl.train_diffusion --config-name=diffusion/<recipe>`."""
+"""The trainer under its module name: `python -m unirl.train_diffusion --config-name=sd3/<recipe>`."""
 
 import sys
 

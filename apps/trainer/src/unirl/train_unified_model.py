@@ -1,4 +1,4 @@
-"""The trainer under its module name: `python -m unirl.train_unified_model --config-name=unified_model/<recipe>`."""
+"""The trainer under its module name: `python -m unirl.train_unified_model --config-name=bagel/<recipe>`."""
 
 import sys
 

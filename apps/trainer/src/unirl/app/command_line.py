@@ -11,7 +11,7 @@ from pathlib import Path
 from unirl.config.catalog import available
 from unirl.types.errors import ConfigError
 
-DEFAULT_RECIPE = "diffusion/sd3_shapes"
+DEFAULT_RECIPE = "worlds/shapes/nft"
 VERBS = {
     "run": "train (the default verb)",
     "list": "the recipes that come with the trainer; list rewards: the scorers",
@@ -57,14 +57,14 @@ LISTS = ("recipes", "rewards")
 """What `list` can list; the first where nothing is said."""
 EPILOG = """examples:
   trainer                                     train the default recipe
-  trainer sd3_shapes_flowgrpo num_rollouts=5  a packaged recipe with changes
+  trainer shapes/flowgrpo num_rollouts=5      a packaged recipe with changes
   trainer my_recipe.yaml resume=auto          a file of your own, continued
-  trainer sd3_shapes parts/train=lora         the same recipe with LoRA; full trains all weights
+  trainer shapes/nft parts/train=lora         the same recipe with LoRA; full trains all weights
   trainer check --all                         check every packaged recipe
   trainer list rewards                        the scorers: input, range, what to install
-  trainer export runs/diffusion/sd3_shapes/20260101-120000 --to exported
+  trainer export runs/worlds/shapes/nft/20260101-120000 --to exported
   trainer data prepare geneval                make a set of prompts; others are downloaded, or converted with --from
-  trainer compare sd3_shapes sd3_shapes_flowgrpo cpu_s=120 seeds=0,1,2 --output compared
+  trainer compare shapes/nft shapes/flowgrpo cpu_s=120 seeds=0,1,2 --output compared
 """
 
 

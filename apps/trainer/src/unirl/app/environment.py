@@ -50,8 +50,8 @@ def keep_freed_memory() -> None:
     """Tell glibc not to hand large freed blocks back to the kernel; another C library is left alone.
 
     Otherwise every temporary of an activation's size is mapped and faulted in anew. CPU seconds of three rollouts,
-    medians of five runs with and without it in turns: diffusion/sd3_shapes samples in 3.27 instead of 3.52 and trains
-    in 3.87 instead of 3.92; llm/qwen3_arithmetic takes as long (.76 and .74). Peak memory is the same.
+    medians of five runs with and without it in turns: worlds/shapes/nft samples in 3.27 instead of 3.52 and trains
+    in 3.87 instead of 3.92; worlds/arithmetic/grpo takes as long (.76 and .74). Peak memory is the same.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.app.run_lock import RunIsLockedError, is_lock, locked
+from unirl.config.former_recipes import names_before
 from unirl.types.errors import ConfigError
 
 RUNS = "runs"
@@ -42,9 +43,9 @@ def claimed_run_dir(recipe: Recipe, now: datetime.datetime) -> Generator[tuple[P
 def choose_run_dir(recipe: Recipe, now: datetime.datetime) -> tuple[Path, bool]:
     """The run directory, and whether its newest checkpoint is continued.
 
-    `run_dir` names it; else `resume` finds one (`auto`: the newest run of this recipe with a checkpoint, or a new run
-    where there is none; a path: that run); else it is runs/<recipe>/<time>. Raises ConfigError for a run to resume that
-    has no checkpoint, and for a directory that already holds a run which is not to be resumed.
+    `run_dir` names it; else `resume` finds one (`auto`: the newest run of this recipe with a checkpoint, also of an old
+    name of it, or a new run where there is none; a path: that run); else it is runs/<recipe>/<time>. Raises ConfigError
+    for a run to resume that has no checkpoint, and for a directory that already holds a run which is not to be resumed.
     """
     resume, given = recipe.get("resume"), recipe.get("run_dir")
     family = Path(RUNS) / recipe["recipe"]
@@ -65,9 +66,10 @@ def choose_run_dir(recipe: Recipe, now: datetime.datetime) -> tuple[Path, bool]:
             )
         return folder, False
     if resume == "auto":
-        earlier = [folder for folder in sorted(family.glob("*")) if has_checkpoint(folder)]
+        families = [family, *(Path(RUNS) / name for name in names_before(recipe["recipe"]))]
+        earlier = [folder for each in families for folder in each.glob("*") if has_checkpoint(folder)]
         if earlier:
-            return earlier[-1], True
+            return max(earlier, key=lambda folder: folder.name), True
     return _unused(family / now.strftime("%Y%m%d-%H%M%S")), False
 
 

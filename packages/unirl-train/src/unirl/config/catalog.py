@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+from collections.abc import Sequence
 from importlib.resources.abc import Traversable
 
 from unirl.config.suggestions import did_you_mean
@@ -31,16 +32,27 @@ def parts(module: str = RECIPES_MODULE) -> list[str]:
     return sorted(name for name, _ in _yaml_files(root / PARTS, PARTS))
 
 
+def is_packaged(recipe: str, module: str = RECIPES_MODULE) -> bool:
+    """True if `packaged_name` finds the recipe."""
+    return len(_meant(recipe, list(available(module)))) == 1
+
+
 def packaged_name(recipe: str, module: str = RECIPES_MODULE) -> str:
-    """The full name of a packaged recipe; the folder may be omitted if the rest is unique. Raises ConfigError."""
+    """The full name of a packaged recipe; its first folders may be omitted if the rest is unique. Raises
+    ConfigError."""
     names = list(available(module))
-    if recipe in names:
-        return recipe
-    by_last = [name for name in names if name.rsplit("/", 1)[-1] == recipe]
-    if len(by_last) == 1:
-        return by_last[0]
-    known = [*names, *(name.rsplit("/", 1)[-1] for name in names)] if "/" not in recipe else names
+    meant = _meant(recipe, names)
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        raise ConfigError(f"recipe {recipe!r} may be any of {', '.join(meant)}. Write more of its name.")
+    length = recipe.count("/") + 1
+    known = [*names, *("/".join(name.split("/")[-length:]) for name in names)]
     raise ConfigError(f"unknown recipe {recipe!r}. {did_you_mean(recipe, known)} See them all with: trainer list")
+
+
+def _meant(recipe: str, names: Sequence[str]) -> list[str]:
+    return [recipe] if recipe in names else [name for name in names if name.endswith(f"/{recipe}")]
 
 
 def _yaml_files(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:

@@ -209,7 +209,7 @@ def _keys(recipe: Resolved) -> Iterator[str]:
     name = recipe.get("recipe")
     if isinstance(name, str) and not _NAME.fullmatch(name):
         yield (
-            f"recipe = {name} must be a name such as diffusion/mine: runs are written into runs/<recipe>. Use letters, "
+            f"recipe = {name} must be a name such as sd3/mine: runs are written into runs/<recipe>. Use letters, "
             "digits, _ - and . (not first), with / between the parts."
         )
     resume = recipe.get("resume")

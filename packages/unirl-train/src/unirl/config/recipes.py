@@ -1,4 +1,4 @@
-"""Composes and renders recipes. Besides the app, the only code that uses Hydra.
+"""Composes and renders recipes. Besides `unirl.config.former_recipes` and the app, the only code that uses Hydra.
 
 A recipe is a YAML file of the recipes package, composed from parts by a defaults list, or any YAML file given by path
 (whose defaults may name packaged recipes too). `render` writes such a file.
@@ -16,6 +16,7 @@ from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir, initialize_config_module
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
@@ -24,8 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, available, packaged_name, parts
+from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, available, is_packaged, packaged_name, parts
 from unirl.config.former import modernised
+from unirl.config.former_recipes import SCHEME, FormerNames, former_recipe, present
 from unirl.config.instantiation import TARGET
 from unirl.config.suggestions import did_you_mean
 from unirl.config.yaml_bounds import check_yaml
@@ -37,6 +39,7 @@ _HYDRA_VERSION = "1.3"
 # Hydra imports every `hydra_plugins` on the path when it is first used. Used here, before the command adds the working
 # directory to the path, it finds those of installed packages only.
 Plugins.instance()
+SourcesRegistry.instance().register(FormerNames)
 
 
 NULL_ENTRIES = ("algorithms",)
@@ -46,9 +49,9 @@ NULL_ENTRIES = ("algorithms",)
 def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES_MODULE) -> DictConfig:
     """The recipe with `key=value` overrides applied; interpolations are not resolved.
 
-    recipe: a packaged name (the folder may be omitted if the rest is unique) or the path of a YAML file. Overrides
-    follow Hydra's grammar, except that new keys are added without a prefix; the check then reports keys that nothing
-    takes. Raises ConfigError for an unknown recipe, a broken file or a bad override.
+    recipe: a packaged name (its first folders may be omitted if the rest is unique), a name of the last release, or the
+    path of a YAML file. Overrides follow Hydra's grammar, except that new keys are added without a prefix; the check
+    then reports keys that nothing takes. Raises ConfigError for an unknown recipe, a broken file or a bad override.
     """
     parsed = _parsed(overrides)
     path = Path(recipe).expanduser()
@@ -59,13 +62,18 @@ def compose(recipe: str, overrides: Sequence[str] = (), *, module: str = RECIPES
         check_yaml(path)
         folder, name = str(path.resolve().parent), path.stem
         with initialize_config_dir(folder, version_base=_HYDRA_VERSION, job_name="trainer"):
-            return _composed(name, parsed, [f"hydra.searchpath=[pkg://{module}]"], recipe)
-    name = packaged_name(recipe, module)
+            return _composed(name, parsed, f"pkg://{module},{SCHEME}://{module}", recipe)
+    former = None if is_packaged(recipe, module) else former_recipe(recipe, module)
+    if former is None:
+        name = packaged_name(recipe, module)
+    else:
+        name, changes = present(former, module)
+        parsed = _before(_parsed(changes), parsed)
     composed = _changed(name, module, parsed, recipe)
     if composed is not None:
         return composed
     with initialize_config_module(module, version_base=_HYDRA_VERSION, job_name="trainer"):
-        return _composed(name, parsed, [], recipe)
+        return _composed(name, parsed, f"{SCHEME}://{module}", recipe)
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
@@ -156,7 +164,9 @@ def render(config: DictConfig, *, is_resolved: bool = False) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(resolve(config)) if is_resolved else config)
 
 
-def _composed(name: str, overrides: list[Override], extra: list[str], recipe: str) -> DictConfig:
+def _composed(name: str, overrides: list[Override], search_path: str, recipe: str) -> DictConfig:
+    """search_path: where Hydra looks for files after the folder or package that is open."""
+    extra = [f"hydra.searchpath=[{search_path}]"]
     try:
         with warnings.catch_warnings():
             # Hydra's warning about a defaults list without _self_, where the recipe's own values would not override the
@@ -201,7 +211,7 @@ def _composed(name: str, overrides: list[Override], extra: list[str], recipe: st
 def _packaged(name: str, module: str, recipe: str) -> DictConfig:
     """A packaged recipe. Cached and shared, so it must not be changed."""
     with initialize_config_module(module, version_base=_HYDRA_VERSION, job_name="trainer"):
-        return _composed(name, [], [], recipe)
+        return _composed(name, [], f"{SCHEME}://{module}", recipe)
 
 
 def _changed(name: str, module: str, overrides: Sequence[Override], recipe: str) -> DictConfig | None:
@@ -247,13 +257,19 @@ def _with_new_parts(name: str, overrides: list[Override], extra: list[str]) -> l
         placed = sorted(f"{choice}={line.partition('=')[2]}" for choice in known if choice.startswith(f"{kind}@"))
         if placed:
             raise ConfigError(f"{line}: this recipe chooses {kind} for each policy. Say which: {' or '.join(placed)}.")
-        if not extra:
+        if "/" in name:  # packaged
             raise ConfigError(
                 f"{line}: this recipe has no {kind} to replace. Write your own recipe whose defaults are "
                 f"[/{name}, /{kind}/{override.value()}, _self_]."
             )
         (added[line],) = _parsed([f"+{line}"])
     return [added.get(str(override.input_line), override) for override in overrides]
+
+
+def _before(changes: list[Override], overrides: list[Override]) -> list[Override]:
+    """Changes and then overrides, without the parts among the changes in whose place the overrides choose others."""
+    chosen = {(override.key_or_group, override.package) for override in overrides if "/" in override.key_or_group}
+    return [*(change for change in changes if (change.key_or_group, change.package) not in chosen), *overrides]
 
 
 def _is_plain(override: Override) -> bool:
