@@ -20,7 +20,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Before anything imports Ray: under `uv run` it would otherwise build an environment for its workers, and its own
-# timeouts take processes that start slowly next to others for dead.
+# timeouts declare processes dead that start slowly because others run.
 for _name, _value in {
     "ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "USAGE_STATS_ENABLED": "0",

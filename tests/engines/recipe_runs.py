@@ -7,7 +7,7 @@ import sys
 
 
 def train(run_dir, *words):
-    """The command as a process that writes its output next to its run."""
+    """The command as a process that writes its output next to the run directory."""
     output = run_dir.with_suffix(".output").open("a")
     return subprocess.Popen(
         [sys.executable, "-m", "unirl.app.main", *words, "seed=0", f"run_dir={run_dir}", "save.interval=0"],

@@ -46,7 +46,7 @@ class StandingBackend(FSDPBackend):
 
 
 def request_of(family: Any, engine: TrainsideRolloutEngine, params: Any, rollout_id: int) -> RolloutReq:
-    """Two prompts, two samples each, with what the family takes next to them."""
+    """Two prompts, two samples each, with what else the family takes."""
     rows = [PromptRow(text, text, {}) for text in kit.TEXTS[:2]]
     params = params.resolved(rollout_id)
     plan = engine.plan(params)

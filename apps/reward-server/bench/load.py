@@ -8,7 +8,7 @@
             --beside the folders of other checkouts, their servers take part in every round
     faults  a replica killed under load, a slow scorer, a full queue, clients that leave, half-sent bodies
     slow    2,000 connections that send a byte of their headers now and then, against a server of 300 files; /ready
-            and scoring next to them, and the size of the log; --beside as for bodies
+            and scoring at the same time, and the size of the log; --beside as for bodies
     fuzz    10,000 damaged requests
     steady  memory over --minutes of load
 Every client is a keep-alive connection that waits for its answer before it asks again.
@@ -369,7 +369,7 @@ async def half_sent(server: Server, session: aiohttp.ClientSession) -> None:
 async def slow(folder: Path, beside: list[Path]) -> None:
     """Connections that never finish their headers, all from one address."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-    say("| server | /ready answered | slowest ms | scored next to it | log KiB | server CPU s |")
+    say("| server | /ready answered | slowest ms | scored meanwhile | log KiB | server CPU s |")
     say("|---|---|---|---|---|---|")
     checkouts: dict[str, Path | None] = {path.name: path for path in beside} | {"this": None}
     for name, checkout in checkouts.items():
@@ -389,7 +389,8 @@ async def slow(folder: Path, beside: list[Path]) -> None:
 
 
 async def attacked(server: Server) -> dict[str, list[float | None]]:
-    """Seconds of every answer next to 2,000 slow connections, while they come and while they stay; None without one."""
+    """Seconds of every answer with 2,000 slow connections, while they are opened and while they stay open; None without
+    an answer."""
     body, _ = body_of("null", num=1, side=16, kind=BINARY_TYPE)
     head = f"POST /score HTTP/1.1\r\nHost: h\r\nContent-Type: {BINARY_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
     asked = {"/ready": b"GET /ready HTTP/1.1\r\nHost: h\r\n\r\n", "/score": head.encode() + body}

@@ -432,7 +432,7 @@ def test_nft_may_evaluate_its_old_policy(recipes):
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_takes_lora_from_the_command_line(recipes, name):
-    # One policy stands in flat sections, next to which a teacher that does not train may be named.
+    # Besides one policy in flat sections, `policies` may have a teacher that does not train.
     policies = None if "backend" in recipes[name] else recipes[name]["policies"]
     words = [f"parts/train@policies.{policy}=lora" for policy in policies] if policies else ["parts/train=lora"]
     recipe = resolve(compose(name, words))

@@ -21,7 +21,7 @@ PRELOADED = [
     "unirl.models.sd3.pipeline",
 ]
 """Imported once, by the process that all ranks of a test session are forked from: imports take longer than the jobs.
-What is not installed next to this package is left out."""
+Packages that are not installed are left out."""
 
 Job = Callable[[], Any]  # Any: what torch.save can write
 

@@ -1,4 +1,5 @@
-"""A module that trains next to the policy: its own optimizer, together skipped, saved and moved, never the policy's."""
+"""A module that trains together with the policy: it has its own optimizer, is skipped, saved and moved with the policy,
+and is never part of it."""
 
 import math
 from pathlib import Path

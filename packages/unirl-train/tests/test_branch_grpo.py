@@ -103,7 +103,7 @@ def test_by_depth_neither_scale_nor_centre_of_the_leaves_matters(factors, gain, 
     leaves = torch.randn(2 * tree.num_leaves, generator=torch.Generator().manual_seed(seed)).double()
     found = edge_advantages(leaves, tree, scale="depth")
     moved = edge_advantages(leaves * gain + shift, tree, scale="depth")
-    torch.testing.assert_close(moved, found, rtol=1e-4, atol=1e-4)  # up to EPS next to a small deviation
+    torch.testing.assert_close(moved, found, rtol=1e-4, atol=1e-4)  # EPS matters if the deviation is small
     nodes = found.view(2, tree.num_leaves, -1).double()
     torch.testing.assert_close(nodes.mean(1), torch.zeros(2, len(factors)).double(), rtol=0, atol=1e-6)
 

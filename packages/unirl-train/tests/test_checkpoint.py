@@ -198,7 +198,7 @@ def test_the_rest_of_a_crash_is_ignored_by_load_and_removed_by_the_next_run(tmp_
     (rest / "driver_state.json").write_text("{")
     checkpointer = Checkpointer(backend, str(tmp_path))
     assert checkpointer.load() == {"step": 1}
-    assert rest.exists()  # what only reads, such as an export, may stand next to a run that writes
+    assert rest.exists()  # readers, such as an export, may run while a run writes
     checkpointer.remove_unfinished()
     assert not rest.exists()
 

@@ -1,4 +1,5 @@
-"""Names of the last release are taken once more, with a message, and never next to the present ones."""
+"""Names of the last release are accepted for one more release, with a message, and never together with the current
+ones."""
 
 import logging
 from typing import ClassVar

@@ -135,7 +135,7 @@ class Scripted(StageAlgorithm):
 
 
 def numbers(track: RolloutTrack) -> Tensor:
-    """A number per sample that float32 cannot hold next to larger ones."""
+    """A number per sample that float32 loses when it is added to larger ones."""
     return torch.tensor([1.0 + 1e-9 * int(name[-1]) + int(name[8]) for name in track.sample_ids], dtype=torch.float64)
 
 

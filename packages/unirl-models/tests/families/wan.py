@@ -69,7 +69,7 @@ def umt5() -> Any:
 
 
 def shared_parts() -> dict[str, Any]:
-    """What every Wan pipeline has next to its transformers."""
+    """What every Wan pipeline has besides its transformers."""
     return {
         "scheduler": diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0

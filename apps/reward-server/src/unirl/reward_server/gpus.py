@@ -33,7 +33,7 @@ def _taken(reward: RewardSettings, room: dict[str, float]) -> list[str]:
     if len(chosen) < reward.num_gpus:
         raise ConfigError(
             f"reward {reward.name}: {reward.num_replicas} replicas with num_gpus = {reward.num_gpus:g} do not fit on "
-            f"the {len(room)} GPUs of this machine next to the other rewards. Set num_gpus: 0 for the CPU."
+            f"the {len(room)} GPUs of this machine besides the other rewards. Set num_gpus: 0 for the CPU."
         )
     for gpu in chosen:
         room[gpu] -= share

@@ -223,7 +223,7 @@ class _Estimate:
         return self._decoding(self.sizes.decode_kb * (min(span, self.frames) if self.sizes.decodes_at_once else 1))
 
     def _decoding(self, kilobytes: float) -> float:
-        """A tile holds what its pixels take, and the media are there next to it, in parts and joined."""
+        """A tile takes memory for its pixels; in addition the media are there, in parts and joined."""
         sampled = min(self.num_samples, self.run.engine.get("forward_batch_size") or self.num_samples)
         batch = min(self.run.policy.pipeline.get("decode_batch_size", 8), sampled)
         tile, media = self.bundle.get("vae_tile_pixels"), 3 * 3 * self.pixels * self.frames * 4

@@ -2,8 +2,8 @@
 
 A lock is a file `run.lock.<number>` that names its process. A hard link makes it appear whole, so that no reader sees
 half of one. A process that ended without taking its lock away is recognised, and the next one takes the next number:
-only one process can create it, so two that find the same dead lock cannot both win. Whoever finds another live lock
-next to its own withdraws.
+only one process can create it, so two that find the same dead lock cannot both win. A process that finds another live
+lock besides its own withdraws.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def encoded(picture: Image.Image, kind: str) -> Picture:
 
 
 def required_text(value: Any, where: str) -> str:  # Any: a cell of a table
-    """A text without white space at its ends. Raises DataError if it is none."""
+    """A text without white space at its ends. Raises DataError if the value is not a text."""
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: {value!r} is not a text.")
     return value.strip()

@@ -59,8 +59,8 @@ def prepare(
     given: a folder or file with what is published, instead of a download; for a set that `takes_own` also a prompt
     file of the user's own images. split: only its file. overwrite: replace
     files that are there and other. is_partial: accept sources that are not the published ones whole.
-    Raises DataError if sources cannot be had (with the commands that fetch them) or are wrong, where `folder` holds
-    something else, or where the disk is full; a file that is there then stays as it was.
+    Raises DataError if sources are missing (with the commands that fetch them) or wrong, `folder` holds something else,
+    or the disk is full; existing files are then not changed.
     """
     outputs = _chosen(prompt_set, split)
     if folder.exists() and not folder.is_dir():

@@ -125,8 +125,8 @@ class ARStage:
     def replay(self, conditions: Conditions, segment: TextSegment, params: ARSamplingParams) -> ReplayedTokens:
         """Log-probs of stored tokens under the present weights, see `AutoregressivePipeline.replay`.
 
-        Raises ConfigError for parameters whose rollout was not drawn from the whole softmax, ContractError where the
-        segment says that it was sampled with others.
+        Raises ConfigError for parameters whose rollout was not drawn from the whole softmax, ContractError if the
+        segment was sampled with other parameters.
         """
         _check_replayable(segment, params)
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")

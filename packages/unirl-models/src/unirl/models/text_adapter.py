@@ -80,7 +80,7 @@ class TextAdapter:
     chat_template: whether a prompt is one user's message to which the tokenizer's chat template is applied; False takes
         it as it is. None applies a template where the tokenizer has one.
     system_prompt: message of the system ahead of it. template_kwargs: of the template, e.g. enable_thinking.
-    Raises ConfigError if a template is asked for that is not there.
+    Raises ConfigError if a requested template does not exist.
     """
 
     read_media: ClassVar[frozenset[str]] = frozenset()

@@ -197,7 +197,7 @@ def replay(
     x_R, next_R: [R, ...] as stored, any float dtype. sigma_R, sigma_next_R: [R]; step_R: [R] int64, handed to velocity.
     Rows may mix samples and steps; split them outside to bound memory. eta, sigma_max: those of the rollout; sigma_max
     is its second sigma. Gradients flow to the velocity, not to the stored latents' next.
-    Raises ValueError if shapes disagree or eta is 0, if there is no density.
+    Raises ValueError if shapes disagree, or if eta is 0, where there is no density.
     """
     check_same_shape(x_R, next_R=next_R)
     check_rows(x_R, sigma_R=sigma_R, sigma_next_R=sigma_next_R, step_R=step_R)

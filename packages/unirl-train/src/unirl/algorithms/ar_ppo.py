@@ -29,7 +29,7 @@ from unirl.types.training import OptimizerConfig
 
 @bounded("algorithm")
 class ARPPO(ARGRPO):
-    """ARGRPO's surrogate on generalised advantages, and a critic that learns the returns next to it.
+    """ARGRPO's surrogate on generalised advantages, with a critic that learns the returns.
 
     What the stack passes as advantages is the reward here, given at the last trained token: centred on nothing or on
     the batch (`advantages: {center: batch, scale: batch}`), never on its group, whose mean is the critic's to learn.
@@ -77,7 +77,7 @@ class ARPPO(ARGRPO):
         self.uses_anchor = True
 
     def prepare(self) -> None:
-        """Let the critic train next to the policy."""
+        """Let the critic train together with the policy."""
         super().prepare()
         self._modules.add_module("critic", self.critic, self.critic_optimizer, max_grad_norm=self.critic_max_grad_norm)
 

@@ -28,7 +28,7 @@ from unirl.types.training import OptimizerConfig
 
 @bounded("algorithm")
 class DiffusionPPO(DiffusionGRPO):
-    """DiffusionGRPO's surrogate on generalised advantages, and a critic that learns the returns next to it.
+    """DiffusionGRPO's surrogate on generalised advantages, with a critic that learns the returns.
 
     What the stack passes as advantages is the reward here, given after the last stochastic step: centred on nothing or
     on the batch (`advantages: {center: batch, scale: batch}`), whose statistics are exact over all devices, so that
@@ -39,7 +39,7 @@ class DiffusionPPO(DiffusionGRPO):
     critic_max_grad_norm: its own clipping.
     gamma, lam: discount and trace decay a stochastic step. lam = 1 trusts the reward alone, lam = 0 the critic alone.
     value_coef: weight of the value loss. The critic has its own optimizer, so it only moves its gradient against
-        critic_max_grad_norm.
+    critic_max_grad_norm.
     value_clip: half-width of the band around the old value outside of which a value gains nothing, in units of the
         reward; None leaves it out.
     Everything else: see `DiffusionGRPO`.
@@ -73,7 +73,7 @@ class DiffusionPPO(DiffusionGRPO):
         self.uses_anchor = True
 
     def prepare(self) -> None:
-        """Let the critic train next to the policy."""
+        """Let the critic train together with the policy."""
         super().prepare()
         self._modules.add_module("critic", self.critic, self.critic_optimizer, max_grad_norm=self.critic_max_grad_norm)
 

@@ -155,8 +155,8 @@ class TransitionAlgorithm(RatioAlgorithm):
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """One part a chunk of rows: sum over rows of correction * surrogate + kl_coef * KL.
 
-        Raises ConfigError if a chunk would cut a trajectory that is judged whole, ContractError where log-probs of
-        the rollout are needed and there are none.
+        Raises ConfigError if a chunk would cut a trajectory that is judged whole, ContractError if log-probs of the
+        rollout are needed but missing.
         """
         segment = micro.segment
         sample_R, step_R = self.rows(micro)

@@ -26,7 +26,7 @@ STRIP_FRAMES = 6
 """Most frames of a video that a grid shows."""
 CODEC = "libx264"
 AAC_RATES = (8000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 64_000, 88_200, 96_000)
-"""Hertz that AAC knows; a sound of another rate lies next to its video alone."""
+"""Hertz that AAC knows; a sound of another rate is only saved as a file next to its video."""
 DEFAULT_FPS = 8.0
 """Frames per second of videos that do not say."""
 

@@ -15,7 +15,7 @@ from unirl.types.errors import ConfigError
 
 @dataclass(frozen=True)
 class Branching:
-    """Where trajectories part. Leaves are numbered so that those below any node stand next to each other."""
+    """Where trajectories part. Leaves are numbered so that those below any node are consecutive."""
 
     steps: Sequence[int]
     """[D] denoising steps at which every node parts, ascending."""

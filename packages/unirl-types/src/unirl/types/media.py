@@ -40,7 +40,7 @@ def pixel_bytes(pixels: Tensor) -> Tensor:
 
 def pixel_floats(pixels: Tensor) -> Tensor:
     """Pixels in [0, 1]; of uint8 the value / 255 in float32, floats as they are."""
-    # In place: the quotient next to the floats would take as much again.
+    # In place: a separate quotient would take as much memory again.
     return pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels
 
 
@@ -71,7 +71,7 @@ class Images(Batch):
         return self.replace(pixels=pixel_floats(self.pixels))
 
     def sized(self) -> SizedImages:
-        """The same next to images of other sizes."""
+        """The same images in the form that allows different sizes."""
         return SizedImages(images=list(self.pixels))
 
     @classmethod

@@ -20,7 +20,7 @@ Renamed = Mapping[str, Any]  # Any: see RENAMED
 def present_keywords(given: Mapping[str, Any], renamed: Renamed, at: str) -> dict[str, Any]:  # Any: keywords
     """The keywords `given` under their present names, in their order; logs a message per old one.
 
-    at: their place in the recipe. Raises ConfigError if an old keyword stands next to its new one.
+    at: their place in the recipe. Raises ConfigError if both an old keyword and its new name are given.
     """
     present: dict[str, Any] = {}
     for name, value in given.items():

@@ -162,8 +162,8 @@ class LatentSegment(Segment):
         )
 
     def sized(self) -> SizedLatents:
-        """The same next to trajectories of images of other sizes. Raises ContractError if it has no params, whose
-        height and width are the size."""
+        """The same trajectories in the form that allows different sizes. Raises ContractError if it has no params,
+        whose height and width are the size."""
         if self.params is None:
             raise ContractError("a trajectory without params has no size in pixels; the engine must set its params")
         return SizedLatents(

@@ -117,7 +117,7 @@ class CausalLMBundle(OneComponentBundle):
         """Writes a whole model folder with the given weights: save_pretrained, and the checkpoint's other files copied.
 
         state: {"model": name -> tensor}, LoRA already merged; tied weights may be named once. Tensors keep their dtype.
-        Raises ConfigError if `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
+        Raises ConfigError if `folder` is the checkpoint itself, CheckpointError if names or shapes do not fit.
         """
         weights = {name: tensor.detach().to("cpu") for name, tensor in self.published(state).items()}
         target = export_folder(folder, self.folder.path)

@@ -86,7 +86,7 @@ class TextEncoders(ABC):
             )
 
     def encode_streams(self, texts: Sequence[str], max_sequence_length: int) -> dict[str, TextEmbedCondition]:
-        """Everything that the model reads of the texts, by slot: "text", and the streams next to it. See `encode`."""
+        """Everything that the model reads of the texts, by slot: "text" and further streams. See `encode`."""
         text = self.encode(texts, max_sequence_length)
         with torch.no_grad():
             return {"text": text, **self._encode_beside(texts)}

@@ -111,8 +111,8 @@ class HunyuanImage3Config:
     def of_folder(cls, folder: ModelFolder) -> Self:
         """The sizes of a checkpoint in its published layout.
 
-        Raises CheckpointError if the configuration says less than is needed, ConfigError where it asks for a
-        variant that these modules are not (such as a distilled checkpoint, whose guidance is an input).
+        Raises CheckpointError if the configuration lacks a needed value, ConfigError if it is of an unsupported variant
+        (such as a distilled checkpoint, whose guidance is an input).
         """
         raw = folder.config
         other = {name: raw[name] for name, value in EXPECTED.items() if name in raw and raw[name] not in (value, None)}

@@ -3,7 +3,7 @@
 from unirl.models.released import Released
 
 RELEASED = {
-    # Every expert; of a token eight compute, next to the one that all share. Decoding counted alike, on our own VAE.
+    # All experts; per token eight compute, plus the shared one. Decoding is counted alike, on our own VAE.
     "tencent/HunyuanImage-3.0-Instruct": Released(
         trained=81.0,
         text=0.0,

@@ -38,7 +38,7 @@ class HunyuanImage3TextAdapter(PackedTextAdapter):
     system_prompt: see `Template`; the published ones lie next to the checkpoint.
     chooses_size: a caption is followed by the words up to the size of the image, which the model chooses. Words between
         them are not drawn: they are given, and nothing is learned from them.
-    Raises ConfigError if an answer is to choose a size.
+    Raises ConfigError if answers are to choose a size.
     """
 
     bundle: HunyuanImage3Bundle

@@ -45,7 +45,7 @@ class HunyuanVideoBundle(DiffusersBundle):
 class HunyuanVideoImageBundle(HunyuanVideoBundle):
     """A checkpoint that makes videos which begin with a given image, see `HunyuanVideoBundle`.
 
-    Raises ConfigError if its transformer reads an image in no way that this family knows.
+    Raises ConfigError if its transformer reads images in a way that is not supported.
     """
 
     family = "HunyuanVideo I2V"

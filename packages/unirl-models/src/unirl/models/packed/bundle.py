@@ -91,7 +91,7 @@ class PackedBundle(OneComponentBundle):
         """Writes a whole folder in the published layout with the given weights; all else is the checkpoint's, copied.
 
         state: {component: name -> tensor}, LoRA already merged. Tensors keep their dtype. Raises ConfigError if
-        `folder` is the checkpoint itself, CheckpointError where names or shapes do not fit.
+        `folder` is the checkpoint itself, CheckpointError if names or shapes do not fit.
         """
         weights = self.published(state)
         target = export_folder(folder, self.folder.path)

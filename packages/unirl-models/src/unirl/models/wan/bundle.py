@@ -32,9 +32,9 @@ class WanBundle(RankFollowing, DiffusersBundle):
     """Transformers, VAE, UMT5 and tokenizer of a checkpoint that makes videos of text, see `DiffusersBundle`.
 
     boundary_ratio: noise level below which the second transformer of Wan 2.2 takes over; None takes the checkpoint's.
-        Exports keep the checkpoint's in any case.
-    Raises ConfigError if it lies outside (0, 1), or where only one of the second transformer and a boundary is
-    there.
+    Exports keep the checkpoint's in any case.
+    Raises ConfigError if it is outside (0, 1), or if there is a second transformer without a boundary or a boundary
+    without it.
     """
 
     family = "Wan"

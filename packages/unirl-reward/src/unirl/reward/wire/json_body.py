@@ -41,9 +41,9 @@ def decode_json(
 ) -> ScoreCall:
     """The samples of a body.
 
-    read_video: content of a `video_path`, raising DataError where it may not be read; None refuses the field.
-    is_scored: whether any of some rewards takes media of a kind; what none takes is not decoded. None decodes all.
-    Raises SchemaError for a missing field or a wrong type, DataError for other wrong values; both name the place.
+    read_video: reads a `video_path`, raising DataError if that is not allowed; None refuses the field. is_scored:
+    whether any of some rewards takes media of a kind; what none takes is not decoded. None decodes all. Raises
+    SchemaError for a missing field or a wrong type, DataError for other wrong values; both name the place.
     """
     requests = _field(parsed_json(body, limits, "the body"), "requests", list, "the body")
     if not 1 <= len(requests) <= limits.max_samples:

@@ -1,4 +1,4 @@
-"""Small modules that train next to the policy (a critic): replicated on every rank, each with its own AdamW.
+"""Small modules that train together with the policy (a critic): replicated on every rank, each with its own AdamW.
 
 They are no part of the policy: not of its parameters, its named copies, its moving average or what is exported.
 """

@@ -154,7 +154,7 @@ class FSDPBackend:
     def add_module(
         self, name: str, module: nn.Module, optimizer: OptimizerConfig, *, max_grad_norm: float = math.inf
     ) -> None:
-        """Train `module`, in place, next to the policy: replicated, gradients averaged over ranks, own AdamW and
+        """Train `module`, in place, together with the policy: replicated, gradients averaged over ranks, own AdamW and
         clipping, the learning rate under the backend's schedule, stepped and skipped with the policy.
 
         It is saved with the state, never exported. Every rank calls it, before a state is loaded.
@@ -188,7 +188,7 @@ class FSDPBackend:
         """Clip gradients to a global norm, then AdamW, schedule and EMA. Every rank calls it; collectives inside.
 
         A non-finite norm, of the policy or of a module with it, drops the gradients and changes nothing else. Raises
-        TrainingError at the max_skipped_steps-th such step in a row, and ContractError where there are no gradients.
+        TrainingError at the max_skipped_steps-th such step in a row, and ContractError if there are no gradients.
         """
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm = {max_grad_norm} must be positive (inf for no clipping)")

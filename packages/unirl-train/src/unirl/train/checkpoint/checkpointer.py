@@ -67,8 +67,9 @@ class Checkpointer:
         """Save everything as of now under `step`. An earlier checkpoint of the same step is replaced.
 
         driver_state: JSON-able; comes back from `load` (tuples as lists). score: held-out evaluation, higher is
-        better; None where this step was not evaluated. Raises ContractError for a driver state that is not JSON, and
-        CheckpointError where writing fails (async: from the next `save` or `wait`); the others are untouched then.
+        better; None if this step was not evaluated. Raises ContractError for a driver state that is not JSON, and
+        CheckpointError if writing fails (async: from the next `save` or `wait`); other checkpoints are then not
+        touched.
         """
         self.wait()
         snapshot = take_snapshot(
@@ -144,8 +145,8 @@ class Checkpointer:
         """Restore the newest sound checkpoint, or that of `step`, and the generators; returns the driver state.
 
         A damaged checkpoint is named in a warning and the one before it is used; a `step` that is named has no
-        substitute. Raises CheckpointError if there is none, with each and what is wrong with it, and where the
-        model is another one, with the first parameters that differ.
+        substitute. Raises CheckpointError if there is no sound one, listing what is wrong with each, or if the model is
+        another one, naming the first parameters that differ.
         """
         self.wait()
         choice: list[Any] = self._ranks.same(self._folder.chosen(step) if self._ranks.rank == 0 else None)

@@ -56,7 +56,8 @@ class ModuleStore(PolicyStore, Protocol):
     def add_module(
         self, name: str, module: nn.Module, optimizer: OptimizerConfig, *, max_grad_norm: float = float("inf")
     ) -> None:
-        """Train `module`, in place, next to the policy from now on. Every rank calls it, before a state is loaded."""
+        """Train `module`, in place, together with the policy from now on. Every rank calls it, before a state is
+        loaded."""
         ...
 
 

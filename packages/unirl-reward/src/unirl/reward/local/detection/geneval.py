@@ -29,7 +29,7 @@ GENEVAL_NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer key
 
 @bounded("scorer")
 class GenEvalScorer(LocalScorer):
-    """The component that `score_type` names; the other two report next to it. See `geneval_rules.Verdict`.
+    """The component that `score_type` names; the other two are reported too. See `geneval_rules.Verdict`.
 
     "reward": 1 where GenEval calls the image right, else 0. "strict": 1 where also no object is too many, else 0.
     "score": partial credit, 1 at best; below 0 where far too many objects are there.

@@ -48,7 +48,7 @@ class BoundedFunction:
         """The function's answer.
 
         Raises OverBudgetError if it takes more than its budget, ValueError with the message of a ValueError of the
-        function, RuntimeError where the process cannot be started, dies or hangs for another reason.
+        function, RuntimeError if the process cannot be started, dies or hangs for another reason.
         """
         with self._lock:
             process = self._started()

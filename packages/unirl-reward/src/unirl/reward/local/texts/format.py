@@ -1,6 +1,6 @@
 """A reward for the format that the prompt asks for.
 
-Source: DeepSeek-R1 (arXiv 2501.12948), section 2.2.2: the format reward next to the accuracy reward.
+Source: DeepSeek-R1 (arXiv 2501.12948), section 2.2.2: the format reward in addition to the accuracy reward.
 """
 
 from __future__ import annotations
