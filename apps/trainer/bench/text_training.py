@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from unirl.app.environment import packaged_path
-from unirl.models.ar import ARStage
 from unirl.models.packing import Packing
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.models.token_scores import CHUNK_LOGITS, chunked_scores, softmax_scores
 from unirl.trainer.balance import balanced_order
 from unirl.types.conditions import PromptCondition
@@ -68,7 +68,7 @@ def length_mixes(num_texts: int) -> dict[str, list[int]]:
 def replay(repeats: int, micro_batch_size: int = 16) -> None:
     """Packed against padded."""
     pipeline = Qwen3Pipeline(Qwen3Bundle(str(packaged_path("arithmetic", "checkpoint"))))
-    stages = {"packed": pipeline.ar, "padded": ARStage(pipeline.adapter, packed=False)}
+    stages = {"packed": pipeline, "padded": AutoregressivePipeline(pipeline.adapter, packed=False)}
     params = ARSamplingParams(temperature=1.0, max_new_tokens=LONGEST)
     say(f"{NUM_TEXTS} texts in micro-batches of {micro_batch_size}, median of {repeats}:\n")
     say("| lengths | tokens | padding | packed, CPU s | padded, CPU s | padded / packed |")
@@ -77,7 +77,7 @@ def replay(repeats: int, micro_batch_size: int = 16) -> None:
         micros = [lengths[start : start + micro_batch_size] for start in range(0, NUM_TEXTS, micro_batch_size)]
         batches = [random_texts(micro, pipeline.bundle.vocabulary_size, params) for micro in micros]
 
-        def run(stage: ARStage, batches: list[tuple[PromptCondition, TextSegment]] = batches) -> None:
+        def run(stage: AutoregressivePipeline, batches: list[tuple[PromptCondition, TextSegment]] = batches) -> None:
             for prompt, segment in batches:
                 stage.replay({"prompt": prompt}, segment, params).logp_N.sum().backward()
 
@@ -98,7 +98,7 @@ def short(repeats: int, num_texts: int = 128) -> None:
     prompt, segment = random_texts(lengths, pipeline.bundle.vocabulary_size, params)
 
     def run() -> None:
-        pipeline.ar.replay({"prompt": prompt}, segment, params).logp_N.sum().backward()
+        pipeline.replay({"prompt": prompt}, segment, params).logp_N.sum().backward()
 
     def run_each() -> None:
         with mock.patch.object(Packing, "runs", property(lambda self: [(1, length) for length in self.lengths])):

@@ -137,12 +137,12 @@ def per_row_sigmas_equal_per_step_calls(case: Case) -> None:
 def a_forward_batch_size_changes_nothing(case: Case) -> None:
     conditions, segment = case.rollout()
     x, sigma, step = _mixed_rows(segment)
-    stage = case.pipeline.diffusion
+    pipeline = case.pipeline
     with case.pipeline.evaluating():
         whole = case.pipeline.velocity(conditions, x, sigma, step, case.params)
-        stage.forward_batch_size = 2
+        pipeline.forward_batch_size = 2
         parts = case.pipeline.velocity(conditions, x, sigma, step, case.params)
-    stage.forward_batch_size = None
+    pipeline.forward_batch_size = None
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=rounding(whole))
 
 
@@ -166,7 +166,7 @@ def samples_with_one_start_take_their_first_steps_together(case: Case) -> None:
         sigmas = pipeline.sigmas(params)
         apart = pipeline.diffuse(conditions, noise, sigmas, params, noise_keys=keys)
         num_rows: list[int] = []
-        velocity = pipeline.diffusion.velocity
+        velocity = pipeline.bound
 
         def counted(conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
             bound = velocity(conditions, params)
@@ -177,11 +177,11 @@ def samples_with_one_start_take_their_first_steps_together(case: Case) -> None:
 
             return run
 
-        pipeline.diffusion.velocity = counted
+        pipeline.bound = counted
         try:
             together = pipeline.diffuse(conditions, noise, sigmas, params, noise_keys=keys, start_keys=starts)
         finally:
-            del pipeline.diffusion.velocity
+            del pipeline.bound
     assert num_rows == [2, 2, *[4] * (params.num_inference_steps - 2)]
     assert (together.indices, together.sde_indices) == (apart.indices, apart.sde_indices)
     torch.testing.assert_close(together.latents, apart.latents, rtol=1e-4, atol=1e-4)

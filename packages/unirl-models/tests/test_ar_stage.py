@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 
-from unirl.models.ar import ARStage
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
@@ -235,9 +234,9 @@ def test_sliding_windows_are_replayed_as_they_were_sampled(tmp_path):
     assert model.config.layer_types == ["full_attention", "sliding_attention"]
     pipeline = Qwen3Pipeline(Qwen3Bundle(str(save_text_model(model, tmp_path))))
     conditions, segment = sampled(pipeline)
-    assert pipeline.ar.is_packed
+    assert pipeline.is_packed
     for packed in (True, False):
-        out = ARStage(pipeline.adapter, packed=packed).replay(conditions, segment, PARAMS)
+        out = AutoregressivePipeline(pipeline.adapter, packed=packed).replay(conditions, segment, PARAMS)
         torch.testing.assert_close(out.logp_N.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
 
 
@@ -275,7 +274,7 @@ def test_any_causal_language_model_is_sampled_and_replayed(config, is_packed, tm
     model = transformers.AutoModelForCausalLM.from_config(config)
     bundle = CausalLMBundle(str(save_text_model(model, tmp_path)))
     pipeline = AutoregressivePipeline(TextAdapter(bundle))
-    assert pipeline.ar.is_packed is is_packed
+    assert pipeline.is_packed is is_packed
     assert ("cannot be packed" in caplog.text) is not is_packed
     conditions, segment = sampled(pipeline)
     out = pipeline.replay(conditions, segment, PARAMS)

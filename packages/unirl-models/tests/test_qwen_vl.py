@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from unirl.models.ar import ARStage
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
+from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.types.errors import CheckpointError, ConfigError, ContractError, DataError
 from unirl.types.media import ImageLists, Images, Texts
 from unirl.types.sampling import ARSamplingParams
@@ -89,9 +89,9 @@ def test_greedy_sampling_is_the_librarys(pipeline):
 
 
 def test_padded_replay_agrees_with_packed(pipeline):
-    assert pipeline.ar.is_packed
+    assert pipeline.is_packed
     conditions, segment = sampled(pipeline)
-    padded = ARStage(pipeline.adapter, packed=False).replay(conditions, segment, PARAMS)
+    padded = AutoregressivePipeline(pipeline.adapter, packed=False).replay(conditions, segment, PARAMS)
     packed = pipeline.replay(conditions, segment, PARAMS)
     torch.testing.assert_close(packed.logp_N, padded.logp_N, rtol=0, atol=ROUNDING)
 

@@ -25,7 +25,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from unirl.app.meters import Meter, Spent, gemm_rate, meter_of
 from unirl.config.runs import ComposedRun
 from unirl.distributed.runtime import LocalRuntime
-from unirl.models.ar import ARStage
 from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.sde.loop import transition_rows
 from unirl.trainer.build.assembly import make_trainer
@@ -186,9 +185,9 @@ def _text_variants(
 ) -> dict[str, float]:
     """Samples end to end, and each padded to the longest."""
     params = segment.params
-    if not pipeline.ar.is_packed or params is None:
+    if not pipeline.is_packed or params is None:
         return {}
-    stages = pipeline.ar, ARStage(pipeline.adapter, packed=False)
+    stages = pipeline, AutoregressivePipeline(pipeline.adapter, packed=False)
     packed, padded = (
         lambda stage=stage: stage.replay(conditions, segment, params).logp_N.sum().backward() for stage in stages
     )

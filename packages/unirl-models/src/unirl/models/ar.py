@@ -1,8 +1,5 @@
-"""Sampling and replay of any autoregressive model: the one place where tokens are drawn and scored.
+"""What sampling and replay of any autoregressive model are made of, see `unirl.models.text_pipeline`.
 
-Rollout decodes with a KV cache, replay runs all tokens at once, packed without padding. In float32 on a CPU their
-log-probs agree to 1e-6 nats or so (other matrix shapes round otherwise); a replay of the same samples in the same order
-gives the same bits.
 Legend: B samples, P positions of all samples (prompts and completions), N tokens of all completions, D width of the
 hidden states, V words of the vocabulary.
 """
@@ -10,8 +7,7 @@ hidden states, V words of the vocabulary.
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from unirl.models.adapter import num_rows, require_condition
 from unirl.models.packing import Packing
 from unirl.models.text_adapter import TextAdapter
-from unirl.models.token_sampling import draw, uniforms
-from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
-from unirl.types.segments import SegmentStatus, TextSegment
-
-logger = logging.getLogger(__name__)
+from unirl.types.segments import TextSegment
 
 
 @dataclass(frozen=True)
@@ -44,117 +35,7 @@ class ReplayedTokens:
     """[N, D], of the position before each token."""
 
 
-class ARStage:
-    """Samples completions of an adapter and replays them.
-
-    packed: replay without padding. None packs where the model allows it (`CausalLMBundle.is_packable`), and says so in
-        the log where it does not; False pads, with the same results and more work.
-    """
-
-    def __init__(self, adapter: TextAdapter, *, packed: bool | None = None) -> None:
-        bundle = adapter.bundle
-        name = type(bundle.model).__name__
-        if packed and not bundle.is_packable:
-            raise ConfigError(f"{name} cannot be packed: it has other layers than SDPA attention. Set packed: false.")
-        if packed is None and not bundle.is_packable:
-            logger.warning("%s cannot be packed: replay pads every sample to the longest of its micro-batch", name)
-        self.adapter = adapter
-        self.is_packed = bundle.is_packable if packed is None else packed
-
-    # Sampling ------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def generate(
-        self,
-        conditions: Conditions,
-        params: ARSamplingParams,
-        *,
-        noise_keys: Sequence[str],
-        any_rank: Callable[[bool], bool] | None = None,
-    ) -> TextSegment:
-        """Completions of B prompts, see `unirl.types.protocols.models.AutoregressivePipeline.generate`.
-
-        Raises ContractError if sizes disagree.
-        """
-        prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
-        if not num_rows(conditions) == len(noise_keys):
-            raise ContractError(
-                f"{num_rows(conditions)} prompts and {len(noise_keys)} noise keys: one of each a sample"
-            )
-        self.adapter.check_context([len(prompt) for prompt in prompts], params.max_new_tokens)
-        device = prompts[0].device
-        stops = torch.tensor(self.adapter.stop_token_ids(params), dtype=torch.long, device=device)
-        draws = uniforms(noise_keys, params.seed, params.max_new_tokens).to(device)
-        decoder = _Decoder(self.adapter, conditions, prompts, params.max_new_tokens)
-
-        tokens = torch.zeros(len(prompts), params.max_new_tokens, dtype=torch.long, device=device)
-        log_probs = torch.zeros(len(prompts), params.max_new_tokens, device=device)
-        is_drawn: Tensor | None = None
-        lengths = torch.zeros(len(prompts), dtype=torch.long, device=device)
-        is_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        logits = decoder.start()
-        for step in range(params.max_new_tokens):
-            rows = decoder.rows
-            chosen, logp = draw(logits, draws[rows, step], params)
-            forced = self.adapter.forced(tokens[rows, :step], logits)
-            if forced is not None:
-                is_drawn = torch.ones_like(tokens, dtype=torch.bool) if is_drawn is None else is_drawn
-                is_drawn[rows, step] = forced < 0
-                chosen, logp = torch.where(forced < 0, chosen, forced), logp.where(forced < 0, 0.0)
-            is_new = ~is_stopped[rows]
-            tokens[rows, step], log_probs[rows, step] = chosen, logp
-            lengths[rows] += is_new
-            is_stopped[rows] |= torch.isin(chosen, stops)
-            has_work = not bool(is_stopped.all())
-            if step + 1 == params.max_new_tokens or not (any_rank(has_work) if any_rank else has_work):
-                break
-            logits = decoder.step(chosen, ~is_stopped[rows])
-
-        status = torch.where(is_stopped, int(SegmentStatus.COMPLETED), int(SegmentStatus.TRUNCATED))
-        counts = lengths.tolist()
-        return TextSegment.pack(
-            tokens=[row[:count] for row, count in zip(tokens, counts, strict=True)],
-            log_probs=None if params.is_greedy else [row[:count] for row, count in zip(log_probs, counts, strict=True)],
-            loss_mask=None if is_drawn is None else [row[:count] for row, count in zip(is_drawn, counts, strict=True)],
-            status=status,
-            params=params,
-        )
-
-    # Replay --------------------------------------------------------------------------------------------------------
-
-    def replay(self, conditions: Conditions, segment: TextSegment, params: ARSamplingParams) -> ReplayedTokens:
-        """Log-probs of stored tokens under the present weights, see `AutoregressivePipeline.replay`.
-
-        Raises ConfigError for parameters whose rollout was not drawn from the whole softmax, ContractError if the
-        segment was sampled with other parameters.
-        """
-        _check_replayable(segment, params)
-        prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
-        completions = segment.unpack("tokens")
-        if not num_rows(conditions) == len(completions):
-            raise ContractError(f"conditions of {num_rows(conditions)} samples for a segment of {len(completions)}")
-        # The last token of a completion predicts nothing that is scored.
-        written = [self.adapter.as_written(completion)[: max(0, len(completion) - 1)] for completion in completions]
-        rows = [torch.cat(pair) for pair in zip(prompts, written, strict=True)]
-        positions = self.adapter.positions(conditions, [len(row) for row in rows])
-        # Samples of equal length side by side share a call of attention (`Packing.runs`).
-        order = sorted(range(len(rows)), key=lambda sample: len(rows[sample])) if self.is_packed else None
-        inputs = _padded(rows, positions) if order is None else _packed(rows, positions, order)
-        ordered = conditions if order is None else {name: each.select(order) for name, each in conditions.items()}
-        places_N = torch.cat(
-            [
-                torch.arange(start + len(prompt) - 1, start + len(prompt) - 1 + len(completion))
-                for start, prompt, completion in zip(inputs.starts, prompts, completions, strict=True)
-            ]
-        ).to(segment.tokens.device)
-        model = self.adapter.bundle.model
-        with self.adapter.bundle.head.scoring(places_N, segment.tokens, params.temperature):
-            out = model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
-        logp_N, entropy_N, hidden_N = out.logits
-        return ReplayedTokens(logp_N=logp_N, entropy_N=entropy_N, hidden_N=hidden_N)
-
-
-class _Decoder:
+class Decoder:
     """Prompts padded on the left and their KV cache: one step for all samples that are still going on."""
 
     def __init__(
@@ -226,7 +107,7 @@ class _Decoder:
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class Inputs:
     """A batch as the model takes it."""
 
     arguments: dict[str, Any]  # Any: keywords of the model's forward
@@ -234,7 +115,7 @@ class _Inputs:
     """Where each sample begins, in the order of the segment, counted row by row."""
 
 
-def _packed(rows: list[Tensor], positions: list[Tensor], order: list[int]) -> _Inputs:
+def packed_inputs(rows: list[Tensor], positions: list[Tensor], order: list[int]) -> Inputs:
     """Samples end to end in one row, in this order."""
     lengths = [len(rows[sample]) for sample in order]
     ids = torch.cat([rows[sample] for sample in order])[None]
@@ -244,10 +125,10 @@ def _packed(rows: list[Tensor], positions: list[Tensor], order: list[int]) -> _I
         "packing": Packing.of(lengths, ids.device),
     }
     start_of = dict(zip(order, [0, *itertools.accumulate(lengths[:-1])], strict=True))
-    return _Inputs(arguments, [start_of[sample] for sample in range(len(rows))])
+    return Inputs(arguments, [start_of[sample] for sample in range(len(rows))])
 
 
-def _padded(rows: list[Tensor], positions: list[Tensor]) -> _Inputs:
+def padded_inputs(rows: list[Tensor], positions: list[Tensor]) -> Inputs:
     """One sample per row, zeros on the right."""
     width = max(len(row) for row in rows)
     arguments = {
@@ -255,7 +136,7 @@ def _padded(rows: list[Tensor], positions: list[Tensor]) -> _Inputs:
         "attention_mask": torch.stack([_right(torch.ones_like(row), width) for row in rows]),
         "position_ids": torch.stack([_right(place, width) for place in positions], dim=-2),
     }
-    return _Inputs(arguments, [row * width for row in range(len(rows))])
+    return Inputs(arguments, [row * width for row in range(len(rows))])
 
 
 def _left(row: Tensor, width: int) -> Tensor:
@@ -266,7 +147,7 @@ def _right(row: Tensor, width: int) -> Tensor:
     return functional.pad(row, (0, width - row.shape[-1]))
 
 
-def _check_replayable(segment: TextSegment, params: ARSamplingParams) -> None:
+def check_replayable(segment: TextSegment, params: ARSamplingParams) -> None:
     if params.is_greedy or params.is_truncated:
         raise ConfigError(
             f"temperature = {params.temperature}, top_p = {params.top_p}, top_k = {params.top_k}: replay scores under "

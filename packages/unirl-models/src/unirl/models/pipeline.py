@@ -1,5 +1,10 @@
 """The object that engines and trainers hold: an adapter, a kernel and a sigma schedule under one roof.
 
+The one place where a model meets the denoise loop.
+
+The model runs under autocast as the parameters say, the kernel always in float32 outside of it. Step noise is keyed by
+sample and step, so a sample gets the same trajectory alone or in any batch up to the model's own rounding. In float32
+on a CPU a replay of one step with the rows of the rollout gives the rollout's log-probability bit for bit.
 Implements `unirl.types.protocols.models.DiffusionPipeline`. Shape letters: see `unirl.models`.
 """
 
@@ -9,15 +14,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from unirl.models.adapter import DiffusionAdapter
-from unirl.models.diffusion import DiffusionStage, ReplayedTransitions
+from unirl.models.adapter import DiffusionAdapter, num_rows, select_rows
+from unirl.models.diffusion import ReplayedTransitions, check_trees, in_forwards, solver_of, stochastic_steps
 from unirl.models.evaluation_mode import evaluating
+from unirl.sde import loop
 from unirl.sde.kernels import SDEStrategy
+from unirl.sde.loop import Velocity
+from unirl.sde.noise import step_noise
 from unirl.sde.schedule import Schedule
+from unirl.sde.shared_steps import sample_shared
 from unirl.types.conditions import Condition
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Primitive, Videos
+from unirl.types.precision import DTYPES
 from unirl.types.protocols.models import Conditions, ModelBundle
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
@@ -29,7 +41,8 @@ class DiffusionPipeline:
     strategy: the kernel of the stochastic steps. Required: a default that differs from the engine's would make replay
     silently wrong.
     schedule: the noise levels; `sigmas` evaluates it once per request, everyone else uses the result verbatim.
-    forward_batch_size: most rows in one forward of the model, before guidance doubles them; None sets no limit.
+    forward_batch_size: most rows in one forward of the model, before guidance doubles them; None sets no limit. It
+    bounds memory without gradients; with gradients the activations of all rows of one call are kept all the same.
     """
 
     recipe_rules: ClassVar[str] = "unirl.models.pipeline_rules"
@@ -45,9 +58,12 @@ class DiffusionPipeline:
         *,
         forward_batch_size: int | None = None,
     ) -> None:
+        if forward_batch_size is not None and forward_batch_size < 1:
+            raise ConfigError(f"forward_batch_size = {forward_batch_size} must be at least 1, or null for no limit")
         self.adapter = adapter
+        self.strategy = strategy
         self.schedule = schedule
-        self.diffusion = DiffusionStage(adapter, strategy, forward_batch_size=forward_batch_size)
+        self.forward_batch_size = forward_batch_size
 
     @property
     def bundle(self) -> ModelBundle:
@@ -55,13 +71,8 @@ class DiffusionPipeline:
         return self.adapter.bundle
 
     @property
-    def strategy(self) -> SDEStrategy:
-        """The kernel of the stochastic steps."""
-        return self.diffusion.strategy
-
-    @property
     def strategy_name(self) -> str:
-        """Name of that kernel."""
+        """Name of the kernel."""
         return self.strategy.name
 
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
@@ -76,6 +87,8 @@ class DiffusionPipeline:
         """Conditions of B samples, without gradient."""
         return self.adapter.encode(primitives, params)
 
+    # Sampling --------------------------------------------------------------------------------------------------------
+
     def diffuse(
         self,
         conditions: Conditions,
@@ -85,18 +98,93 @@ class DiffusionPipeline:
         *,
         noise_keys: Sequence[str],
         start_keys: Sequence[str] | None = None,
-        keep_means: bool = False,
     ) -> LatentSegment:
-        """Trajectories of B samples, see `DiffusionStage.diffuse`. Call inside `evaluating()`."""
-        return self.diffusion.diffuse(
-            conditions,
-            initial_latents,
+        """Trajectories of B samples from `initial_latents` [B, ...], which the adapter's `starting_latents` puts at
+        sigmas[0]. Call inside `evaluating()`.
+
+        sigmas: [T + 1], used verbatim. noise_keys: B ids that seed the noise of each step with params.seed.
+        start_keys: B ids; samples of one id have equal initial latents and conditions, so the steps before the first
+        stochastic one are taken once for all of them. None: every sample for itself.
+        params.keep_latents: what is stored, see `unirl.sde.loop.sample`.
+        The stochastic steps are params.sde_indices, or every step where that is None; none at eta = 0.
+        Raises ContractError if sizes disagree, ConfigError for parameters that this pipeline cannot honour.
+        """
+        self._check(params)
+        num_samples = initial_latents.shape[0]
+        shape = self.adapter.latent_shape(params)
+        if tuple(initial_latents.shape[1:]) != shape:
+            raise ContractError(
+                f"initial latents are {tuple(initial_latents.shape)}; this geometry needs [B, *{shape}]"
+            )
+        if not num_rows(conditions) == len(noise_keys) == num_samples:
+            raise ContractError(
+                f"{num_samples} initial latents, {num_rows(conditions)} conditions and {len(noise_keys)} noise keys: "
+                "one of each per sample"
+            )
+        if sigmas.numel() != params.num_inference_steps + 1:
+            raise ContractError(
+                f"{sigmas.numel()} sigmas for num_inference_steps = {params.num_inference_steps}: one more than steps"
+            )
+        sde_indices = stochastic_steps(params)
+        latents, start = self.adapter.starting_latents(initial_latents, float(sigmas[0]), conditions), 0
+        branching = params.branching
+        if branching is not None:
+            check_trees(branching, start_keys, num_samples)
+        elif start_keys is not None and sde_indices and params.keep_latents != "all":
+            latents, start = self._common_start(conditions, latents, sigmas, params, start_keys, min(sde_indices))
+
+        def velocity_of(rows: list[int]) -> Velocity:
+            return self.bound(conditions if len(rows) == num_samples else select_rows(conditions, rows), params)
+
+        trajectory = sample_shared(
+            velocity_of,
+            latents,
             sigmas,
-            params,
-            noise_keys=noise_keys,
-            start_keys=start_keys,
-            keep_means=keep_means,
+            [(start, 1)] if branching is None else branching.stages,
+            strategy=self.strategy,
+            eta=params.eta,
+            sde_indices=sde_indices,
+            step_noise=lambda step, rows: step_noise([noise_keys[row] for row in rows], step, params.seed, shape),
+            storage_dtype=DTYPES[params.trajectory_precision],
+            solver=solver_of(params),
+            keep=params.keep_latents,
         )
+        segment = LatentSegment(
+            modality=self.adapter.modality,
+            latents=trajectory.latents,
+            sigmas=sigmas.detach().to("cpu", torch.float32),
+            indices=trajectory.indices,
+            sde_indices=trajectory.sde_indices,
+            sde_logp=trajectory.sde_logp,
+        )
+        self.remember(conditions, segment, params)
+        return segment
+
+    def remember(self, conditions: Conditions, segment: LatentSegment, params: DiffusionSamplingParams) -> None:
+        """Add to `conditions` what replays of the segment need besides it; nothing for most models."""
+
+    def _common_start(
+        self,
+        conditions: Conditions,
+        initial_latents: Tensor,
+        sigmas: Tensor,
+        params: DiffusionSamplingParams,
+        start_keys: Sequence[str],
+        position: int,
+    ) -> tuple[Tensor, int]:
+        """Latents [B, ...] at `position`, walked to once for every distinct start; and that position."""
+        first_of = {key: row for row, key in reversed(list(enumerate(start_keys)))}
+        if position == 0 or len(first_of) == len(start_keys):
+            return initial_latents, 0
+        rows = sorted(first_of.values())
+        walked = loop.sample(
+            self.bound(select_rows(conditions, rows), params),
+            initial_latents[rows],
+            sigmas[: position + 1],
+            storage_dtype=DTYPES[params.trajectory_precision],
+            keep="last",
+        )
+        return walked.final[[rows.index(first_of[key]) for key in start_keys]], position
 
     def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
         """Media of clean latents [B, ...] that were sampled with `params`, float32 in [0, 1]."""
@@ -106,6 +194,8 @@ class DiffusionPipeline:
         """Clean latents [B, ...] of media, float32, without gradient, see `DiffusionAdapter.encode_media`."""
         return self.adapter.encode_media(media)
 
+    # Replay ----------------------------------------------------------------------------------------------------------
+
     def replay(
         self,
         conditions: Conditions,
@@ -114,18 +204,68 @@ class DiffusionPipeline:
         step_R: Tensor,
         params: DiffusionSamplingParams,
     ) -> ReplayedTransitions:
-        """Log-probs of stored transitions under the present weights, see `DiffusionStage.replay`."""
-        return self.diffusion.replay(conditions, segment, sample_R, step_R, params)
+        """Log-probs of stored transitions under the present weights: one call of the velocity for all R rows.
+
+        conditions: of the segment's B samples. sample_R, step_R: int64 [R], any mixture of samples and steps.
+        Raises ContractError for a step that was not stochastic or not stored.
+        """
+        self._check(params)
+        steps = set(step_R.tolist())
+        if not steps <= set(segment.sde_indices):
+            raise ContractError(
+                f"steps {sorted(steps - set(segment.sde_indices))} were not stochastic and have no density; the "
+                f"stochastic steps of this segment are {segment.sde_indices}"
+            )
+        x_R, next_R, sigma_R, sigma_next_R = segment.transitions(sample_R, step_R)
+        sigma_max = float(segment.sigmas[1])
+        out = loop.replay(
+            self.bound(select_rows(conditions, sample_R.tolist()), params),
+            x_R,
+            next_R,
+            sigma_R,
+            sigma_next_R,
+            step_R.to(x_R.device),
+            strategy=self.strategy,
+            eta=params.eta,
+            sigma_max=sigma_max,
+        )
+        # The coefficient depends on sigmas alone; one zero per row stands for the latent.
+        nothing = torch.zeros(len(sigma_R), 1, device=sigma_R.device)
+        q_R = self.strategy.transition(nothing, nothing, sigma_R, sigma_next_R, eta=params.eta, sigma_max=sigma_max).q_R
+        return ReplayedTransitions(logp_R=out.logp_R, mean=out.mean, std_R=out.std_R, q_R=q_R)
 
     def step_std(self, segment: LatentSegment) -> Tensor:
-        """[S] standard deviation of the noise of each stochastic step, see `DiffusionStage.step_std`."""
-        return self.diffusion.step_std(segment)
+        """Standard deviation of the noise of each stochastic step of a sampled segment, [S] float32 on the CPU."""
+        if segment.params is None:
+            raise ContractError("the segment does not hold the parameters that it was sampled with")
+        self._check(segment.params)
+        return self.strategy.step_std(segment.sigmas, segment.sde_indices, eta=segment.params.eta)
 
     def velocity(
         self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
     ) -> Tensor:
         """Velocity [R, ...] float32 at R rows; `conditions` has one row per row. Guidance as in `params`."""
-        return self.diffusion.velocity(conditions, params)(x_R, sigma_R, step_R)
+        return self.bound(conditions, params)(x_R, sigma_R, step_R)
+
+    def bound(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
+        """velocity(x_R, sigma_R, step_R) -> float32, under autocast, in forwards of at most `forward_batch_size` rows.
+
+        conditions: one row per row of x.
+        """
+        return in_forwards(self.adapter, conditions, params, self.forward_batch_size)
+
+    def _check(self, params: DiffusionSamplingParams) -> None:
+        if params.sde_strategy is not None and params.sde_strategy != self.strategy.name:
+            raise ConfigError(
+                f"the request asks for the kernel {params.sde_strategy!r}, this pipeline has {self.strategy.name!r}. "
+                "Use one kernel in sampling.sde_strategy and in the pipeline's strategy."
+            )
+        if params.logprob_precision != "fp32":
+            raise ConfigError(
+                f"logprob_precision = {params.logprob_precision!r}: log-probs are always taken in float32. Set fp32."
+            )
+
+    # Texts -----------------------------------------------------------------------------------------------------------
 
     def encode_texts(
         self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams

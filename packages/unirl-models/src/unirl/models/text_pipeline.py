@@ -1,29 +1,51 @@
-"""The object that engines and trainers hold: a text adapter and its stage under one roof.
+"""The object that engines and trainers hold of a language model: the one place where tokens are drawn and scored.
 
+Rollout decodes with a KV cache, replay runs all tokens at once, packed without padding. In float32 on a CPU their
+log-probs agree to 1e-6 nats or so (other matrix shapes round otherwise); a replay of the same samples in the same order
+gives the same bits.
 Implements `unirl.types.protocols.models.AutoregressivePipeline`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from unirl.models.ar import ARStage, ReplayedTokens
+import torch
+from torch import Tensor
+
+from unirl.models.adapter import num_rows, require_condition
+from unirl.models.ar import Decoder, ReplayedTokens, check_replayable, packed_inputs, padded_inputs
 from unirl.models.evaluation_mode import evaluating
 from unirl.models.text_adapter import LanguageBundle, TextAdapter
-from unirl.types.conditions import Condition
+from unirl.models.token_sampling import draw, uniforms
+from unirl.types.conditions import Condition, PromptCondition
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
-from unirl.types.segments import TextSegment
+from unirl.types.segments import SegmentStatus, TextSegment
+
+logger = logging.getLogger(__name__)
 
 
 class AutoregressivePipeline:
-    """A language model that can sample completions and replay them. packed: see `ARStage`."""
+    """A language model that can sample completions and replay them.
+
+    packed: replay without padding. None packs where the model allows it (`CausalLMBundle.is_packable`), and says so in
+        the log where it does not; False pads, with the same results and more work.
+    """
 
     def __init__(self, adapter: TextAdapter, *, packed: bool | None = None) -> None:
+        bundle = adapter.bundle
+        name = type(bundle.model).__name__
+        if packed and not bundle.is_packable:
+            raise ConfigError(f"{name} cannot be packed: it has other layers than SDPA attention. Set packed: false.")
+        if packed is None and not bundle.is_packable:
+            logger.warning("%s cannot be packed: replay pads every sample to the longest of its micro-batch", name)
         self.adapter = adapter
-        self.ar = ARStage(adapter, packed=packed)
+        self.is_packed = bundle.is_packable if packed is None else packed
 
     @property
     def bundle(self) -> LanguageBundle:
@@ -61,6 +83,7 @@ class AutoregressivePipeline:
         """The text of each sample, without special tokens."""
         return self.adapter.decode(segment)
 
+    @torch.no_grad()
     def generate(
         self,
         conditions: Conditions,
@@ -69,12 +92,89 @@ class AutoregressivePipeline:
         noise_keys: Sequence[str],
         any_rank: Callable[[bool], bool] | None = None,
     ) -> TextSegment:
-        """Completions of B prompts, see `ARStage.generate`. Call inside `evaluating()`."""
-        return self.ar.generate(conditions, params, noise_keys=noise_keys, any_rank=any_rank)
+        """Completions of B prompts, see the protocol. Call inside `evaluating()`.
+
+        Raises ContractError if sizes disagree.
+        """
+        prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
+        if not num_rows(conditions) == len(noise_keys):
+            raise ContractError(
+                f"{num_rows(conditions)} prompts and {len(noise_keys)} noise keys: one of each a sample"
+            )
+        self.adapter.check_context([len(prompt) for prompt in prompts], params.max_new_tokens)
+        device = prompts[0].device
+        stops = torch.tensor(self.adapter.stop_token_ids(params), dtype=torch.long, device=device)
+        draws = uniforms(noise_keys, params.seed, params.max_new_tokens).to(device)
+        decoder = Decoder(self.adapter, conditions, prompts, params.max_new_tokens)
+
+        tokens = torch.zeros(len(prompts), params.max_new_tokens, dtype=torch.long, device=device)
+        log_probs = torch.zeros(len(prompts), params.max_new_tokens, device=device)
+        is_drawn: Tensor | None = None
+        lengths = torch.zeros(len(prompts), dtype=torch.long, device=device)
+        is_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        logits = decoder.start()
+        for step in range(params.max_new_tokens):
+            rows = decoder.rows
+            chosen, logp = draw(logits, draws[rows, step], params)
+            forced = self.adapter.forced(tokens[rows, :step], logits)
+            if forced is not None:
+                is_drawn = torch.ones_like(tokens, dtype=torch.bool) if is_drawn is None else is_drawn
+                is_drawn[rows, step] = forced < 0
+                chosen, logp = torch.where(forced < 0, chosen, forced), logp.where(forced < 0, 0.0)
+            is_new = ~is_stopped[rows]
+            tokens[rows, step], log_probs[rows, step] = chosen, logp
+            lengths[rows] += is_new
+            is_stopped[rows] |= torch.isin(chosen, stops)
+            has_work = not bool(is_stopped.all())
+            if step + 1 == params.max_new_tokens or not (any_rank(has_work) if any_rank else has_work):
+                break
+            logits = decoder.step(chosen, ~is_stopped[rows])
+
+        status = torch.where(is_stopped, int(SegmentStatus.COMPLETED), int(SegmentStatus.TRUNCATED))
+        counts = lengths.tolist()
+        segment = TextSegment.pack(
+            tokens=[row[:count] for row, count in zip(tokens, counts, strict=True)],
+            log_probs=None if params.is_greedy else [row[:count] for row, count in zip(log_probs, counts, strict=True)],
+            loss_mask=None if is_drawn is None else [row[:count] for row, count in zip(is_drawn, counts, strict=True)],
+            status=status,
+            params=params,
+        )
+        self.remember(conditions, segment)
+        return segment
+
+    def remember(self, conditions: Conditions, segment: TextSegment) -> None:
+        """Add to `conditions` what replays of the segment need besides it; nothing for most models."""
 
     def replay(self, conditions: Conditions, segment: TextSegment, params: ARSamplingParams) -> ReplayedTokens:
-        """Log-probs and entropies of stored tokens under the present weights, see `ARStage.replay`."""
-        return self.ar.replay(conditions, segment, params)
+        """Log-probs of stored tokens under the present weights, see the protocol.
+
+        Raises ConfigError for parameters whose rollout was not drawn from the whole softmax, ContractError if the
+        segment was sampled with other parameters.
+        """
+        check_replayable(segment, params)
+        prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
+        completions = segment.unpack("tokens")
+        if not num_rows(conditions) == len(completions):
+            raise ContractError(f"conditions of {num_rows(conditions)} samples for a segment of {len(completions)}")
+        # The last token of a completion predicts nothing that is scored.
+        written = [self.adapter.as_written(completion)[: max(0, len(completion) - 1)] for completion in completions]
+        rows = [torch.cat(pair) for pair in zip(prompts, written, strict=True)]
+        positions = self.adapter.positions(conditions, [len(row) for row in rows])
+        # Samples of equal length side by side share a call of attention (`Packing.runs`).
+        order = sorted(range(len(rows)), key=lambda sample: len(rows[sample])) if self.is_packed else None
+        inputs = padded_inputs(rows, positions) if order is None else packed_inputs(rows, positions, order)
+        ordered = conditions if order is None else {name: each.select(order) for name, each in conditions.items()}
+        places_N = torch.cat(
+            [
+                torch.arange(start + len(prompt) - 1, start + len(prompt) - 1 + len(completion))
+                for start, prompt, completion in zip(inputs.starts, prompts, completions, strict=True)
+            ]
+        ).to(segment.tokens.device)
+        model = self.adapter.bundle.model
+        with self.adapter.bundle.head.scoring(places_N, segment.tokens, params.temperature):
+            out = model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
+        logp_N, entropy_N, hidden_N = out.logits
+        return ReplayedTokens(logp_N=logp_N, entropy_N=entropy_N, hidden_N=hidden_N)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; each submodule gets its own mode back afterwards."""

@@ -21,7 +21,7 @@ class BagelPipeline(DiffusionPipeline):
     """Images of a prompt, of a prompt and a thought, or of given images, see `unirl.models.pipeline.DiffusionPipeline`.
 
     schedule: None is linspace(1, 0, T + 1) shifted by 3, as published, where T + 1 is called the number of timesteps.
-    system_prompt, decode_batch_size, reference_sides: see `BagelAdapter`. forward_batch_size: see `DiffusionStage`.
+    system_prompt, decode_batch_size, reference_sides: see `BagelAdapter`. forward_batch_size: see `DiffusionPipeline`.
     """
 
     def __init__(

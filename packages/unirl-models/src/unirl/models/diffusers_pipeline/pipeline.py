@@ -23,7 +23,7 @@ class DiffusersPipeline(DiffusionPipeline):
     `unirl.sde.schedule` (of a spacing of `unirl.sde.timesteps`) with the checkpoint's own constants. None is the one of
     the family's stock pipeline, except where the family says otherwise.
     decode_batch_size, encode_batch_size, embedding_cache: see `TextConditionedAdapter`.
-    forward_batch_size: see `DiffusionStage`.
+    forward_batch_size: see `DiffusionPipeline`.
     """
 
     adapter_class: ClassVar[type[TextConditionedAdapter[Any]]]  # Any: of the family's own bundle

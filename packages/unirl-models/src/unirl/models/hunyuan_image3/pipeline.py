@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
-from torch import Tensor
 
 from unirl.models.adapter import num_rows, require_condition, select_rows
 from unirl.models.ar import ReplayedTokens
@@ -34,7 +31,7 @@ class HunyuanImage3Pipeline(DiffusionPipeline):
     """Images of a prompt, of a prompt and a thought, or of given images, see `unirl.models.pipeline.DiffusionPipeline`.
 
     schedule: None is linspace(1, 0, T + 1) shifted by 3, as published. vLLM-Omni shifts its own levels twice.
-    system_prompt, decode_batch_size: see `HunyuanImage3Adapter`. forward_batch_size: see `DiffusionStage`.
+    system_prompt, decode_batch_size: see `HunyuanImage3Adapter`. forward_batch_size: see the base.
     replays_experts: keep with each rollout to which experts the tokens of its stochastic steps go, and those of the
         words before them, and send them there again in every replay. They are those of one more forward of each such
         step, at the weights of the rollout; a sample has 2 bytes of each token, step, block and expert.
@@ -58,31 +55,11 @@ class HunyuanImage3Pipeline(DiffusionPipeline):
         super().__init__(adapter, strategy, levels, forward_batch_size=forward_batch_size)
         self._replays_experts = replays_experts
 
-    def diffuse(
-        self,
-        conditions: Conditions,
-        initial_latents: Tensor,
-        sigmas: Tensor,
-        params: DiffusionSamplingParams,
-        *,
-        noise_keys: Sequence[str],
-        start_keys: Sequence[str] | None = None,
-        keep_means: bool = False,
-    ) -> LatentSegment:
-        """See `DiffusionPipeline.diffuse`. Where experts are replayed and steps are stochastic, adds their slot to
-        `conditions`, which must then be a dict."""
-        segment = super().diffuse(
-            conditions,
-            initial_latents,
-            sigmas,
-            params,
-            noise_keys=noise_keys,
-            start_keys=start_keys,
-            keep_means=keep_means,
-        )
+    def remember(self, conditions: Conditions, segment: LatentSegment, params: DiffusionSamplingParams) -> None:
+        """Where experts are replayed and steps are stochastic, adds their slot to `conditions`, which must then be a
+        dict."""
         if self._replays_experts and segment.sde_indices:
             require_dict(conditions)[EXPERTS] = self.experts(conditions, segment, params)
-        return segment
 
     @torch.no_grad()
     def experts(
@@ -91,7 +68,7 @@ class HunyuanImage3Pipeline(DiffusionPipeline):
         """The experts of words and stochastic steps, under the present weights, in forwards of `forward_batch_size`."""
         free = {slot: value for slot, value in conditions.items() if slot != EXPERTS}
         count = num_rows(free)
-        size = self.diffusion.forward_batch_size or count
+        size = self.forward_batch_size or count
         is_mixed = params.autocast_precision != "fp32"
         dtype = DTYPES[params.autocast_precision] if is_mixed else None
         found = []
@@ -147,20 +124,10 @@ class HunyuanImage3TextPipeline(AutoregressivePipeline):
         """Height and width of the image that each text ends with; None of one that ended before it chose."""
         return self.adapter.chosen_sizes(segment)
 
-    def generate(
-        self,
-        conditions: Conditions,
-        params: ARSamplingParams,
-        *,
-        noise_keys: Sequence[str],
-        any_rank: Callable[[bool], bool] | None = None,
-    ) -> TextSegment:
-        """See `AutoregressivePipeline.generate`. Where experts are replayed, adds their slot to `conditions`, which
-        must then be a dict."""
-        segment = super().generate(conditions, params, noise_keys=noise_keys, any_rank=any_rank)
+    def remember(self, conditions: Conditions, segment: TextSegment) -> None:
+        """Where experts are replayed, adds their slot to `conditions`, which must then be a dict."""
         if self._replays_experts:
             require_dict(conditions)[EXPERTS] = self.experts(conditions, segment)
-        return segment
 
     @torch.no_grad()
     def experts(self, conditions: Conditions, segment: TextSegment) -> ExpertCondition:

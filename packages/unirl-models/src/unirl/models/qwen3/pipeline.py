@@ -10,7 +10,7 @@ from unirl.models.text_pipeline import AutoregressivePipeline
 class Qwen3Pipeline(AutoregressivePipeline):
     """Qwen3, see `unirl.models.text_pipeline.AutoregressivePipeline`.
 
-    chat_template, system_prompt, enable_thinking: see `Qwen3Adapter`. packed: see `ARStage`.
+    chat_template, system_prompt, enable_thinking: see `Qwen3Adapter`. packed: see the base.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from unirl.models.text_pipeline import AutoregressivePipeline
 class Qwen3OmniThinkerPipeline(AutoregressivePipeline):
     """See `unirl.models.text_pipeline.AutoregressivePipeline`.
 
-    chat_template, system_prompt: see `TextAdapter`. packed: see `ARStage`.
+    chat_template, system_prompt: see `TextAdapter`. packed: see the base.
     """
 
     def __init__(

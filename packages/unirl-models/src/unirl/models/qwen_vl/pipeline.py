@@ -10,7 +10,7 @@ from unirl.models.text_pipeline import AutoregressivePipeline
 class QwenVLPipeline(AutoregressivePipeline):
     """Qwen2.5-VL or Qwen3-VL, see `unirl.models.text_pipeline.AutoregressivePipeline`.
 
-    chat_template, system_prompt: see `QwenVLAdapter`. packed: see `ARStage`.
+    chat_template, system_prompt: see `QwenVLAdapter`. packed: see the base.
     """
 
     def __init__(
