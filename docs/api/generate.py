@@ -1,7 +1,7 @@
-"""Writes the API reference from the sources: `uv run python docs/api/generate.py`. Nothing is imported but the parser.
+"""Writes the API reference, one page per package, next to this file: `uv run python docs/api/generate.py`.
 
-Listed are public modules, their public classes and functions, the public methods and fields of these, and documented
-constants. What a docstring says stands as it is.
+A page lists public modules, their public classes and functions, the public methods and fields of these, and documented
+constants, with their docstrings. Sources are only parsed, not imported. The pages are not kept in the repository.
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    "unirl-sde.md": ROOT / "packages/unirl-sde/src/unirl/sde",
-    "unirl-reward.md": ROOT / "packages/unirl-reward/src/unirl/reward",
-}
+PACKAGES = {path.name: path / "src" / "unirl" for path in sorted((ROOT / "packages").iterdir()) if path.is_dir()}
+"""Name of a package -> its folder of the namespace `unirl`."""
 WIDTH = 110
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def page(source: Path) -> str:
-    """The reference of the package whose modules lie in `source`."""
-    package = f"unirl.{source.name}"
+def page(package: str, namespace: Path) -> str:
+    """The reference of a package. namespace: its folder that stands for `unirl`."""
     parts = [
         f"# API reference: {package}",
         "Generated from the docstrings by `uv run python docs/api/generate.py`; change those, not this file.",
     ]
-    for path in sorted(source.rglob("*.py")):
-        names = [*path.relative_to(source).parts[:-1], *([] if path.stem == "__init__" else [path.stem])]
+    for path in sorted(namespace.rglob("*.py")):
+        names = [*path.relative_to(namespace).parts[:-1], *([] if path.stem == "__init__" else [path.stem])]
         if not any(name.startswith("_") for name in names):
-            parts += _module(".".join([package, *names]), ast.parse(path.read_text(encoding="utf-8")))
+            parts += _module(".".join(["unirl", *names]), ast.parse(path.read_text(encoding="utf-8")))
     return "\n\n".join(parts) + "\n"
 
 
@@ -143,8 +140,8 @@ def _is_public(name: str) -> bool:
 
 def main() -> None:
     """Write every page."""
-    for name, source in PAGES.items():
-        (Path(__file__).parent / name).write_text(page(source), encoding="utf-8")
+    for package, namespace in PACKAGES.items():
+        Path(__file__).with_name(f"{package}.md").write_text(page(package, namespace), encoding="utf-8")
 
 
 if __name__ == "__main__":
