@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "growing.md"
+PAGE = ROOT / "docs" / "design" / "growing.md"
 ROW = re.compile(r"^\| `([^`]+)` \| (\d+) \|", re.MULTILINE)
 
 

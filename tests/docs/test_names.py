@@ -1,4 +1,4 @@
-"""Every name of ours in docs/names.md exists."""
+"""Every name of ours in docs/reference/names.md exists."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from unirl.config.signatures import read_module
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "names.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "names.md"
 ROWS = [line.split("|")[2] for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
 NAMES = sorted({name for row in ROWS for name in re.findall(r"`(unirl\.[\w.]+)`", row)})
 

@@ -1,4 +1,4 @@
-"""docs/run_directory.md describes every field of a sample, and its example reads what a run writes."""
+"""docs/reference/run_directory.md describes every field of a sample, and its example reads what a run writes."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from unirl.tracking.media_files import write_medium
 from unirl.tracking.sample_files import SampleFiles
 from unirl.types.samples import Image, Medium, SampleRecord, Sound, Text, Unshown, Video
 
-PAGE = (Path(__file__).parents[2] / "docs" / "run_directory.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "run_directory.md").read_text(encoding="utf-8")
 PIXELS, WAVE = torch.zeros(3, 8, 8, dtype=torch.uint8), torch.zeros(4)
 MEDIA: dict[str, Medium] = {
     "image": Image(PIXELS, "cat.png"),
@@ -65,7 +65,7 @@ def test_the_example_reads_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     files.write("rollout", 10, records)
     files.write("eval", 0, [dataclasses.replace(records[1], media=None, scores={})])
     monkeypatch.chdir(tmp_path)
-    exec(compile(example, "docs/run_directory.md", "exec"), {})
+    exec(compile(example, "docs/reference/run_directory.md", "exec"), {})
     assert capsys.readouterr().out.splitlines() == [
         "eval 0 a cat {} None",
         "rollout 10 a cat {'reward': 0.5} rollout-000010/image-0000.png",

@@ -6,7 +6,7 @@
 
 What trains, and the VAE, have the published configurations; text encoders have the published width but next to no
 layers, and tokenizers know bytes. The weights are bfloat16, drawn by the modules' own initialisers on `--device`.
-docs/performance.md has the commands and what they measured.
+docs/results/performance.md has the commands and what they measured.
 """
 
 # ruff: noqa: INP001 - a script, no package

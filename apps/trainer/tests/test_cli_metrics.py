@@ -1,4 +1,4 @@
-"""docs/metrics.md lists every metric that the code reports."""
+"""docs/reference/metrics.md lists every metric that the code reports."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ FAMILIES = (
 
 
 def test_every_metric_in_the_code_is_documented():
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     source = ROOT / "packages" / "unirl-train" / "src" / "unirl"
     found = set()
     for folder in ("trainer", "algorithms", "train"):
@@ -29,4 +29,4 @@ def test_every_metric_in_the_code_is_documented():
     placeholders |= {"timing_s/{name}": "timing_s/rollout"}
     for name in found:
         documented = placeholders.get(name, name.replace("{step}", "<step>"))
-        assert f"`{documented}" in text, f"{name} is not in docs/metrics.md"
+        assert f"`{documented}" in text, f"{name} is not in docs/reference/metrics.md"

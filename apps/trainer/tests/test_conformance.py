@@ -21,7 +21,7 @@ from unirl.config.runs import run_of
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.types.errors import ConfigError
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "reference"
 ROW = {"learns: nft": True, "sigmas": True, "log-prob gap": 2e-6, "media": {"n/a": "text alone"}, "full push": 0.0}
 
 

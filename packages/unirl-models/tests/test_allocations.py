@@ -111,7 +111,7 @@ def test_a_span_bounds_the_memory_of_a_decoder_that_holds_all_frames() -> None:
             )
     assert few.shape == (1, 3, 9, 480, 480) and pixels.shape == (1, 3, 33, 480, 480)
     assert counted.peak_bytes <= nine + 2 * 4 * pixels.numel()
-    assert counted.peak_bytes < 0.35 * 23.4e9, "what all frames take at once, docs/performance.md"
+    assert counted.peak_bytes < 0.35 * 23.4e9, "what all frames take at once, docs/results/performance.md"
 
 
 def test_wan_decodes_frame_by_frame() -> None:

@@ -57,7 +57,7 @@ from unirl.types.samples import Video
 from unirl.types.sampling import ARSamplingParams, Precision
 from unirl.types.segments import LatentSegment
 
-DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 NO_ALARMS = GuardrailConfig(action="off")
 
 

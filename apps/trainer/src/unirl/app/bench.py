@@ -1,7 +1,7 @@
 """`trainer bench`: where the time of a recipe goes, against the device's own matrix-multiplication rate.
 
-The report is a JSON object, documented field by field in docs/performance.md. Ratios within one report are taken in one
-process; compare reports of different machines only through them.
+The report is a JSON object, documented field by field in docs/results/performance.md. Ratios within one report are
+taken in one process; compare reports of different machines only through them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A run is a child process, `trainer RECIPE CHANGES`, in <output>/<recipe>/seed<k>. One that is finished there under the
 same settings is read, not repeated: a comparison goes on where it stopped, and another recipe costs only its own runs.
-docs/compare.md describes what comes out.
+docs/guides/compare.md describes what comes out.
 """
 
 from __future__ import annotations

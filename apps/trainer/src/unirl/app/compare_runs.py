@@ -55,7 +55,7 @@ class Run:
         """As messages name it."""
         return f"{self.name} seed {self.seed}"
 
-    def summary(self) -> dict[str, Any] | None:  # Any: JSON values, see docs/metrics.md
+    def summary(self) -> dict[str, Any] | None:  # Any: JSON values, see docs/reference/metrics.md
         """The summary of a finished run, None where the run is not finished or not begun."""
         try:
             summary = json.loads((self.folder / SUMMARY_FILE).read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """The results of `trainer compare` as data: means and spreads over seeds, the JSON document and the Markdown table.
 
-Everything here is a function of numbers; docs/compare.md describes the document.
+Everything here is a function of numbers; docs/guides/compare.md describes the document.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from unirl.trainer.resuming import described
 
-Summary = Mapping[str, Any]  # Any: JSON values, see docs/metrics.md
+Summary = Mapping[str, Any]  # Any: JSON values, see docs/reference/metrics.md
 MAX_METRICS = 2
 OVERALL = "all"
 

@@ -217,7 +217,7 @@ class Residency:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Samples that a run keeps in its folder `samples`, see docs/run_directory.md."""
+    """Samples that a run keeps in its folder `samples`, see docs/reference/run_directory.md."""
 
     per_rollout: NonNegativeInt = 32
     """Samples per track, every `media_interval` rollouts; whole groups if the first one fits."""

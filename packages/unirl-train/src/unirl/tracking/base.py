@@ -23,7 +23,7 @@ class Tracker(Protocol):
         ...
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Metrics of one step; names and units are listed in docs/metrics.md."""
+        """Metrics of one step; names and units are listed in docs/reference/metrics.md."""
         ...
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class Tracker(Protocol):
         ...
 
     def alert(self, name: str, text: str, step: int) -> None:
-        """An alarm that begins; it is in the log of the run already. name: of docs/metrics.md, without `alarm/`."""
+        """An alarm that begins, already in the run's log. name: see docs/reference/metrics.md, without `alarm/`."""
         ...
 
     def finish(self, summary: Summary) -> None:

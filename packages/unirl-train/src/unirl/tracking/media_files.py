@@ -1,6 +1,6 @@
 """Media of sample records as files that other programs open: PNG or WebP, MP4 or GIF, WAV; and read back.
 
-What JSON says of a medium is in docs/run_directory.md. Legend: C channels, H W pixels, L waveform samples.
+What JSON says of a medium is in docs/reference/run_directory.md. Legend: C channels, H W pixels, L waveform samples.
 """
 
 from __future__ import annotations

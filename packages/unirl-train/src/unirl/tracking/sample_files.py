@@ -1,6 +1,6 @@
 """Sample records as files: `<name>-<step>.jsonl` with one line per record, media in a folder of the same name.
 
-docs/run_directory.md has the format. A file of lines appears whole, after its media, so a reader needs no care.
+docs/reference/run_directory.md has the format. A file of lines appears whole, after its media, so readers need no lock.
 """
 
 from __future__ import annotations

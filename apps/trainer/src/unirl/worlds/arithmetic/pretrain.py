@@ -1,7 +1,7 @@
 """Make the base of the arithmetic world: `python -m unirl.worlds.arithmetic.pretrain --out DIR [--seed 0]`.
 
 Two stages, each with a fixed number of steps: right answers, until the model can calculate; then a pupil's answers, of
-which few are right. So the base can calculate and mostly does not. docs/arithmetic_world.md has time and figures.
+which few are right. So the base can calculate and mostly does not. docs/worlds/arithmetic.md has time and figures.
 
 Shape letters: B problems of a batch, N problems, L tokens of prompt and answer.
 """

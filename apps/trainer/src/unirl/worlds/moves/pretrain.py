@@ -1,7 +1,7 @@
 """Make the base checkpoint of the moves world: `python -m unirl.worlds.moves.pretrain --out DIR [--seed 0]`.
 
 Four stages, each with a fixed number of steps: text encoder, autoencoder, a bank of encoded videos, transformer. The
-result is a folder for `WanPipeline.from_pretrained`. docs/moves_world.md has the time and the figures.
+result is a folder for `WanPipeline.from_pretrained`. docs/worlds/moves.md has the time and the figures.
 
 Shape letters: B samples, C F H W latent, T frames.
 """

@@ -1,7 +1,7 @@
 """Make the base checkpoint of the shapes world: `python -m unirl.worlds.shapes.pretrain --out DIR [--seed 0]`.
 
 Four stages, each with a fixed number of steps: text encoders, autoencoder, a bank of encoded images, transformer. The
-result is a folder for `StableDiffusion3Pipeline.from_pretrained`. docs/shapes_world.md has the time and the figures.
+result is a folder for `StableDiffusion3Pipeline.from_pretrained`. docs/worlds/shapes.md has the time and the figures.
 
 Shape letters: B samples, C H W latent.
 """

@@ -2,7 +2,7 @@
 
 The autoencoder is the shipped one of SD3 in FLUX.2's class, with the statistics of its latents in patches of 2 x 2.
 A Qwen3 and the transformer are trained, with a fixed number of steps. The result is a folder for
-`Flux2KleinPipeline.from_pretrained`. docs/shapes_world.md has the time and the figures.
+`Flux2KleinPipeline.from_pretrained`. docs/worlds/shapes.md has the time and the figures.
 
 Shape letters: B samples, C H W latent in patches: 16 4 4.
 """

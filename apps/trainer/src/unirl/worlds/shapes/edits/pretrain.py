@@ -1,7 +1,7 @@
 """Make the base checkpoint of the edits world: `python -m unirl.worlds.shapes.edits.pretrain --out DIR [--seed 0]`.
 
 Four stages, each with a fixed number of steps: vision-language encoder, autoencoder, a bank of encoded tasks,
-transformer. The result is a QwenImageEditPipeline folder. docs/edits_world.md has the time and the figures.
+transformer. The result is a QwenImageEditPipeline folder. docs/worlds/edits.md has the time and the figures.
 
 Shape letters: B samples, S sources, N tasks, C h w latent, T text tokens, D text width.
 """

@@ -1,7 +1,7 @@
 """Make the writer of the phrases world: `python -m unirl.worlds.shapes.phrases.pretrain --out DIR [--seed 0]`.
 
 It learns rewrites of phrases for what RL may ask for: right ones, right ones that say more, some with words that it
-takes for others, and slips. docs/phrases_world.md has time and figures.
+takes for others, and slips. docs/worlds/phrases.md has time and figures.
 
 Shape letters: B phrases, L tokens of phrase and rewrite.
 """

@@ -2,7 +2,7 @@
 
 Three stages, each with a fixed number of steps: the vision tower learns to name what is in each quadrant; then, behind
 the frozen tower, the language model learns right answers, and last a pupil's, of which few are right where the pupil's
-habits go wrong. docs/questions_world.md has time and figures.
+habits go wrong. docs/worlds/questions.md has time and figures.
 
 Shape letters: I images, Q quadrants of all images, D width of the language model.
 """

@@ -2,7 +2,7 @@
 
 The autoencoder is the shipped one of SD3 under BAGEL's names. The expert of words learns to plan, then the expert of
 latents to draw plans, each with a fixed number of steps. The result is a folder in BAGEL's published layout.
-docs/thoughts_world.md has the time and the figures.
+docs/worlds/thoughts.md has the time and the figures.
 
 Shape letters: B samples, N tokens of all rows, L layouts, J drawings of one, P prompts, M choices, D numbers of a
 latent token.
