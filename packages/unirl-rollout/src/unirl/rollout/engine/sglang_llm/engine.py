@@ -76,7 +76,8 @@ class SGLangRolloutEngine(ServedTextEngine):
 
     pipeline: encodes prompts and decodes tokens; SGLang only sees tokens.
     url: of a running server with this model; of the first host if there are several (docs/reference/engines.md, "Over
-        several hosts"). None starts `num_instances` servers, on `port` + instance number, or on free ports if `port` is None.
+        several hosts"). None starts `num_instances` servers, on `port` + instance number, or on free ports if `port`
+        is None.
     context_length, vocab_size: limits, checked before a prompt is sent; None takes the model's.
     kv_cache_tokens: size of the server's KV cache; None, on a GPU only, lets SGLang choose.
     processes: see `EngineProcesses`. `model` must be a folder, or a hub id whose files are downloaded. `num_devices`
