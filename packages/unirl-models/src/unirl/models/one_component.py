@@ -32,7 +32,6 @@ class OneComponentBundle(Bundle):
         """The module that trains, whole or in part."""
 
     def trainable_modules(self) -> dict[str, nn.Module]:
-        """The one component."""
         return {self.component: self.trained_module}
 
     def export_lora(

@@ -72,7 +72,6 @@ class DiffusionPipeline:
 
     @property
     def strategy_name(self) -> str:
-        """Name of the kernel."""
         return self.strategy.name
 
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:

@@ -104,7 +104,6 @@ class BagelBundle(PackedBundle):
 
     @property
     def context_length(self) -> int:
-        """Positions that the model was made for."""
         return self.config.language.max_position_embeddings
 
     @property

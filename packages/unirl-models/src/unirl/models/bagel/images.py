@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from unirl.models.diffusers_pipeline.references import as_pil
+from unirl.models.diffusers_pipeline.references import filtered
 from unirl.models.extras import from_extra
 
 with from_extra("diffusers"):
@@ -46,9 +45,4 @@ class Sides:
 
     def resized(self, picture: Tensor) -> Tensor:
         """An image [3, H, W] in [0, 1] by Pillow's bicubic filter in 8 bits."""
-        height, width = self.of(*picture.shape[-2:])
-        small = as_pil(picture).resize((width, height), Image.Resampling.BICUBIC)
-        return (
-            torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).view(height, width, 3).permute(2, 0, 1)
-            / 255
-        )
+        return filtered(picture, *self.of(*picture.shape[-2:]), Image.Resampling.BICUBIC)

@@ -38,12 +38,10 @@ class Segment:
 
     @property
     def is_causal(self) -> bool:
-        """True if a token sees only what is before it in the segment."""
         return self.kind is Kind.WORDS
 
     @property
     def num_positions(self) -> int:
-        """By how much the position advances."""
         return self.length if self.kind is Kind.WORDS else 1
 
 

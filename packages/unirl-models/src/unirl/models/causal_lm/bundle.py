@@ -82,7 +82,6 @@ class CausalLMBundle(OneComponentBundle):
 
     @property
     def context_length(self) -> int:
-        """Positions that the model was made for."""
         return int(self.model.config.get_text_config().max_position_embeddings)
 
     @property
@@ -98,7 +97,6 @@ class CausalLMBundle(OneComponentBundle):
         return ()
 
     def new_cache(self) -> transformers.DynamicCache:
-        """An empty KV cache."""
         return transformers.DynamicCache(config=self.model.config)
 
     # What training asks ----------------------------------------------------------------------------------------------
@@ -110,7 +108,6 @@ class CausalLMBundle(OneComponentBundle):
 
     @property
     def trained_module(self) -> nn.Module:
-        """The whole model."""
         return self.model
 
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:

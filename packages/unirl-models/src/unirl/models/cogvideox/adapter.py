@@ -70,7 +70,6 @@ class CogVideoXAdapter(VariancePreservingAdapter[CogVideoXBundle]):
         return channels, frames + self._num_dropped, *area
 
     def image_seq_len(self, params: DiffusionSamplingParams) -> int:
-        """Tokens of one sample."""
         _, frames, height, width = self.latent_shape(params)
         config = self.bundle.transformer.config
         return (

@@ -28,7 +28,7 @@ from unirl.models.guidance import INTERVAL_KEY, Guidance, classifier_free, extra
 from unirl.sde.loop import Velocity
 from unirl.sde.schedule import Convention, Schedule, SigmaSchedule
 from unirl.sde.timesteps import Spacing
-from unirl.types.conditions import Condition, TextEmbedCondition
+from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Modality, Primitive, Videos
 from unirl.types.protocols.models import Conditions
@@ -83,7 +83,6 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
 
     @property
     def bundle(self) -> BundleT:
-        """The modules."""
         return self._bundle
 
     # What a family answers -------------------------------------------------------------------------------------------
@@ -151,7 +150,6 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         return self.geometry.latent_shape(params)
 
     def image_seq_len(self, params: DiffusionSamplingParams) -> int:
-        """Tokens of one sample."""
         return self.geometry.num_tokens(params)
 
     def sequence_length(self, params: DiffusionSamplingParams) -> int:
@@ -256,12 +254,17 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         on what else a batch holds.
         """
         family, fingerprint = self.bundle.family.lower(), self._vae_fingerprint
-        rows = self.embedding_cache.lookup(
-            [content_key(family, fingerprint, picture_key(each)) for each in pictures],
-            lambda part: [{"latents": self.vae_latents(self._as_media(pictures[place]))[0]} for place in part],
-            batch_size=1,
-        )
+        keys = [content_key(family, fingerprint, picture_key(each)) for each in pictures]
+        rows = self.encoded_once(keys, lambda place: {"latents": self.vae_latents(self._as_media(pictures[place]))[0]})
         return [row["latents"].to(self.bundle.device) for row in rows]
+
+    def encoded_once(self, keys: Sequence[str], encode: Callable[[int], Embedding]) -> list[Embedding]:
+        """Embeddings of media by key, each distinct one encoded once and alone; encode(place in `keys`)."""
+        return self.embedding_cache.lookup(keys, lambda part: [encode(place) for place in part], batch_size=1)
+
+    def stacked(self, rows: Sequence[Embedding]) -> ImageLatentCondition:
+        """The latents of rows, on the model's device."""
+        return ImageLatentCondition(latents=torch.stack([row["latents"] for row in rows]).to(self.bundle.device))
 
     def _as_media(self, picture: Tensor) -> Images | Videos:
         """An image [3, H, W] as what the family makes; of a family of videos one frame."""

@@ -131,7 +131,8 @@ class DiffusersBundle(Bundle):
                 self.modules[name] = _arranged(model) if component.role is Role.AUTOENCODER else model
         if vae_tile_pixels is not None:
             work_in_tiles(self.vae, vae_tile_pixels)
-        self.text = self.make_text(encoders, {name: self.processors.get(name) for name in self._of(Role.PROCESSOR)})
+        tokenizers = [name for name in self._of(Role.PROCESSOR) if name.startswith("tokenizer")]
+        self.text = self.make_text(encoders, {name: self.processors.get(name) for name in tokenizers})
         """Text encoders and tokenizers."""
         if rest_text_encoders:
             self.text.resting = Resting(self.device)
@@ -164,10 +165,15 @@ class DiffusersBundle(Bundle):
         return ()
 
     def make_text(
-        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
+        self, encoders: Mapping[str, Any | None], tokenizers: Mapping[str, Any | None]
     ) -> TextEncoders:  # Any: models and tokenizers of transformers
-        """What reads prompts, of the text encoders and all processors by component; what is left out is None."""
-        return self.text_class(encoders, processors)
+        """What reads prompts, of the text encoders and tokenizers by component; what is left out is None."""
+        return self.text_class(encoders, tokenizers, **self.text_options)
+
+    @property
+    def text_options(self) -> dict[str, Any]:  # Any: keywords of the family's `text_class`
+        """What else its text encoders are made of."""
+        return {}
 
     def _require_components(self) -> dict[str, Component]:
         """The components to load, checked to be in the folder, of these classes and with weights. Reads no weights.

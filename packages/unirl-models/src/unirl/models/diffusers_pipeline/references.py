@@ -126,7 +126,12 @@ def resized(picture: Tensor, height: int, width: int) -> Tensor:
     """An image [3, H, W] in [0, 1] by Pillow's Lanczos filter in 8 bits, as the stock pipelines resize."""
     if tuple(picture.shape[-2:]) == (height, width):
         return picture
-    small = as_pil(picture).resize((width, height), Image.Resampling.LANCZOS)
+    return filtered(picture, height, width, Image.Resampling.LANCZOS)
+
+
+def filtered(picture: Tensor, height: int, width: int, filter: Image.Resampling) -> Tensor:
+    """An image [3, H, W] in [0, 1] resized by a filter of Pillow in 8 bits, rounded to them at any size."""
+    small = as_pil(picture).resize((width, height), filter)
     return torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).view(height, width, 3).permute(2, 0, 1) / 255
 
 

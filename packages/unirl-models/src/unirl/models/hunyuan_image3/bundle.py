@@ -95,7 +95,6 @@ class HunyuanImage3Bundle(PackedBundle):
 
     @property
     def context_length(self) -> int:
-        """Positions that the model was made for."""
         return self.config.decoder.max_position_embeddings
 
     @property

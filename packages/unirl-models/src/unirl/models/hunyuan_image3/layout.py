@@ -30,12 +30,10 @@ class Segment:
 
     @property
     def is_causal(self) -> bool:
-        """True if a token sees only what is before it in the segment."""
         return not self.grids
 
     @property
     def num_positions(self) -> int:
-        """By how much the position advances."""
         return self.length
 
 

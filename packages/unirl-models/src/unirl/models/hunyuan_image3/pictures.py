@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unirl.models.diffusers_pipeline.references import as_pil, distinct, pictures_of
+from unirl.models.diffusers_pipeline.references import distinct, filtered, pictures_of
 from unirl.models.extras import from_extra
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.sizes import Size, nearest
@@ -51,7 +51,8 @@ def given_pictures(bundle: HunyuanImage3Bundle, primitives: Mapping[str, Primiti
         size = usable[nearest(*picture.shape[-2:], usable)]
         pixels = cut_to(picture, size) * 2 - 1
         latents.append(vae.encode(pixels[None].to(bundle.device, dtype))[0].float())
-        seen = resized(picture, patched_size(*picture.shape[-2:], config.vision.patch_size, config.most_patches))
+        patched = patched_size(*picture.shape[-2:], config.vision.patch_size, config.most_patches)
+        seen = filtered(picture, *patched, Image.Resampling.BILINEAR)
         patches.append(seen * 2 - 1)
         header.append(bundle.sizes.index(size))
     latent_grids = [(latent.shape[1], latent.shape[2]) for latent in latents]
@@ -86,7 +87,7 @@ def cut_to(picture: Tensor, size: Size) -> Tensor:
     height, width = picture.shape[-2:]
     scale = max(size[0] / height, size[1] / width)
     covering = round(height * scale), round(width * scale)
-    whole = resized(picture, covering, Image.Resampling.LANCZOS)
+    whole = filtered(picture, *covering, Image.Resampling.LANCZOS)
     top, left = round((covering[0] - size[0]) / 2), round((covering[1] - size[1]) / 2)
     return whole[:, top : top + size[0], left : left + size[1]]
 
@@ -104,10 +105,3 @@ def patched_size(height: int, width: int, patch: int, most: int) -> Size:
         rows, columns = at(middle)
         low, high = (middle, high) if rows * columns <= most * patch**2 else (low, middle)
     return at(low)
-
-
-def resized(picture: Tensor, size: Size, filter: Image.Resampling = Image.Resampling.BILINEAR) -> Tensor:
-    """An image [3, H, W] in [0, 1] in 8 bits, by a filter of Pillow."""
-    small = as_pil(picture).resize((size[1], size[0]), filter)
-    pixels = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
-    return pixels.view(*size, 3).permute(2, 0, 1) / 255

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
@@ -55,6 +54,7 @@ class HunyuanVideoImageBundle(HunyuanVideoBundle):
         "text_encoder": text_encoder(LlavaForConditionalGeneration),
         "image_processor": processor(),
     }
+    text_class = HunyuanVideoImageTextEncoders
     text: HunyuanVideoImageTextEncoders
     # Of the two kinds of transformers each has its own.
     block_class_names = (
@@ -76,14 +76,10 @@ class HunyuanVideoImageBundle(HunyuanVideoBundle):
         """One of so many tokens that the text encoder has of the image is read."""
         return 4 if self.replaces_first_frame else 2
 
-    def make_text(
-        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
-    ) -> HunyuanVideoImageTextEncoders:  # Any: models and tokenizers of transformers
-        """The encoders with the processor of images."""
-        tokenizers = {name: processors[name] for name in ("tokenizer", "tokenizer_2")}
-        # Required like every component, so it is there.
-        image_processor: Any = processors["image_processor"]
-        return HunyuanVideoImageTextEncoders(encoders, tokenizers, image_processor)
+    @property
+    def text_options(self) -> dict[str, Any]:  # Any: as in the base
+        """The processor of images, which the text encoder sees."""
+        return {"image_processor": self.processors["image_processor"]}
 
     def check_index(self) -> None:
         """Raises ConfigError for a transformer that reads no image, or other channels than it says."""

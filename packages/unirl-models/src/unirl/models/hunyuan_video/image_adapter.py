@@ -48,7 +48,6 @@ class HunyuanVideoImageAdapter(HunyuanVideoAdapter):
 
     @property
     def bundle(self) -> HunyuanVideoImageBundle:
-        """The modules."""
         return self._bundle
 
     def check_params(self, params: DiffusionSamplingParams) -> None:

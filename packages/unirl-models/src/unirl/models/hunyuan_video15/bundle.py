@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION, JOINT_FEED_FORWARD
-from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.extras import from_extra
 from unirl.models.hunyuan_video15.text import HunyuanVideo15TextEncoders
 from unirl.types.errors import ConfigError
@@ -74,9 +72,3 @@ class HunyuanVideo15ImageBundle(HunyuanVideo15Bundle):
     reads_media = True
     needs_media = True
     most_images = 1
-
-    def make_text(
-        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
-    ) -> TextEncoders:  # Any: models and tokenizers of transformers
-        """Prompts alone; images have their own processor."""
-        return super().make_text(encoders, {name: processors[name] for name in ("tokenizer", "tokenizer_2")})

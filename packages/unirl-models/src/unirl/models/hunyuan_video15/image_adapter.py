@@ -39,16 +39,10 @@ class HunyuanVideo15ImageAdapter(HunyuanVideo15Adapter):
         """The image of each sample as latents and as features."""
         samples = pictures_of(primitives, self.bundle.family, fewest=1, most=1) or []
         size = f"{params.height} x {params.width}"
-        rows = self.embedding_cache.lookup(
-            [content_key(self._image_fingerprint, size, tensor_digest(picture)) for (picture,) in samples],
-            lambda part: [self._encode_picture(samples[place][0], params) for place in part],
-            batch_size=1,
-        )
-        latents, embeds = (torch.stack([row[name] for row in rows]) for name in ("latents", "embeds"))
-        return {
-            "image": ImageLatentCondition(latents=latents.to(self.bundle.device)),
-            "image_embeds": ImageEmbedCondition(embeds=embeds.to(self.bundle.device)),
-        }
+        keys = [content_key(self._image_fingerprint, size, tensor_digest(picture)) for (picture,) in samples]
+        rows = self.encoded_once(keys, lambda place: self._encode_picture(samples[place][0], params))
+        embeds = torch.stack([row["embeds"] for row in rows]).to(self.bundle.device)
+        return {"image": self.stacked(rows), "image_embeds": ImageEmbedCondition(embeds=embeds)}
 
     def given_frames(self, x_R: Tensor, conditions: Conditions) -> Tensor:
         """[R, C + 1, f, h, w]: latents of the first frame and a mask of it; zeros elsewhere."""

@@ -138,7 +138,6 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
         return (latents * std / vae.config["scaling_factor"] + mean).to(vae.dtype)
 
     def from_vae(self, latents: Tensor) -> Tensor:
-        """The inverse of `to_vae`."""
         vae = self.bundle.vae
         mean, std = (moment.view(1, -1, 1, 1, 1).to(latents) for moment in (vae.latents_mean, vae.latents_std))
         return (latents - mean) * vae.config["scaling_factor"] / std

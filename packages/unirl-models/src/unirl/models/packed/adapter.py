@@ -55,7 +55,6 @@ class PackedAdapter(DiffusionAdapter, Generic[BundleT]):
 
     @property
     def bundle(self) -> BundleT:
-        """The modules."""
         return self._bundle
 
     @abstractmethod
@@ -63,7 +62,6 @@ class PackedAdapter(DiffusionAdapter, Generic[BundleT]):
         """Rows and columns of latent tokens. Raises ConfigError for a size that the model does not make."""
 
     def image_seq_len(self, params: DiffusionSamplingParams) -> int:
-        """Latent tokens."""
         rows, columns = self.grid(params)
         return rows * columns
 

@@ -75,16 +75,13 @@ class PackedBundle(OneComponentBundle):
 
     @property
     def trained_module(self) -> nn.Module:
-        """The decoder."""
         return self.decoder
 
     @property
     def vocabulary_size(self) -> int:
-        """Words that the model has logits for."""
         return self.head.out_features
 
     def new_cache(self) -> TextCache:
-        """An empty KV cache."""
         return TextCache()
 
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:

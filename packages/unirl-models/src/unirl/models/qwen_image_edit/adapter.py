@@ -44,7 +44,6 @@ class QwenImageEditAdapter(QwenImageAdapter):
 
     @property
     def bundle(self) -> QwenImageEditBundle:
-        """The modules."""
         return self._bundle
 
     def encode_inputs(

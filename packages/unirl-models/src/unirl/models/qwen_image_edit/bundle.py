@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from unirl.models.diffusers_pipeline.components import processor
@@ -29,6 +28,7 @@ class QwenImageEditBundle(RankFollowing, QwenImageBundle):
     family = "Qwen-Image-Edit"
     pipeline_classes = ("QwenImageEditPipeline",)
     components = {**QwenImageBundle.components, "processor": processor()}
+    text_class = QwenImageEditTextEncoders
     text: QwenImageEditTextEncoders
     picture_mark: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
     """Stands for each image before the instruction; `{}` is its number, from 1."""
@@ -61,14 +61,10 @@ class QwenImageEditBundle(RankFollowing, QwenImageBundle):
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} has no image processor that loads: {error}") from error
 
-    def make_text(
-        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
-    ) -> QwenImageEditTextEncoders:  # Any: as in the base
-        """The encoder with the processor of its images."""
-        tokenizers = {"tokenizer": processors["tokenizer"]}
-        # Required like every component, so it is there.
-        image_processor: Any = processors["processor"]  # Any: as in the base
-        return QwenImageEditTextEncoders(encoders, tokenizers, image_processor, self.picture_mark)
+    @property
+    def text_options(self) -> dict[str, Any]:  # Any: as in the base
+        """The processor of images, which the encoder sees, and what stands for one."""
+        return {"image_processor": self.processors["processor"], "picture_mark": self.picture_mark}
 
 
 class QwenImageEditPlusBundle(QwenImageEditBundle):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION
-from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.extras import from_extra
 from unirl.models.sd3.text import SD3TextEncoders
 
@@ -37,6 +36,7 @@ class SD3Bundle(DiffusersBundle):
         "tokenizer_2": processor(),
         "tokenizer_3": processor(is_optional=True),
     }
+    text_class = SD3TextEncoders
     block_class_names = ("JointTransformerBlock",)
     lora_target_modules = JOINT_ATTENTION
 
@@ -50,11 +50,10 @@ class SD3Bundle(DiffusersBundle):
         has_t5 = self._load_t5 and self.folder.class_of("text_encoder_3") is not None
         return () if has_t5 else ("text_encoder_3", "tokenizer_3")
 
-    def make_text(
-        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
-    ) -> TextEncoders:  # Any: models and tokenizers of transformers
-        """The encoders of prompts, padded to the width of the joint attention."""
-        return SD3TextEncoders(encoders, processors, width=self.transformer.config["joint_attention_dim"])
+    @property
+    def text_options(self) -> dict[str, Any]:  # Any: as in the base
+        """The width of the joint attention, to which texts are padded."""
+        return {"width": self.transformer.config["joint_attention_dim"]}
 
     @property
     def vae_scale_factor(self) -> int:

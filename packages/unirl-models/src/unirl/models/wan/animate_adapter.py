@@ -43,7 +43,6 @@ class WanAnimateAdapter(WanImageAdapter):
 
     @property
     def bundle(self) -> WanAnimateBundle:
-        """The modules."""
         return self._bundle
 
     def num_references(self, params: DiffusionSamplingParams) -> int:
@@ -71,26 +70,22 @@ class WanAnimateAdapter(WanImageAdapter):
         samples = pictures_of(primitives, self.bundle.family, fewest=1, most=1) or []
         pose, face = (self._motion(primitives, slot, params) for slot in self.bundle.needed_videos)
         scenes = self._scenes(primitives, params, len(samples))
-        rows = self.embedding_cache.lookup(
-            [self._media_key("image", params, *sample, *scene) for sample, scene in zip(samples, scenes, strict=True)],
-            lambda part: [self._given(samples[place][0], scenes[place], params) for place in part],
-            batch_size=1,
-        )
-        poses = self.embedding_cache.lookup(
+        keys = [
+            self._media_key("image", params, *sample, *scene) for sample, scene in zip(samples, scenes, strict=True)
+        ]
+        rows = self.encoded_once(keys, lambda place: self._given(samples[place][0], scenes[place], params))
+        poses = self.encoded_once(
             [self._media_key("pose", params, frames) for frames in pose],
-            lambda part: [
-                {"latents": self._latents_of(resized_clip(pose[place], params.height, params.width))} for place in part
-            ],
-            batch_size=1,
+            lambda place: {"latents": self._latents_of(resized_clip(pose[place], params.height, params.width))},
         )
         side = self.bundle.face_size
         # In bytes, which hold a resized image exactly: a clip of 77 frames of 512 x 512 has 60 million.
         faces = torch.stack([pixel_bytes(resized_clip(frames, side, side)) for frames in face]).movedim(1, 2)
         faces = faces.to(self.bundle.device)
         conditions: dict[str, Condition] = {
-            "image": self._stacked(rows),
+            "image": self.stacked(rows),
             "image_embeds": self.image_embeds(samples),
-            "pose": self._stacked(poses),
+            "pose": self.stacked(poses),
             "face": ImageLatentCondition(latents=faces),
         }
         if params.uses_guidance:
@@ -153,6 +148,3 @@ class WanAnimateAdapter(WanImageAdapter):
     def _media_key(self, what: str, params: DiffusionSamplingParams, *media: Tensor) -> str:
         size = f"{params.num_frames} x {params.height} x {params.width}"
         return content_key(self.bundle.family.lower(), what, self._vae_fingerprint, size, *map(tensor_digest, media))
-
-    def _stacked(self, rows: list[Embedding]) -> ImageLatentCondition:
-        return ImageLatentCondition(latents=torch.stack([row["latents"] for row in rows]).to(self.bundle.device))

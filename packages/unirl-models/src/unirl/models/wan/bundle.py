@@ -12,7 +12,6 @@ from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.export import write_lora
 from unirl.models.diffusers_pipeline.lora_targets import SELF_AND_CROSS_ATTENTION
-from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.experts import RankFollowing
 from unirl.models.extras import from_extra
 from unirl.models.wan.text import WanTextEncoders
@@ -117,12 +116,6 @@ class WanImageBundle(WanBundle):
     reads_media = True
     needs_media = True
     most_images = 2
-
-    def make_text(
-        self, encoders: Mapping[str, Any | None], processors: Mapping[str, Any | None]
-    ) -> TextEncoders:  # Any: models and tokenizers of transformers
-        """Prompts alone; images have their own processor."""
-        return super().make_text(encoders, {"tokenizer": processors["tokenizer"]})
 
     @property
     def num_images(self) -> tuple[int, int]:

@@ -59,24 +59,17 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
         samples = pictures_of(primitives, self.bundle.family, fewest=fewest, most=most) or []
         if params.num_frames == 1 and any(len(sample) > 1 for sample in samples):
             raise ConfigError("num_frames = 1 has no last frame. Set sampling.num_frames or give one image per sample.")
-        rows = self.embedding_cache.lookup(
-            [self._key(self._vae_fingerprint, params, sample) for sample in samples],
-            lambda part: [self._given_latents(samples[place], params) for place in part],
-            batch_size=1,
-        )
-        latents = torch.stack([row["latents"] for row in rows]).to(self.bundle.device)
-        conditions: dict[str, Condition] = {"image": ImageLatentCondition(latents=latents)}
+        keys = [self._key(self._vae_fingerprint, params, sample) for sample in samples]
+        rows = self.encoded_once(keys, lambda place: self._given_latents(samples[place], params))
+        conditions: dict[str, Condition] = {"image": self.stacked(rows)}
         if "image_encoder" in self.bundle.modules:
             conditions["image_embeds"] = self.image_embeds(samples)
         return conditions
 
     def image_embeds(self, samples: Sequence[list[Tensor]]) -> ImageEmbedCondition:
         """CLIP features of the images of each sample."""
-        rows = self.embedding_cache.lookup(
-            [self._key(self._clip_fingerprint, None, sample) for sample in samples],
-            lambda part: [self._features(samples[place]) for place in part],
-            batch_size=1,
-        )
+        keys = [self._key(self._clip_fingerprint, None, sample) for sample in samples]
+        rows = self.encoded_once(keys, lambda place: self._features(samples[place]))
         return ImageEmbedCondition(embeds=torch.stack([row["embeds"] for row in rows]).to(self.bundle.device))
 
     def inputs_beside_text(self, x_R: Tensor, conditions: Conditions) -> dict[str, Tensor]:

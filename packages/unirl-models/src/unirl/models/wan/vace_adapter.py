@@ -64,15 +64,11 @@ class WanVACEAdapter(WanAdapter[WanVACEBundle]):
             )
             for row in range(len(present[0]) if present else 1)
         ]
-        rows = self.embedding_cache.lookup(
-            [self._key(params, *sample) for sample in samples],
-            lambda part: [self._control(params, *samples[place]) for place in part],
-            batch_size=1,
-        )
-        latents = torch.stack([row["latents"] for row in rows]).to(self.bundle.device)
+        keys = [self._key(params, *sample) for sample in samples]
+        control = self.stacked(self.encoded_once(keys, lambda place: self._control(params, *samples[place])))
         if not present:  # text alone: the same for every sample
-            latents = latents.expand(primitives["text"].batch_size, *latents.shape[1:])
-        return {"control": ImageLatentCondition(latents=latents)}
+            control = control.select([0] * primitives["text"].batch_size)
+        return {"control": control}
 
     def inputs_beside_text(self, x_R: Tensor, conditions: Conditions) -> dict[str, Tensor]:
         """What is given, for the blocks of the control branch."""
