@@ -7,9 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from unirl.types.errors import WorkerError
+from unirl.types.errors import ConfigError, UniRLError, WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,8 @@ _MAX_LOSSES = 4
 """Processes that one call may end before it is taken for the cause."""
 MAX_AT_ONCE = 32
 """Calls that a member is given at once at most: each waits in a thread."""
+_MAX_THREADS = 1024
+"""Most calls at once of a pool; a thread is made when it is needed."""
 _MAX_STARTS = 3
 """Processes that may die in a row, one replacing the other, before one has the weights again."""
 
@@ -65,24 +67,32 @@ class Member(Protocol):
         ...
 
 
-class MemberPool:
+MemberT = TypeVar("MemberT", bound=Member)
+
+
+class MemberPool(Generic[MemberT]):
     """The members. Its methods but `post` are called from one thread; members work in others.
 
     restore: gives a process that has just started the present weights, and proves them. What each method raises of a
     member: see `Member`.
     """
 
-    def __init__(self, members: Sequence[Member], restore: Callable[[Member], None]) -> None:
+    def __init__(self, members: Sequence[MemberT], restore: Callable[[MemberT], None]) -> None:
         self._members = list(members)
         self._restore = restore
-        self._threads = ThreadPoolExecutor(len(members) * MAX_AT_ONCE, "unirl-member")
-        self._healing: dict[Future[Any], Member] = {}  # Any: None
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "unirl-member")
+        self._healing: dict[Future[Any], MemberT] = {}  # Any: None
         self._left: Collection[Future[Any]] = ()
         """Calls that still run although another one has failed."""
         self._starting = threading.Lock()
         self._is_stopped = False
         self.num_restarts = 0
         """Processes that replaced dead ones."""
+
+    @property
+    def members(self) -> tuple[MemberT, ...]:
+        """Those of now, living or dead."""
+        return tuple(self._members)
 
     @property
     def pids(self) -> list[int]:
@@ -135,7 +145,7 @@ class MemberPool:
         wait(self._left)
         todo, losses = deque(numbers), dict.fromkeys(numbers, 0)
         messages: dict[int, Message] = {}
-        running: dict[Future[Any], tuple[int, Member]] = {}  # Any: AnswerT
+        running: dict[Future[Any], tuple[int, MemberT]] = {}  # Any: AnswerT
         finished: list[tuple[int, AnswerT]] = []
         dead: set[int] = set()
         try:
@@ -173,6 +183,29 @@ class MemberPool:
         for future in list(self._healing):
             self._healed(future)
 
+    def join(self, member: MemberT) -> None:
+        """Give a new member the present weights, prove it, and let it work.
+
+        Raises what starting and proving it raises; then it is stopped, and the pool is as it was.
+        """
+        try:
+            member.ready()
+            self._restore(member)
+        except UniRLError:
+            member.stop()
+            raise
+        self._members.append(member)
+
+    def leave(self, member: MemberT) -> None:
+        """Stop a member, which has answered its calls. Raises ConfigError for the last one."""
+        if len(self._members) == 1:
+            raise ConfigError(f"{member.name} is the last member of its pool, which cannot be scaled to zero.")
+        wait(self._left)
+        for future in [future for future, own in self._healing.items() if own is member]:
+            self._healed(future)
+        self._members.remove(member)
+        member.stop()
+
     def stop(self) -> None:
         """End all processes. Safe to call twice."""
         with self._starting:
@@ -181,7 +214,7 @@ class MemberPool:
             member.stop()
         self._threads.shutdown(cancel_futures=True)
 
-    def _least_busy(self, busy: Sequence[Member], at_once: int) -> Member | None:
+    def _least_busy(self, busy: Sequence[MemberT], at_once: int) -> MemberT | None:
         """The living member with the fewest calls, if that is fewer than `at_once`. busy: the member of each call."""
         calls = {
             each: busy.count(each) for each in self._members if each.is_alive and each not in self._healing.values()
@@ -195,7 +228,7 @@ class MemberPool:
             if not member.is_alive and member not in (*busy, *self._healing.values()):
                 self._healing[self._threads.submit(self._replace, member)] = member
 
-    def _replace(self, member: Member) -> None:
+    def _replace(self, member: MemberT) -> None:
         """Start another process, and give it the weights; again where it dies meanwhile."""
         for attempt in range(1, _MAX_STARTS + 1):
             with self._starting:
@@ -220,5 +253,5 @@ class MemberPool:
         future.result()
 
 
-def _asked(member: Member, message: Message, read: Callable[[Message], AnswerT]) -> AnswerT:
+def _asked(member: MemberT, message: Message, read: Callable[[Message], AnswerT]) -> AnswerT:
     return read(member.call(message))

@@ -22,6 +22,7 @@ from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_worker import CONTROL, ProcessInfo, RayWorker
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.group.waiting import CallFailed, answers
+from unirl.distributed.pools.served import Ask
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.tensor.planes.base import DataPlane, ObjectPlane
 from unirl.distributed.tensor.transport import outgoing
@@ -153,6 +154,43 @@ class RayRuntime(Runtime):
         self._require_open()
         self.role(name)
         return RemoteRole(name, tuple(self._actors), tuple(self._names()), self._timeout_s)
+
+    # A worker that is asked alone (`unirl.distributed.pools.served`), from any thread -----------------------------
+
+    def ask(self, ask: Ask) -> Any:  # Any: as the component's method
+        """The answer of the only worker: what the method gives, or with `is_stored` its metadata and a reference."""
+        self._require_open()
+        (actor,), what = self._actors, f"{ask.role}.{ask.method}"
+        args, kwargs = outgoing(ask.args), outgoing(dict(ask.kwargs))
+        if not ask.is_stored:
+            asked = actor.call_component.remote(ask.role, ask.method, *args, **kwargs)
+            return self._await({asked: 0}, what, self._timeout_s)[0]
+        meta, whole = actor.produce.options(num_returns=2).remote(ask.role, ask.method, args, kwargs)
+        return self._await({meta: 0}, what, self._timeout_s)[0], whole
+
+    def ask_worker(self, method: str) -> Any:  # Any: as the method of `Worker`
+        """What a method of the only worker's `Worker` gives."""
+        return self._invoke_all([(0, method, ())])[0]
+
+    def post(self, ask: Ask) -> None:
+        """Call a component of every worker beside the call that runs, without waiting."""
+        for actor in self._actors:
+            actor.post.options(concurrency_group=CONTROL).remote(ask.role, ask.method, ask.args)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def names(self) -> list[str]:
+        """The workers, as errors call them."""
+        return self._names()
+
+    @property
+    def infos(self) -> Mapping[str, ComponentInfo]:
+        """Role name -> what is known of its component."""
+        return self._components
 
     def _infos(self) -> Mapping[str, ComponentInfo]:
         return self._components

@@ -137,9 +137,21 @@ class RayWorker:
         if self._worker is not None:
             self._worker.close()
 
-    def call_component(self, role: str, method: str, *args: Any) -> Any:  # Any: as the component's methods
-        """Call a component for a worker of another runtime (`RemoteRole`)."""
-        return self.perform("invoke", (role, method, self._opened(args), {}, None))
+    def call_component(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:  # Any: as the methods
+        """Call a component for a worker of another runtime (`RemoteRole`), or for a pool (`RayRuntime.ask`)."""
+        return self.perform("invoke", (role, method, self._opened(args), self._opened_by_name(kwargs), None))
+
+    def produce(
+        self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:  # Any: as the component's methods
+        """Two results of Ray: the metadata of what a component gives, and the whole, which outlives this worker."""
+        whole = self.perform("invoke", (role, method, self._opened(args), self._opened_by_name(kwargs), None))
+        return whole.metadata_only(), whole
+
+    def post(self, role: str, method: str, args: tuple[Any, ...]) -> None:
+        """Call a component beside the call that runs; runs in the lane CONTROL."""
+        if self._worker is not None:
+            self._worker.invoke(role, method, args, {}, None)
 
     def pick(self, key: HeldKey, rows: Sequence[int]) -> tuple[None, Any]:  # Any: held values are of any type
         """Two Ray results for workers that assemble a new value: None, a signal that the rows are ready, and the
@@ -162,6 +174,9 @@ class RayWorker:
 
     def _opened(self, values: tuple[Any, ...]) -> tuple[Any, ...]:  # Any: as call_component and assemble
         return tuple(value.opened(self._kept) if isinstance(value, Openable) else value for value in values)
+
+    def _opened_by_name(self, values: dict[str, Any]) -> dict[str, Any]:  # Any: as call_component
+        return dict(zip(values, self._opened(tuple(values.values())), strict=True))
 
     def perform(self, method: str, args: tuple[Any, ...]) -> Any:  # Any: as the worker's methods
         """Call a method of `Worker`; tensors in its result are moved to the CPU."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unirl.distributed.group.framework import ray_module
@@ -23,6 +23,12 @@ class RemoteRole:
     workers: Sequence[str]
     """Names of the workers in errors."""
     timeout_s: float
+
+    @classmethod
+    def joined(cls, roles: Sequence[RemoteRole]) -> RemoteRole:
+        """The components of several runtimes as those of one; at least one."""
+        actors = tuple(actor for role in roles for actor in role.actors)
+        return replace(roles[0], actors=actors, workers=tuple(worker for role in roles for worker in role.workers))
 
     def call(self, method: str, *args: Any) -> list[Any]:  # Any: as the component's methods
         """The method's results, one per worker. Arguments leave this process once.

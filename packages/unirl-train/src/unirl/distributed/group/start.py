@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from unirl.distributed.group.device_pool import Device, DevicePool
+from unirl.distributed.group.device_pool import Block, Device, DevicePool
+from unirl.distributed.group.ray_member import ObjectStore, RayMember
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.groups import WorkerGroups
+from unirl.distributed.pools.served import ServedPool
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.stages import LedStages
 from unirl.distributed.tensor.planes.base import DataPlane, ObjectPlane
+from unirl.distributed.weight_sync.served_syncs import PushedPool, ServedSyncs
 from unirl.distributed.worker import Builder
 
 
@@ -24,6 +28,10 @@ class GroupPlan:
     devices: Sequence[int]
     roles: Sequence[str] = ()
     """Roles that this group has instead of the first group."""
+    is_served: bool = False
+    """True: each device has a member of a served pool (`unirl.distributed.pools.served`)."""
+    rows_per_call: int | None = None
+    """See `ServedPool`."""
 
 
 @dataclass(frozen=True)
@@ -68,29 +76,58 @@ def start_groups(
             start_timeout_s=start_timeout_s,
         )
         unfinished.callback(pool.close)
-        blocks = pool.blocks({plan.name: plan.devices for plan in plans})
-        started: dict[str, RayRuntime] = {}
+        blocks = pool.blocks({name: devices for plan in plans for name, devices in _blocks(plan).items()})
+        options = {"device": device, "timeout_s": timeout_s, "start_timeout_s": start_timeout_s, "plane": plane}
+        started: dict[str, RayRuntime | ServedPool] = {}
         for plan in plans:
-            started[plan.name] = RayRuntime(
-                plan.builder,
-                num_devices=len(plan.devices),
-                device=device,
-                timeout_s=timeout_s,
-                start_timeout_s=start_timeout_s,
-                block=blocks[plan.name],
-                plane=plane,
-            )
+            started[plan.name] = _served(plan, blocks, options) if plan.is_served else _even(plan, blocks, options)
             unfinished.callback(started[plan.name].close)
         first = plans[0]
         main, devices = started[first.name], {plan.name: list(plan.devices) for plan in plans}
+        served = []
         for push in pushes if main.has_role("sync") else ():
-            engines = started[push.group].remote_role(push.engine)
+            group = started[push.group]
             shares_device = len(first.devices) == 1 and devices[push.group] == list(first.devices)
-            own = (engines, shares_device) if push.policy is None else (engines, shares_device, push.policy)
-            main.role("sync").connect_elsewhere(*own)
+            if isinstance(group, ServedPool):
+                served.append(PushedPool(group, push.engine, shares_device, push.policy))
+                continue
+            own = () if push.policy is None else (push.policy,)
+            main.role("sync").connect_elsewhere(group.remote_role(push.engine), shares_device, *own)
         elsewhere = {role: started[plan.name] for plan in plans[1:] for role in plan.roles}
         engine_of = {group: started[group].role("engine") for group in (stages or {}).values()}
-        led = {"engine": LedStages({track: engine_of[group] for track, group in stages.items()})} if stages else {}
+        led: dict[str, object] = {}
+        if stages:
+            led["engine"] = LedStages({track: engine_of[group] for track, group in stages.items()})
+        if served:
+            led["sync"] = ServedSyncs(main.role("sync"), served)
         groups = WorkerGroups(main, elsewhere, led=led, on_close=pool.close)
         unfinished.pop_all()
     return groups
+
+
+def _blocks(plan: GroupPlan) -> dict[str, Sequence[int]]:
+    """Name -> devices of the blocks of a group: one for each member of a served pool."""
+    if not plan.is_served:
+        return {plan.name: plan.devices}
+    return {f"{plan.name}-{number}": [device] for number, device in enumerate(plan.devices)}
+
+
+def _even(plan: GroupPlan, blocks: Mapping[str, Block], options: Mapping[str, Any]) -> RayRuntime:
+    return RayRuntime(plan.builder, num_devices=len(plan.devices), block=blocks[plan.name], **options)
+
+
+def _served(plan: GroupPlan, blocks: Mapping[str, Block], options: Mapping[str, Any]) -> ServedPool:
+    """The members, which load at the same time."""
+
+    def member(name: str) -> RayMember:
+        return RayMember(name, lambda: RayRuntime(plan.builder, num_devices=1, block=blocks[name], **options))
+
+    members = [member(name) for name in _blocks(plan)]
+    try:
+        return ServedPool(
+            plan.name, members, ObjectStore(), num_devices=len(plan.devices), rows_per_call=plan.rows_per_call
+        )
+    except BaseException:
+        for each in members:
+            each.stop()
+        raise

@@ -129,7 +129,7 @@ class WeightSync(ABC):
             with self._under(policy):
                 self._canary.replay_only()
             return {}
-        before, self._sent = self._checksums.pop(policy, {}), {}
+        before, self._sent = self._checksums.get(policy, {}), {}
         receipt = self._send(engine, version, policy)
         self._checksums[policy] = self._sent
         changed = [name for name, checksum in self._sent.items() if before.get(name) != checksum]

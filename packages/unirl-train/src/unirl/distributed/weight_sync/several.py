@@ -40,7 +40,11 @@ class PolicySyncs:
             sync.prepare()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def push(self, policy: Copies = None) -> Metrics:
-        """See `WeightSync.push`. policy: the named copy of each policy to push."""
-        pushed = {name: sync.push(copy_of(policy, self._tracks[name], name)) for name, sync in self._syncs.items()}
+    def push(self, policy: Copies = None, only: str | None = None) -> Metrics:
+        """See `WeightSync.push`. policy: the named copy of each policy to push. only: the one policy to push; None: all."""
+        pushed = {
+            name: sync.push(copy_of(policy, self._tracks[name], name))
+            for name, sync in self._syncs.items()
+            if only in (None, name)
+        }
         return joined(pushed) if self._names_metrics else next(iter(pushed.values()))

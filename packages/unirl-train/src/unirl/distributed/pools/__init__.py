@@ -1,0 +1,1 @@
+"""Pools of workers whose members come and go."""

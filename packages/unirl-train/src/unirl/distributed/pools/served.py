@@ -1,0 +1,306 @@
+"""A pool of workers that is served: each call goes to the member that is free, and members join, leave and die.
+
+The workers of an *even* group (`unirl.distributed.runtime.Runtime`) each get an equal share of every call, and one that
+dies ends the run. Members of a *served* pool know nothing of each other. A request is cut into calls of whole groups of
+samples, the same calls whatever happens to members; what a member makes leaves it at once, so that its death costs the
+calls that it had not answered, which go to the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from unirl.distributed.dispatch import HeldKey, collected, num_samples
+from unirl.distributed.exchange import plan_shards
+from unirl.distributed.group.remote_role import RemoteRole
+from unirl.distributed.held import Future, Held
+from unirl.distributed.runtime import Runtime
+from unirl.distributed.worker import ComponentInfo, Usage
+from unirl.types.errors import ConfigError, ContractError, WorkerError
+from unirl.types.member_pool import Member, MemberPool
+from unirl.types.roles import Collect, Dispatch, MeshPlace
+from unirl.types.rollout import RolloutReq, RolloutResp
+
+logger = logging.getLogger(__name__)
+
+CALLS_PER_MEMBER = 2
+"""Calls that a request is cut into for each device of the pool, where the recipe does not say."""
+_MAX_ROUNDS = 4
+"""Times that all members may die of one call to all of them."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A call of a component of one member."""
+
+    role: str
+    method: str
+    args: tuple[Any, ...] = ()  # Any: as the component's methods
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # Any: as args
+    is_stored: bool = False
+    """True: the answer is the metadata of the result, and the result as the pool's `Store` keeps it."""
+
+
+USAGE, BEAT = "usage", "num_held"
+"""Methods of the member's own `Worker`, asked by their name."""
+
+
+class WorkerMember(Member, Protocol):
+    """A worker with the components of the pool. It is asked an `Ask`, or a method of its `Worker` by name."""
+
+    def infos(self) -> Mapping[str, ComponentInfo]:
+        """Role name -> what is known of its component; waits until they are built."""
+        ...
+
+    def remote_role(self, name: str) -> RemoteRole:
+        """A component of the worker, for code in workers of other groups."""
+        ...
+
+
+class Store(Protocol):
+    """Keeps what members made where it outlives them."""
+
+    def put(self, value: RolloutResp) -> Any:  # Any: the store's own
+        """Keep a value of this process."""
+        ...
+
+    def get(self, stored: Any) -> RolloutResp:  # Any: the store's own
+        """The value in this process."""
+        ...
+
+    def rows(self, stored: Any, rows: Sequence[int]) -> Any:  # Any: the store's own, see `Runtime.pick_rows`
+        """Some samples, for workers of other groups that assemble a new value."""
+        ...
+
+    def joined(self, picked: Sequence[Any]) -> Any:  # Any: what `Runtime.pick_rows` of other groups gives
+        """Rows of other groups as one argument of a member."""
+        ...
+
+
+class ServedPool(Runtime):
+    """The members of a pool as a runtime.
+
+    members: each on a device of its own. num_devices: of the pool, which those that join later have too.
+    rows_per_call: samples of one call at least, whole groups; None: two calls for each device.
+    restored: gives a member that has just started the present weights, and proves them; set by what pushes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[WorkerMember],
+        store: Store,
+        *,
+        num_devices: int,
+        rows_per_call: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not members:
+            raise ConfigError(f"the pool {name} has no members. Give it at least one device.")
+        self.name = name
+        self.restored: Callable[[WorkerMember], None] = lambda member: None
+        self._store = store
+        self._num_devices = num_devices
+        self._rows_per_call = rows_per_call
+        self._stored: dict[HeldKey, list[Any]] = {}  # Any: the store's own
+        self._keys = itertools.count()
+        self._pool = MemberPool(members, lambda member: self.restored(member))
+        self._known = members[0].infos()
+
+    # Members ------------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> Sequence[WorkerMember]:
+        """Those of now, living or not yet known to be dead."""
+        return self._pool.members
+
+    @property
+    def num_restarts(self) -> int:
+        """Members that replaced dead ones so far."""
+        return self._pool.num_restarts
+
+    def join(self, member: WorkerMember) -> None:
+        """Let another member work once it has the present weights. Raises what proves them, and then it is not one."""
+        self._pool.join(member)
+        logger.info("%s joined the pool %s, which has %d members", member.name, self.name, self.num_workers)
+
+    def leave(self, member: WorkerMember) -> None:
+        """Stop a member. Raises ConfigError for the last one."""
+        self._pool.leave(member)
+        logger.info("%s left the pool %s, which has %d members", member.name, self.name, self.num_workers)
+
+    def heal(self) -> None:
+        """Return when every member is known to live, and those that replaced dead ones are restored."""
+        self._pool.broadcast(BEAT)
+        self._pool.heal()
+
+    def has_lost_members(self) -> bool:
+        """True if a member is dead, which is asked of each."""
+        self._pool.broadcast(BEAT)
+        return not all(member.is_alive for member in self.members)
+
+    # Calls --------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        role: str,
+        method: str,
+        dispatch: Dispatch,
+        collect: Collect,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Future[Any]:
+        """See Runtime. DP_SCATTER is dealt in calls, RANK_ZERO asks one member, BROADCAST all of them."""
+        if self.is_closed:
+            raise ContractError(f"the pool {self.name} is closed: close() was called")
+        if dispatch is Dispatch.SCATTER:
+            raise ContractError(f"{role}.{method} has an item per shard; members of the pool {self.name} are no shards")
+        if dispatch is Dispatch.DP_SCATTER:
+            return Future(lambda: self._dealt(role, method, collect, args, dict(kwargs)))
+        ask = Ask(role, method, args, kwargs)
+        return Future(lambda: self._one(ask) if dispatch is Dispatch.RANK_ZERO else collected(collect, self._all(ask)))
+
+    def _one(self, ask: Ask) -> Any:  # Any: as the component's method
+        return next(answer for _, answer in self._pool.answers([0], lambda _: ask, lambda answer: answer))
+
+    def _all(self, ask: Ask | str) -> list[Any]:  # Any: as the component's method
+        for _ in range(_MAX_ROUNDS):
+            if answers := self._pool.broadcast(ask):
+                return answers
+            self._pool.heal()
+        raise WorkerError(self.name, f"no member survived {ask}")
+
+    def _dealt(
+        self, role: str, method: str, collect: Collect, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # Any: as the component's method
+        """Calls of whole groups, each to the member that is free; what they give in the order of the samples."""
+        request = next((value for value in (*args, *kwargs.values()) if isinstance(value, RolloutReq)), None)
+        if request is None:
+            raise ContractError(f"{role}.{method} names no request to cut, so a served pool cannot deal it")
+        bounds = call_bounds(request.group_ids, self._target(request.batch_size))
+        cut = [self._cut(value, bounds) for value in args]
+        named = {name: self._cut(value, bounds) for name, value in kwargs.items()}
+        asks = [
+            Ask(
+                role,
+                method,
+                tuple(column[call] for column in cut),
+                {name: column[call] for name, column in named.items()},
+                is_stored=collect is Collect.HOLD,
+            )
+            for call in range(len(bounds))
+        ]
+        answers = dict(self._pool.answers(range(len(asks)), asks.__getitem__, lambda answer: answer))
+        found = [answers[call] for call in range(len(asks))]
+        if collect is not Collect.HOLD:
+            return collected(collect, found)
+        key = HeldKey(next(self._keys))
+        self._stored[key] = [stored for _, stored in found]
+        return Held(self, key, [meta for meta, _ in found])
+
+    def _target(self, num_rows: int) -> int:
+        """Samples of a call at least, which must not depend on who lives."""
+        return self._rows_per_call or math.ceil(num_rows / (self._num_devices * CALLS_PER_MEMBER))
+
+    def _cut(self, value: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:  # Any: an argument of any kind
+        """The argument of each call."""
+        if isinstance(value, Held):
+            return self._cut_held(value, bounds)
+        if num_samples(value) is None:
+            return [value] * len(bounds)
+        return [value.slice(start, stop) for start, stop in bounds]
+
+    def _cut_held(self, held: Held, bounds: Sequence[tuple[int, int]]) -> list[Any]:  # Any: see Store.joined
+        key, sizes = held.key_for(held.runtime), [meta.batch_size for meta in held.metas]
+        pieces = [
+            [(piece.shard, key, piece.rows) for piece in plan_shards([(sizes, range(start, stop))], 1)[0].pieces]
+            for start, stop in bounds
+        ]
+        picked = iter(held.runtime.pick_rows([piece for own in pieces for piece in own]))
+        return [self._store.joined([next(picked) for _ in own]) for own in pieces]
+
+    # Held values, which lie in the store --------------------------------------------------------------------------
+
+    def hold(self, value: RolloutResp) -> Held:
+        """See Runtime; in one piece."""
+        key = HeldKey(next(self._keys))
+        self._stored[key] = [self._store.put(value)]
+        return Held(self, key, [value.metadata_only()])
+
+    def pick_rows(self, calls: Sequence[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:  # Any: see Runtime
+        """See `unirl.distributed.held.Holder`."""
+        return [self._store.rows(self._stored[key][shard], rows) for shard, key, rows in calls]
+
+    def map_held(
+        self, key: HeldKey, function: Callable[..., Any], shard_args: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:  # Any: what the function gives
+        """See Runtime. The rare way: members keep nothing, so values are fetched and kept anew."""
+        results = []
+        for shard, args in enumerate(shard_args):
+            value = self._store.get(self._stored[key][shard])
+            results.append(function(value, *args))
+            self._stored[key][shard] = self._store.put(value)
+        return results
+
+    def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
+        """Not of a served pool: WorkerGroups gathers on the workers that train."""
+        raise ContractError(
+            f"members of the pool {self.name} hold nothing between calls; gather where it is trained on"
+        )
+
+    def release(self, key: HeldKey) -> None:
+        """Forget a value."""
+        self._stored.pop(key, None)
+
+    def num_held(self) -> int:
+        """Values in the store."""
+        return len(self._stored)
+
+    # What a runtime is asked besides -------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """What the living members used so far."""
+        parts = self._pool.broadcast(USAGE)
+        return Usage(sum(part.cpu_s for part in parts), sum(part.peak_rss_bytes for part in parts))
+
+    @property
+    def num_shards(self) -> int:
+        """1: calls need not be equal, so any number of samples divides."""
+        return 1
+
+    @property
+    def num_workers(self) -> int:
+        """Members of now."""
+        return len(self.members)
+
+    def _infos(self) -> Mapping[str, ComponentInfo]:
+        return self._known
+
+    def _places(self) -> Sequence[MeshPlace]:
+        return (MeshPlace(),)
+
+    def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
+        raise ContractError(f"members of the pool {self.name} have no ranks")
+
+    def close(self) -> None:
+        """Stop every member. Safe to call twice."""
+        if not self.is_closed:
+            self._is_closed = True
+            self._stored.clear()
+            self._pool.stop()
+
+
+def call_bounds(group_ids: Sequence[str], num_rows: int) -> list[tuple[int, int]]:
+    """(start, stop) of calls of at least `num_rows` samples each but the last, that split no group of neighbours."""
+    bounds, start = [], 0
+    for row in range(1, len(group_ids) + 1):
+        is_end = row == len(group_ids)
+        if is_end or (row - start >= num_rows and group_ids[row] != group_ids[row - 1]):
+            bounds.append((start, row))
+            start = row
+    return bounds

@@ -1,0 +1,103 @@
+"""The role `sync` where engines are members of served pools: pushes survive members that die, and restore those that
+start later."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unirl.distributed.group.remote_role import RemoteRole
+from unirl.distributed.pools.served import ServedPool, WorkerMember
+from unirl.types.copies import Copies
+from unirl.types.errors import UniRLError
+
+logger = logging.getLogger(__name__)
+
+_MAX_PUSHES = 8
+"""Times that a push is begun because members died of it or during it."""
+
+
+@dataclass(frozen=True)
+class PushedPool:
+    """A served pool that a policy is pushed to."""
+
+    pool: ServedPool
+    engine: str
+    """Name of the component."""
+    shares_device: bool = False
+    """See `WeightSync.connect_elsewhere`."""
+    policy: str | None = None
+    """Where the sync is of several policies, the one that goes there."""
+
+
+class ServedSyncs:
+    """Leads the syncs of what trains, from the driver.
+
+    sync: the role of the components that push (`WeightSync`, or `PolicySyncs`). A push goes to all members of all
+    pools, and begins again without those that died; a member that starts later gets the last push alone, with all that
+    proves it, while what trains waits for samples.
+    """
+
+    def __init__(
+        self,
+        sync: Any,  # Any: a Role, whose methods follow its markers
+        pools: Sequence[PushedPool],
+    ) -> None:
+        self._sync = sync
+        self._pools = list(pools)
+        self._connected: dict[int, tuple[WorkerMember | int, ...]] = {}
+        """Pool -> its members and their processes, as the syncs know them."""
+        self._last: tuple[Copies] | None = None
+        """The copies that were pushed last; None: nothing was, or a push is under way."""
+        self._restoring = threading.Lock()
+        for pushed in self._pools:
+            pushed.pool.restored = lambda member, pushed=pushed: self._restore(pushed, member)
+
+    def prepare(self) -> None:
+        """See SyncRole."""
+        self._surviving(self._sync.prepare)
+
+    def push(self, policy: Copies = None) -> dict[str, float]:
+        """See SyncRole; to the members of all pools, of which those that died are replaced first."""
+        self._last = None
+        metrics = self._surviving(lambda: self._sync.push(policy))
+        self._last = (policy,)
+        return metrics
+
+    def _surviving(self, work: Callable[[], Any]) -> Any:  # Any: what the work gives
+        """The work on all members; again where some died, with others instead of them."""
+        for attempt in range(1, _MAX_PUSHES + 1):
+            for pushed in self._pools:
+                pushed.pool.heal()
+                self._connect(pushed, pushed.pool.members)
+            try:
+                return work()
+            except UniRLError as error:
+                lost = [pushed.pool.name for pushed in self._pools if pushed.pool.has_lost_members()]
+                if not lost or attempt == _MAX_PUSHES:
+                    raise
+                logger.warning("members of %s died in a push, which begins again: %s", ", ".join(lost), error)
+        raise AssertionError  # the last attempt returns or raises
+
+    def _restore(self, pushed: PushedPool, member: WorkerMember) -> None:
+        """Push what was pushed last to one member, and prove it there."""
+        last = self._last
+        if last is None:
+            return  # the push that is under way, or the first one, brings it
+        with self._restoring:
+            self._connect(pushed, [member])
+            if pushed.policy is None:
+                self._sync.push(*last)
+            else:
+                self._sync.push(*last, only=pushed.policy)
+
+    def _connect(self, pushed: PushedPool, members: Sequence[WorkerMember]) -> None:
+        found = tuple(each for member in members for each in (member, member.pid))
+        if self._connected.get(id(pushed)) != found:
+            engines = RemoteRole.joined([member.remote_role(pushed.engine) for member in members])
+            own = () if pushed.policy is None else (pushed.policy,)
+            self._sync.connect_elsewhere(engines, pushed.shares_device, *own)
+            self._connected[id(pushed)] = found
