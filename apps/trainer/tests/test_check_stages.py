@@ -125,6 +125,24 @@ MISTAKES = [
         "pools.idle.devices = 1: nothing stands in the pool idle. Name it in stages.<track>.pool, engine.pool or",
     ),
     (
+        {"runtime": "ray", "pools": {"train": {"devices": 0, "served": True}}},
+        "pools.train.served is for engines, but what trains stands there. Give it another pool, or remove served.",
+    ),
+    (
+        {
+            "runtime": "ray",
+            "num_devices": 2,
+            "pools": {"train": {"devices": 0}, "judge": {"devices": 1, "served": True}},
+        }
+        | {"reward.pool": "judge"},
+        "pools.judge.served is for engines, but the reward stands there.",
+    ),
+    (
+        {"runtime": "ray", "num_devices": 2, "pools": {"train": {"devices": 0, "samples_per_call": 4}}},
+        "pools.train.samples_per_call does nothing without pools.train.served: true. Set it, or remove",
+    ),
+    ({"pools": {"train": {"devices": 0, "samples_per_call": 0}}}, "pools.train.samples_per_call = 0 must be"),
+    (
         {"runtime": "ray", "num_devices": 4, "pools": {"train": {"devices": 0}, "judge": {"devices": "1-3"}}}
         | {"reward.pool": "judge"},
         "samples do not divide over the 3 devices of pools.judge.devices = 1-3. Change one of them.",

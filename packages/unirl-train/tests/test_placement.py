@@ -71,6 +71,15 @@ def test_stages_stand_in_the_pools_that_they_name_and_the_reward_with_the_last()
     }
 
 
+def test_the_reward_is_with_what_trains_where_members_of_a_served_pool_hold_no_samples() -> None:
+    placed = {"train": Given("a", 0), "rollout": Given("b", "1-3", is_served=True)}
+    found = worker_groups(4, Cluster(), placed, ONE_ENGINE)
+    assert [(group.name, group.holds, group.given.is_served) for group in found] == [
+        ("train", ("train", "reward"), False),
+        ("rollout", ("engine",), True),
+    ]
+
+
 def test_groups_that_share_some_devices_are_named_with_them() -> None:
     placed = {"train": Given("a", "0-2"), "rollout": Given("b", "2-3"), "reward": Given("c", 3)}
     found = worker_groups(4, Cluster(), placed, ONE_ENGINE)

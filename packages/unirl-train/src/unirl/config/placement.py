@@ -44,6 +44,9 @@ class Given:
 
     at: str
     devices: str | int
+    is_served: bool = False
+    """See `Pool.served`."""
+    samples_per_call: int | None = None
 
     @property
     def shown(self) -> str:
@@ -124,7 +127,7 @@ def worker_groups(
     pools: by name; if empty, one group holds everything.
     members: place of each stage or engine in the recipe, then "reward" -> its pool. By default an engine is in the pool
         `rollout`, or with the trainer if there is none; the reward is in the pool `reward`, or with the last engine if
-        there is none, so that samples are scored where they are made.
+        there is none, so that samples are scored where they are made; if that pool is `served`, with the trainer.
     Raises ConfigError as `cluster_shape` and `devices_of` do, and for unknown or empty pools or a missing pool `train`.
     """
     shape, known = cluster_shape(num_devices, cluster), ", ".join(pools) or "none"
@@ -142,7 +145,8 @@ def worker_groups(
     default, pool_of = "rollout" if "rollout" in pools else TRAIN, {TRAIN: TRAIN}
     for place, pool in members.items():
         last = next(reversed(pool_of.values()))
-        pool_of[place] = pool or (default if place != REWARD else REWARD if REWARD in pools else last)
+        scored_at = TRAIN if pools[last].is_served else last
+        pool_of[place] = pool or (default if place != REWARD else REWARD if REWARD in pools else scored_at)
     for name, given in pools.items():
         if name not in pool_of.values():
             raise ConfigError(
@@ -172,7 +176,12 @@ def pools_of(file: Recipe) -> dict[str, Given]:
     """The pools of a recipe by name, from `pools` or `placement`. Raises ConfigError if both are set."""
     short = {item.name: getattr(file.placement, item.name) for item in fields(file.placement)}
     placed = {name: Given(f"placement.{name}", text) for name, text in short.items() if text is not None}
-    named = {str(name): Given(f"pools.{name}.devices", pool["devices"]) for name, pool in file.pools.items()}
+    named = {
+        str(name): Given(
+            f"pools.{name}.devices", pool["devices"], pool.get("served", False), pool.get("samples_per_call")
+        )
+        for name, pool in file.pools.items()
+    }
     if placed and named:
         raise ConfigError(
             f"{next(iter(placed.values())).shown}: placement is the short form of pools, and both are there. Move it "
@@ -275,14 +284,41 @@ def groups_that_overlap_take_turns(run: ComposedRun) -> Messages:
 
 
 def samples_divide_over_every_group(run: ComposedRun) -> Messages:
-    """A batch divides over every group; `unirl.trainer.rules` has further rules for the trainer's group."""
+    """A batch divides over every even group; `unirl.trainer.rules` has further rules for the trainer's group."""
     prompts, repeats = run.batch_size, run.samples_per_prompt
     product = f"batch_size * {run.samples_key} = {prompts} * {repeats} = {prompts * repeats}"
     for group in groups_of_run(run)[1:]:
-        if (prompts * repeats) % len(group.devices):
+        if not group.given.is_served and (prompts * repeats) % len(group.devices):
             yield (
                 f"{product} samples do not divide over the {len(group.devices)} devices of {group.given.shown}. Change "
                 "one of them."
+            )
+
+
+def served_pools_hold_engines_alone(run: ComposedRun) -> Messages:
+    """A served pool deals requests; what trains works on equal shares, and a reward is written where samples lie."""
+    groups = groups_of_run(run)
+    pools = pools_of(run.file)
+    for name, pool in pools.items():
+        at = pool.at.removesuffix(".devices")
+        if pool.samples_per_call is not None and not pool.is_served:
+            yield f"{at}.samples_per_call does nothing without {at}.served: true. Set it, or remove samples_per_call."
+        if not pool.is_served:
+            continue
+        group = next(group for group in groups if name in group.pools)
+        for place, what in ((TRAIN, "what trains"), (REWARD, "the reward")):
+            if place in group.holds:
+                yield f"{at}.served is for engines, but {what} stands there. Give it another pool, or remove served."
+        even = [other for other in group.pools if not pools[other].is_served]
+        if even:
+            yield (
+                f"{at}.served is true, and {pools[even[0]].at} names the same devices without it, so that both share "
+                "their workers. Give each separate devices, or let both be served."
+            )
+        if run.file.cluster.transport == "rdt":
+            yield (
+                f"cluster.transport = rdt moves samples between workers that stay, and members of {at} may die. Set "
+                "cluster.transport: ray."
             )
 
 
@@ -336,6 +372,7 @@ RULES = (
     one_worker_speaks_to_a_running_server,
     groups_that_overlap_take_turns,
     samples_divide_over_every_group,
+    served_pools_hold_engines_alone,
 )
 
 

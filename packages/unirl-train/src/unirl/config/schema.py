@@ -183,6 +183,11 @@ class Pool:
 
     devices: str | int
     """0-3, or 4,5, or all, or with a node group big:0-7."""
+    served: bool = False
+    """False: each device gets an equal share of every call, and one that dies ends the run. True, for engines: each
+    device has a member, calls go to the one that is free, and one that dies is replaced with the present weights."""
+    samples_per_call: PositiveInt | None = None
+    """Smallest number of samples of a call of a served pool, always whole groups. None: two calls for each device."""
 
 
 @dataclass(frozen=True, kw_only=True)

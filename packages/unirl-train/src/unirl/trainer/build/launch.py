@@ -49,7 +49,14 @@ def _start_on_ray(run: ComposedRun, builder: Callable[..., Mapping[str, object]]
         return RayRuntime(builder, **options)
     train, *others = groups
     plans = [
-        GroupPlan(group.name, functools.partial(builder, holds=group.holds), group.devices, _roles(run, group))
+        GroupPlan(
+            group.name,
+            functools.partial(builder, holds=group.holds),
+            group.devices,
+            _roles(run, group),
+            is_served=group.given.is_served,
+            rows_per_call=group.given.samples_per_call,
+        )
         for group in groups
     ]
     pushes = [
