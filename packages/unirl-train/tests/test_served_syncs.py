@@ -21,7 +21,10 @@ class FakeSync:
         self.connected: list[tuple[str | None, list[int]]] = []
         self.pushed: list[tuple[Any, str | None]] = []
 
-    def connect_elsewhere(self, engines: Any, shares_device: bool, policy: str | None = None) -> None:
+    def connect_elsewhere(
+        self, engines: Any, shares_device: bool, policy: str | None = None, *, keeps_former: bool = False
+    ) -> None:
+        assert keeps_former == (len(engines.actors) == 1 and bool(self.pushed))
         self.engines[policy] = engines
         self.connected.append((policy, [member.number for member in engines.actors]))
 

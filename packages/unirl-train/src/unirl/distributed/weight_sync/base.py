@@ -15,7 +15,7 @@ from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.distributed.weight_sync.transports.base import SlicingTransport, TransportName
 from unirl.distributed.weight_sync.transports.choice import make_transport
 from unirl.types.bounds import Positive, PositiveInt, bounded
-from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.errors import ConfigError, UniRLError, WeightSyncError
 from unirl.types.media import Primitive
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.engines import PushTarget
@@ -83,6 +83,8 @@ class WeightSync(ABC):
         self._rank = rank
         self._slicing: SlicingTransport | None = None
         """Transport for rows of every rank; None if rank 0 sends whole tensors."""
+        self._former: list[RemoteEngines] = []
+        """Engines over earlier connections, which may still read what lies there."""
         self._ranks = backend.collectives
         self._sent: dict[str, str] = {}
         self._checksums: dict[str | None, dict[str, str]] = {}
@@ -99,11 +101,18 @@ class WeightSync(ABC):
         self._engine = engine if self._rank == 0 else None
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def connect_elsewhere(self, engines: RemoteRole, shares_device: bool = False) -> None:
+    def connect_elsewhere(
+        self, engines: RemoteRole, shares_device: bool = False, *, keeps_former: bool = False
+    ) -> None:
         """Push to engines of other workers from now on, by the chosen transport; otherwise as `connect`.
 
-        shares_device: True if each engine is on the same device as its worker.
+        shares_device: True if each engine is on the same device as its worker. keeps_former: True if other engines
+            still read what was pushed over earlier connections, which then stay open.
         """
+        if isinstance(self._engine, RemoteEngines):
+            self._former.append(self._engine)
+        while self._former and not keeps_former:
+            self._former.pop().close()
         transport = make_transport(self._transport, self._device, engines, self._transfer_dir, shares_device)
         self.connect(RemoteEngines(engines, transport))
         self._slicing = transport if isinstance(transport, SlicingTransport) else None
@@ -130,7 +139,13 @@ class WeightSync(ABC):
                 self._canary.replay_only()
             return {}
         before, self._sent = self._checksums.get(policy, {}), {}
-        receipt = self._send(engine, version, policy)
+        try:
+            receipt = self._send(engine, version, policy)
+        except UniRLError:
+            if not self._fails_together:
+                with self._under(policy):
+                    self._canary.replay_only()  # as the others do, which know nothing of this
+            raise
         self._checksums[policy] = self._sent
         changed = [name for name, checksum in self._sent.items() if before.get(name) != checksum]
         if receipt.policy_version != version:
@@ -162,8 +177,14 @@ class WeightSync(ABC):
 
     def close(self) -> None:
         """Free what pushes to engines of other workers hold."""
-        if isinstance(self._engine, RemoteEngines):
-            self._engine.close()
+        for engine in (self._engine, *self._former):
+            if isinstance(engine, RemoteEngines):
+                engine.close()
+
+    @property
+    def _fails_together(self) -> bool:
+        """True if a push that fails on one rank ends on all of them."""
+        return False
 
     @property
     def is_due(self) -> bool:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+from unirl.types.errors import ConfigError, ContractError, UniRLError, WeightSyncError
 from unirl.types.media import Images, Primitive, Texts
 from unirl.types.noise import noise_keys
 from unirl.types.protocols.engines import PushTarget
@@ -74,13 +74,11 @@ class Canary(ABC):
 
         Raises WeightSyncError if it exceeds the tolerance or the samples come from another version.
         """
-        resp = engine.generate(self._request(version), policy)
-        (track,) = resp.tracks.values()
-        if track.policy_versions is None:
-            raise ContractError("the engine answered the canary without policy versions")
-        versions = sorted(set(track.policy_versions.tolist()))
-        if versions != [version]:
-            raise WeightSyncError(f"policy version {version} was pushed, but the engine samples with {versions}")
+        try:
+            track = self._sampled(engine, version, policy)
+        except UniRLError:
+            self.replay_only()  # as the other ranks do, which know nothing of this
+            raise
         gaps = self._gaps(track)
         largest, mean = float(gaps.max()), float(gaps.mean())
         if not largest <= self._tolerance:  # NaN is above every tolerance
@@ -93,6 +91,16 @@ class Canary(ABC):
                 "model, dtype and adapter scale with the trainer's."
             )
         return largest, mean
+
+    def _sampled(self, engine: PushTarget, version: int, policy: str | None) -> RolloutTrack:
+        resp = engine.generate(self._request(version), policy)
+        (track,) = resp.tracks.values()
+        if track.policy_versions is None:
+            raise ContractError("the engine answered the canary without policy versions")
+        versions = sorted(set(track.policy_versions.tolist()))
+        if versions != [version]:
+            raise WeightSyncError(f"policy version {version} was pushed, but the engine samples with {versions}")
+        return track
 
     def _names(self) -> list[str]:
         return [f"canary{row}" for row in range(len(self._prompts))]

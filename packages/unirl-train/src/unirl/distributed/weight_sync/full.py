@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
+
+from torch import Tensor
 
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.weight_sync.base import CANARY_PROMPTS, Metrics, WeightSync
@@ -12,7 +14,7 @@ from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.distributed.weight_sync.slices import SlicePush
 from unirl.distributed.weight_sync.transports.base import TransportName
 from unirl.types.bounds import Positive, PositiveInt, bounded
-from unirl.types.errors import WeightSyncError
+from unirl.types.errors import UniRLError, WeightSyncError
 from unirl.types.protocols.engines import PushTarget
 from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
 from unirl.types.protocols.training import TrainBackend
@@ -68,15 +70,21 @@ class FullWeightSync(WeightSync):
         self._counts_elements = changed == "elements"
         self._slices: SlicePush | None = None
 
-    def connect_elsewhere(self, engines: RemoteRole, shares_device: bool = False) -> None:
+    def connect_elsewhere(
+        self, engines: RemoteRole, shares_device: bool = False, *, keeps_former: bool = False
+    ) -> None:
         """Push to engines of other workers, in slices if the transport takes them."""
-        super().connect_elsewhere(engines, shares_device)
+        super().connect_elsewhere(engines, shares_device, keeps_former=keeps_former)
         self._slices = None
         if self._slicing is not None and self._last is None:
             own = self._engine if isinstance(self._engine, RemoteEngines) else None
             self._slices = SlicePush(
                 self._source, self._ranks, self._slicing, self._rank, own, self._dtype, self._bucket_bytes
             )
+
+    @property
+    def _fails_together(self) -> bool:
+        return self._slices is not None
 
     def _gather(self, policy: str | None) -> None:
         if self._slices is not None:
@@ -90,11 +98,21 @@ class FullWeightSync(WeightSync):
             receipt, sent = self._slices.push(version, policy)
             self._note_sent(sent)
             return _of_all(receipt, len(sent))
-        shapes = self._source.weight_shapes()
-        engine.begin_weights(version, [WeightSpec(name, shape, str(self._dtype), "") for name, shape in shapes.items()])
         tensors = ((name, rounded(tensor, self._dtype)) for name, tensor in self._source.weights(policy))
         if self._counts_elements:
             tensors = ((name, tensor.detach().cpu()) for name, tensor in tensors)
+        try:
+            return self._send_buckets(engine, version, policy, tensors)
+        except UniRLError:
+            for _ in tensors:  # the other ranks gather to the end, which takes this one
+                pass
+            raise
+
+    def _send_buckets(
+        self, engine: PushTarget, version: int, policy: str | None, tensors: Iterable[tuple[str, Tensor]]
+    ) -> WeightReceipt:
+        shapes = self._source.weight_shapes()
+        engine.begin_weights(version, [WeightSpec(name, shape, str(self._dtype), "") for name, shape in shapes.items()])
         last = self._last
         for bucket in weight_buckets(
             tensors,

@@ -88,16 +88,16 @@ class ServedSyncs:
         if last is None:
             return  # the push that is under way, or the first one, brings it
         with self._restoring:
-            self._connect(pushed, [member])
+            self._connect(pushed, [member], keeps_former=True)  # the others may still read what was pushed to them
             if pushed.policy is None:
                 self._sync.push(*last)
             else:
                 self._sync.push(*last, only=pushed.policy)
 
-    def _connect(self, pushed: PushedPool, members: Sequence[WorkerMember]) -> None:
+    def _connect(self, pushed: PushedPool, members: Sequence[WorkerMember], *, keeps_former: bool = False) -> None:
         found = tuple(each for member in members for each in (member, member.pid))
         if self._connected.get(id(pushed)) != found:
             engines = RemoteRole.joined([member.remote_role(pushed.engine) for member in members])
             own = () if pushed.policy is None else (pushed.policy,)
-            self._sync.connect_elsewhere(engines, pushed.shares_device, *own)
+            self._sync.connect_elsewhere(engines, pushed.shares_device, *own, keeps_former=keeps_former)
             self._connected[id(pushed)] = found

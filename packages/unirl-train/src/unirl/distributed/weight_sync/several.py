@@ -25,9 +25,11 @@ class PolicySyncs:
         self._names_metrics = names_metrics
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def connect_elsewhere(self, engines: RemoteRole, shares_device: bool, policy: str) -> None:
+    def connect_elsewhere(
+        self, engines: RemoteRole, shares_device: bool, policy: str, *, keeps_former: bool = False
+    ) -> None:
         """See `WeightSync.connect_elsewhere`. policy: the one that these engines receive."""
-        self._syncs[policy].connect_elsewhere(engines, shares_device)
+        self._syncs[policy].connect_elsewhere(engines, shares_device, keeps_former=keeps_former)
 
     def close(self) -> None:
         """Close the sync of every policy."""
@@ -41,7 +43,7 @@ class PolicySyncs:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def push(self, policy: Copies = None, only: str | None = None) -> Metrics:
-        """See `WeightSync.push`. policy: the named copy of each policy to push. only: the one policy to push; None: all."""
+        """See `WeightSync.push`. policy: the named copy of each policy. only: the one policy to push; None: all."""
         pushed = {
             name: sync.push(copy_of(policy, self._tracks[name], name))
             for name, sync in self._syncs.items()
