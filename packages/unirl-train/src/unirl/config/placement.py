@@ -45,7 +45,7 @@ class Given:
     at: str
     devices: str | int
     is_served: bool = False
-    """See `Pool.served`."""
+    """True for a served pool, see `Pool.served`."""
     samples_per_call: int | None = None
 
     @property

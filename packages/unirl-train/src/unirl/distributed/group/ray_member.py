@@ -36,50 +36,43 @@ class RayMember:
 
     @property
     def pid(self) -> int:
-        """See Member; waits until it is built."""
+        """Id of its process; waits until it is built."""
         return self.runtime.pids[0]
 
     @property
     def name(self) -> str:
-        """See Member."""
         return self.runtime.names[0] if self._loading.done() and not self._loading.exception() else self._name
 
     @property
     def is_alive(self) -> bool:
-        """See Member. A death is known once a call has failed of it."""
+        """True unless it ended; a death is known once a call has failed of it."""
         if not self._loading.done():
             return True
         return self._loading.exception() is None and not self._loading.result().is_closed
 
     def ready(self) -> Mapping[str, ComponentInfo]:
-        """See Member."""
         return self.infos()
 
     def infos(self) -> Mapping[str, ComponentInfo]:
-        """See WorkerMember."""
         return self.runtime.infos
 
     def remote_role(self, name: str) -> RemoteRole:
-        """See WorkerMember."""
         return self.runtime.remote_role(name)
 
     def call(self, message: Ask | str) -> Any:  # Any: as the component's method
-        """See Member."""
         if isinstance(message, str):
             return self.runtime.ask_worker(message)
         return self.runtime.ask(message)
 
     def post(self, message: Ask) -> None:
-        """See Member; in the worker's lane of control, beside a call that runs."""
+        """Call a component in the worker's lane of control, while another call may run."""
         self.runtime.post(message)
 
     def restart(self) -> None:
-        """See Member."""
         self.stop()
         self._loading = self._started()
 
     def stop(self) -> None:
-        """See Member."""
         if self._loading.exception() is None:
             self._loading.result().close()
 
@@ -120,19 +113,15 @@ class ObjectStore:
     """What members made, as objects of the driver: they outlive the worker that made them. Implements Store."""
 
     def put(self, value: RolloutResp) -> Any:  # Any: Ray's reference
-        """See Store."""
         return ray_module().put(outgoing(value))
 
     def get(self, stored: Any) -> RolloutResp:  # Any: Ray's reference
-        """See Store."""
         return ray_module().get(stored)
 
     def rows(self, stored: Any, rows: Sequence[int]) -> StoredRows:  # Any: Ray's reference
-        """See Store."""
         return StoredRows(((stored, tuple(rows)),))
 
     def joined(self, picked: Sequence[Any]) -> StoredRows:  # Any: Ray's references, or StoredRows of another pool
-        """See Store."""
         pieces: list[tuple[Any, tuple[int, ...] | None]] = []
         for each in picked:
             pieces += each.pieces if isinstance(each, StoredRows) else [(each, None)]

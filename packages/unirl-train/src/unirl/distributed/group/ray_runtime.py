@@ -173,7 +173,7 @@ class RayRuntime(Runtime):
         return self._invoke_all([(0, method, ())])[0]
 
     def post(self, ask: Ask) -> None:
-        """Call a component of every worker beside the call that runs, without waiting."""
+        """Call a component of every worker without waiting, while another call may run."""
         for actor in self._actors:
             actor.post.options(concurrency_group=CONTROL).remote(ask.role, ask.method, ask.args)
 

@@ -149,7 +149,7 @@ class RayWorker:
         return whole.metadata_only(), whole
 
     def post(self, role: str, method: str, args: tuple[Any, ...]) -> None:
-        """Call a component beside the call that runs; runs in the lane CONTROL."""
+        """Call a component in the lane CONTROL, while another call may run."""
         if self._worker is not None:
             self._worker.invoke(role, method, args, {}, None)
 

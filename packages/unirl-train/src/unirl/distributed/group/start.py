@@ -31,7 +31,7 @@ class GroupPlan:
     is_served: bool = False
     """True: each device has a member of a served pool (`unirl.distributed.pools.served`)."""
     rows_per_call: int | None = None
-    """See `ServedPool`."""
+    """Samples per call of a served pool, see `ServedPool`."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Store(Protocol):
 class ServedPool(Runtime):
     """The members of a pool as a runtime.
 
-    members: each on a device of its own. num_devices: of the pool, which those that join later have too.
+    members: each on its own device. num_devices: of the pool, which those that join later have too.
     rows_per_call: samples of one call at least, whole groups; None: two calls for each device.
     restored: gives a member that has just started the present weights, and proves them; set by what pushes.
     """
@@ -233,7 +233,6 @@ class ServedPool(Runtime):
         return Held(self, key, [value.metadata_only()])
 
     def pick_rows(self, calls: Sequence[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:  # Any: see Runtime
-        """See `unirl.distributed.held.Holder`."""
         return [self._store.rows(self._stored[key][shard], rows) for shard, key, rows in calls]
 
     def map_held(

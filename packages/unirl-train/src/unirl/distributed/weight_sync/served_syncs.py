@@ -28,7 +28,7 @@ class PushedPool:
     engine: str
     """Name of the component."""
     shares_device: bool = False
-    """See `WeightSync.connect_elsewhere`."""
+    """True if its members are on the device of what trains, see `WeightSync.connect_elsewhere`."""
     policy: str | None = None
     """Where the sync is of several policies, the one that goes there."""
 
@@ -57,11 +57,10 @@ class ServedSyncs:
             pushed.pool.restored = lambda member, pushed=pushed: self._restore(pushed, member)
 
     def prepare(self) -> None:
-        """See SyncRole."""
         self._surviving(self._sync.prepare)
 
     def push(self, policy: Copies = None) -> dict[str, float]:
-        """See SyncRole; to the members of all pools, of which those that died are replaced first."""
+        """Push to the members of all pools, of which those that died are replaced first."""
         self._last = None
         metrics = self._surviving(lambda: self._sync.push(policy))
         self._last = (policy,)
