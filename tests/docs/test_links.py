@@ -1,6 +1,7 @@
-"""Links between the pages lead somewhere."""
+"""Links between the pages lead somewhere, and pages that other files name exist."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ PAGES = [
     if page.parent != ROOT / "docs" / "api"  # built from docstrings
 ]
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\((?!https?://)(?P<file>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+NAMED = re.compile(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|json|py)\b")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -34,3 +36,22 @@ def test_the_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md") if page in PAGES]
     assert [page for page in pages if page != "README.md" and f"({page})" not in index] == []
+
+
+def test_pages_that_any_file_names_exist():
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    kinds = (".py", ".md", ".yaml", ".toml", ".ci/run")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name.endswith(kinds) and (ROOT / name).is_file()]
+    named = {(path.name, found) for path in files for found in NAMED.findall(path.read_text(encoding="utf-8"))}
+    assert len(named) > 20
+    assert sorted((name, page) for name, page in named if not (ROOT / page).is_file() and page[:9] != "docs/api/") == []
+
+
+def test_the_name_of_a_page_in_a_comment_is_seen():
+    assert NAMED.findall("# about 32 GB, see docs/guides/sd35.md. Not https://x.org/docs/a.md") == [
+        "docs/guides/sd35.md"
+    ]
