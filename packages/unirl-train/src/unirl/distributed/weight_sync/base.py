@@ -106,7 +106,7 @@ class WeightSync(ABC):
     ) -> None:
         """Push to engines of other workers from now on, by the chosen transport; otherwise as `connect`.
 
-        shares_device: True if each engine is on the same device as its worker. keeps_former: True if other engines
+        shares_device: True if every engine is on the device of this worker. keeps_former: True if other engines
             still read what was pushed over earlier connections, which then stay open.
         """
         if isinstance(self._engine, RemoteEngines):
