@@ -74,7 +74,7 @@ class BagelLanguage(PackedLanguage):
 
     def run(
         self,
-        rows: Sequence[Tensor],
+        rows: list[Tensor],
         cache: TextCache,
         inputs: Mapping[str, Tensor],
         *,
@@ -83,7 +83,7 @@ class BagelLanguage(PackedLanguage):
     ) -> tuple[Outputs, Layout]:
         """See the base. inputs: `patches` [*, numbers] and `grids` int64 [images, 2] of all images in the order of the
         rows."""
-        ids = torch.cat(list(rows))
+        ids = torch.cat(rows)
         segments = [self._marks.segments(row.tolist()) if inputs else [Segment(Kind.WORDS, len(row))] for row in rows]
         layout = Layout.of(segments, ids.device, contexts=cache.prefixes, known=cache.known)
         places = torch.arange(len(ids), device=ids.device) if needs_all else layout.last_places

@@ -30,7 +30,7 @@ class HunyuanImage3Language(PackedLanguage):
 
     def run(
         self,
-        rows: Sequence[Tensor],
+        rows: list[Tensor],
         cache: TextCache,
         inputs: Mapping[str, Tensor],
         *,
@@ -40,7 +40,7 @@ class HunyuanImage3Language(PackedLanguage):
     ) -> tuple[Outputs, Layout]:
         """See the base. inputs: images as in `experts`, and `experts` [N, K] that tokens are sent to; without them the
         gates choose."""
-        ids = torch.cat(list(rows))
+        ids = torch.cat(rows)
         shown = _shown(inputs)
         segments = [[Segment(len(row))] for row in rows]
         if shown:
@@ -72,7 +72,7 @@ class HunyuanImage3Language(PackedLanguage):
         images: `latents` [*, C] and `patches` [*, numbers] of all images in the order of the rows, and their
         `latent_grids` and `patch_grids`, int64 [I, 2]; nothing where there are none.
         """
-        out, _ = self.run(rows, TextCache(), images, needs_all=False, keeps_routes=True)
+        out, _ = self.run(list(rows), TextCache(), images, needs_all=False, keeps_routes=True)
         return torch.cat(out.routes or [], dim=-1).to(torch.int16)
 
 

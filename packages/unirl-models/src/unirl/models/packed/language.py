@@ -6,7 +6,7 @@ Legend: B rows, T tokens of a row, N tokens of all rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class PackedLanguage(ABC):
     @abstractmethod
     def run(
         self,
-        rows: Sequence[Tensor],
+        rows: list[Tensor],
         cache: TextCache,
         inputs: Mapping[str, Tensor],
         *,

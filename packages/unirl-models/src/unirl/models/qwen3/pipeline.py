@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from unirl.models.qwen3.adapter import Qwen3Adapter
 from unirl.models.qwen3.bundle import Qwen3Bundle
+from unirl.models.text_adapter import TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
 
 
 class Qwen3Pipeline(AutoregressivePipeline):
     """Qwen3, see `unirl.models.text_pipeline.AutoregressivePipeline`.
 
-    chat_template, system_prompt, enable_thinking: see `Qwen3Adapter`. packed: see the base.
+    chat_template, system_prompt: see `TextAdapter`. packed: see the base.
+    enable_thinking: whether the template leaves room for a chain of thought (it does by default) or closes it at once;
+        None leaves the template its default, and is the only choice without a template.
     """
 
     def __init__(
@@ -22,7 +24,8 @@ class Qwen3Pipeline(AutoregressivePipeline):
         enable_thinking: bool | None = None,
         packed: bool | None = None,
     ) -> None:
-        adapter = Qwen3Adapter(
-            bundle, chat_template=chat_template, system_prompt=system_prompt, enable_thinking=enable_thinking
+        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        adapter = TextAdapter(
+            bundle, chat_template=chat_template, system_prompt=system_prompt, template_kwargs=thinking
         )
         super().__init__(adapter, packed=packed)

@@ -51,11 +51,6 @@ class QwenVLAdapter(TextAdapter):
     read_media = frozenset({"image"})
     reads = "'text': Texts and 'image'"
 
-    def __init__(
-        self, bundle: QwenVLBundle, *, chat_template: bool | None = None, system_prompt: str | None = None
-    ) -> None:
-        super().__init__(bundle, chat_template=chat_template, system_prompt=system_prompt)
-
     def prompts_of(
         self, texts: Sequence[str], primitives: Mapping[str, Primitive]
     ) -> tuple[list[list[int]], dict[str, Condition]]:

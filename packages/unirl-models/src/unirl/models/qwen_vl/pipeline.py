@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
+from unirl.models.causal_lm.pipeline import ChatPipeline
 from unirl.models.qwen_vl.adapter import QwenVLAdapter
-from unirl.models.qwen_vl.bundle import QwenVLBundle
-from unirl.models.text_pipeline import AutoregressivePipeline
 
 
-class QwenVLPipeline(AutoregressivePipeline):
-    """Qwen2.5-VL or Qwen3-VL, see `unirl.models.text_pipeline.AutoregressivePipeline`.
+class QwenVLPipeline(ChatPipeline):
+    """Qwen2.5-VL or Qwen3-VL, see `ChatPipeline`."""
 
-    chat_template, system_prompt: see `QwenVLAdapter`. packed: see the base.
-    """
-
-    def __init__(
-        self,
-        bundle: QwenVLBundle,
-        *,
-        chat_template: bool | None = None,
-        system_prompt: str | None = None,
-        packed: bool | None = None,
-    ) -> None:
-        adapter = QwenVLAdapter(bundle, chat_template=chat_template, system_prompt=system_prompt)
-        super().__init__(adapter, packed=packed)
+    adapter_class = QwenVLAdapter
