@@ -4,7 +4,7 @@ import copy
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -133,6 +133,23 @@ def test_changed_elements_travel_alone_and_the_engines_are_as_after_a_whole_push
 
 def num_changed(metrics):
     return round(metrics["sync/changed_elements"] * NUM_ELEMENTS)
+
+
+@pytest.mark.parametrize("changed", ["all", "tensors", "elements"])
+@pytest.mark.parametrize("transport", ["files", "ipc"])
+def test_an_engines_processes_may_keep_the_files_of_pushes_that_bring_all_alone(connected, transport, changed):
+    class Keeping(CopyEngine):
+        files: ClassVar = []
+
+        def receive_weights(self, bucket):
+            self.files.append(bucket.file)
+            super().receive_weights(bucket)
+
+    backend, sync, _ = connected(transport, Keeping(), changed=changed)
+    for _ in range(2):
+        sync.push()
+        nudge(backend)
+    assert Keeping.files and all((file is not None) == (changed == "all") for file in Keeping.files)
 
 
 @pytest.mark.parametrize("changed", ["tensors", "elements"])

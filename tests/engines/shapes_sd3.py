@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import unirl.worlds.shapes
+from unirl.distributed.weight_sync.last_push import LastPush
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
@@ -78,12 +79,18 @@ def replay_gap(pipeline: Any, track: Any) -> torch.Tensor:
     return (torch.stack(own, dim=1) - segment.sde_logp).abs()
 
 
-def push(engine: Any, tensors: dict[str, torch.Tensor], version: int) -> WeightReceipt:
-    """Push all tensors in several buckets."""
+def push(engine: Any, tensors: dict[str, torch.Tensor], version: int, last: LastPush | None = None) -> WeightReceipt:
+    """Push all tensors in several buckets; or of what changed since `last`, which remembers this push."""
     third = sum(tensor.nbytes for tensor in tensors.values()) // 3
-    buckets = list(weight_buckets(tensors.items(), policy_version=version, max_bytes=third))
-    assert len(buckets) > 1
-    engine.begin_weights(version, [spec for bucket in buckets for spec in bucket.specs])
+    base, changes = (None, None) if last is None else (last.begin(), last.changes)
+    buckets = list(
+        weight_buckets(tensors.items(), policy_version=version, max_bytes=third, base_version=base, changes=changes)
+    )
+    assert len(buckets) > 1 or base is not None
+    engine.begin_weights(version, [spec for bucket in buckets for spec in (*bucket.specs, *bucket.kept)])
     for bucket in buckets:
         engine.receive_weights(bucket)
-    return engine.finish_weights(version)
+    receipt = engine.finish_weights(version)
+    if last is not None:
+        last.succeed(version)
+    return receipt

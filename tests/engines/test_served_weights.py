@@ -6,6 +6,7 @@ import pytest
 import torch
 from shapes_sd3 import CHECKPOINT, direct, push, request
 
+from unirl.distributed.weight_sync.last_push import LastPush
 from unirl.types.errors import WeightSyncError
 from unirl.types.weights import AdapterConfig, WeightBucket, weight_spec
 
@@ -50,6 +51,21 @@ def test_a_full_push_makes_the_engine_the_new_policy(painter, shapes, other):
     # SGLang counts the position table too, a buffer here; vLLM-Omni joins the projections of attention.
     assert receipt.num_bound == painter.ready().num_parameters
     push(painter, tensors, before + 4)  # the same again: the engine's own checksum must stay
+
+
+def test_changed_elements_make_the_engine_the_new_policy(painter, other):
+    last, version = LastPush(keeps_elements=True), painter.policy_version
+    everything = push(painter, state(other), version + 1, last)
+    present = other.bundle.transformer.state_dict()
+    for number in range(2, 4):
+        with torch.no_grad():
+            for tensor in present.values():
+                tensor.view(-1)[number::50] *= 1.5
+        assert gap(painter, other) > 0.01
+        receipt = push(painter, state(other), version + number, last)
+        assert gap(painter, other) < TOLERANCE
+        assert (receipt.num_tensors, receipt.num_bound) == (everything.num_tensors, everything.num_bound)
+        assert receipt.num_bytes < 0.05 * everything.num_bytes
 
 
 def test_what_does_not_fit_is_listed_and_the_engine_keeps_its_policy(painter, shapes):

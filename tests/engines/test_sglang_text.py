@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from letters_model import CONTEXT, TOLERANCE, LetterCodec, gap, request, save_qwen3
 from safetensors.torch import load_file, save_file
-from test_vllm_weights import Disturbing, full_sync, push, state
+from test_vllm_weights import Disturbing, changed_elements_make_the_new_policy, full_sync, push, state
 
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
 from unirl.rollout.engine.sglang_llm.instance import SGLangInstance
@@ -119,6 +119,10 @@ def test_the_canary_catches_a_weight_that_is_five_percent_off(engine, tmp_path):
     metrics = full_sync(engine, model, 42)[1].push()
     assert metrics["sync/logprob_gap_max"] < TOLERANCE
     assert (metrics["sync/tensors"], metrics["sync/bound"]) == (24, 18)
+
+
+def test_changed_elements_make_the_server_the_new_policy(engine, tmp_path):
+    changed_elements_make_the_new_policy(engine, save_qwen3(tmp_path, seed=4, tied=True), 43)
 
 
 def test_a_killed_server_is_replaced_with_the_policy_and_leaves_no_process(engine, tmp_path):

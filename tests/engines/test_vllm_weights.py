@@ -101,14 +101,14 @@ def test_an_older_version_is_refused(engine, tmp_path):
 # From the backend that trains
 
 
-def full_sync(engine, model, version):
-    """A backend with a policy of this version, and its sync."""
+def full_sync(engine, model, version, **own):
+    """A backend with a policy of this version, and its sync. own: more keywords of it."""
     backend = backend_of(model)
     state = backend.state_dict()
     state["counters"][COUNTERS.index("policy_version")] = version
     backend.load_state_dict(state)
     pipeline: Any = ReplayedQwen3(model)
-    options: dict[str, Any] = {"dtype": "fp32", "canary_tolerance": 1e-4, "bucket_bytes": 100_000}
+    options: dict[str, Any] = {"dtype": "fp32", "canary_tolerance": 1e-4, "bucket_bytes": 100_000, **own}
     options["sampling"] = ARSamplingParams(temperature=1.0)
     return backend, FullWeightSync(backend, engine, pipeline, **options)
 
@@ -174,3 +174,53 @@ def test_the_canary_catches_a_weight_that_is_five_percent_off(engine, tmp_path):
     with pytest.raises(WeightSyncError, match=r"does not have the trainer's policy of version 41: .* differ by up to"):
         full_sync(disturbing, model, 41)[1].push()
     assert full_sync(engine, model, 42)[1].push()["sync/logprob_gap_max"] < TOLERANCE
+
+
+def changed_elements_make_the_new_policy(engine, model, version):
+    """Train some elements, push them alone, and compare the samples; a damaged push is refused and all is sent next."""
+    backend, sync = full_sync(engine, model, version, changed="elements")
+    everything = sync.push()
+    for seed in range(2):
+        before = gap(engine, model)
+        train_some(backend, seed)
+        assert gap(engine, model) > 10 * before
+        metrics = sync.push()
+        assert metrics["sync/bound"] == everything["sync/bound"]
+        assert metrics["sync/tensors"] == everything["sync/tensors"]
+        assert 0.01 < metrics["sync/changed_elements"] < 0.03
+        assert metrics["sync/megabytes"] < 0.05 * everything["sync/megabytes"]
+        assert gap(engine, model) < TOLERANCE
+    train_some(backend, 2)
+    receive = engine.receive_weights
+
+    def receive_damaged(bucket):
+        first = bucket.kept[0].name
+        if first in bucket.tensors:
+            delta = bucket.tensors[first].clone()
+            delta[-1] ^= 1
+            bucket = bucket.with_tensors({**bucket.tensors, first: delta})
+        receive(bucket)
+
+    engine.receive_weights = receive_damaged
+    with pytest.raises(WeightSyncError, match="weights arrived changed"):
+        sync.push()
+    engine.receive_weights = receive
+    assert sync.push()["sync/megabytes"] == everything["sync/megabytes"]
+    assert gap(engine, model) < TOLERANCE
+
+
+def train_some(backend, seed):
+    """A step of the optimizer, of which one element in fifty is kept."""
+    generator = torch.Generator().manual_seed(seed)
+    before = [parameter.detach().clone() for parameter in backend.parameters.values()]
+    for parameter in backend.parameters.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    backend.optimizer_step(1.0)
+    with torch.no_grad():
+        for parameter, old in zip(backend.parameters.values(), before, strict=True):
+            is_kept = torch.rand(parameter.shape, generator=generator) < 0.02
+            parameter.copy_(torch.where(is_kept, old + 0.3 * torch.randn(old.shape, generator=generator), old))
+
+
+def test_changed_elements_make_the_engine_the_new_policy(engine, tmp_path):
+    changed_elements_make_the_new_policy(engine, save_qwen3(tmp_path, seed=4), 45)

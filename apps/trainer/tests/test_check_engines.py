@@ -197,7 +197,6 @@ def findings(name, *overrides):
             ["+engine.max_lora_rank=16"],
             "FullWeightSync pushes whole weights, but engine.max_lora_rank = 16. Set engine.max_lora_rank: null",
         ),
-        (VLLM, ["+sync.changed=tensors"], "sync.changed: tensors, but VLLMRolloutEngine takes whole pushes only."),
         (
             REPLICA,
             ["+sync.transport=ipc"],
@@ -238,6 +237,7 @@ def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
     ("name", "overrides"),
     [
         (VLLM, []),
+        (VLLM, ["+sync.changed=elements"]),
         (SGLANG, []),
         (VLLM, [LORA_SYNC, "parts/train=lora", "+engine.max_lora_rank=64"]),
         (REPLICA, ["device=cuda", "+residency.sleep_engine=true", "+residency.offload_weights=true"]),

@@ -39,7 +39,7 @@ class PushedPair:
             case FinishWeights():
                 push = self._pushes.finish(message.policy_version)
                 with self._pushes.loading(push.policy_version):
-                    self.weights = self._received
+                    self.weights = {name: tensor.clone() for name, tensor in self._received.items()}
                 return Loaded(push.policy_version, push.num_tensors, push.num_bytes, 2)
         raise AssertionError(message)
 

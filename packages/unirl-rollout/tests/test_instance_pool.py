@@ -22,7 +22,7 @@ from unirl.rollout.engine.served_latents.call import LATENTS, SampledLatents
 from unirl.rollout.engine.served_latents.engine import ServedLatentsEngine
 from unirl.types.errors import ConfigError, WeightSyncError
 from unirl.types.media import Modality
-from unirl.types.weights import weight_buckets
+from unirl.types.weights import WeightBucket, weight_buckets, weight_spec
 
 
 class LinearEngine(ServedLatentsEngine):
@@ -106,6 +106,44 @@ def test_a_killed_process_is_replaced_with_the_present_weights_and_no_sample_is_
     finally:
         engine.shutdown()
     assert not engine._folder.exists()
+
+
+def push_changes(engine, version, base, weights):
+    """Push what changed of two numbers since version `base`: of `a` its one element, of `b` nothing."""
+    element = torch.cat([torch.tensor([1, 0], dtype=torch.uint8), weights["a"].view(1).view(torch.uint8)])
+    specs = tuple(weight_spec(name, tensor) for name, tensor in weights.items())
+    engine.begin_weights(version, specs)
+    engine.receive_weights(WeightBucket(version, {"a": element}, (), specs, base))
+    return engine.finish_weights(version)
+
+
+def test_processes_take_what_changed_and_one_that_starts_later_takes_all():
+    engine = LinearEngine(2)
+    changed = {**WEIGHTS, "a": torch.tensor(-0.4)}
+    req = request(num=8)
+    try:
+        with pytest.raises(WeightSyncError, match="changed since version 4, but the engine has version 0; push again"):
+            push_changes(engine, 5, 4, changed)
+        push(engine, 4)
+        receipt = push_changes(engine, 5, 4, changed)
+        assert (receipt.num_tensors, receipt.num_bound, receipt.num_bytes) == (2, 2, 6)
+        assert_same(engine.generate(req).tracks["image"], req, 5, changed)
+        os.kill(engine.pids[0], signal.SIGKILL)
+        assert_same(engine.generate(req).tracks["image"], req, 5, changed)
+        engine._pool.heal()
+        assert engine._pool.num_restarts == 1
+        os.kill(engine.pids[1], signal.SIGKILL)  # so that the new one samples
+        assert_same(engine.generate(req).tracks["image"], req, 5, changed)
+        wrong = {"a": torch.tensor(-0.1), "b": torch.tensor(9.0)}  # which the push does not bring
+        with pytest.raises(WeightSyncError, match="weights arrived changed: expected"):
+            push_changes(engine, 6, 5, wrong)
+        assert_same(engine.generate(req).tracks["image"], req, 5, changed)
+        with pytest.raises(WeightSyncError, match="since version 5, which the engine has no files of; push again"):
+            push_changes(engine, 6, 5, changed)
+        assert push(engine, 6).num_bytes == 8
+        assert_same(engine.generate(req).tracks["image"], req, 6)
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.matrix

@@ -222,7 +222,6 @@ def test_what_was_left_out_counts_where_the_engine_has_it(receiver):
     ("kept", "own", "text"),
     [
         (left_out("b.weight", torch.zeros(3)), WEIGHTS, r"does not have what was left out .*\n  changed: b.weight"),
-        (left_out("b.weight", WEIGHTS["b.weight"]), None, "takes whole pushes only. Set sync.changed: all"),
         (left_out("c.weight", torch.ones(1)), WEIGHTS, "unknown: c.weight"),
         (
             left_out("b.weight", WEIGHTS["b.weight"], base=3),

@@ -19,6 +19,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from unirl.types.deltas import put_delta
 from unirl.types.errors import WeightSyncError, as_sentence
 
 MEMORY = "/dev/shm"
@@ -106,6 +107,16 @@ class BucketLayout:
         start, stop = self.span(name, first, first + (shape[0] if shape else 1))
         return buffer[start:stop].view(dtype).view(tuple(shape))
 
+    def view(self, buffer: Tensor, name: str) -> Tensor:
+        """One tensor in the bytes of a file, as in `views`."""
+        _, dtype, shape, start, stop = self._places[name]
+        return buffer[start:stop].view(dtype).view(shape)
+
+    def extent(self, name: str) -> tuple[int, int, torch.dtype]:
+        """Start and stop of a tensor, in bytes of the file, and its dtype."""
+        _, dtype, _, start, stop = self._places[name]
+        return start, stop, dtype
+
     @cached_property
     def _places(self) -> dict[str, tuple[str, torch.dtype, tuple[int, ...], int, int]]:
         return {span[0]: span for span in self.spans}
@@ -161,6 +172,25 @@ class BucketFiles:
                 file.write(own.flatten().view(torch.uint8).numpy())
         except OSError as error:
             raise _no_room(path, layout, error) from error
+
+    def put_delta(self, number: int, layout: BucketLayout, name: str, delta: Tensor) -> None:
+        """Put changed elements (`unirl.types.deltas`) into a tensor of a complete file.
+
+        Raises WeightSyncError if they are of another tensor.
+        """
+        try:
+            if self._is_mapped:
+                put_delta(layout.view(self._buffers[number], name), delta)
+                return
+            with self.path(number).open("r+b") as file:
+                start, stop, dtype = layout.extent(name)
+                file.seek(start)
+                data = bytearray(file.read(stop - start))
+                put_delta(torch.frombuffer(data, dtype=dtype), delta)
+                file.seek(start)
+                file.write(data)
+        except WeightSyncError as error:
+            raise WeightSyncError(f"{name} arrived changed: {error}") from error
 
     def path(self, number: int) -> Path:
         """Where file `number` lies."""

@@ -47,8 +47,6 @@ class BaseRolloutEngine(ABC):
     adapter_option: ClassVar[str | None] = None
     """Constructor keyword that chooses pushes of adapters instead of whole weights; None if both are accepted at any
     time."""
-    takes_partial_pushes: ClassVar[bool] = False
-    """True if a push of the whole model may omit unchanged tensors; the engine verifies its own copies by checksum."""
     has_own_model: ClassVar[bool] = False
     """True if its `pipeline` is built over a separate bundle, passed as `bundle`, and not over the modules that are
     trained."""

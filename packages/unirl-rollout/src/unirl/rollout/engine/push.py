@@ -74,11 +74,10 @@ class PushReceiver:
         self._push = _OpenPush(policy_version, {spec.name: spec for spec in specs})
 
     @contextmanager
-    def receiving(self, bucket: WeightBucket, own: Mapping[str, Tensor] | None = None) -> Generator[None]:
+    def receiving(self, bucket: WeightBucket, own: Mapping[str, Tensor] = {}) -> Generator[None]:
         """Context in which the caller stores the bucket's tensors; they count as received if it raises nothing.
 
-        own: the engine's current weights, for tensors that the bucket does not bring whole; None if the engine takes
-        whole pushes only.
+        own: the engine's current weights, for tensors that the bucket does not bring whole.
         Raises WeightSyncError if no push is open, or if the bucket has another version, was made for an engine with
         another version, has tensors that were not announced or have already arrived, or wrong checksums.
         """
@@ -94,7 +93,8 @@ class PushReceiver:
         twice = [f"twice: {name}" for name, count in times.items() if count > 1]
         refuse("a bucket is not what was announced", diff_specs(specs, announced) + twice)
         bucket.verify()
-        refuse_unkept(bucket, own)
+        changed = [f"changed: {spec.name}" for spec in bucket.kept if _made_of(own, bucket, spec) != spec]
+        refuse("the engine does not have what was left out of the push; push again, and all is sent", changed)
         yield
         push.received.update(spec.name for spec in specs)
         push.num_bytes += bucket.num_bytes
@@ -156,20 +156,6 @@ class PushReceiver:
         if self._push is None:
             raise WeightSyncError("no push is under way: begin_weights comes first, and again after a failure")
         return self._push
-
-
-def refuse_unkept(bucket: WeightBucket, own: Mapping[str, Tensor] | None = None) -> None:
-    """Raise WeightSyncError if a tensor that the bucket does not bring whole is not the described one when made from
-    `own`, or if the engine takes whole pushes only (None)."""
-    if bucket.kept and own is None:
-        raise WeightSyncError(
-            f"{len(bucket.kept)} tensors were left out of the push, but this engine takes whole pushes only. "
-            "Set sync.changed: all."
-        )
-    changed = [
-        f"changed: {spec.name}" for spec in bucket.kept if own is not None and _made_of(own, bucket, spec) != spec
-    ]
-    refuse("the engine does not have what was left out of the push; push again, and all is sent", changed)
 
 
 def _made_of(own: Mapping[str, Tensor], bucket: WeightBucket, spec: WeightSpec) -> WeightSpec:

@@ -66,8 +66,6 @@ def engine_takes_the_push(own: Part, run: Run) -> Messages:
             f"{sync.name} pushes LoRA adapters, but {run.policy.backend.at}.lora is null. Train with LoRA "
             "(parts/train=lora), or push unirl.distributed.weight_sync.full.FullWeightSync."
         )
-    if (changed := sync.get("changed", "all")) != "all" and not own.ability("takes_partial_pushes"):
-        yield f"{sync.at}.changed: {changed}, but {own.name} takes whole pushes only. Remove it."
     if option is None or sends_adapters == (own.get(option) is not None):
         return
     fix = f"Set {own.at}.{option} to the adapter's rank" if sends_adapters else f"Set {own.at}.{option}: null"

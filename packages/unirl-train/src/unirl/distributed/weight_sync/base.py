@@ -113,7 +113,14 @@ class WeightSync(ABC):
             self._former.append(self._engine)
         while self._former and not keeps_former:
             self._former.pop().close()
-        transport = make_transport(self._transport, self._device, engines, self._transfer_dir, shares_device)
+        transport = make_transport(
+            self._transport,
+            self._device,
+            engines,
+            self._transfer_dir,
+            shares_device=shares_device,
+            lends_files=self._sends_all,
+        )
         self.connect(RemoteEngines(engines, transport))
         self._slicing = transport if isinstance(transport, SlicingTransport) else None
 
@@ -190,6 +197,11 @@ class WeightSync(ABC):
     def is_due(self) -> bool:
         """True if the engine does not have the current version."""
         return self._engine is not None and self._engine.policy_version != self._source.policy_version
+
+    @property
+    def _sends_all(self) -> bool:
+        """True if every push has all that the engine must keep of it."""
+        return True
 
     @abstractmethod
     def _send(self, engine: PushTarget, version: int, policy: str | None) -> WeightReceipt:

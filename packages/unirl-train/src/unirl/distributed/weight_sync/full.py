@@ -125,6 +125,10 @@ class FullWeightSync(WeightSync):
             self._note_sent((*bucket.specs, *bucket.kept))
         return _of_all(engine.finish_weights(version, policy), len(shapes))
 
+    @property
+    def _sends_all(self) -> bool:
+        return self._last is None
+
     def _proved(self, version: int) -> Metrics:
         if self._last is None:
             return {}

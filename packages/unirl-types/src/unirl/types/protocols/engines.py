@@ -102,9 +102,8 @@ class WeightReceiver(Protocol):
         ...
 
     def receive_weights(self, bucket: WeightBucket) -> None:
-        """Take some of the announced tensors and compare them with their checksums; those that it keeps from an earlier
-        push (`WeightBucket.kept`) too, where its class `takes_partial_pushes`. The tensors stay as they are until the
-        push ends."""
+        """Take some of the announced tensors and compare them with their checksums; also those that it makes of the
+        last push (`WeightBucket.kept`). The tensors stay as they are until the push ends."""
         ...
 
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,15 +22,14 @@ from unirl.rollout.engine.child.messages import (
     Loaded,
     Message,
     MessageCodec,
-    ReceiveWeights,
     Sleep,
     WakeUp,
 )
 from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.child.process import interpreter
+from unirl.rollout.engine.child.pushed_files import PushedFiles
 from unirl.rollout.engine.child.rules import sleeps_otherwise
-from unirl.rollout.engine.push import check_version, refuse_other, refuse_unkept
-from unirl.types.bucket_files import BucketFiles
+from unirl.rollout.engine.push import check_version, refuse_other, refuse_other_base
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
 from unirl.types.member_pool import Member, MemberPool
 from unirl.types.owned_folder import OwnedFolder
@@ -136,7 +135,7 @@ class ChildEngine(BaseRolloutEngine):
         """Answer of the most recently started process to the end of that push."""
         self._owned = OwnedFolder("unirl-engine-", processes.transfer_dir)
         self._folder = self._owned.path
-        self._files = BucketFiles(self._folder)
+        self._files = PushedFiles(self._folder)
         self._pool = MemberPool(make_instances(self._folder), self._restore)
 
     @abstractmethod
@@ -249,26 +248,22 @@ class ChildEngine(BaseRolloutEngine):
         begin = BeginWeights(policy_version, list(specs))
         self._ask_all(begin)
         self._push = [begin]
+        self._files.begin()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def receive_weights(self, bucket: WeightBucket) -> None:
         """Send a bucket to the processes, see WeightReceiver."""
-        refuse_unkept(bucket)
-        message = ReceiveWeights(bucket.policy_version, self._file_of(bucket), list(bucket.specs))
-        self._ask_all(message)
-        self._push.append(message)
-
-    def _file_of(self, bucket: WeightBucket) -> str:
-        """File from which the processes read a bucket: the one it came in if that is on the same file system, else a
-        copy."""
-        if bucket.file is not None and os.stat(bucket.file).st_dev == os.stat(self._folder).st_dev:
-            return bucket.file
-        return str(self._files.write(len(self._push) - 1, bucket.tensors))
+        refuse_other_base(bucket, self._policy_version)
+        for message in self._files.take(bucket):
+            self._ask_all(message)
+            self._push.append(message)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
         """Load what was received, see WeightReceiver."""
-        return self._finish([*self._push, FinishWeights(policy_version)], policy)
+        receipt = self._finish([*self._push, FinishWeights(policy_version)], policy)
+        self._files.finish(policy_version)
+        return replace(receipt, num_bytes=self._files.num_bytes)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:

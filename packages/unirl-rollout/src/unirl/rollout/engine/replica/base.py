@@ -73,7 +73,6 @@ class PushedSampling(PushedWeights, DirectSampling):
     """
 
     has_own_weights: ClassVar[bool] = True
-    takes_partial_pushes: ClassVar[bool] = True
     has_own_model: ClassVar[bool] = True
     can_sleep: ClassVar[bool] = True
     has_trainer_logp: ClassVar[bool] = False

@@ -13,7 +13,13 @@ from unirl.types.bucket_files import MEMORY
 
 
 def make_transport(
-    name: TransportName, device: torch.device, engines: RemoteRole, folder: str, shares_device: bool
+    name: TransportName,
+    device: torch.device,
+    engines: RemoteRole,
+    folder: str,
+    *,
+    shares_device: bool,
+    lends_files: bool,
 ) -> WeightTransport:
     """Make a transport from a worker on `device` to engines. folder: for "files". shares_device: see
     `connect_elsewhere`."""
@@ -25,13 +31,16 @@ def make_transport(
                 folder,
                 "Set sync.transfer_dir to a folder that what trains and the engines both see, or choose another "
                 "sync.transport.",
+                lends_files=lends_files,
             )
         case "ipc" if shares_device and device.type == "cuda":
             # A worker sees only its own GPU, so another worker can map its memory only if both are on that GPU.
             return DeviceTransport(device)
         case "ipc":
             return FileTransport(
-                MEMORY, "ipc needs what trains and the engines on one node; otherwise set sync.transport: nccl."
+                MEMORY,
+                "ipc needs what trains and the engines on one node; otherwise set sync.transport: nccl.",
+                lends_files=lends_files,
             )
         case "nccl":
             return BroadcastTransport(device, len(engines.workers), engines.timeout_s)

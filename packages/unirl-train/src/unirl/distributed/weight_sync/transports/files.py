@@ -30,6 +30,8 @@ class FileParcel(Parcel):
     """The bucket without its tensors."""
     remedy: str
     """Advice for the error if the file cannot be read."""
+    is_lent: bool = True
+    """True if an engine's own processes may read the file for as long as they have this push."""
 
     def opened(self, kept: dict[str, Any]) -> WeightBucket:  # Any: see Parcel
         """See Parcel. The tensors are in read-only memory."""
@@ -41,21 +43,24 @@ class FileParcel(Parcel):
             tensors = mapped.tensors(self.path)
         except WeightSyncError as error:
             raise WeightSyncError(f"version {self.head.policy_version}: {error} {self.remedy}") from error
-        return replace(self.head.with_tensors(tensors), file=self.path)
+        return replace(self.head.with_tensors(tensors), file=self.path if self.is_lent else None)
 
 
 class FileTransport(SlicingTransport):
     """Writes each bucket over the file with the same number in the last push.
 
     folder: in one machine's memory, or on a file system that several share. remedy: advice if an engine cannot read it.
+    lends_files: True if a file has what the engine is to keep until the next push brings all of it again; False if that
+    may bring only what changed, in the same file.
     Raises ConfigError if the folder does not exist.
     """
 
-    def __init__(self, folder: str, remedy: str) -> None:
+    def __init__(self, folder: str, remedy: str, *, lends_files: bool = True) -> None:
         if not Path(folder).is_dir():
             raise ConfigError(f"sync.transfer_dir = {folder!r} is no folder; make it, or name another")
         self._folder = folder
         self._remedy = remedy
+        self._lends_files = lends_files
         self._own: tuple[OwnedFolder, BucketFiles] | None = None
         self._shared: tuple[str, BucketFiles] | None = None
         """Folder of rank 0, and this rank's view of its files."""
@@ -64,7 +69,7 @@ class FileTransport(SlicingTransport):
         """See WeightTransport. Raises WeightSyncError if there is no space."""
         _, files = self._opened()
         path = str(files.write(number, bucket.tensors)) if bucket.tensors else None
-        return FileParcel(path, bucket.with_tensors({}), self._remedy)
+        return FileParcel(path, bucket.with_tensors({}), self._remedy, self._lends_files)
 
     def opened(self, rank: int) -> str | None:
         """The folder of rank 0; None on other ranks."""
