@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -62,6 +63,25 @@ def test_a_worker_that_hangs_is_named_with_what_it_does_since_when_and_where(ray
             runtime.role("source").hang()
     assert "time.sleep(HANGS_S)" in str(raised.value)
     assert "source.hang takes longer than 2 s" in caplog.text and "in source.hang for" in caplog.text
+
+
+def test_a_worker_that_is_stopped_is_named_with_what_it_did_when_it_was_heard_last(
+    ray_of_two_cores, monkeypatch, caplog
+):
+    monkeypatch.setattr("unirl.distributed.group.waiting.BEAT_S", 0.3)
+    monkeypatch.setattr("unirl.types.heartbeat.SILENT_S", 1.5)
+    monkeypatch.setattr("unirl.distributed.group.waiting.REPORT_S", 0.2)
+    with RayRuntime(build_hanging, num_devices=1, timeout_s=600, start_timeout_s=600) as runtime:
+        (pid,) = runtime.pids
+        runtime._timeout_s = 6.0  # of the next call: to build takes longer
+        stop = threading.Timer(2.0, os.kill, (pid, signal.SIGSTOP))
+        stop.start()
+        with pytest.raises(
+            WorkerError, match=r"silent: its process is stopped.*last heard \d s ago: in source.hang for"
+        ):
+            runtime.role("source").hang()
+    assert "source.hang waits: worker-0 (rank 0 of 1" in caplog.text and "has given no sign of life for" in caplog.text
+    assert "time.sleep(HANGS_S)" in caplog.text
 
 
 def test_every_rank_is_a_process_of_its_own(runtime) -> None:

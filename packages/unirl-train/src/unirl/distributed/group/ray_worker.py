@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,11 +16,9 @@ from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.tensor.transport import contiguous, outgoing
 from unirl.distributed.worker import Builder, ComponentInfo, Openable, Worker, WorkerContext
+from unirl.types.heartbeat import Activity, Report
 from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
-
-STACK_DEPTH = 12
-"""Innermost frames that a report shows."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +34,6 @@ CONTROL = "control"
 """Ray's concurrency group of methods that are answered while a call runs: `RayWorker.report`."""
 
 
-@dataclass(frozen=True)
-class WorkerReport:
-    """What a worker is doing."""
-
-    doing: str | None
-    """The running call, or None."""
-    since_s: float
-    """Running time so far."""
-    stack: str
-    """Stack of the thread that runs the call."""
-
-    def __str__(self) -> str:
-        what = "waits for a call" if self.doing is None else f"in {self.doing} for {self.since_s:.0f} s"
-        return f"{what}, at\n{self.stack}" if self.doing else what
-
-
 class RayWorker:
     """One rank in a separate process. Calls of `RayRuntime` run one at a time, always in the same thread; `report`
     answers meanwhile, in the concurrency group CONTROL."""
@@ -67,26 +45,11 @@ class RayWorker:
         self._store: torch.distributed.Store | None = None
         self._worker: Worker | None = None
         self._kept: dict[str, Any] = {}  # Any: see Openable
-        self._running: tuple[str, float, int] | None = None
-        """Name, start and thread of the running call."""
+        self._activity = Activity()
 
-    @contextmanager
-    def _doing(self, what: str) -> Generator[None]:
-        self._running = what, time.monotonic(), threading.get_ident()
-        try:
-            yield
-        finally:
-            self._running = None
-
-    def report(self) -> WorkerReport:
-        """The running call, since when, and its stack."""
-        running = self._running
-        if running is None:
-            return WorkerReport(None, 0.0, "")
-        what, start, thread = running
-        frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented despite the underscore
-        stack = "".join(traceback.format_stack(frame)[-STACK_DEPTH:]) if frame is not None else ""
-        return WorkerReport(what, time.monotonic() - start, stack.rstrip())
+    def report(self) -> Report:
+        """What runs in the lane of work, since when and where."""
+        return self._activity.report()
 
     def process_info(self) -> ProcessInfo:
         """Make this process the leader of its own process group, so that its children can be ended with it."""
@@ -128,7 +91,7 @@ class RayWorker:
 
     def build(self, builder: Builder) -> tuple[dict[str, ComponentInfo], MeshPlace]:
         """On all ranks: build the components; returns their descriptions and this worker's place in the mesh."""
-        with self._doing("build"):
+        with self._activity.doing("build"):
             self._worker = Worker(builder, self._context)
         return self._worker.component_infos(), self._worker.mesh_place
 
@@ -182,5 +145,5 @@ class RayWorker:
         """Call a method of `Worker`; tensors in its result are moved to the CPU."""
         if self._worker is None:
             raise RuntimeError("build comes before perform")
-        with self._doing(".".join(args[:2]) if method == "invoke" else method):
+        with self._activity.doing(".".join(args[:2]) if method == "invoke" else method):
             return outgoing(getattr(self._worker, method)(*args))

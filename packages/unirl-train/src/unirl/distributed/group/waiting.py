@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_worker import CONTROL
 from unirl.types.errors import UniRLError, WorkerError
+from unirl.types.heartbeat import BEAT_S, Heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ SLOW_S = 600.0
 REPORT_S = 5.0
 """Time that a worker gets to report what it is doing."""
 
+_SILENT = "silent: its process is stopped, or holds the interpreter's lock. "
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset) by peer|process ?group", re.IGNORECASE)
 
@@ -77,21 +79,49 @@ class CallFailed(Exception):
         raise named from None
 
 
-def reports(workers: Mapping[str, Any]) -> str:  # Any: ray actor handles
-    """What each worker is doing (`RayWorker.report`), as text."""
-    ray = ray_module()
-    asked = {actor.report.options(concurrency_group=CONTROL).remote(): name for name, actor in workers.items()}
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REPORT_S) if asked else ([], [])
-    lines = []
-    for reference, name in asked.items():
-        found = f"no sign of life for {REPORT_S:.0f} s: its process is stopped, or holds the interpreter's lock"
-        if reference in answered:
+class Heartbeats:
+    """Asks workers for signs of life in their lane of control while their answers are waited for.
+
+    workers: `RayWorker`s by name.
+    """
+
+    def __init__(self, workers: Mapping[str, Any]) -> None:  # Any: ray actor handles
+        self._workers = dict(workers)
+        self._beats = {name: Heartbeat(name) for name in workers}
+        self._asked: dict[Any, str] = {}  # Any: ray object references
+
+    def ask(self, names: Iterable[str], timeout_s: float = 0.0) -> None:
+        """Take what has been answered within `timeout_s`, and ask those again that have."""
+        ray = ray_module()
+        waiting = set(self._asked.values())
+        for name in names:
+            if name in self._workers and name not in waiting:
+                report = self._workers[name].report.options(concurrency_group=CONTROL).remote()
+                self._asked[report] = name
+        if not self._asked:
+            return
+        answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=timeout_s)
+        for reference in answered:
+            name = self._asked.pop(reference)
             try:
-                found = str(ray.get(reference))
-            except ray.exceptions.RayError as error:
-                found = Failure(name, error).text
-        lines.append(f"{name}: {found}")
-    return "\n".join(lines)
+                self._beats[name].beat(ray.get(reference))
+            except ray.exceptions.RayError:
+                continue  # the call that is waited for fails of the same death, and says so
+
+    def warnings(self, names: Iterable[str]) -> list[str]:
+        """One text for each worker that has been silent for long."""
+        found = [self._beats[name].silence() for name in names if name in self._beats]
+        return [text for text in found if text is not None]
+
+    def reports(self, names: Iterable[str]) -> str:
+        """What workers are doing, one text each, or were doing when they were heard last."""
+        names = [name for name in names if name in self._workers]
+        self.ask(names, REPORT_S)
+        silent = set(self._asked.values())
+        return "\n".join(
+            f"{name}: {_SILENT + self._beats[name].last if name in silent else self._beats[name].report}"
+            for name in names
+        )
 
 
 def answers(
@@ -107,20 +137,24 @@ def answers(
     """
     ray = ray_module()
     begin = time.monotonic()
-    deadline, slow = begin + timeout_s, begin + SLOW_S
+    deadline, slow, beat = begin + timeout_s, begin + SLOW_S, begin + BEAT_S
     waiting = dict(pending)
+    beats = Heartbeats(actors or {})
     results: dict[Any, Any] = {}
     failures: list[Failure] = []
     while waiting:
-        until = min(deadline, slow) if actors else deadline
+        until = min(deadline, slow, beat) if actors else deadline
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, until - time.monotonic()))
-        if not ready and until < deadline:
-            found = _reported(waiting.values(), actors)
-            logger.warning("%s takes longer than %.0f s%s", what, slow - begin, found)
-            slow = begin + 2 * (slow - begin)
-            continue
-        if not ready:
+        if not ready and until >= deadline:
             break
+        if not ready and until >= slow:
+            logger.warning("%s takes longer than %.0f s%s", what, slow - begin, _reported(waiting.values(), beats))
+            slow = begin + 2 * (slow - begin)
+        elif not ready:
+            beats.ask(waiting.values())
+            for text in beats.warnings(waiting.values()):
+                logger.warning("%s waits: %s", what, text)
+            beat = time.monotonic() + BEAT_S
         for reference in ready:
             worker = waiting.pop(reference)
             try:
@@ -137,12 +171,12 @@ def answers(
             ", ".join(waiting.values()),
             f"no answer to {what} within {timeout_s:.0f} s. If the work is that long, raise cluster.timeout_s; "
             "otherwise ranks wait for one another: look for a collective that not every rank reaches."
-            + _reported(waiting.values(), actors),
+            + _reported(waiting.values(), beats),
         )
     return [results[reference] for reference in pending]
 
 
-def _reported(waiting: Iterable[str], actors: Mapping[str, Any] | None) -> str:
+def _reported(waiting: Iterable[str], beats: Heartbeats) -> str:
     """What the workers that did not answer are doing, on further lines."""
-    silent = {name: actors[name] for name in waiting if name in actors} if actors else {}
-    return f"\n{reports(silent)}" if silent else ""
+    found = beats.reports(waiting)
+    return f"\n{found}" if found else ""

@@ -13,7 +13,7 @@ from typing import Any
 from unirl.types.errors import ContractError
 from unirl.types.weights import WeightSpec
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the messages, incremented with every change. Both sides compare it."""
 
 
@@ -46,6 +46,15 @@ class Abort:
     """End a running call early. Has no answer; ignored if the call has already ended."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life of the engine's process, which it gives by itself; see `unirl.types.heartbeat.Report`."""
+
+    doing: str | None
+    since_s: float
+    stack: str
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,20 @@ class Failed:
 Message = Any
 """A dataclass of this module, or one that an engine adds; Any because engines name their own."""
 
-_COMMON = (Start, Abort, BeginWeights, ReceiveWeights, FinishWeights, LoadAdapter, Loaded, Sleep, WakeUp, Done, Failed)
+_COMMON = (
+    Start,
+    Abort,
+    Beat,
+    BeginWeights,
+    ReceiveWeights,
+    FinishWeights,
+    LoadAdapter,
+    Loaded,
+    Sleep,
+    WakeUp,
+    Done,
+    Failed,
+)
 
 
 class MessageCodec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import multiprocessing
 import os
 import socket
@@ -12,14 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
-from unirl.rollout.engine.child.messages import Failed, Message, MessageCodec
+from unirl.rollout.engine.child.messages import Beat, Failed, Message, MessageCodec
 from unirl.rollout.engine.process_group import end_group, shared_memory
 from unirl.rollout.engine.process_log import end_of_log
 from unirl.types import errors
 from unirl.types.errors import ConfigError, UniRLError, WorkerError
+from unirl.types.heartbeat import BEAT_S, Heartbeat, Report
+
+logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT_S = 10.0
 
@@ -72,6 +76,7 @@ class EngineProcess:
                 start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops the child in order
             )
         theirs.close()
+        self._heartbeat = Heartbeat(self.name)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -119,15 +124,20 @@ class EngineProcess:
 
     def answer(self, asked: Future[Message], what: str, timeout_s: float) -> Message:
         """Wait for an answer; raises as `call` does. what: name of the message, for errors."""
+        deadline = time.monotonic() + timeout_s
         try:
-            answer = asked.result(timeout_s)
+            while not asked.done() and (left := deadline - time.monotonic()) > 0:
+                wait([asked], min(left, BEAT_S))
+                if not asked.done() and (silence := self._heartbeat.silence()):
+                    logger.warning("%s waits: %s", what, silence)
+            answer = asked.result(0)
         except TimeoutError as error:
             tail = self._tail()
             self.kill()
             raise WorkerError(
                 self.name,
                 f"no answer to {what} within {timeout_s:.0f} s, so it was stopped. If the work is that long, raise "
-                f"engine.timeout_s (or engine.start_timeout_s). {tail}",
+                f"engine.timeout_s (or engine.start_timeout_s). {self._heartbeat.last}\n{tail}",
             ) from error
         except EOFError as error:
             raise self._death(f"died in {what}") from error
@@ -172,6 +182,9 @@ class EngineProcess:
         try:
             while True:
                 call, message = self._codec.decode_call(self._pipe.recv_bytes())
+                if isinstance(message, Beat):
+                    self._heartbeat.beat(Report(message.doing, message.since_s, message.stack))
+                    continue
                 with self._noting:
                     asked = self._waiting.pop(call) if self._waiting is not None else None
                 if asked is not None:

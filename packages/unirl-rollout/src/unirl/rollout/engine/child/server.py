@@ -10,14 +10,16 @@ import queue
 import shutil
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from unirl.rollout.engine.child.messages import PROTOCOL, Abort, Failed, Message, MessageCodec, Start
+from unirl.rollout.engine.child.messages import PROTOCOL, Abort, Beat, Failed, Message, MessageCodec, Start
 from unirl.rollout.engine.process_group import end_group
 from unirl.types.errors import ConfigError, ContractError, UniRLError
+from unirl.types.heartbeat import BEAT_S, Activity
 
 Steps = Generator[None, None, Message]
 """Work in many steps that returns the answer. Between two steps other messages are answered; the steps of several calls
@@ -81,11 +83,37 @@ def _failed(error: Exception) -> Failed:
     return Failed("WorkerError", str(error), "".join(traceback.format_exception(error)))
 
 
+class Sender:
+    """Writes messages to the pipe, from any thread."""
+
+    def __init__(self, pipe: Connection, codec: MessageCodec) -> None:
+        self._pipe = pipe
+        self._codec = codec
+        self._sending = threading.Lock()
+
+    def send(self, message: Message, call: int = 0) -> None:
+        """Write a message; call: the number of the one that it answers."""
+        with self._sending:
+            self._pipe.send_bytes(self._codec.encode(message, call))
+
+    def beat(self, activity: Activity) -> None:
+        """Give a sign of life every `BEAT_S` seconds, until the pipe closes."""
+        while True:
+            time.sleep(BEAT_S)
+            report = activity.report()
+            try:
+                self.send(Beat(report.doing, report.since_s, report.stack))
+            except OSError:
+                return
+
+
 def serve(pipe: Connection, folder: str, codec: MessageCodec, make_host: MakeHost) -> None:
     """Answer messages until the pipe closes."""
     inbox: Inbox = queue.SimpleQueue()
     aborts = Aborts()
     threading.Thread(target=_read, args=(pipe, folder, codec, inbox, aborts), daemon=True).start()
+    sender, activity = Sender(pipe, codec), Activity()
+    threading.Thread(target=sender.beat, args=(activity,), daemon=True).start()
     call, start = inbox.get()
     try:
         if not isinstance(start, Start):
@@ -95,34 +123,39 @@ def serve(pipe: Connection, folder: str, codec: MessageCodec, make_host: MakeHos
                 f"the trainer speaks protocol {start.protocol}, {codec.engine}'s environment {PROTOCOL}. Install the "
                 "same unirl-rollout in both."
             )
-        host = make_host(start, aborts)
-        pipe.send_bytes(codec.encode(host.ready(), call))
+        with activity.doing("start"):
+            host = make_host(start, aborts)
+            ready = host.ready()
+        sender.send(ready, call)
     except Exception as error:  # noqa: BLE001 - the trainer raises it
-        pipe.send_bytes(codec.encode(_failed(error), call))
+        sender.send(_failed(error), call)
         return
-    running: dict[int, Steps] = {}
+    running: dict[int, tuple[str, Steps]] = {}
     while True:
         answers: dict[int, Message] = {}
         while not running or not inbox.empty():
             call, message = inbox.get()
+            what = type(message).__name__
             try:
-                answer = host.answer(message)
+                with activity.doing(what):
+                    answer = host.answer(message)
             except Exception as error:  # noqa: BLE001 - the trainer raises it
                 answer = _failed(error)
             if isinstance(answer, Generator):
-                running[call] = answer
+                running[call] = what, answer
             else:
-                pipe.send_bytes(codec.encode(answer, call))
-        for call, steps in running.items():
+                sender.send(answer, call)
+        for call, (what, steps) in running.items():
             try:
-                next(steps)
+                with activity.doing(what):
+                    next(steps)
             except StopIteration as end:
                 answers[call] = end.value
             except Exception as error:  # noqa: BLE001 - as above
                 answers[call] = _failed(error)
         for call, answer in answers.items():
             del running[call]
-            pipe.send_bytes(codec.encode(answer, call))
+            sender.send(answer, call)
 
 
 def main(codec: MessageCodec, make_host: MakeHost) -> None:
