@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unirl.models.extras import from_extra
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.hub import is_hub_id
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +156,12 @@ def open_model_folder(pretrained_model: str, model_types: Sequence[str]) -> Mode
             "The download or copy is incomplete: fetch the folder again."
         )
     return ModelFolder(path=path, config=config)
+
+
+def fields_of(cls: type[T], raw: Mapping[str, Any], **given: Any) -> T:  # Any: JSON values
+    """A dataclass whose fields a configuration has by their names, all but those that are given. Raises KeyError for
+    one that it lacks."""
+    return cls(**{field.name: raw[field.name] for field in fields(cls) if field.name not in given}, **given)
 
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:  # Any: JSON values

@@ -184,6 +184,15 @@ class TextAdapter:
         rows = [row.tolist() for row in segment.unpack("tokens")]
         return Texts(texts=list(self.bundle.tokenizer.batch_decode(rows, skip_special_tokens=True)))
 
+    @property
+    def image_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths in pixels of the images that texts may ask for; none where they ask for none."""
+        return ()
+
+    def chosen_sizes(self, segment: TextSegment) -> list[tuple[int, int] | None]:
+        """Height and width of the image that each text asks for; None of one that asks for none."""
+        return [None] * segment.batch_size
+
     def check_context(
         self, prompt_lengths: Sequence[int], max_new_tokens: int, *, num_image_tokens: Sequence[int] | None = None
     ) -> None:

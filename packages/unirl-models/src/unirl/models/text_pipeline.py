@@ -65,11 +65,11 @@ class AutoregressivePipeline:
     @property
     def image_sizes(self) -> tuple[tuple[int, int], ...]:
         """Heights and widths in pixels of the images that texts may ask for; none where they ask for none."""
-        return ()
+        return self.adapter.image_sizes
 
     def chosen_sizes(self, segment: TextSegment) -> list[tuple[int, int] | None]:
         """Height and width of the image that each text asks for; None of one that asks for none."""
-        return [None] * segment.batch_size
+        return self.adapter.chosen_sizes(segment)
 
     def stop_token_ids(self, params: ARSamplingParams) -> tuple[int, ...]:
         """Tokens that end a sample: the model's and those of `params`, sorted."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
 
-from unirl.models.loading import ModelFolder
+from unirl.models.loading import ModelFolder, fields_of
 from unirl.models.packed.vision import VisionConfig
 from unirl.types.errors import CheckpointError
 
@@ -95,18 +95,11 @@ class BagelConfig:
         language, vision = folder.json(LANGUAGE_CONFIG), folder.json(VISION_CONFIG)
         try:
             return cls(
-                language=LanguageConfig(
-                    **{name: language[name] for name in LanguageConfig.__dataclass_fields__ if name != "rope_theta"},
-                    rope_theta=float(language.get("rope_theta", 1e6)),
-                ),
-                vision=VisionConfig(
-                    hidden_size=vision["hidden_size"],
-                    intermediate_size=vision["intermediate_size"],
+                language=fields_of(LanguageConfig, language, rope_theta=float(language.get("rope_theta", 1e6))),
+                vision=fields_of(
+                    VisionConfig,
+                    {"num_channels": 3, "layer_norm_eps": 1e-6} | vision,
                     num_hidden_layers=_count(shapes, "vit_model.vision_model.encoder.layers."),
-                    num_attention_heads=vision["num_attention_heads"],
-                    patch_size=vision["patch_size"],
-                    num_channels=vision.get("num_channels", 3),
-                    layer_norm_eps=vision.get("layer_norm_eps", 1e-6),
                     patches_per_side=math.isqrt(shapes["vit_pos_embed.pos_embed"][0]),
                 ),
                 vae=_vae_config(vae_shapes, folder.config.get("vae_config", {}).get("groups", VAEConfig.groups)),

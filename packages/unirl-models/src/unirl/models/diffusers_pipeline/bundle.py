@@ -136,6 +136,7 @@ class DiffusersBundle(Bundle):
         """Text encoders and tokenizers."""
         if rest_text_encoders:
             self.text.resting = Resting(self.device)
+        self.after_loading()
 
     @property
     def transformer(self) -> Any:  # Any: as in `load`
@@ -146,6 +147,9 @@ class DiffusersBundle(Bundle):
     def vae(self) -> Any:  # Any: as in `load`
         """The autoencoder."""
         return self.modules["vae"]
+
+    def after_loading(self) -> None:
+        """What a family checks or changes once everything is loaded."""
 
     # Loading ---------------------------------------------------------------------------------------------------------
 

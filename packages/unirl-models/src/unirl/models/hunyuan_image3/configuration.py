@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from unirl.models.loading import ModelFolder
+from unirl.models.loading import ModelFolder, fields_of
 from unirl.models.packed.vision import VisionConfig
 from unirl.types.errors import CheckpointError, ConfigError
 
@@ -124,7 +124,7 @@ class HunyuanImage3Config:
         try:
             return cls(
                 decoder=_decoder(raw),
-                vision=_vision(raw["vit"]),
+                vision=fields_of(VisionConfig, raw["vit"], patches_per_side=math.isqrt(raw["vit"]["num_patches"])),
                 vae=_vae(raw["vae"]),
                 patch_width=raw["patch_embed_hidden_dim"],
                 base_size=raw["image_base_size"],
@@ -141,33 +141,15 @@ def _decoder(raw: Mapping[str, Any]) -> DecoderConfig:
     inner, shared, top_k = (
         _per_layer(raw[name], count) for name in ("moe_intermediate_size", "num_shared_expert", "moe_topk")
     )
-    return DecoderConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        num_attention_heads=raw["num_attention_heads"],
-        num_key_value_heads=raw["num_key_value_heads"],
+    return fields_of(
+        DecoderConfig,
+        raw,
         head_dim=raw["attention_head_dim"],
-        num_experts=raw["num_experts"],
-        rms_norm_eps=raw["rms_norm_eps"],
         rope_theta=float(raw["rope_theta"]),
-        max_position_embeddings=raw["max_position_embeddings"],
         layers=tuple(
             LayerConfig(expert_width=width, shared_width=raw["intermediate_size"] * num_shared, top_k=k)
             for width, num_shared, k in zip(inner, shared, top_k, strict=True)
         ),
-    )
-
-
-def _vision(raw: Mapping[str, Any]) -> VisionConfig:
-    return VisionConfig(
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=raw["num_attention_heads"],
-        patch_size=raw["patch_size"],
-        num_channels=raw["num_channels"],
-        layer_norm_eps=raw["layer_norm_eps"],
-        patches_per_side=math.isqrt(raw["num_patches"]),
     )
 
 

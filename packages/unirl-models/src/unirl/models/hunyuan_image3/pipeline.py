@@ -9,7 +9,6 @@ from unirl.models.ar import ReplayedTokens
 from unirl.models.hunyuan_image3.adapter import HunyuanImage3Adapter
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.image_experts import EXPERTS
-from unirl.models.hunyuan_image3.sizes import Size
 from unirl.models.hunyuan_image3.text_adapter import HunyuanImage3TextAdapter, Task
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.models.text_pipeline import AutoregressivePipeline
@@ -114,15 +113,6 @@ class HunyuanImage3TextPipeline(AutoregressivePipeline):
             HunyuanImage3TextAdapter(bundle, task=task, system_prompt=system_prompt, chooses_size=chooses_size)
         )
         self._replays_experts = replays_experts
-
-    @property
-    def image_sizes(self) -> tuple[Size, ...]:
-        """See `ThoughtPipeline.image_sizes`: those that the autoencoder can make, where `chooses_size`."""
-        return self.adapter.image_sizes
-
-    def chosen_sizes(self, segment: TextSegment) -> list[Size | None]:
-        """Height and width of the image that each text ends with; None of one that ended before it chose."""
-        return self.adapter.chosen_sizes(segment)
 
     def remember(self, conditions: Conditions, segment: TextSegment) -> None:
         """Where experts are replayed, adds their slot to `conditions`, which must then be a dict."""

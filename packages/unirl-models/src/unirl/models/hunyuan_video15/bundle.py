@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION, JOINT_FEED_FORWARD
@@ -42,9 +40,7 @@ class HunyuanVideo15Bundle(DiffusersBundle):
     is_distilled = False
     """True if the checkpoint was distilled to work without classifier-free guidance."""
 
-    # Any: the keywords of DiffusersBundle.
-    def __init__(self, pretrained_model: str, **options: Any) -> None:
-        super().__init__(pretrained_model, **options)
+    def after_loading(self) -> None:
         self.vae.enable_slicing()  # its attention takes one video at a time
 
     def check_index(self) -> None:

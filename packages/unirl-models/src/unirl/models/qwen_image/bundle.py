@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION
@@ -34,15 +32,14 @@ class QwenImageBundle(DiffusersBundle):
     block_class_names = ("QwenImageTransformerBlock",)
     lora_target_modules = JOINT_ATTENTION
 
-    # Any: the keywords of DiffusersBundle.
-    def __init__(self, pretrained_model: str, **options: Any) -> None:
-        super().__init__(pretrained_model, **options)
+    def after_loading(self) -> None:
+        """Raises ConfigError for a transformer that embeds its guidance."""
         convolve_images_in_2d(self.vae)
         if self.transformer.config["guidance_embeds"]:
             # Its timestep embedding takes no guidance, so the stock pipeline fails too.
             raise ConfigError(
-                f"{pretrained_model} says guidance_embeds: true, which the QwenImageTransformer2DModel of diffusers "
-                f"{diffusers.__version__} cannot run. Use a checkpoint without, and sampling.guidance_scale."
+                f"{self.pretrained_model} says guidance_embeds: true, which the QwenImageTransformer2DModel of "
+                f"diffusers {diffusers.__version__} cannot run. Use a checkpoint without, and sampling.guidance_scale."
             )
 
 

@@ -43,14 +43,13 @@ class SD3ControlNetBundle(SD3Bundle):
     needs_media = True
     most_images = 1
 
-    # Any: the keywords of SD3Bundle.
-    def __init__(self, pretrained_model: str, **options: Any) -> None:
-        super().__init__(pretrained_model, **options)
+    def after_loading(self) -> None:
+        """Raises ConfigError for a ControlNet that takes more than the image's latents."""
         channels = self.modules["controlnet"].config["extra_conditioning_channels"]
         if channels:
             raise ConfigError(
-                f"the ControlNet of {pretrained_model} takes {channels} channels next to the image's latents, as those "
-                "for inpainting do. Use one with extra_conditioning_channels: 0."
+                f"the ControlNet of {self.pretrained_model} takes {channels} channels next to the image's latents, as "
+                "those for inpainting do. Use one with extra_conditioning_channels: 0."
             )
 
 
