@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    """What an adapter's files say of it besides its weights."""
+
+    rank: int
+    alpha: float
+    target_modules: Sequence[str]
 
 
 class Bundle:
@@ -22,3 +36,23 @@ class Bundle:
     """Images of a prompt that it takes, masks apart; None sets no limit."""
     index_file: ClassVar[str] = "model_index.json"
     """What makes a folder one of this bundle's."""
+
+    def export_lora(
+        self,
+        folder: str,
+        lora_state: Mapping[str, Mapping[str, Tensor]],
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: Sequence[str],
+    ) -> None:
+        """Writes LoRA weights for the library that loads the model, see `write_lora`.
+
+        lora_state: component -> state of peft's get_peft_model_state_dict, of every component that trains. Raises
+        ContractError for other components, an empty state, a key that is no LoRA weight, or tensors of another rank.
+        """
+        self.write_lora(folder, lora_state, LoRASettings(rank, alpha, target_modules))
+
+    def write_lora(self, folder: str, lora_state: Mapping[str, Mapping[str, Tensor]], settings: LoRASettings) -> None:
+        """Writes the files of an adapter into `folder`."""
+        raise NotImplementedError

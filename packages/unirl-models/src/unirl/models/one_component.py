@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from unirl.models.bundle import Bundle
+from unirl.models.bundle import Bundle, LoRASettings
 from unirl.models.causal_lm.peft_export import write_peft_adapter
 from unirl.types.errors import ContractError
 
@@ -34,29 +34,11 @@ class OneComponentBundle(Bundle):
     def trainable_modules(self) -> dict[str, nn.Module]:
         return {self.component: self.trained_module}
 
-    def export_lora(
-        self,
-        folder: str,
-        lora_state: Mapping[str, Mapping[str, Tensor]],
-        *,
-        rank: int,
-        alpha: float,
-        target_modules: Sequence[str],
-    ) -> None:
-        """Writes the adapter as peft does, by names of the published checkpoint, for
-        `PeftModel.from_pretrained(model, folder)` and engines that load LoRA.
-
-        lora_state: {component: state of peft's get_peft_model_state_dict}. Raises ContractError for another component,
-        an empty state, or tensors of another rank.
-        """
+    def write_lora(self, folder: str, lora_state: Mapping[str, Mapping[str, Tensor]], settings: LoRASettings) -> None:
+        """As peft does, by names of the published checkpoint, for `PeftModel.from_pretrained(model, folder)` and
+        engines that load LoRA."""
         write_peft_adapter(
-            folder,
-            self.published(lora_state),
-            base=self.pretrained_model,
-            rank=rank,
-            alpha=alpha,
-            target_modules=target_modules,
-            task_type=self.task_type,
+            folder, self.published(lora_state), settings, base=self.pretrained_model, task_type=self.task_type
         )
 
     def published(self, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

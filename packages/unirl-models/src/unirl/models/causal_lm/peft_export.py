@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from unirl.models.bundle import LoRASettings
 from unirl.types.errors import ContractError
 from unirl.types.weights import peft_names
 
 
 def write_peft_adapter(
-    folder: str,
-    state: Mapping[str, Tensor],
-    *,
-    base: str,
-    rank: int,
-    alpha: float,
-    target_modules: Sequence[str],
-    task_type: str | None = None,
+    folder: str, state: Mapping[str, Tensor], settings: LoRASettings, *, base: str, task_type: str | None = None
 ) -> None:
     """Writes an adapter for `PeftModel.from_pretrained(model, folder)`.
 
     state: names of peft's get_peft_model_state_dict -> tensor. base: name of the model that it adapts. Raises
     ContractError for an empty state, or tensors of another rank.
     """
+    rank = settings.rank
     wrong = {
         name: tuple(tensor.shape)
         for name, tensor in state.items()
@@ -40,8 +35,8 @@ def write_peft_adapter(
         "task_type": task_type,
         "base_model_name_or_path": base,
         "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": sorted(target_modules),
+        "lora_alpha": settings.alpha,
+        "target_modules": sorted(settings.target_modules),
         "bias": "none",
         "inference_mode": True,
     }

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from unirl.models.bundle import Bundle
+from unirl.models.bundle import Bundle, LoRASettings
 from unirl.models.diffusers_pipeline.components import Component, Role
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
 from unirl.models.diffusers_pipeline.resting import Resting
@@ -264,22 +264,10 @@ class DiffusersBundle(Bundle):
         """The components that were loaded to train."""
         return dict(self._trained)
 
-    def export_lora(
-        self,
-        folder: str,
-        lora_state: Mapping[str, Mapping[str, Tensor]],
-        *,
-        rank: int,
-        alpha: float,
-        target_modules: Sequence[str],
-    ) -> None:
-        """Writes `pytorch_lora_weights.safetensors` for `load_lora_weights(folder)` of the pipeline class.
-
-        lora_state: component -> state of peft's get_peft_model_state_dict, of every component that trains. Raises
-        ContractError for other components or a key that is no LoRA weight.
-        """
+    def write_lora(self, folder: str, lora_state: Mapping[str, Mapping[str, Tensor]], settings: LoRASettings) -> None:
+        """`pytorch_lora_weights.safetensors` for `load_lora_weights(folder)` of the pipeline class."""
         self._check_components(lora_state)
-        write_lora(folder, lora_state, rank=rank, alpha=alpha, target_modules=target_modules)
+        write_lora(folder, lora_state, settings)
 
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Writes a whole pipeline folder with the given weights; all else is the checkpoint's, copied.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from unirl.models.bundle import LoRASettings
 from unirl.models.loading import INDEX_FILE, PipelineFolder
 from unirl.models.merged_export import check_fits, export_folder
 from unirl.types.errors import ContractError
@@ -24,19 +25,13 @@ from unirl.types.weights import PEFT_PREFIX
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
-def write_lora(
-    folder: str,
-    lora_state: Mapping[str, Mapping[str, Tensor]],
-    *,
-    rank: int,
-    alpha: float,
-    target_modules: Sequence[str],
-) -> None:
+def write_lora(folder: str, lora_state: Mapping[str, Mapping[str, Tensor]], settings: LoRASettings) -> None:
     """Writes `LORA_FILE` into `folder` (made if absent). lora_state: component -> keys of peft, with or without the
     adapter's name -> tensor.
 
     Raises ContractError for an empty state, a key that is no LoRA weight, or a rank that the tensors contradict.
     """
+    rank = settings.rank
     weights: dict[str, Tensor] = {}
     # Any: JSON values.
     metadata: dict[str, Any] = {}
@@ -54,8 +49,8 @@ def write_lora(
             weights[f"{component}.{name}"] = tensor.detach().to("cpu").contiguous()
         metadata |= {
             f"{component}.r": rank,
-            f"{component}.lora_alpha": alpha,
-            f"{component}.target_modules": sorted(target_modules),
+            f"{component}.lora_alpha": settings.alpha,
+            f"{component}.target_modules": sorted(settings.target_modules),
             # diffusers 0.37 reads the patterns without asking whether they are there.
             f"{component}.rank_pattern": {},
             f"{component}.alpha_pattern": {},

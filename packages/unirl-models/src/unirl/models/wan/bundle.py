@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from unirl.models.bundle import LoRASettings
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.export import write_lora
@@ -68,21 +69,13 @@ class WanBundle(RankFollowing, DiffusersBundle):
         """True if frames that are given have a timestep of 0 (Wan 2.2 TI2V-5B) instead of their own channels."""
         return bool(self.folder.index.get("expand_timesteps"))
 
-    def export_lora(
-        self,
-        folder: str,
-        lora_state: Mapping[str, Mapping[str, Tensor]],
-        *,
-        rank: int,
-        alpha: float,
-        target_modules: Sequence[str],
-    ) -> None:
-        """Writes one file for `load_lora_weights(folder)`, and that of the second expert into `folder/transformer_2`
-        for `load_lora_weights(folder/transformer_2, load_into_transformer_2=True)`, which knows one name of a model."""
+    def write_lora(self, folder: str, lora_state: Mapping[str, Mapping[str, Tensor]], settings: LoRASettings) -> None:
+        """One file for `load_lora_weights(folder)`, and that of the second expert in `folder/transformer_2` for
+        `load_lora_weights(folder/transformer_2, load_into_transformer_2=True)`, which knows one name of a model."""
         self._check_components(lora_state)
         for name, state in lora_state.items():
             target = folder if name == "transformer" else str(Path(folder) / name)
-            write_lora(target, {"transformer": state}, rank=rank, alpha=alpha, target_modules=target_modules)
+            write_lora(target, {"transformer": state}, settings)
 
     def check_index(self) -> None:
         """Raises ConfigError for a boundary without a second transformer, the reverse, or one outside (0, 1)."""
