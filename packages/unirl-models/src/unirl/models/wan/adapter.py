@@ -13,6 +13,7 @@ from unirl.models.adapter import TIMESTEPS_PER_SIGMA, require_condition, select_
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.diffusers_pipeline.normalisation import standardised, unstandardised
+from unirl.models.embedding_cache import content_key, tensor_digest
 from unirl.models.experts import routed
 from unirl.models.guidance import Guidance
 from unirl.models.wan.bundle import WanBundle
@@ -158,3 +159,16 @@ class WanAdapter(TextConditionedAdapter[WanBundleT], Generic[WanBundleT]):
     def from_vae(self, latents: Tensor) -> Tensor:
         """Standardised channels."""
         return standardised(latents, self.bundle.vae.config)
+
+    def media_key(
+        self,
+        what: str,
+        params: DiffusionSamplingParams | None,
+        *media: Tensor | None,
+        fingerprint: str | None = None,
+    ) -> str:
+        """Names what a sample's conditions depend on. params: None for media that are not resized to the sampled size.
+        fingerprint: of what encodes them, None is the VAE's."""
+        size = None if params is None else f"{params.num_frames} x {params.height} x {params.width}"
+        digests = [None if each is None else tensor_digest(each) for each in media]
+        return content_key(self.bundle.family.lower(), what, fingerprint or self._vae_fingerprint, size, *digests)

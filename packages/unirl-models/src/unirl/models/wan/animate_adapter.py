@@ -14,7 +14,7 @@ from torch import Tensor
 from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.adapter import NEGATIVE
 from unirl.models.diffusers_pipeline.references import clips_of, grey_scale, letterboxed, pictures_of, resized_clip
-from unirl.models.embedding_cache import Embedding, content_key, tensor_digest
+from unirl.models.embedding_cache import Embedding
 from unirl.models.wan.bundle import WanAnimateBundle
 from unirl.models.wan.image_adapter import GREY, WanImageAdapter
 from unirl.types.conditions import Condition, ImageLatentCondition
@@ -70,12 +70,10 @@ class WanAnimateAdapter(WanImageAdapter):
         samples = pictures_of(primitives, self.bundle.family, fewest=1, most=1) or []
         pose, face = (self._motion(primitives, slot, params) for slot in self.bundle.needed_videos)
         scenes = self._scenes(primitives, params, len(samples))
-        keys = [
-            self._media_key("image", params, *sample, *scene) for sample, scene in zip(samples, scenes, strict=True)
-        ]
+        keys = [self.media_key("image", params, *sample, *scene) for sample, scene in zip(samples, scenes, strict=True)]
         rows = self.encoded_once(keys, lambda place: self._given(samples[place][0], scenes[place], params))
         poses = self.encoded_once(
-            [self._media_key("pose", params, frames) for frames in pose],
+            [self.media_key("pose", params, frames) for frames in pose],
             lambda place: {"latents": self._latents_of(resized_clip(pose[place], params.height, params.width))},
         )
         side = self.bundle.face_size
@@ -144,7 +142,3 @@ class WanAnimateAdapter(WanImageAdapter):
         latents = self._latents_of(frames)
         given = [self.masked(reference, torch.ones(1, *size)), self.masked(latents, is_kept)]
         return {"latents": torch.cat(given, dim=1)}
-
-    def _media_key(self, what: str, params: DiffusionSamplingParams, *media: Tensor) -> str:
-        size = f"{params.num_frames} x {params.height} x {params.width}"
-        return content_key(self.bundle.family.lower(), what, self._vae_fingerprint, size, *map(tensor_digest, media))

@@ -14,7 +14,7 @@ from torch import Tensor
 from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.references import as_pil, pictures_of, resized
 from unirl.models.diffusers_pipeline.text import weights_digest
-from unirl.models.embedding_cache import Embedding, content_key, tensor_digest
+from unirl.models.embedding_cache import Embedding
 from unirl.models.known_latents import towards
 from unirl.models.wan.adapter import WanAdapter
 from unirl.models.wan.bundle import WanImageBundle
@@ -59,7 +59,7 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
         samples = pictures_of(primitives, self.bundle.family, fewest=fewest, most=most) or []
         if params.num_frames == 1 and any(len(sample) > 1 for sample in samples):
             raise ConfigError("num_frames = 1 has no last frame. Set sampling.num_frames or give one image per sample.")
-        keys = [self._key(self._vae_fingerprint, params, sample) for sample in samples]
+        keys = [self.media_key("image", params, *sample) for sample in samples]
         rows = self.encoded_once(keys, lambda place: self._given_latents(samples[place], params))
         conditions: dict[str, Condition] = {"image": self.stacked(rows)}
         if "image_encoder" in self.bundle.modules:
@@ -68,7 +68,7 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
 
     def image_embeds(self, samples: Sequence[list[Tensor]]) -> ImageEmbedCondition:
         """CLIP features of the images of each sample."""
-        keys = [self._key(self._clip_fingerprint, None, sample) for sample in samples]
+        keys = [self.media_key("image", None, *sample, fingerprint=self._clip_fingerprint) for sample in samples]
         rows = self.encoded_once(keys, lambda place: self._features(samples[place]))
         return ImageEmbedCondition(embeds=torch.stack([row["embeds"] for row in rows]).to(self.bundle.device))
 
@@ -105,10 +105,6 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
         given = require_condition(conditions, "image", ImageLatentCondition).latents.to(x_R.device)
         first = towards(given, x_R[:, :, :1], sigma_R)
         return torch.cat([first, velocity[:, :, 1:].to(first.dtype)], dim=2)
-
-    def _key(self, fingerprint: str, params: DiffusionSamplingParams | None, sample: list[Tensor]) -> str:
-        size = None if params is None else f"{params.num_frames} x {params.height} x {params.width}"
-        return content_key(self.bundle.family.lower(), "image", fingerprint, size, *map(tensor_digest, sample))
 
     def _given_latents(self, sample: list[Tensor], params: DiffusionSamplingParams) -> Embedding:
         """Conditions of one sample, encoded alone so that nothing depends on the batch."""

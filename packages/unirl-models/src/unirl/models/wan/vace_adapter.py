@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.references import clips_of, pictures_of, resized
-from unirl.models.embedding_cache import Embedding, content_key, tensor_digest
+from unirl.models.embedding_cache import Embedding
 from unirl.models.wan.adapter import WanAdapter
 from unirl.models.wan.bundle import WanVACEBundle
 from unirl.types.conditions import Condition, ImageLatentCondition
@@ -64,7 +64,7 @@ class WanVACEAdapter(WanAdapter[WanVACEBundle]):
             )
             for row in range(len(present[0]) if present else 1)
         ]
-        keys = [self._key(params, *sample) for sample in samples]
+        keys = [self.media_key("control", params, video, mask, *given) for given, video, mask in samples]
         control = self.stacked(self.encoded_once(keys, lambda place: self._control(params, *samples[place])))
         if not present:  # text alone: the same for every sample
             control = control.select([0] * primitives["text"].batch_size)
@@ -92,13 +92,6 @@ class WanVACEAdapter(WanAdapter[WanVACEBundle]):
                     f"{(params.height, params.width)}. Resize it, or change sampling.height and width."
                 )
         return clips
-
-    def _key(
-        self, params: DiffusionSamplingParams, references: list[Tensor], video: Tensor | None, mask: Tensor | None
-    ) -> str:
-        size = f"{params.num_frames} x {params.height} x {params.width}"
-        media = [None if each is None else tensor_digest(each) for each in (video, mask, *references)]
-        return content_key(self.bundle.family.lower(), "control", self._vae_fingerprint, size, *media)
 
     def _control(
         self, params: DiffusionSamplingParams, references: list[Tensor], video: Tensor | None, mask: Tensor | None
