@@ -258,6 +258,21 @@ HANGS_S = 600.0
 class Hanging(Source):
     """Has a method that does not return in the time of a test."""
 
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._told = threading.Event()
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def wait_until_told(self) -> bool:
+        """True once `tell` was called meanwhile."""
+        return self._told.wait(60)
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL, is_control=True)
+    def tell(self) -> int:
+        """End `wait_until_told`; returns the rank."""
+        self._told.set()
+        return self._context.rank
+
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def hang(self) -> None:
         time.sleep(HANGS_S)

@@ -1,5 +1,6 @@
 """Members of a served pool in this process, which die where they are told to."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ class Drawer:
     """An engine whose samples depend on their ids alone, and on the version that it was given."""
 
     def __init__(self) -> None:
-        self.version, self.is_asleep = 0, False
+        self.version, self.is_asleep, self.may_go = 0, False, threading.Event()
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req: RolloutReq, policy: str | None = None, above: RolloutResp | None = None) -> RolloutResp:
@@ -36,6 +37,14 @@ class Drawer:
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def sleep(self) -> None:
         self.is_asleep = True
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST, is_control=True)
+    def abort(self) -> None:
+        self.may_go.set()
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def wait(self) -> bool:
+        return self.may_go.wait(60)
 
     @distributed(Dispatch.BROADCAST, Collect.ALL)
     def asleep(self) -> bool:
@@ -88,7 +97,7 @@ class LocalMember:
         raise WorkerError(self.name, "it died")
 
     def post(self, message: Ask) -> None:
-        raise AssertionError("nothing is aborted here")
+        self.worker.invoke(message.role, message.method, message.args, dict(message.kwargs), None)
 
     def restart(self) -> None:
         self.worker, self.is_alive, self.num_starts = self._made(), True, self.num_starts + 1

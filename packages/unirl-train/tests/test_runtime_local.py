@@ -1,16 +1,17 @@
 """The runtime contract on one local worker, and the parts of the Ray runtime that need no Ray."""
 
 import pickle
+import threading
 
 import pytest
 import torch
-from runtime_fakes import build, numbered
+from runtime_fakes import build, build_hanging, numbered
 
 from unirl.distributed.group.device_pool import DevicePool
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.tensor.transport import outgoing
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.roles import Collect, Dispatch
+from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutTrack
 
 
@@ -109,3 +110,14 @@ def test_what_leaves_a_process_takes_only_its_own_storage() -> None:
 def test_a_pool_that_cannot_be_is_refused_before_anything_starts(asked, message) -> None:
     with pytest.raises(ConfigError, match=message):
         DevicePool(**asked)
+
+
+def test_a_control_method_is_answered_in_the_thread_that_calls_it_while_another_call_runs():
+    with LocalRuntime(build_hanging) as runtime:
+        threading.Timer(0.2, runtime.role("source").tell).start()
+        assert runtime.role("source").wait_until_told() == [True]
+
+
+def test_a_control_method_reaches_every_worker():
+    with pytest.raises(ContractError, match="mark it BROADCAST, not RANK_ZERO"):
+        distributed(Dispatch.RANK_ZERO, is_control=True)

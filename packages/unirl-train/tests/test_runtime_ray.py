@@ -65,6 +65,13 @@ def test_a_worker_that_hangs_is_named_with_what_it_does_since_when_and_where(ray
     assert "source.hang takes longer than 2 s" in caplog.text and "in source.hang for" in caplog.text
 
 
+def test_a_control_method_is_answered_while_another_call_runs(ray_of_two_cores):
+    with RayRuntime(build_hanging, num_devices=2, timeout_s=120, start_timeout_s=600) as runtime:
+        waiting = runtime.role("source").submit.wait_until_told()
+        assert runtime.role("source").tell() == [0, 1]
+        assert waiting.result() == [True, True]
+
+
 def test_a_worker_that_is_stopped_is_named_with_what_it_did_when_it_was_heard_last(
     ray_of_two_cores, monkeypatch, caplog
 ):

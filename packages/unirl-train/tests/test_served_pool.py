@@ -149,3 +149,9 @@ def test_a_slow_member_gets_fewer_calls() -> None:
     with pool_of(slow, fast, rows=2) as pool:
         assert pool.role("engine").generate(request(8)).fetch().root_track().rewards.tolist() == list(range(16))
     assert (slow.num_asked, fast.num_asked) == (1, 7) and time.monotonic() - begin < 60
+
+
+def test_a_control_method_is_answered_by_all_members_while_they_are_in_a_call() -> None:
+    with pool_of(LocalMember(1), LocalMember(2)) as pool:
+        threading.Timer(0.2, pool.role("engine").abort).start()
+        assert pool.role("engine").wait() == [True, True]

@@ -46,6 +46,8 @@ class Submitter:
             )
 
         def call(*args: Any, **kwargs: Any) -> Future[Any]:
+            if marker.is_control:
+                return self._runtime.control(self._name, method, marker.collect, args, kwargs)
             return self._runtime.submit(self._name, method, marker.dispatch, marker.collect, args, kwargs)
 
         return call
@@ -65,7 +67,8 @@ class Role:
     """One component name on all workers. `role.method(...)` follows the method's marker.
 
     submit: `role.submit.method(...)` does not wait; it returns a `Future`. Workers answer one call at a time, in the
-    order of submission, so a call that follows a submitted one on the same workers waits for it.
+    order of submission, so a call that follows a submitted one on the same workers waits for it. Control methods are
+    the exception: they are answered while another call runs, and may be called from any thread.
     """
 
     def __init__(self, runtime: Runtime, name: str, info: ComponentInfo) -> None:
@@ -196,6 +199,17 @@ class Runtime(ABC):
                 return Held(self, hold_as, wait())
 
         return Future(finish)
+
+    def control(
+        self, role: str, method: str, collect: Collect, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Future[Any]:
+        """Call a control method on all workers, which do not wait for the call that they are in."""
+        wait = self._start_control((role, method, args, dict(kwargs), None))
+        return Future(lambda: collected(collect, wait()))
+
+    def _start_control(self, args: tuple[Any, ...]) -> Callable[[], list[Any]]:
+        """Start `Worker.invoke` with these arguments on every rank, while another call may run there."""
+        return lambda: self._invoke_all([(rank, "invoke", args) for rank in range(self.num_workers)])
 
     @contextlib.contextmanager
     def _unless_it_fails(self, key: HeldKey) -> Generator[None]:

@@ -27,7 +27,7 @@ class Report:
     since_s: float
     """Seconds since that call began."""
     stack: str
-    """Of the thread that runs it."""
+    """Innermost frames of the thread that runs it."""
 
     def __str__(self) -> str:
         what = "waits for a call" if self.doing is None else f"in {self.doing} for {self.since_s:.0f} s"

@@ -80,16 +80,25 @@ class RemoteMethod:
 
     dispatch: Dispatch
     collect: Collect
+    is_control: bool = False
+    """True if it does not wait for the call that runs; it is called on all workers, in another thread of each."""
 
 
 _MARKER = "__unirl_remote_method__"
 
 
-def distributed(dispatch: Dispatch, collect: Collect = Collect.FIRST) -> Callable[[FunctionT], FunctionT]:
-    """Mark a method as callable through a runtime. Calling it directly is unchanged."""
+def distributed(
+    dispatch: Dispatch, collect: Collect = Collect.FIRST, *, is_control: bool = False
+) -> Callable[[FunctionT], FunctionT]:
+    """Mark a method as callable through a runtime. Calling it directly is unchanged.
+
+    is_control: see `RemoteMethod`. Raises ContractError for a control method that is not broadcast.
+    """
+    if is_control and dispatch is not Dispatch.BROADCAST:
+        raise ContractError(f"a control method reaches every worker: mark it BROADCAST, not {dispatch.name}")
 
     def mark(function: FunctionT) -> FunctionT:
-        setattr(function, _MARKER, RemoteMethod(dispatch, collect))
+        setattr(function, _MARKER, RemoteMethod(dispatch, collect, is_control))
         return function
 
     return mark

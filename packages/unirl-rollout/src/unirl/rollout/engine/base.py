@@ -81,6 +81,7 @@ class BaseRolloutEngine(ABC):
             "Set reward.is_async: false."
         )
 
+    @distributed(Dispatch.BROADCAST, Collect.FIRST, is_control=True)
     def abort(self) -> None:
         """End the `generate` that runs in another thread. Raises ConfigError if the engine cannot end one early."""
         raise ConfigError(f"{type(self).__name__} cannot end a rollout early; it finishes what it began.")

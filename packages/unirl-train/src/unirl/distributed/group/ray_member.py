@@ -15,6 +15,7 @@ from unirl.distributed.pools.served import Ask
 from unirl.distributed.tensor.transport import outgoing
 from unirl.distributed.worker import ComponentInfo, Openable
 from unirl.types.errors import UniRLError
+from unirl.types.roles import Collect
 from unirl.types.rollout import RolloutResp
 
 
@@ -66,7 +67,7 @@ class RayMember:
 
     def post(self, message: Ask) -> None:
         """Call a component in the worker's lane of control, while another call may run."""
-        self.runtime.post(message)
+        self.runtime.control(message.role, message.method, Collect.ALL, message.args, message.kwargs)
 
     def restart(self) -> None:
         self.stop()

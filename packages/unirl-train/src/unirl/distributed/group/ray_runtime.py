@@ -172,11 +172,6 @@ class RayRuntime(Runtime):
         """What a method of the only worker's `Worker` gives."""
         return self._invoke_all([(0, method, ())])[0]
 
-    def post(self, ask: Ask) -> None:
-        """Call a component of every worker without waiting, while another call may run."""
-        for actor in self._actors:
-            actor.post.options(concurrency_group=CONTROL).remote(ask.role, ask.method, ask.args)
-
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers."""
@@ -212,6 +207,15 @@ class RayRuntime(Runtime):
             return self._await(pending, what, self._timeout_s)
 
         return finish
+
+    def _start_control(self, args: tuple[Any, ...]) -> Callable[[], list[Any]]:
+        self._require_open()
+        own = outgoing(args)
+        pending = {
+            actor.control.options(concurrency_group=CONTROL).remote(own): rank
+            for rank, actor in enumerate(self._actors)
+        }
+        return lambda: self._await(pending, ".".join(args[:2]), self._timeout_s)
 
     def _pick(self, calls: list[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:
         self._require_open()

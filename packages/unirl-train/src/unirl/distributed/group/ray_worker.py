@@ -111,10 +111,9 @@ class RayWorker:
         whole = self.perform("invoke", (role, method, self._opened(args), self._opened_by_name(kwargs), None))
         return whole.metadata_only(), whole
 
-    def post(self, role: str, method: str, args: tuple[Any, ...]) -> None:
-        """Call a component in the lane CONTROL, while another call may run."""
-        if self._worker is not None:
-            self._worker.invoke(role, method, args, {}, None)
+    def control(self, args: tuple[Any, ...]) -> Any:  # Any: as the component's methods
+        """`Worker.invoke` in the lane CONTROL, while another call may run."""
+        return outgoing(self._built.invoke(*args))
 
     def pick(self, key: HeldKey, rows: Sequence[int]) -> tuple[None, Any]:  # Any: held values are of any type
         """Two Ray results for workers that assemble a new value: None, a signal that the rows are ready, and the
@@ -143,7 +142,11 @@ class RayWorker:
 
     def perform(self, method: str, args: tuple[Any, ...]) -> Any:  # Any: as the worker's methods
         """Call a method of `Worker`; tensors in its result are moved to the CPU."""
-        if self._worker is None:
-            raise RuntimeError("build comes before perform")
         with self._activity.doing(".".join(args[:2]) if method == "invoke" else method):
-            return outgoing(getattr(self._worker, method)(*args))
+            return outgoing(getattr(self._built, method)(*args))
+
+    @property
+    def _built(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("build comes before any call")
+        return self._worker

@@ -165,6 +165,13 @@ class ServedPool(Runtime):
         ask = Ask(role, method, args, kwargs)
         return Future(lambda: self._one(ask) if dispatch is Dispatch.RANK_ZERO else collected(collect, self._all(ask)))
 
+    def control(
+        self, role: str, method: str, collect: Collect, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Future[None]:
+        """Call a control method on all living members. Answers are not waited for: a member may die of its call."""
+        self._pool.post(Ask(role, method, args, kwargs))
+        return Future(lambda: None)
+
     def _one(self, ask: Ask) -> Any:  # Any: as the component's method
         return next(answer for _, answer in self._pool.answers([0], lambda _: ask, lambda answer: answer))
 
