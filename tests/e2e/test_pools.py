@@ -37,14 +37,19 @@ def on_two_nodes(recipe, folder):
     return json.loads((folder / "records.json").read_text())
 
 
+SERVED = {"writer": {"served": True, "samples_per_call": 4}, "painter": {"served": True, "samples_per_call": 2}}
+"""Calls of as many texts and images as a forward of one worker has."""
+
+
 @pytest.mark.matrix
-def test_writer_painter_and_reward_on_three_pools_of_two_nodes_train_as_on_one_worker(tmp_path):
+@pytest.mark.parametrize("served", [{}, SERVED], ids=["even", "served"])
+def test_writer_painter_and_reward_on_three_pools_of_two_nodes_train_as_on_one_worker(tmp_path, served):
     # As many images in a forward on one worker and on two: the painter's pool lies on both nodes.
     alike = ("media_interval=0", "policies.painter.engine.forward_batch_size=4")
     _, together = stopping.run(pushed(*alike), tmp_path / "together")
     pools = {"train": "0", "writer": "1", "painter": "2-3", "judge": "4-5"}
     recipe = pushed(*alike) | {"runtime": "ray", "num_devices": 6}
-    recipe["pools"] = {name: {"devices": devices} for name, devices in pools.items()}
+    recipe["pools"] = {name: {"devices": devices, **served.get(name, {})} for name, devices in pools.items()}
     recipe["stages"]["text"]["pool"], recipe["stages"]["image"]["pool"] = "writer", "painter"
     recipe["reward"]["pool"] = "judge"
     recipe["cluster"]["num_nodes"] = 2
