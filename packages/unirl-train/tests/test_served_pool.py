@@ -73,7 +73,7 @@ def test_twenty_deaths_at_random_cost_no_sample_and_every_replacement_is_restore
             assert whole.root_track().sample_ids == req.sample_ids
             assert whole.root_track().rewards.tolist() == [700 + row for row in range(24)]
         pool.heal()
-        assert len(restored) == pool.num_restarts == sum(member.num_starts - 1 for member in members) >= 10
+        assert len(restored) == pool.gauges()["restarts"] == sum(member.num_starts - 1 for member in members) >= 10
 
 
 def test_a_call_takes_along_what_others_made_for_its_samples() -> None:
@@ -155,3 +155,8 @@ def test_a_control_method_is_answered_by_all_members_while_they_are_in_a_call() 
     with pool_of(LocalMember(1), LocalMember(2)) as pool:
         threading.Timer(0.2, pool.role("engine").abort).start()
         assert pool.role("engine").wait() == [True, True]
+
+
+def test_a_pool_tells_how_busy_a_member_was_on_average() -> None:
+    with pool_of(LocalMember(1), LocalMember(4)) as pool:  # each was busy for as many seconds as its number
+        assert pool.gauges() == {"busy_s": 2.5, "members": 2.0, "restarts": 0.0}

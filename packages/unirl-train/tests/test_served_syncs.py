@@ -61,7 +61,7 @@ def test_a_push_begins_again_without_the_members_that_died_of_it() -> None:
         syncs.prepare()
         sync.version, sync.deadly = 1, [1, 2]
         assert syncs.push("old") == {"sync/version": 1.0}
-        assert versions(members) == [1, 1, 1] and pool.num_restarts == 2
+        assert versions(members) == [1, 1, 1] and pool.gauges()["restarts"] == 2
         assert sync.pushed == [("old", None)] * 3
         sync.version = 2
         syncs.push("old")

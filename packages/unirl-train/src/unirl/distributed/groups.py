@@ -19,6 +19,7 @@ class WorkerGroups(Runtime):
     A held value moves, from worker to worker, to the group whose role is called with it; results of `gather` and `hold`
     are held by `main`. The groups are closed together, and then `on_close` is called.
     led: roles that several groups implement together, by name: objects in this process with the role's methods.
+    gauges: what each group did since the last call, by the name of its pool.
     Raises ContractError if a group lacks its role.
     """
 
@@ -28,6 +29,7 @@ class WorkerGroups(Runtime):
         elsewhere: Mapping[str, Runtime],
         *,
         led: Mapping[str, object] | None = None,
+        gauges: Mapping[str, Callable[[], dict[str, float]]] | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
@@ -37,6 +39,7 @@ class WorkerGroups(Runtime):
         self._main = main
         self._elsewhere = dict(elsewhere)
         self._led = dict(led or {})
+        self._gauges = dict(gauges or {})
         self._groups = list(dict.fromkeys((main, *elsewhere.values())))
         self._on_close = on_close
         for runtime in self._groups:
@@ -72,6 +75,13 @@ class WorkerGroups(Runtime):
         """Resources used by the workers of all groups so far."""
         parts = [runtime.usage() for runtime in self._groups]
         return Usage(sum(part.cpu_s for part in parts), sum(part.peak_rss_bytes for part in parts))
+
+    def pool_metrics(self) -> dict[str, float]:
+        return {
+            f"perf/pool/{pool}/{name}": value
+            for pool, gauges in self._gauges.items()
+            for name, value in gauges().items()
+        }
 
     def num_held(self) -> int:
         """Largest number of held values in one worker."""

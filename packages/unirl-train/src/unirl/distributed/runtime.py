@@ -321,6 +321,10 @@ class Runtime(ABC):
         """Free a held value on every worker."""
         self._invoke_all([(rank, "release", (key,)) for rank in range(self.num_workers)])
 
+    def pool_metrics(self) -> dict[str, float]:
+        """What pools of workers did since the last call, as `perf/pool/<name>/...`; empty where all stand together."""
+        return {}
+
     def num_held(self) -> int:
         """Largest number of held values in one worker; it grows if values are not released."""
         return max(self._invoke_all([(rank, "num_held", ()) for rank in range(self.num_workers)]))

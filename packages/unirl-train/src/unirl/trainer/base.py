@@ -85,7 +85,7 @@ class Trainer:
         trained = self._learner.train(rollout)
         self.collector.finished(rollout_id)
         record.note(trained, rollout.num_samples)
-        metrics = {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics()}
+        metrics = {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **record.pool_metrics()}
         busy_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in TRAINING)
         metrics["perf/samples_per_s"] = rollout.num_samples / busy_s if busy_s > 0 else 0.0
         return metrics

@@ -198,6 +198,10 @@ class RunRecord:
         """Wait until the newest checkpoint is on disk."""
         self._checkpointer.wait()
 
+    def pool_metrics(self) -> dict[str, float]:
+        """What the pools of workers did since the last call, see `Runtime.pool_metrics`."""
+        return self._runtime.pool_metrics()
+
     @property
     def is_closed(self) -> bool:
         """True if the workers are stopped, so that nothing can be saved."""

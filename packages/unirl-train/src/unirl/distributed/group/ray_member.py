@@ -57,6 +57,10 @@ class RayMember:
     def infos(self) -> Mapping[str, ComponentInfo]:
         return self.runtime.infos
 
+    def take_busy_s(self) -> float:
+        """See WorkerMember; 0 for one that is being replaced."""
+        return self.runtime.clock.take() if self._loading.done() and self.is_alive else 0.0
+
     def remote_role(self, name: str) -> RemoteRole:
         return self.runtime.remote_role(name)
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from unirl.distributed.busy_clock import BusyClock
 from unirl.distributed.dispatch import HeldKey, shard_ranks
 from unirl.distributed.group.device_pool import Block, Device, DevicePool
 from unirl.distributed.group.framework import ray_module
@@ -101,6 +102,7 @@ class RayRuntime(Runtime):
         self._actors: list[Any] = []  # Any: ray actor handles
         self._processes: list[ProcessInfo] = []
         self._failure: str | None = None
+        self.clock = BusyClock()
         self._components: Mapping[str, ComponentInfo] = {}
         self._mesh: Sequence[MeshPlace] = ()
         atexit.register(self.close)
@@ -115,6 +117,10 @@ class RayRuntime(Runtime):
             self._plane.join(self._actors)
             unfinished.pop_all()
         logger.info("started %s in %.1f s", ", ".join(self._names()), time.monotonic() - begin)
+
+    def gauges(self) -> dict[str, float]:
+        """What the driver asked of these workers since the last call: `busy_s`."""
+        return {"busy_s": self.clock.take()}
 
     def _start_processes(self, env: dict[str, str], timeout_s: float) -> None:
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self._block.pool.num_nodes == 1 else {}
@@ -162,11 +168,12 @@ class RayRuntime(Runtime):
         self._require_open()
         (actor,), what = self._actors, f"{ask.role}.{ask.method}"
         args, kwargs = outgoing(ask.args), outgoing(dict(ask.kwargs))
-        if not ask.is_stored:
-            asked = actor.call_component.remote(ask.role, ask.method, *args, **kwargs)
-            return self._await({asked: 0}, what, self._timeout_s)[0]
-        meta, whole = actor.produce.options(num_returns=2).remote(ask.role, ask.method, args, kwargs)
-        return self._await({meta: 0}, what, self._timeout_s)[0], whole
+        with self.clock.call():
+            if not ask.is_stored:
+                asked = actor.call_component.remote(ask.role, ask.method, *args, **kwargs)
+                return self._await({asked: 0}, what, self._timeout_s)[0]
+            meta, whole = actor.produce.options(num_returns=2).remote(ask.role, ask.method, args, kwargs)
+            return self._await({meta: 0}, what, self._timeout_s)[0], whole
 
     def ask_worker(self, method: str) -> Any:  # Any: as the method of `Worker`
         """What a method of the only worker's `Worker` gives."""
@@ -201,10 +208,14 @@ class RayRuntime(Runtime):
         _, method, args = calls[0]
         what = ".".join(args[:2]) if method == "invoke" else method
         pending = {self._actors[rank].perform.remote(method, outgoing(own)): rank for rank, method, own in calls}
+        self.clock.begin()
 
         def finish() -> list[Any]:
-            self._require_open()
-            return self._await(pending, what, self._timeout_s)
+            try:
+                self._require_open()
+                return self._await(pending, what, self._timeout_s)
+            finally:
+                self.clock.end()
 
         return finish
 

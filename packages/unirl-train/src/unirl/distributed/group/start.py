@@ -100,7 +100,8 @@ def start_groups(
             led["engine"] = LedStages({track: engine_of[group] for track, group in stages.items()})
         if served:
             led["sync"] = ServedSyncs(main.role("sync"), served)
-        groups = WorkerGroups(main, elsewhere, led=led, on_close=pool.close)
+        gauges = {name: group.gauges for name, group in started.items()}
+        groups = WorkerGroups(main, elsewhere, led=led, gauges=gauges, on_close=pool.close)
         unfinished.pop_all()
     return groups
 

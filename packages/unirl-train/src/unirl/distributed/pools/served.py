@@ -57,6 +57,10 @@ class WorkerMember(Member, Protocol):
         """Role name -> what is known of its component; waits until they are built."""
         ...
 
+    def take_busy_s(self) -> float:
+        """Seconds in which the pool had asked it something, since the last call."""
+        ...
+
     def remote_role(self, name: str) -> RemoteRole:
         """A component of the worker, for code in workers of other groups."""
         ...
@@ -118,11 +122,6 @@ class ServedPool(Runtime):
     def members(self) -> Sequence[WorkerMember]:
         """Those of now, living or not yet known to be dead."""
         return self._pool.members
-
-    @property
-    def num_restarts(self) -> int:
-        """Members that replaced dead ones so far."""
-        return self._pool.num_restarts
 
     def join(self, member: WorkerMember) -> None:
         """Let another member work once it has the present weights. Raises what proves them, and then it is not one."""
@@ -273,6 +272,12 @@ class ServedPool(Runtime):
         """What the living members used so far."""
         parts = self._pool.broadcast(USAGE)
         return Usage(sum(part.cpu_s for part in parts), sum(part.peak_rss_bytes for part in parts))
+
+    def gauges(self) -> dict[str, float]:
+        """What members did since the last call: `busy_s` of a member on average, and how many there are and were
+        replaced so far."""
+        busy_s = sum(member.take_busy_s() for member in self.members) / self.num_workers
+        return {"busy_s": busy_s, "members": float(self.num_workers), "restarts": float(self._pool.num_restarts)}
 
     @property
     def num_shards(self) -> int:
