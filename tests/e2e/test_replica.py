@@ -77,8 +77,13 @@ def test_the_old_policy_of_nft_is_pushed_to_an_engine_of_its_own(recipe, tmp_pat
 def test_texts_of_a_replica_train_the_policy_to_the_same_bits(tmp_path):
     register_resolvers()
     words = [*SMALL_TEXT, "stack.num_updates_per_batch=2", "algorithm.old_logp_source=replay", "guardrails.action=off"]
+    replica = [
+        "parts/engine=text_replica_cpu",
+        'sync.canary_prompts=["37+58=", "90-4="]',
+        "sync.canary_tolerance=1.0e-4",
+    ]
     expected, _ = steps(resolve(compose("worlds/arithmetic/grpo", words)), tmp_path)
-    found, _ = steps(resolve(compose("worlds/arithmetic/replica", words)), tmp_path)
+    found, _ = steps(resolve(compose("worlds/arithmetic/grpo", [*words, *replica])), tmp_path)
     assert of_training(found) == of_training(expected)
     assert all(step["sync/logprob_gap_max"] < 1e-5 for step in found)
 

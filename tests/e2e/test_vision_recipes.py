@@ -85,8 +85,9 @@ def test_a_recipe_of_real_size_runs_on_a_random_model_and_a_table_of_problems(
     lora: bool, geometry: Path, tmp_path: Path
 ):
     summary = run(
-        "vlm/qwen_vl_geo3k" + ("_lora" if lora else ""),
+        "vlm/qwen_vl_geo3k",
         tmp_path,
+        *(["parts/train=lora_vl"] if lora else []),
         *("runtime=local", "num_devices=1", "device=cpu", "bundle.dtype=fp32", "backend.fsdp.param_dtype=fp32"),
         *("bundle.min_pixels=1024", "bundle.max_pixels=1024", f"bundle.pretrained_model={geometry / 'model'}"),
         *(f"data.path={geometry / 'problems.parquet'}", f"eval.prompts={geometry / 'problems.parquet'}"),

@@ -13,7 +13,7 @@ from unirl.config.runs import run_of
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
 
-VLLM, SGLANG = "llm/qwen3_4b_dapo_grpo", "llm/qwen3_4b_dapo_grpo_sglang"
+VLLM, SGLANG = "llm/qwen3_4b_dapo_grpo", "parts/engine=text_sglang"
 SHAPES, REPLICA = "worlds/shapes/flowgrpo", "worlds/shapes/replica"
 APART = ["runtime=ray", "num_devices=2", "+placement.train=0", "+placement.rollout=1"]
 REMOTE = [
@@ -64,8 +64,8 @@ def findings(name, *overrides):
             "engine.num_devices = 4 needs 4 GPUs, engine.gpus = [6, 7] names 2. Change one of them.",
         ),
         (
-            SGLANG,
-            ["+engine.num_devices=2"],
+            VLLM,
+            [SGLANG, "+engine.num_devices=2"],
             "engine.num_devices = 2, but a worker of runtime: ray sees one GPU. Name 2 GPUs of its host in",
         ),
         (
@@ -89,23 +89,23 @@ def findings(name, *overrides):
             "engine.engine_args sets ['sp_degree']. SGLang's SD3 samples another image where its tokens are split.",
         ),
         (
-            SGLANG,
-            [*REMOTE, "engine.engine_args=null"],
+            VLLM,
+            [SGLANG, *REMOTE, "engine.engine_args=null"],
             "engine.url = http://10.0.0.1:30000 is another host, and engine.transfer_dir = /dev/shm is memory of this",
         ),
         (
-            SGLANG,
-            [*REMOTE, "engine.engine_args=null", "+engine.num_instances=2"],
+            VLLM,
+            [SGLANG, *REMOTE, "engine.engine_args=null", "+engine.num_instances=2"],
             "engine.num_instances = 2, but engine.url names one server that runs already. Set one of them alone.",
         ),
         (
-            SGLANG,
-            [*REMOTE, "engine.engine_args=null", "+engine.num_devices=2", "+engine.gpus=[0,1]"],
+            VLLM,
+            [SGLANG, *REMOTE, "engine.engine_args=null", "+engine.num_devices=2", "+engine.gpus=[0,1]"],
             "engine.num_devices = 2, engine.gpus = [0, 1]: does nothing for the server that runs already, at",
         ),
         (
-            SGLANG,
-            ["+engine.url=http://10.0.0.1:30000", "num_devices=8"],
+            VLLM,
+            [SGLANG, "+engine.url=http://10.0.0.1:30000", "num_devices=8"],
             "engine.url = http://10.0.0.1:30000 is one server, to which each of 8 workers would push. Give the engine",
         ),
         (SHAPES, ["+residency.sleep_engine=true"], "residency.sleep_engine: true does nothing with device: cpu"),
@@ -160,8 +160,8 @@ def findings(name, *overrides):
             "engine.sleep_level = 1 does nothing while the engine never sleeps. Set residency.sleep_engine: true.",
         ),
         (
-            SGLANG,
-            ["residency=null"],
+            VLLM,
+            [SGLANG, "residency=null"],
             "engine.sleep_level = 2 does nothing while the engine never sleeps",
         ),
         (
@@ -181,8 +181,8 @@ def findings(name, *overrides):
             "LoraWeightSync pushes adapters, but engine.max_lora_rank = null. Set engine.max_lora_rank to the",
         ),
         (
-            "hunyuan_video15/t2v_vllm_omni_separate",
-            [LORA_SYNC, "parts/train=lora", "+engine.max_lora_rank=32"],
+            "hunyuan_video15/t2v_dancegrpo",
+            ["parts/engine=vllm_omni", "parts/sync=lora"],
             "VLLMOmniEngine does not take of HunyuanVideo15Bundle as they are. Set sync._target_: unirl.distributed."
             "weight_sync.full.FullWeightSync, which merges them, and engine.max_lora_rank: null.",
         ),
@@ -238,7 +238,7 @@ def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
     [
         (VLLM, []),
         (VLLM, ["+sync.changed=elements"]),
-        (SGLANG, []),
+        (VLLM, [SGLANG]),
         (VLLM, [LORA_SYNC, "parts/train=lora", "+engine.max_lora_rank=64"]),
         (REPLICA, ["device=cuda", "+residency.sleep_engine=true", "+residency.offload_weights=true"]),
         (REPLICA, [LORA_SYNC, "parts/train=lora"]),
@@ -323,8 +323,8 @@ def test_the_sizes_of_a_video_recipe_are_checked_without_weights():
 
 def test_a_server_over_several_hosts_needs_no_gpu_of_this_one():
     shared = [*REMOTE, "engine.engine_args=null", "+engine.transfer_dir=/mnt/shared"]
-    assert findings(SGLANG, *shared) == []
-    run = run_of(resolve(compose(SGLANG, shared)))
+    assert findings(VLLM, SGLANG, *shared) == []
+    run = run_of(resolve(compose(VLLM, [SGLANG, *shared])))
     assert not any(
         "GPU" in found for found in machine_findings(run, Machine(num_cpus=8, num_gpus=1)) if "engine" in found
     )
@@ -358,8 +358,8 @@ def test_a_model_is_split_over_devices_that_divide_its_heads(name):
     ("name", "old", "new"),
     [
         (VLLM, ["+engine.tensor_parallel_size=2"], {"num_devices": 2}),
-        (SGLANG, ["~engine.engine_args", "+engine.server_args={a: 1}"], {"engine_args": {"a": 1}}),
-        (SGLANG, ["~engine.sleep_level", "+engine.uses_memory_saver=true"], {"sleep_level": 2}),
+        (VLLM, [SGLANG, "~engine.engine_args", "+engine.server_args={a: 1}"], {"engine_args": {"a": 1}}),
+        (VLLM, [SGLANG, "~engine.sleep_level", "+engine.uses_memory_saver=true"], {"sleep_level": 2}),
         ("worlds/shapes/sglang", ["+engine.num_gpus=2"], {"num_devices": 2}),
     ],
 )
@@ -372,7 +372,7 @@ def test_old_keywords_of_engines_are_taken_with_a_message(caplog, name, old, new
 
 def test_an_old_keyword_beside_its_new_one_is_refused():
     register_resolvers()
-    both = compose(SGLANG, ["+engine.server_args={a: 1}"])
+    both = compose(VLLM, [SGLANG, "+engine.server_args={a: 1}"])
     with pytest.raises(ConfigError, match="engine.server_args is the old name of engine.engine_args, and both are set"):
         resolve(both)
     both = compose(REPLICA, ["+sync.only_changed=true", "+sync.changed=tensors"])

@@ -116,7 +116,7 @@ def test_all_about_a_set_names_its_files_licence_and_recipes(trainer):
     assert status == 0
     assert "https://huggingface.co/datasets/Maxwell-Jia/AIME_2024 at main (license: MIT)" in out
     assert "aime_2024_problems.parquet, 30 rows" in out
-    assert "llm/qwen3_4b_dapo_grpo_sglang" in out.split("recipes: ")[1]
+    assert "llm/qwen3_4b_dapo_grpo" in out.split("recipes: ")[1]
 
 
 def test_a_set_from_local_files_into_another_folder(trainer, here):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from unirl.config.placement import devices_between
 from unirl.datasets.catalog import command_for
 from unirl.types.recipe import Machine
 
@@ -87,7 +88,9 @@ def _num_gpus(visible: str | None, devices: Path) -> int:
 
 
 def register_resolvers() -> None:
-    """`${shapes:PATH}`, and so for every world, in recipes: a file of a world that comes with the trainer."""
+    """`${shapes:PATH}`, and so for every world, in recipes: a file of a world that comes with the trainer.
+    `${devices:8,0,3/4}`: see `devices_between`."""
+    OmegaConf.register_new_resolver("devices", devices_between, replace=True)
     for world in WORLDS:
         OmegaConf.register_new_resolver(world, functools.partial(packaged_path, world), replace=True)
 

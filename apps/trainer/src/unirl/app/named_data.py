@@ -16,7 +16,7 @@ from unirl.datasets.records import PromptSet
 PLACES = (("data", "path"), ("eval", "prompts"))
 """Where a recipe names prompts."""
 _MADE = re.compile(rf"{FOLDER}/[\w./-]+")
-_SELF, _OVERRIDE, _GLOBAL = "_self_", "override ", "_global_"
+_SELF, _OVERRIDE, _OPTIONAL, _GLOBAL = "_self_", "override ", "optional ", "_global_"
 
 
 def recipes_of(prompt_set: PromptSet) -> list[str]:
@@ -57,7 +57,7 @@ def _read(name: str, values: dict[str, str], chosen: dict[str, str]) -> None:
             _read_if_global(entry, values, chosen)
         else:
             ((kind, part),) = entry.items()
-            if not kind.startswith(_OVERRIDE):
+            if not kind.startswith((_OVERRIDE, _OPTIONAL)):  # optional parts are of engines
                 place, at, package = kind.partition("@")
                 _read_if_global(f"{place}/{chosen.get(kind, part)}{at}{package}", values, chosen)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 
 from unirl.config.runs import ComposedRun
 from unirl.config.schema import Cluster, Recipe
@@ -117,6 +118,20 @@ def devices_of(text: str | int, key: str, shape: ClusterShape) -> tuple[int, ...
     devices = [node * size + device for node in shape.node_groups[group] for device in range(size)]
     chosen = _numbers(rest, key, len(devices), f"device of {group}", f"cluster.node_groups.{group}")
     return tuple(devices[number] for number in chosen)
+
+
+def devices_between(num_devices: int, first: str, last: str) -> str:
+    """The devices between two fractions of all, such as 0 and 3/4, as a range: `${devices:8,0,3/4}` is 0-5.
+
+    Raises ConfigError if a fraction cuts through a device, or if there is none between them.
+    """
+    begin, end = (Fraction(str(part)) * num_devices for part in (first, last))
+    if begin.denominator != 1 or end.denominator != 1 or begin >= end:
+        raise ConfigError(
+            f"num_devices = {num_devices} has no whole devices from {first} to {last} of them. Change num_devices, or "
+            "name the devices in placement.train and placement.rollout."
+        )
+    return f"{begin}-{end - 1}" if end - begin > 1 else f"{begin}"
 
 
 def worker_groups(

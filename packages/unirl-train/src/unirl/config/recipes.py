@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -89,7 +89,9 @@ def _resolved(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'recipe'}: {_first_line(error)} Set it on the command line.") from error
+        why = _first_line(error)
+        why = why.removeprefix(_REFUSED) if why.startswith(_REFUSED) else f"{why} Set it on the command line."
+        raise ConfigError(f"{error.full_key or 'recipe'}: {why}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"a recipe is a mapping, this file holds a {type(plain).__name__}")
     recipe = {str(key): _without_removed(value, keeps_null=key in NULL_ENTRIES) for key, value in plain.items()}
@@ -111,6 +113,8 @@ def published(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     return modernised(_published(_resolved(config), marked, texts))
 
 
+_REFUSED = "ConfigError raised while resolving interpolation: "
+"""What OmegaConf puts before the message of a resolver of ours."""
 _RESOLVER = re.compile(r"\$\{\s*[A-Za-z_][\w.]*\s*:")
 _MARK = re.compile("\ue000(\\d+)\ue001")
 """Marks the n-th value with a resolver while references to it are resolved."""
@@ -172,8 +176,11 @@ def _composed(name: str, overrides: list[Override], search_path: str, recipe: st
             # Hydra's warning about a defaults list without _self_, where the recipe's own values would not override the
             # others.
             warnings.filterwarnings("error", message=".*Defaults list is missing", category=UserWarning)
-            base = hydra_compose(config_name=name, overrides=extra)
-            lines = [_ready(override, base) for override in _with_new_parts(name, overrides, extra)]
+            base = hydra_compose(config_name=name, overrides=extra, return_hydra_config=True)
+            known = base.hydra.runtime.choices
+            with open_dict(base):
+                del base["hydra"]
+            lines = [_ready(override, base) for override in _with_new_parts(name, overrides, known)]
             config = hydra_compose(config_name=name, overrides=[*extra, *lines]) if lines else base
     except ConfigError:
         raise
@@ -235,17 +242,17 @@ def _changed(name: str, module: str, overrides: Sequence[Override], recipe: str)
     return config
 
 
-def _with_new_parts(name: str, overrides: list[Override], extra: list[str]) -> list[Override]:
+def _with_new_parts(name: str, overrides: list[Override], known: Collection[str]) -> list[Override]:
     """The overrides, with `parts/train=lora` turned into an addition if the file's defaults choose no part of that
     kind.
 
     So files without defaults, such as those written by `show`, take it too. Hydra searches for added parts next to the
     recipe, which for a file means among the packaged ones. Raises ConfigError for an unknown kind of part.
+    known: the kinds that the defaults choose from.
     """
     chosen = [override for override in overrides if "/" in override.key_or_group and _is_plain(override)]
     if not chosen:
         return overrides
-    known = hydra_compose(config_name=name, overrides=extra, return_hydra_config=True).hydra.runtime.choices
     kinds = {part.rsplit("/", 1)[0] for part in parts()}
     added: dict[str, Override] = {}
     for override in chosen:
