@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from pushed_weights import build_copy, build_training, make_sync, make_training, train
+from pushed_weights import build_copy, build_training, make_sync, make_training, nudge
 
 from unirl.config.runs import run_of
 from unirl.distributed.group.ray_runtime import RayRuntime
@@ -29,14 +29,15 @@ def test_every_transport_crosses_between_processes_and_a_dead_engine_is_named(ra
     with RayRuntime(build_copy, num_devices=1, timeout_s=300, start_timeout_s=600) as rollouts:
         training = make_training()
         backend = training[1]
-        options = {"canary_tolerance": 1e-6, "transfer_dir": str(tmp_path), "bucket_bytes": 400, "changed": "tensors"}
+        options = {"canary_tolerance": 1e-6, "transfer_dir": str(tmp_path), "bucket_bytes": 400, "changed": "elements"}
         syncs = {transport: make_sync(training, transport, **options) for transport in TRANSPORTS}
         for sync in syncs.values():
             sync.connect_elsewhere(rollouts.remote_role("engine"))
-        for _ in range(2):
-            for sync in syncs.values():
-                train(backend)  # every tensor, so that what one transport left is nothing that the next may keep
-                assert sync.push()["sync/logprob_gap_max"] == 0
+            for num in (0, 1, 2):  # all, and twice what changed
+                nudge(backend)
+                metrics = sync.push()
+                assert metrics["sync/logprob_gap_max"] == 0
+                assert (metrics["sync/changed_elements"] == 1) == (num == 0)
                 expected = {name: tensor_checksum(tensor) for name, tensor in backend.weight_source.weights()}
                 assert rollouts.role("engine").checksums() == expected
         (process,) = rollouts._processes
