@@ -6,9 +6,9 @@
 A model of linear layers in float32 trains here; the engine is in this process ("beside"), and then in a worker of Ray,
 to which its weights cross by each transport. A push is timed without its canary, as sync/seconds is: gathering,
 checksums of both sides, transfer, and loading. "Changed" pushes after a tenth of the tensors have changed, and only
-they travel. The copy is one of the same bytes in memory, "checksums" are those of one side, blake2b is what they were
-before. With `--device cuda` both sides keep their weights on one GPU. Everything takes turns, so that a busy machine is
-busy for all; figures are medians.
+they travel; "elements" after a fiftieth of the elements of each tensor has. The copy is one of the same bytes in
+memory, "checksums" are those of one side, blake2b is what they were before. With `--device cuda` both sides keep their
+weights on one GPU. Everything takes turns, so that a busy machine is busy for all; figures are medians.
 """
 
 # ruff: noqa: INP001 - a script, no package
@@ -49,6 +49,10 @@ from unirl.types.weights import weight_spec
 WIDTH = 1024
 NUM_CHANGED = 10
 """One of so many tensors changes between two pushes."""
+NUM_ELEMENTS = 50
+"""Or one of so many elements of each."""
+MODES = (("", "all"), (", changed", "tensors"), (", elements", "elements"))
+"""What a sync is called by what of the model it pushes."""
 
 
 class Layers(nn.Module):
@@ -133,10 +137,12 @@ class Trainer:
         for name, tensor in self.tensors.items():
             self.copies[name].copy_(tensor)
 
-    def change(self, one_of: int = 1) -> None:
-        """Change one of so many tensors."""
+    def change(self, changed: str) -> None:
+        """Change some tensors, or some elements of each."""
         for number, tensor in enumerate(self.tensors.values()):
-            if number % one_of == 0:
+            if changed == "elements":
+                tensor.view(-1)[::NUM_ELEMENTS] += 1e-3
+            elif number % NUM_CHANGED == 0:
                 tensor.add_(1e-3)
 
 
@@ -167,10 +173,12 @@ def main() -> None:
     trainer = Trainer(options.megabytes, options.device)
     bucket_bytes = int(options.bucket_megabytes * 1e6)
     beside = CopyEngine(options.megabytes, torch.device(options.device))
+    places = ["beside", *options.transports]
+    modes = {f"{place}{suffix}": changed for place in places for suffix, changed in MODES}
     syncs = {}
-    for name, changed in (("beside", "all"), ("beside, changed", "tensors")):
-        syncs[name] = trainer.sync(bucket_bytes, changed=changed)
-        syncs[name].connect(beside)
+    for suffix, changed in MODES:
+        syncs[f"beside{suffix}"] = trainer.sync(bucket_bytes, changed=changed)
+        syncs[f"beside{suffix}"].connect(beside)
     runtime = None
     if options.transports:
         ray_module().init(
@@ -178,7 +186,8 @@ def main() -> None:
         )
         runtime = RayRuntime(_Builder(options.megabytes), num_devices=1, device=options.device, timeout_s=120)
         for transport in options.transports:
-            for name, changed in ((transport, "all"), (f"{transport}, changed", "tensors")):
+            for suffix, changed in MODES:
+                name = f"{transport}{suffix}"
                 syncs[name] = trainer.sync(bucket_bytes, changed=changed, transport=transport)
                 syncs[name].connect_elsewhere(runtime.remote_role("engine"))
     spent: dict[str, list[float]] = {name: [] for name in ("copy", "checksums", "blake2b", *syncs)}
@@ -190,12 +199,13 @@ def main() -> None:
             "blake2b": seconds(lambda: [blake2b(tensor) for tensor in trainer.tensors.values()]),
         }
         for name, sync in syncs.items():
-            if "changed" in name:
+            changed = modes[name]
+            if changed != "all":
                 sync.push()
-                trainer.change(NUM_CHANGED)
+                trainer.change(changed)
             metrics = sync.push()
             parts[name], sent[name] = metrics["sync/seconds"], metrics["sync/megabytes"]
-            if "changed" in name:
+            if changed != "all":
                 sync._forget()  # the other syncs push to the same engine
         for name, taken in parts.items():
             if repeat:  # the first warms up

@@ -43,7 +43,7 @@ def element_delta(base: Tensor, tensor: Tensor) -> ElementDelta:
     num_changed, size = int(changed.count_nonzero()), new.element_size()
     if 1 + num_changed * size >= new.nbytes:
         return ElementDelta(num_changed, None)
-    places = changed.nonzero().flatten().numpy()
+    places = np.flatnonzero(changed.numpy())
     gaps = np.diff(places, prepend=-1) - 1
     num_bytes = {width: (num_changed + int((gaps >> 8 * width).sum())) * (width + size) for width in _GAP_SIZES}
     num_bytes[_BITMAP] = -(-new.numel() // 8) + num_changed * size
@@ -109,6 +109,8 @@ def _bits(tensor: Tensor) -> Tensor:
 def _with_those_between(places: np.ndarray, gaps: np.ndarray, reach: int) -> np.ndarray:
     """The places, and as many between them that none is further than `reach` from the one before it."""
     num_between = gaps // reach
+    if not num_between.any():
+        return places
     last = (places - 1 - gaps).repeat(num_between)
     ends = num_between.cumsum()
     nth = np.arange(len(last)) - (ends - num_between).repeat(num_between) + 1
