@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from sync_fakes import OneWeightPipeline, RememberingEngine, first_weight
+from sync_fakes import OneWeightPipeline, RememberingEngine, first_weight, nothing
 from train_fakes import TinyBundle, make_backend
 
 from unirl.distributed.weight_sync.canary import canary_primitives
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.lora import LoraWeightSync
 from unirl.train.configs import LoraConfig
-from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
 from unirl.types.sampling import ARSamplingParams
 
 TEXT = ARSamplingParams(temperature=1.0)
@@ -70,6 +70,23 @@ def test_tensors_are_rounded_to_the_engines_dtype_before_they_leave():
     sync.push()
     assert {tensor.dtype for tensor in engine.pushed.values()} == {torch.bfloat16}
     assert {spec.dtype for spec in engine.announced} == {"torch.bfloat16"}
+
+
+def test_a_push_that_was_not_proved_does_not_count_as_what_the_engine_has():
+    backend, pipeline = make_backend(), OneWeightPipeline(lambda: 0.0)
+
+    def dies_once(tensors):
+        engine.read = nothing
+        raise WorkerError("engine", "it died")
+
+    engine = RememberingEngine(read=dies_once)
+    sync = make_sync(FullWeightSync, backend, engine, pipeline)
+    with pytest.raises(WorkerError, match="it died"):
+        sync.push()
+    assert pipeline.num_replays == 1  # other ranks replay, and wait for this one
+    metrics = sync.push()
+    assert metrics["sync/changed_tensors"] == metrics["sync/tensors"] > 0
+    assert sync.push()["sync/changed_tensors"] == 0
 
 
 def test_a_push_that_does_not_fit_stops_before_a_tensor_moves():

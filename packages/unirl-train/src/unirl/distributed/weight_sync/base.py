@@ -153,13 +153,13 @@ class WeightSync(ABC):
                 with self._under(policy):
                     self._canary.replay_only()  # as the others do, which know nothing of this
             raise
-        self._checksums[policy] = self._sent
         changed = [name for name, checksum in self._sent.items() if before.get(name) != checksum]
         if receipt.policy_version != version:
             raise WeightSyncError(f"version {version} was pushed, the engine says it has {receipt.policy_version}")
         seconds = time.perf_counter() - begin
         with self._under(policy):
             largest, mean = self._canary.check(engine, version, policy)
+        self._checksums[policy] = self._sent  # now, since a push that is not proved is made again
         more = self._proved(version)
         logger.info(
             "pushed policy version %d%s: %d tensors, %.1f MB in %.2f s; log-prob gap %.1e",
