@@ -125,8 +125,10 @@ class LocalStore:
         return RolloutResp.concat(list(picked))
 
 
-def pool_of(*members: LocalMember, rows: int | None = 4) -> ServedPool:
-    return ServedPool("writers", members, LocalStore(), num_devices=len(members), rows_per_call=rows)
+def pool_of(*members: LocalMember, rows: int | None = 4, start: int | None = None) -> ServedPool:
+    """A pool that begins with the first `start` of these members, by default all; others join when it is resized."""
+    size = len(members) if start is None else start
+    return ServedPool("writers", members.__getitem__, size, LocalStore(), num_devices=len(members), rows_per_call=rows)
 
 
 def request(num_groups: int, size: int = 2) -> RolloutReq:

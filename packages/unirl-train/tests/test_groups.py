@@ -69,13 +69,15 @@ def test_a_group_without_its_role_is_refused() -> None:
         WorkerGroups(InProcess(build_source, 1), {"engine": InProcess(build_reward, 1)})
 
 
+class Watched(InProcess):
+    """Workers that say what they did."""
+
+    def gauges(self) -> dict[str, float]:
+        return {"busy_s": float(self.num_workers)}
+
+
 def test_what_pools_did_has_their_names() -> None:
-    train, rollout = InProcess(build_source, 1), InProcess(build_engine, 1)
-    gauges = {"train": lambda: {"busy_s": 2.0}, "writer": lambda: {"busy_s": 1.0, "members": 3.0}}
-    with WorkerGroups(train, {"engine": rollout}, gauges=gauges) as groups:
-        assert groups.pool_metrics() == {
-            "perf/pool/train/busy_s": 2.0,
-            "perf/pool/writer/busy_s": 1.0,
-            "perf/pool/writer/members": 3.0,
-        }
+    train, rollout = Watched(build_source, 1), Watched(build_engine, 2)
+    with WorkerGroups(train, {"engine": rollout}, pools={"train": train, "writer": rollout}) as groups:
+        assert groups.pool_metrics() == {"perf/pool/train/busy_s": 1.0, "perf/pool/writer/busy_s": 2.0}
     assert train.pool_metrics() == {}

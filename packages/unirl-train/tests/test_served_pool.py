@@ -92,7 +92,7 @@ def test_a_call_takes_along_what_others_made_for_its_samples() -> None:
 
 def test_a_member_works_once_it_has_the_weights_and_one_that_is_not_proved_never_does() -> None:
     one, other, third = LocalMember(1), LocalMember(2), LocalMember(3)
-    with pool_of(one) as pool:
+    with pool_of(one, other, third, start=1) as pool:
 
         def restore(member: Any) -> None:
             if member is third:
@@ -100,16 +100,33 @@ def test_a_member_works_once_it_has_the_weights_and_one_that_is_not_proved_never
             member.drawer.version = 4
 
         pool.restored = restore
-        pool.join(other)
-        assert pool.num_workers == 2 and other.drawer.version == 4
+        pool.resize(2)
+        assert pool.members == (one, other) and other.drawer.version == 4
         with pytest.raises(WeightSyncError, match="version 3, the engines have 4"):
-            pool.join(third)
-        assert pool.num_workers == 2 and not third.is_alive
-        pool.leave(one)
-        assert pool.num_workers == 1 and not one.is_alive
+            pool.resize(3)
+        assert pool.members == (one, other) and not third.is_alive
+        pool.resize(1)
+        assert pool.members == (one,) and not other.is_alive
         assert pool.role("engine").generate(request(2)).meta.batch_size == 4
-        with pytest.raises(ConfigError, match="member 2 is the last member .* cannot be scaled to zero"):
-            pool.leave(other)
+        with pytest.raises(
+            ConfigError, match="the pool writers cannot be scaled to zero: it needs at least one member"
+        ):
+            pool.resize(0)
+        with pytest.raises(ConfigError, match="has fewer devices. 4 members are asked for, it has 3 devices"):
+            pool.resize(4)
+
+
+def test_pools_are_scaled_by_name_and_even_ones_are_not() -> None:
+    train, pool = InProcess(build_source, 1), pool_of(LocalMember(1), LocalMember(2), start=1)
+    with WorkerGroups(train, {"engine": pool}, pools={"train": train, "writers": pool}) as groups:
+        groups.scale({"writers": 2})
+        assert pool.num_workers == 2
+        with pytest.raises(ConfigError, match="painters: there are no such pools; there are train, writers"):
+            groups.scale({"painters": 1})
+        with pytest.raises(ConfigError, match="these workers are an even pool"):
+            groups.scale({"train": 2})
+        with pytest.raises(ConfigError, match="all workers of this run stand together"):
+            train.scale({"train": 2})
 
 
 def test_what_a_member_itself_refuses_is_raised_and_replaces_nothing() -> None:
@@ -124,7 +141,7 @@ def test_what_a_member_itself_refuses_is_raised_and_replaces_nothing() -> None:
     assert member.num_starts == 1
     with pytest.raises(ContractError, match="the pool writers is closed"):
         pool.role("engine").plan()
-    with pytest.raises(ConfigError, match="has no members"):
+    with pytest.raises(ConfigError, match="needs at least one member"):
         pool_of()
 
 

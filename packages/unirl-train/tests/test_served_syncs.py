@@ -86,18 +86,22 @@ def test_a_member_that_replaces_a_dead_one_gets_the_last_push_alone() -> None:
 
 
 def test_a_member_that_is_not_proved_does_not_join_and_the_others_work_on() -> None:
-    members = [LocalMember(0), LocalMember(1)]
-    with pool_of(*members) as pool:
+    members = [LocalMember(0), LocalMember(1), LocalMember(2)]
+    with pool_of(*members, start=2) as pool:
         sync = FakeSync()
         syncs = ServedSyncs(sync, [PushedPool(pool, "engine")])
         sync.version = 1
         syncs.push()
         sync.refuses = 2
         with pytest.raises(WeightSyncError, match="log-probs differ"):
-            pool.join(LocalMember(2))
-        pool.join(LocalMember(3))
-        assert [member.name for member in pool.members] == ["member 0", "member 1", "member 3"]
-        assert rewards(pool) == [100 + row for row in range(8)]
+            pool.resize(3)
+        assert pool.num_workers == 2 and rewards(pool) == [100 + row for row in range(8)]
+        sync.refuses, members[2] = None, LocalMember(3)
+    with pool_of(*members, start=2) as pool:
+        syncs = ServedSyncs(sync, [PushedPool(pool, "engine")])
+        syncs.push()
+        pool.resize(3)
+        assert versions(members) == [1, 1, 1] and rewards(pool) == [100 + row for row in range(8)]
 
 
 def test_a_push_that_fails_while_all_live_is_raised_at_once() -> None:

@@ -18,6 +18,7 @@ VERBS = {
     "show": "the whole recipe as YAML that can be run by path",
     "check": "find mistakes without weights, GPU or torch",
     "eval": "held-out evaluation of a recipe's model, or of a run's checkpoint",
+    "scale": "let members of a running run's served pools join or leave: scale RUN pool=N",
     "export": "write a run's checkpoint for use outside",
     "bench": "where the time of a recipe goes; of several, relative to the first",
     "compare": "train several recipes under one budget (cpu_s=120 seeds=0,1,2) and tabulate them",
@@ -63,6 +64,7 @@ EPILOG = """examples:
   trainer check --all                         check every packaged recipe
   trainer list rewards                        the scorers: input, range, what to install
   trainer export runs/worlds/shapes/nft/20260101-120000 --to exported
+  trainer scale runs/my_run rollout=6         let the served pool have six members from the next rollout on
   trainer data prepare geneval                make a set of prompts; others are downloaded, or converted with --from
   trainer compare shapes/nft shapes/flowgrpo cpu_s=120 seeds=0,1,2 --output compared
 """

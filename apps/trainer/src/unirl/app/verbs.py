@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from rich.console import Console
 
 from unirl.app.command_line import Command
@@ -24,6 +25,7 @@ from unirl.config.check import ENABLED, build_values, check_recipe, machine_find
 from unirl.config.instantiation import instantiate_at
 from unirl.config.recipes import published, render
 from unirl.config.runs import ComposedRun, named_copy
+from unirl.trainer.scaling import ask_for_sizes
 from unirl.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,6 +138,31 @@ def evaluate(command: Command) -> None:
         made = [each for each in results(result.records) if isinstance(each.media, (Image, Video))]
         if made:
             image_grid(made, preferred).save(output.with_suffix(".png"))
+
+
+def scale(command: Command) -> None:
+    """Ask a run for other sizes of its served pools, which it takes over before its next rollout."""
+    run_dir = Path(command.recipe).expanduser()
+    config = run_dir / CONFIG_FILE
+    if not config.is_file():
+        raise ConfigError(f"scale takes the folder of a run; {run_dir} has no {CONFIG_FILE}.")
+    pools = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("pools") or {}
+    served = [name for name, pool in pools.items() if pool.get("served")]
+    sizes = {}
+    for word in command.overrides:
+        name, _, size = word.partition("=")
+        if name not in served:
+            raise ConfigError(
+                f"{word}: {name} is no served pool of this run; there are {', '.join(served) or 'none'} "
+                "(pools.<name>.served)."
+            )
+        if not size.isdecimal() or int(size) < 1:
+            raise ConfigError(f"{word}: a pool has at least one member, so it cannot be scaled to {size or 'nothing'}.")
+        sizes[name] = int(size)
+    if not sizes:
+        raise ConfigError(f"scale takes pools and their sizes, such as {(served or ['rollout'])[0]}=2.")
+    ask_for_sizes(run_dir, sizes)
+    sys.stdout.write(f"asked for {', '.join(command.overrides)} from the next rollout on, see the log of the run\n")
 
 
 def export(command: Command) -> None:

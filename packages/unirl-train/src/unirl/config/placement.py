@@ -47,6 +47,7 @@ class Given:
     devices: str | int
     is_served: bool = False
     """True for a served pool, see `Pool.served`."""
+    members: int | None = None
     samples_per_call: int | None = None
 
     @property
@@ -193,7 +194,11 @@ def pools_of(file: Recipe) -> dict[str, Given]:
     placed = {name: Given(f"placement.{name}", text) for name, text in short.items() if text is not None}
     named = {
         str(name): Given(
-            f"pools.{name}.devices", pool["devices"], pool.get("served", False), pool.get("samples_per_call")
+            f"pools.{name}.devices",
+            pool["devices"],
+            pool.get("served", False),
+            pool.get("members"),
+            pool.get("samples_per_call"),
         )
         for name, pool in file.pools.items()
     }
@@ -316,8 +321,9 @@ def served_pools_hold_engines_alone(run: ComposedRun) -> Messages:
     pools = pools_of(run.file)
     for name, pool in pools.items():
         at = pool.at.removesuffix(".devices")
-        if pool.samples_per_call is not None and not pool.is_served:
-            yield f"{at}.samples_per_call does nothing without {at}.served: true. Set it, or remove samples_per_call."
+        for key, value in {"samples_per_call": pool.samples_per_call, "members": pool.members}.items():
+            if value is not None and not pool.is_served:
+                yield f"{at}.{key} does nothing without {at}.served: true. Set it, or remove {key}."
         if not pool.is_served:
             continue
         group = next(group for group in groups if name in group.pools)
@@ -329,6 +335,11 @@ def served_pools_hold_engines_alone(run: ComposedRun) -> Messages:
             yield (
                 f"{at}.served is true, and {pools[even[0]].at} names the same devices without it, so that both share "
                 "their workers. Give each separate devices, or let both be served."
+            )
+        if (pool.members or 0) > len(group.devices):
+            yield (
+                f"{at}.members = {pool.members}, but {pool.shown} has {len(group.devices)} devices, each for one "
+                "member. Lower it, or name more devices."
             )
         if run.file.cluster.transport == "rdt":
             yield (

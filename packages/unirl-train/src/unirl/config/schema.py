@@ -186,6 +186,8 @@ class Pool:
     served: bool = False
     """False: each device gets an equal share of every call, and one that dies ends the run. True, for engines: each
     device has a member, calls go to the one that is free, and one that dies is replaced with the present weights."""
+    members: PositiveInt | None = None
+    """Members of a served pool to begin with; None: one on each device. `trainer scale` lets others join or leave."""
     samples_per_call: PositiveInt | None = None
     """Smallest number of samples of a call of a served pool, always whole groups. None: two calls for each device."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.worker import ComponentInfo, Usage
-from unirl.types.errors import ContractError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.roles import MeshPlace
 
 
@@ -19,7 +19,7 @@ class WorkerGroups(Runtime):
     A held value moves, from worker to worker, to the group whose role is called with it; results of `gather` and `hold`
     are held by `main`. The groups are closed together, and then `on_close` is called.
     led: roles that several groups implement together, by name: objects in this process with the role's methods.
-    gauges: what each group did since the last call, by the name of its pool.
+    pools: the groups by the names of their pools.
     Raises ContractError if a group lacks its role.
     """
 
@@ -29,7 +29,7 @@ class WorkerGroups(Runtime):
         elsewhere: Mapping[str, Runtime],
         *,
         led: Mapping[str, object] | None = None,
-        gauges: Mapping[str, Callable[[], dict[str, float]]] | None = None,
+        pools: Mapping[str, Runtime] | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class WorkerGroups(Runtime):
         self._main = main
         self._elsewhere = dict(elsewhere)
         self._led = dict(led or {})
-        self._gauges = dict(gauges or {})
+        self._pools = dict(pools or {})
         self._groups = list(dict.fromkeys((main, *elsewhere.values())))
         self._on_close = on_close
         for runtime in self._groups:
@@ -79,9 +79,16 @@ class WorkerGroups(Runtime):
     def pool_metrics(self) -> dict[str, float]:
         return {
             f"perf/pool/{pool}/{name}": value
-            for pool, gauges in self._gauges.items()
-            for name, value in gauges().items()
+            for pool, runtime in self._pools.items()
+            for name, value in runtime.gauges().items()
         }
+
+    def scale(self, sizes: Mapping[str, int]) -> None:
+        unknown = sorted(set(sizes) - set(self._pools))
+        if unknown:
+            raise ConfigError(f"{', '.join(unknown)}: there are no such pools; there are {', '.join(self._pools)}.")
+        for name, size in sizes.items():
+            self._pools[name].resize(size)
 
     def num_held(self) -> int:
         """Largest number of held values in one worker."""

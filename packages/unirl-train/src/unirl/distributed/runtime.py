@@ -321,6 +321,21 @@ class Runtime(ABC):
         """Free a held value on every worker."""
         self._invoke_all([(rank, "release", (key,)) for rank in range(self.num_workers)])
 
+    def gauges(self) -> dict[str, float]:
+        """What these workers did since the last call, for `pool_metrics` of a run with several pools."""
+        return {}
+
+    def resize(self, size: int) -> None:
+        """Let a served pool have so many members. Raises ConfigError for workers of an even pool."""
+        raise ConfigError(
+            f"{size} members are asked for, but these workers are an even pool, whose size is the recipe's. Only "
+            "served pools are scaled (pools.<name>.served)."
+        )
+
+    def scale(self, sizes: Mapping[str, int]) -> None:
+        """`resize` of pools by name. Raises ConfigError for a pool that is not there."""
+        raise ConfigError(f"{', '.join(sizes)}: there are no such pools; all workers of this run stand together.")
+
     def pool_metrics(self) -> dict[str, float]:
         """What pools of workers did since the last call, as `perf/pool/<name>/...`; empty where all stand together."""
         return {}

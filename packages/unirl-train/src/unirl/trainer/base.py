@@ -79,6 +79,7 @@ class Trainer:
     def step(self, rollout_id: int) -> dict[str, float]:
         """One rollout and the updates made from it; returns its metrics."""
         record = self._record
+        record.scale_pools()
         pushed = self._learner.push(rollout_id, self.collector.rollout_policy)
         show = functools.partial(record.show_rollout, done=rollout_id + 1) if record.shows(rollout_id + 1) else None
         rollout = self.collector.collect(rollout_id, show=show)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -20,10 +21,13 @@ from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.resuming import Changes, Digests
 from unirl.trainer.roles import CheckpointerRole
 from unirl.trainer.samples import first_roots, take, whole_groups
+from unirl.trainer.scaling import take_sizes
 from unirl.trainer.settings import TrainerSettings, is_due
 from unirl.trainer.versions import versions
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, UniRLError
 from unirl.types.samples import SampleRecord, Video
+
+logger = logging.getLogger(__name__)
 
 NUM_SHOWN = 16
 """Samples per track that a grid or table of a rollout shows."""
@@ -197,6 +201,16 @@ class RunRecord:
     def wait(self) -> None:
         """Wait until the newest checkpoint is on disk."""
         self._checkpointer.wait()
+
+    def scale_pools(self) -> None:
+        """Give served pools the sizes that `trainer scale` asked for since the last call. A size that cannot be had is
+        an error in the log, and the run continues with the members that it has."""
+        try:
+            sizes = take_sizes(self._run_dir)
+            if sizes:
+                self._runtime.scale(sizes)
+        except UniRLError as error:
+            logger.error("pools keep their sizes: %s", error)
 
     def pool_metrics(self) -> dict[str, float]:
         """What the pools of workers did since the last call, see `Runtime.pool_metrics`."""

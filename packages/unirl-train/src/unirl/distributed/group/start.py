@@ -30,6 +30,8 @@ class GroupPlan:
     """Roles that this group has instead of the first group."""
     is_served: bool = False
     """True: each device has a member of a served pool (`unirl.distributed.pools.served`)."""
+    num_members: int | None = None
+    """Members of a served pool to begin with; None: one on each device."""
     rows_per_call: int | None = None
     """Samples per call of a served pool, see `ServedPool`."""
 
@@ -100,8 +102,7 @@ def start_groups(
             led["engine"] = LedStages({track: engine_of[group] for track, group in stages.items()})
         if served:
             led["sync"] = ServedSyncs(main.role("sync"), served)
-        gauges = {name: group.gauges for name, group in started.items()}
-        groups = WorkerGroups(main, elsewhere, led=led, gauges=gauges, on_close=pool.close)
+        groups = WorkerGroups(main, elsewhere, led=led, pools=started, on_close=pool.close)
         unfinished.pop_all()
     return groups
 
@@ -118,17 +119,18 @@ def _even(plan: GroupPlan, blocks: Mapping[str, Block], options: Mapping[str, An
 
 
 def _served(plan: GroupPlan, blocks: Mapping[str, Block], options: Mapping[str, Any]) -> ServedPool:
-    """The members, which load at the same time."""
+    """The members, which load at the same time; devices without one are for those that join later."""
+    names = list(_blocks(plan))
 
-    def member(name: str) -> RayMember:
+    def member(number: int) -> RayMember:
+        name = names[number]
         return RayMember(name, lambda: RayRuntime(plan.builder, num_devices=1, block=blocks[name], **options))
 
-    members = [member(name) for name in _blocks(plan)]
-    try:
-        return ServedPool(
-            plan.name, members, ObjectStore(), num_devices=len(plan.devices), rows_per_call=plan.rows_per_call
-        )
-    except BaseException:
-        for each in members:
-            each.stop()
-        raise
+    return ServedPool(
+        plan.name,
+        member,
+        plan.num_members or len(names),
+        ObjectStore(),
+        num_devices=len(names),
+        rows_per_call=plan.rows_per_call,
+    )

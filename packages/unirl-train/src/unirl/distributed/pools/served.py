@@ -89,32 +89,41 @@ class Store(Protocol):
 class ServedPool(Runtime):
     """The members of a pool as a runtime.
 
-    members: each on its own device. num_devices: of the pool, which those that join later have too.
-    rows_per_call: samples of one call at least, whole groups; None: two calls for each device.
+    make: the member of a device of the pool, by its number; it loads while others are made. num_members: to begin with.
+    num_devices: most members. rows_per_call: samples of one call at least, whole groups; None: two calls per device.
     restored: gives a member that has just started the present weights, and proves them; set by what pushes.
     """
 
     def __init__(
         self,
         name: str,
-        members: Sequence[WorkerMember],
+        make: Callable[[int], WorkerMember],
+        num_members: int,
         store: Store,
         *,
         num_devices: int,
         rows_per_call: int | None = None,
     ) -> None:
         super().__init__()
-        if not members:
-            raise ConfigError(f"the pool {name} has no members. Give it at least one device.")
         self.name = name
         self.restored: Callable[[WorkerMember], None] = lambda member: None
+        self._make = make
         self._store = store
         self._num_devices = num_devices
         self._rows_per_call = rows_per_call
         self._stored: dict[HeldKey, list[Any]] = {}  # Any: the store's own
         self._keys = itertools.count()
+        self._check_size(num_members)
+        self._members = {number: make(number) for number in range(num_members)}
+        """Device of the pool -> its member."""
+        members = list(self._members.values())
+        try:
+            self._known = members[0].infos()
+        except BaseException:
+            for member in members:
+                member.stop()
+            raise
         self._pool = MemberPool(members, lambda member: self.restored(member))
-        self._known = members[0].infos()
 
     # Members ------------------------------------------------------------------------------------------------------
 
@@ -123,15 +132,31 @@ class ServedPool(Runtime):
         """Those of now, living or not yet known to be dead."""
         return self._pool.members
 
-    def join(self, member: WorkerMember) -> None:
-        """Let another member work once it has the present weights. Raises what proves them, and then it is not one."""
-        self._pool.join(member)
-        logger.info("%s joined the pool %s, which has %d members", member.name, self.name, self.num_workers)
+    def resize(self, size: int) -> None:
+        """Let members join or leave until there are so many. One that joins works once it has the present weights.
 
-    def leave(self, member: WorkerMember) -> None:
-        """Stop a member. Raises ConfigError for the last one."""
-        self._pool.leave(member)
-        logger.info("%s left the pool %s, which has %d members", member.name, self.name, self.num_workers)
+        Raises ConfigError for no members and for more than devices, and what proving a member raises: then it does not
+        join, and the others continue.
+        """
+        self._check_size(size)
+        while self.num_workers < size:
+            number = min(set(range(self._num_devices)) - set(self._members))
+            member = self._make(number)
+            self._pool.join(member)
+            self._members[number] = member
+            logger.info("%s joined the pool %s, which has %d members", member.name, self.name, self.num_workers)
+        while self.num_workers > size:
+            number, member = max(self._members.items(), key=lambda item: item[0])
+            self._pool.leave(member)
+            del self._members[number]
+            logger.info("%s left the pool %s, which has %d members", member.name, self.name, self.num_workers)
+
+    def _check_size(self, size: int) -> None:
+        if not 1 <= size <= self._num_devices:
+            what = "cannot be scaled to zero: it needs at least one member" if size < 1 else "has fewer devices"
+            raise ConfigError(
+                f"the pool {self.name} {what}. {size} members are asked for, it has {self._num_devices} devices."
+            )
 
     def heal(self) -> None:
         """Return when every member is known to live, and those that replaced dead ones are restored."""

@@ -55,6 +55,7 @@ def _start_on_ray(run: ComposedRun, builder: Callable[..., Mapping[str, object]]
             group.devices,
             _roles(run, group),
             is_served=group.given.is_served,
+            num_members=group.given.members,
             rows_per_call=group.given.samples_per_call,
         )
         for group in groups
