@@ -1,12 +1,14 @@
 """The policy-gradient recipes hold the numbers of their papers, and mistakes that only they can make have messages."""
 
+import importlib.resources
 import re
 from functools import lru_cache
 
 import pytest
+import yaml
 
 from unirl.app.environment import register_resolvers
-from unirl.config.catalog import available
+from unirl.config.catalog import RECIPES_MODULE, available
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
 from unirl.types.errors import ConfigError
@@ -28,6 +30,19 @@ def test_every_policy_gradient_has_a_small_and_a_real_recipe():
     names = ["flowgrpo", "flowgrpo_fast", "flowgrpo_cps", "dancegrpo", "mixgrpo", "mixgrpo_flash", "guard", "flowdppo"]
     names += ["cppo", "ddpo", "dpok", "branchgrpo"]
     assert set(available()) >= {f"{folder}/{name}" for name in names for folder in ("sd3", "worlds/shapes")}
+
+
+SHARED = (
+    "alignprop awm branchgrpo crd dancegrpo ddpo dgpo dpo dpok draft draft_lv drtune flowdppo guard nft online_dpo ppo"
+)
+
+
+@pytest.mark.parametrize("name", [*SHARED.split(), "refl", "srpo"])
+def test_a_small_and_a_real_recipe_share_the_part_of_their_method(name):
+    folder = importlib.resources.files(RECIPES_MODULE)
+    files = [yaml.safe_load((folder / f"{kind}/{name}.yaml").read_text()) for kind in ("worlds/shapes", "sd3")]
+    small, real = ({entry for entry in file["defaults"] if isinstance(entry, str)} for file in files)
+    assert any("/parts/method/" in entry for entry in small & real)
 
 
 def test_dancegrpo_trains_sixty_percent_of_all_steps_but_the_last():
