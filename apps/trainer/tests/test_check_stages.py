@@ -141,6 +141,17 @@ MISTAKES = [
         {"runtime": "ray", "num_devices": 2, "pools": {"train": {"devices": 0, "samples_per_call": 4}}},
         "pools.train.samples_per_call does nothing without pools.train.served: true. Set it, or remove",
     ),
+    ({"reward.pools": {"clip": "judge"}}, "reward.pools.clip = judge: there is no such pool; there are none."),
+    (
+        {"runtime": "ray", "num_devices": 2, "pools": {"train": {"devices": 0}, "judge": {"devices": 1}}}
+        | {"reward.pools": {"clip": "judge"}},
+        "reward.pools names ['clip'], which are no scorers; reward.scorers names [",
+    ),
+    (
+        {"runtime": "ray", "num_devices": 2, "pools": {"train": {"devices": 0}, "judge": {"devices": 1}}}
+        | {"reward.pools": {"shapes": "judge"}},
+        "reward.pools names every scorer, and one must stay to compose the reward. Leave one out; its pool is",
+    ),
     ({"pools": {"train": {"devices": 0, "samples_per_call": 0}}}, "pools.train.samples_per_call = 0 must be"),
     (
         {"runtime": "ray", "num_devices": 4, "pools": {"train": {"devices": 0}, "judge": {"devices": "1-3"}}}

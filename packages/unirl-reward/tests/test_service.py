@@ -6,7 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -124,6 +124,34 @@ def test_scoring_a_track_writes_rewards_components_and_errors_into_it(make_reque
     assert track.reward_errors == [None] * 6 and resp.reward_compute_s > 0
     with pytest.raises(ContractError, match="track image already has rewards"):
         RewardService([RowScorer()]).score_track(resp, "image")
+
+
+@pytest.mark.parametrize("aggregation", ["weighted_sum", "weighted_mean"])
+def test_services_that_have_some_scorers_each_give_the_rewards_of_one_that_has_all(make_request, aggregation):
+    weights = {"a": 0.3, "b": -0.7, "c": 1.9}
+
+    def scorers(*names):
+        wrong = {"a": {}, "b": {3: broken()}, "c": {0: broken()}}
+        return {name: RowScorer(wrong[name], name=name) for name in names}
+
+    options: dict[str, Any] = {"aggregation": aggregation, "on_failure": "drop_group"}
+    together, _ = as_rollout(make_request())
+    RewardService(scorers("a", "b", "c"), weights, **options).score_track(together, "image")
+    apart, _ = as_rollout(make_request())
+    last = RewardService(scorers("b"), weights, **options, elsewhere=["a", "c"])
+    with pytest.raises(ContractError, match=r"scorers \['a', 'c'\] of other pools have not scored this track"):
+        last.score_track(as_rollout(make_request())[0], "image")
+    for name in ("c", "a"):
+        RewardService(scorers(name), {name: 1.0}, **options).score_part(apart, "image")
+    assert apart.root_track().rewards is None
+    last.score_track(apart, "image")
+    one, other = together.root_track(), apart.root_track()
+    assert one.rewards.nan_to_num(9.0).tolist() == other.rewards.nan_to_num(9.0).tolist()
+    assert one.rewards.isnan().tolist() == [True] * 4 + [False] * 2
+    assert one.reward_errors == other.reward_errors
+    assert list(one.component_rewards) == list(other.component_rewards) == ["a", "b", "c"]
+    with pytest.raises(ContractError, match="already has rewards"):
+        last.score_part(apart, "image")
 
 
 def test_images_of_several_sizes_are_scored_size_by_size_in_their_own_places(make_request):

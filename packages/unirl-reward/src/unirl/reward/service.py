@@ -29,7 +29,7 @@ from unirl.types.protocols.closing import Closeable
 from unirl.types.protocols.rewards import ConcurrentScorer, Scorer
 from unirl.types.reward import RewardRequest, RewardResponse, reward_request, reward_requests
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.rollout import Credit, RolloutResp
+from unirl.types.rollout import Credit, RolloutResp, RolloutTrack
 from unirl.types.segments import TextSegment
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class RewardService:
     are the same, bit for bit.
     credit: how samples from which the scored ones grew are rewarded by them: "mean", "max", "sum" or "best_of" of the
     children's rewards, see `unirl.types.rollout.RolloutResp.propagate_rewards`.
+    elsewhere: scorers that other services have, which have scored a track in part (`score_part`) when this one
+    completes it; `weights` names them too.
     Raises ConfigError for an impossible value.
     """
 
@@ -71,9 +73,15 @@ class RewardService:
         overlong_penalty_factor: Positive | None = None,
         is_async: bool = False,
         credit: Credit = "mean",
+        elsewhere: Sequence[str] = (),
     ) -> None:
         self.scorers = _by_name(scorers)
-        self.weights = checked_weights(list(self.scorers), weights, aggregation)
+        self._elsewhere = list(elsewhere)
+        names = [*self.scorers, *self._elsewhere]
+        if weights is not None:  # its order is that of the components
+            names.sort(key=lambda name: list(weights).index(name) if name in weights else len(weights))
+        self._all_weights = checked_weights(names, weights, aggregation)
+        self.weights = {name: self._all_weights[name] for name in self.scorers}
         self.on_failure: FailurePolicy = on_failure
         self.max_retries = max_retries
         self.aggregation: Aggregation = aggregation
@@ -115,6 +123,8 @@ class RewardService:
         if own.rewards is not None:
             raise ContractError(f"track {track} already has rewards; score each rollout once")
         scored = self._scored_by_size(reward_requests(resp, track))
+        if self._elsewhere:
+            scored = _completed(own, scored, self._all_weights, self.aggregation)
         if is_shaped and isinstance(own.segment, TextSegment):
             params = own.segment.params
             max_len = None if params is None else params.max_new_tokens
@@ -129,6 +139,20 @@ class RewardService:
             resp.tracks[parent] = resp.propagate_rewards(track, parent, self.credit).tracks[parent]
             track = parent
         return scored.gauges or {}
+
+    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
+    def score_part(self, resp: RolloutResp, track: str) -> None:
+        """Write the component rewards and errors of these scorers into a track, whose reward another service composes
+        (`elsewhere`) with `score_track`. Changes `resp` in place. Raises as `score_track`."""
+        own = resp.track(track)
+        if own.rewards is not None:
+            raise ContractError(f"track {track} already has rewards; score each rollout once")
+        scored = self._scored_by_size(reward_requests(resp, track))
+        resp.tracks[track] = own.replace(
+            component_rewards={**own.component_rewards, **scored.component_rewards},
+            reward_errors=_first_errors(own.reward_errors, scored.errors),
+        )
+        resp.reward_compute_s += scored.compute_s
 
     def _scored_by_size(self, parts: list[tuple[list[int], RewardRequest]]) -> RewardResponse:
         """The answer to requests about images of one size each, in the order of the rows that they ask about."""
@@ -285,9 +309,11 @@ class RewardService:
                 if error is not None and errors[row] is None:
                     errors[row] = f"scorer {name}: {error}"
         num_failed = sum(error is not None for error in errors)
-        num_dropped = _drop_groups(request, errors)
+        num_dropped = _drop_groups(request.sample_ids, request.group_ids or request.sample_ids, errors)
         failed = torch.tensor([error is not None for error in errors])
-        rewards_B = composed({name: answer.rewards for name, answer in final.items()}, self.weights, self.aggregation)
+        # Those elsewhere are still missing, so what is composed here is replaced: a mean might divide by 0.
+        aggregation = "weighted_sum" if self._elsewhere else self.aggregation
+        rewards_B = composed({name: answer.rewards for name, answer in final.items()}, self.weights, aggregation)
         return RewardResponse(
             sample_ids=list(request.sample_ids),
             rewards=torch.where(failed, torch.nan, rewards_B),
@@ -326,12 +352,37 @@ def _by_name(scorers: Mapping[str, Scorer] | Sequence[Scorer]) -> dict[str, Scor
     return {str(name): scorer for name, scorer in named}
 
 
-def _drop_groups(request: RewardRequest, errors: list[str | None]) -> int:
+def _completed(
+    track: RolloutTrack, scored: RewardResponse, weights: Mapping[str, float], aggregation: Aggregation
+) -> RewardResponse:
+    """The answer of some scorers with what those elsewhere have written into the track. weights: of all scorers."""
+    found = {**track.component_rewards, **scored.component_rewards}
+    raw = {name: found[name] for scorer in weights for name in found if name.partition("/")[0] == scorer}
+    missing = sorted(set(weights) - set(raw))
+    if missing:
+        raise ContractError(f"scorers {missing} of other pools have not scored this track; call score_part first")
+    errors = _first_errors(track.reward_errors, scored.errors)
+    _drop_groups(track.sample_ids, track.group_ids, errors)
+    failed_B = torch.tensor([error is not None for error in errors])
+    rewards_B = composed({name: raw[name] for name in weights}, weights, aggregation)
+    return scored.replace(
+        rewards=torch.where(failed_B, torch.nan, rewards_B),
+        component_rewards=raw,
+        successes=(~failed_B).tolist(),
+        errors=errors,
+    )
+
+
+def _first_errors(earlier: Sequence[str | None], later: Sequence[str | None]) -> list[str | None]:
+    """The first error of each sample; no sample had one where `earlier` is empty."""
+    return [one or other for one, other in zip(earlier or [None] * len(later), later, strict=True)]
+
+
+def _drop_groups(sample_ids: Sequence[str], group_ids: Sequence[str], errors: list[str | None]) -> int:
     """Give every sample of a failed group an error. Returns how many groups failed."""
-    group_ids = request.group_ids or request.sample_ids
     groups = failed_groups([error is None for error in errors], group_ids)
     culprits: dict[str, str] = {}
-    for name, group, error in zip(request.sample_ids, group_ids, errors, strict=True):
+    for name, group, error in zip(sample_ids, group_ids, errors, strict=True):
         if error is not None:
             culprits.setdefault(group, name)
     for row, group in enumerate(group_ids):

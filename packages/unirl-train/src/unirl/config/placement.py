@@ -21,6 +21,9 @@ DEVICES_PER_NODE = 8
 TRAIN, REWARD = "train", "reward"
 """Members of pools besides engines. Engines are named by their place: `engine` or `stages.<track>`."""
 
+SCORERS = "reward.pools."
+"""What the places of scorers with a separate pool begin with, before their name."""
+
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -149,7 +152,8 @@ def worker_groups(
     shape, known = cluster_shape(num_devices, cluster), ", ".join(pools) or "none"
     for place, pool in members.items():
         if pool is not None and pool not in pools:
-            raise ConfigError(f"{place}.pool = {pool}: there is no such pool; there are {known}. Add it to pools.")
+            at = place if place.startswith(SCORERS) else f"{place}.pool"
+            raise ConfigError(f"{at} = {pool}: there is no such pool; there are {known}. Add it to pools.")
     if not pools:
         return [
             WorkerGroup(("worker",), (TRAIN, *members), tuple(range(num_devices)), Given("num_devices", num_devices))
@@ -185,7 +189,13 @@ def groups_of_run(run: ComposedRun) -> list[WorkerGroup]:
     are set."""
     members = {stage.at: stage.pool for stage in run.stages}
     members[REWARD] = run.resolved[REWARD].get("pool")
+    members.update({SCORERS + scorer: pool for scorer, pool in scorer_pools(run).items()})
     return worker_groups(run.num_devices, run.file.cluster, pools_of(run.file), members)
+
+
+def scorer_pools(run: ComposedRun) -> dict[str, str]:
+    """The pools of single scorers, by scorer."""
+    return {str(scorer): str(pool) for scorer, pool in (run.resolved[REWARD].get("pools") or {}).items()}
 
 
 def pools_of(file: Recipe) -> dict[str, Given]:
@@ -268,6 +278,31 @@ def async_reward_is_with_the_engine(run: ComposedRun) -> Messages:
         )
 
 
+def pools_of_scorers_fit(run: ComposedRun) -> Messages:
+    """Scorers with separate pools are named, and one stays with the reward, which composes all of them."""
+    named = scorer_pools(run)
+    if not named:
+        return
+    scorers = run.reward.node.get("scorers")
+    known = list(scorers) if isinstance(scorers, Mapping) else []
+    if unknown := sorted(set(named) - set(known)):
+        yield (
+            f"reward.pools names {unknown}, which are no scorers; reward.scorers names {known}. Mend the names, or "
+            "give reward.scorers as a mapping."
+        )
+    elif set(named) == set(known):
+        yield (
+            "reward.pools names every scorer, and one must stay to compose the reward. Leave one out; its pool is "
+            "reward.pool."
+        )
+    if run.reward.get("is_async"):
+        yield "reward.is_async hands samples over within a worker, which reward.pools splits. Remove one of them."
+    for policy in run.policies.values():
+        for algorithm in policy.algorithms.values():
+            if algorithm.ability("requires_reward_gradient"):
+                yield f"{algorithm.at} differentiates the reward where it trains, so remove reward.pools."
+
+
 def one_worker_speaks_to_a_running_server(run: ComposedRun) -> Messages:
     """Only one worker pushes to a running server."""
     for stage in run.stages:
@@ -327,8 +362,8 @@ def served_pools_hold_engines_alone(run: ComposedRun) -> Messages:
         if not pool.is_served:
             continue
         group = next(group for group in groups if name in group.pools)
-        for place, what in ((TRAIN, "what trains"), (REWARD, "the reward")):
-            if place in group.holds:
+        for start, what in ((TRAIN, "what trains"), (REWARD, "the reward")):
+            if any(place.startswith(start) for place in group.holds):
                 yield f"{at}.served is for engines, but {what} stands there. Give it another pool, or remove served."
         even = [other for other in group.pools if not pools[other].is_served]
         if even:
@@ -395,6 +430,7 @@ RULES = (
     engine_elsewhere_has_own_weights,
     sizes_are_read_where_they_are_chosen,
     async_reward_is_with_the_engine,
+    pools_of_scorers_fit,
     one_worker_speaks_to_a_running_server,
     groups_that_overlap_take_turns,
     samples_divide_over_every_group,

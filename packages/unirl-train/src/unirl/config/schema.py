@@ -260,12 +260,13 @@ class Recipe:
             kind="unirl.reward.service.RewardService",
             inner_kinds={"scorers": "unirl.reward.base.LocalScorer"},
             injected=frozenset({"device"}),
-            own_keys=frozenset({"track", "pool"}),
+            if_taken=frozenset({"elsewhere"}),
+            own_keys=frozenset({"track", "pool", "pools"}),
         ),
     ]
     """`reward.track` names the track whose media are scored if it is not the root; its ancestors get the rewards too.
     `reward.pool` names the pool whose workers score; default: the pool `reward` if there is one, else that of the last
-    stage."""
+    stage. `reward.pools` names pools of single scorers, by scorer; at least one scorer stays in `reward.pool`."""
 
     sampling: Annotated[Node | None, _SAMPLING] = None
     engine: Annotated[Node | None, _ENGINE] = None

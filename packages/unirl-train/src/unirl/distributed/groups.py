@@ -19,7 +19,7 @@ class WorkerGroups(Runtime):
     A held value moves, from worker to worker, to the group whose role is called with it; results of `gather` and `hold`
     are held by `main`. The groups are closed together, and then `on_close` is called.
     led: roles that several groups implement together, by name: objects in this process with the role's methods.
-    pools: the groups by the names of their pools.
+    pools: the groups by the names of their pools, those of `led` roles too.
     Raises ContractError if a group lacks its role.
     """
 
@@ -40,7 +40,7 @@ class WorkerGroups(Runtime):
         self._elsewhere = dict(elsewhere)
         self._led = dict(led or {})
         self._pools = dict(pools or {})
-        self._groups = list(dict.fromkeys((main, *elsewhere.values())))
+        self._groups = list(dict.fromkeys((main, *elsewhere.values(), *self._pools.values())))
         self._on_close = on_close
         for runtime in self._groups:
             runtime.neighbours = frozenset(self._groups) - {runtime}

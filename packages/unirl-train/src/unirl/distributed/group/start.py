@@ -12,6 +12,7 @@ from unirl.distributed.group.ray_member import ObjectStore, RayMember
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.groups import WorkerGroups
 from unirl.distributed.pools.served import ServedPool
+from unirl.distributed.rewards import LedRewards
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.stages import LedStages
 from unirl.distributed.tensor.planes.base import DataPlane, ObjectPlane
@@ -59,11 +60,13 @@ def start_groups(
     start_timeout_s: float = 300.0,
     pushes: Sequence[Push] = (),
     stages: Mapping[str, str] | None = None,
+    reward_parts: Sequence[str] = (),
     plane: DataPlane | None = None,
 ) -> Runtime:
     """Start the groups in order. Groups that share a device take turns on it.
 
     stages: track -> the group whose component "engine" makes it, if several groups make one response (`LedStages`).
+    reward_parts: groups whose component "reward" has some of the scorers (`LedRewards`).
     Other arguments: see `DevicePool` and `RayRuntime`.
     Raises what they raise, after stopping everything that was started.
     """
@@ -100,6 +103,9 @@ def start_groups(
         led: dict[str, object] = {}
         if stages:
             led["engine"] = LedStages({track: engine_of[group] for track, group in stages.items()})
+        if reward_parts:
+            parts = [started[name].role("reward") for name in reward_parts]
+            led["reward"] = LedRewards(parts, elsewhere.get("reward", main).role("reward"))
         if served:
             led["sync"] = ServedSyncs(main.role("sync"), served)
         groups = WorkerGroups(main, elsewhere, led=led, pools=started, on_close=pool.close)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unirl.config.placement import REWARD, WorkerGroup, cluster_shape, groups_of_run
+from unirl.config.placement import REWARD, SCORERS, WorkerGroup, cluster_shape, groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.distributed.runtime import LocalRuntime, Runtime
 from unirl.trainer.build.worker import build_components
@@ -67,7 +67,8 @@ def _start_on_ray(run: ComposedRun, builder: Callable[..., Mapping[str, object]]
         for group in others
         if policy.sync is not None and stage is not None and stage.at in group.holds
     ]
-    return start_groups(plans, pushes=pushes, stages=_led(run, groups), **options)
+    parts = [g.name for g in groups if REWARD not in g.holds and any(p.startswith(SCORERS) for p in g.holds)]
+    return start_groups(plans, pushes=pushes, stages=_led(run, groups), reward_parts=parts, **options)
 
 
 def _roles(run: ComposedRun, group: WorkerGroup) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import torch
 
 from unirl.config import instantiate
-from unirl.config.placement import REWARD, TRAIN
+from unirl.config.placement import REWARD, SCORERS, TRAIN, scorer_pools
 from unirl.config.runs import ComposedRun, teacher_of
 from unirl.config.schema import PolicySections, StageSections, components
 from unirl.distributed.weight_sync.several import PolicySyncs
@@ -157,12 +158,26 @@ def _build_beside_training(run: ComposedRun, context: WorkerContext, holds: Sequ
 
 
 def _build_reward(run: ComposedRun, context: WorkerContext, holds: Sequence[str]) -> Built:
-    """The reward in workers that score, or whose algorithms differentiate it; None in others."""
+    """The reward where it scores, with the scorers that stand in this worker, and where an algorithm differentiates it;
+    None elsewhere."""
     algorithms = [part for policy in run.policies.values() for part in policy.algorithms.values()]
     differentiates = any(part.ability("requires_reward_gradient") for part in algorithms)
-    if REWARD in holds or (TRAIN in holds and differentiates):
-        return build_part(run.reward, components()["reward"], {"device": context.device})
-    return None
+    offered: dict[str, object] = {"device": context.device, "elsewhere": ()}
+    pools, part = scorer_pools(run), run.reward
+    here = [name for name in pools if SCORERS + name in holds]
+    if pools and (REWARD in holds or here):
+        scorers = part.node["scorers"]
+        own = here if REWARD not in holds else [name for name in scorers if name not in pools or name in here]
+        weights = {name: 1.0 for name in scorers} | dict(part.node.get("weights") or {})
+        if REWARD in holds:  # what the others have scored is composed here, in the order of the recipe
+            offered["elsewhere"] = [name for name in scorers if name not in own]
+            weights = {name: weights[name] for name in scorers}
+        else:
+            weights = dict.fromkeys(own, 1.0)
+        part = replace(part, node={**part.node, "scorers": {name: scorers[name] for name in own}, "weights": weights})
+    elif REWARD not in holds and not (TRAIN in holds and differentiates):
+        return None
+    return build_part(part, components()["reward"], offered)
 
 
 def _announce(run: ComposedRun, engine: Built, reward: Built) -> None:
