@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from unirl.models.bundle import Bundle
+from unirl.types.errors import ContractError
+
 from .tiny_bagel import save_bagel
 
 PACKAGE = Path(__file__).parents[1]
@@ -88,3 +91,11 @@ def test_the_stages_import_without_a_framework(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setitem(sys.modules, framework, None)
     for name in ("unirl.models.text_pipeline", "unirl.models.pipeline"):
         importlib.import_module(name)
+
+
+def test_a_bundle_that_writes_no_adapter_says_so(tmp_path):
+    class Own(Bundle):
+        pass
+
+    with pytest.raises(ContractError, match="Own does not say how an adapter is written. Define write_lora there"):
+        Own().export_lora(str(tmp_path), {}, rank=4, alpha=8.0, target_modules=["to_q"])

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from unirl.types.errors import ContractError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -54,5 +56,5 @@ class Bundle:
         self.write_lora(folder, lora_state, LoRASettings(rank, alpha, target_modules))
 
     def write_lora(self, folder: str, lora_state: Mapping[str, Mapping[str, Tensor]], settings: LoRASettings) -> None:
-        """Writes the files of an adapter into `folder`."""
-        raise NotImplementedError
+        """Writes the files of an adapter into `folder`. Raises ContractError for a bundle that has none."""
+        raise ContractError(f"{type(self).__name__} does not say how an adapter is written. Define write_lora there.")
