@@ -67,7 +67,7 @@ def test_the_two_tracks_of_a_unified_model_become_two_stages(path, painting, opt
 
 
 def test_an_engine_of_two_stages_beside_stages_is_refused():
-    with pytest.raises(ConfigError, match=r"sampling._target_ = .*: `stages` take the place of these, .*Remove sampli"):
+    with pytest.raises(ConfigError, match=r"sampling._target_ = .*: `stages` replaces these, .*Remove sampli"):
         modernised({"stages": {"text": {}}, "sampling": BOTH})
 
 
