@@ -8,7 +8,6 @@ calls that it had not answered, which go to the others.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +111,6 @@ class ServedPool(Runtime):
         self._num_devices = num_devices
         self._rows_per_call = rows_per_call
         self._stored: dict[HeldKey, list[Any]] = {}  # Any: the store's own
-        self._keys = itertools.count()
         self._check_size(num_members)
         self._members = {number: make(number) for number in range(num_members)}
         """Device of the pool -> its member."""
@@ -230,7 +228,7 @@ class ServedPool(Runtime):
         found = [answers[call] for call in range(len(asks))]
         if collect is not Collect.HOLD:
             return collected(collect, found)
-        key = HeldKey(next(self._keys))
+        key = HeldKey(next(self._numbers))
         self._stored[key] = [stored for _, stored in found]
         return Held(self, key, [meta for meta, _ in found])
 
@@ -259,7 +257,7 @@ class ServedPool(Runtime):
 
     def hold(self, value: RolloutResp) -> Held:
         """See Runtime; in one piece."""
-        key = HeldKey(next(self._keys))
+        key = HeldKey(next(self._numbers))
         self._stored[key] = [self._store.put(value)]
         return Held(self, key, [value.metadata_only()])
 
