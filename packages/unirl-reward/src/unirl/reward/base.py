@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from unirl.reward.card import ScorerCard
 from unirl.reward.compose import composed
 from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.devices import empty_cache
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Images, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -137,8 +138,8 @@ class LocalScorer(ABC):
         """Move the modules to host memory and free the device's cache. Scoring is an error until `onload`."""
         for module in self.modules():
             module.to("cpu")
-        if self.modules() and torch.device(self.device).type == "cuda":
-            torch.cuda.empty_cache()
+        if self.modules():
+            empty_cache(self.device)
         self.is_offloaded = True
 
     def onload(self) -> None:

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from unirl.models.extras import from_extra
 from unirl.models.packing import Packing
+from unirl.types.devices import is_accelerator
 from unirl.types.errors import ContractError
 
 with from_extra("transformers"):
@@ -72,7 +73,7 @@ def packed_attention(
             f"packed samples of {sum(packing.lengths)} positions lie in one row without mask and cache, got queries "
             f"{tuple(query.shape)}, keys {tuple(key.shape)} and {'a' if attention_mask is not None else 'no'} mask"
         )
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
+    if is_accelerator(query.device) and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
         longest = max(packing.lengths)
         out = varlen_attn(
             *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),

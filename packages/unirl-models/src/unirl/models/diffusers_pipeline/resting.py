@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from unirl.types.devices import empty_cache
+
 
 class Resting:
     """Where text encoders are that encode on `device` and rest in host memory.
@@ -46,5 +48,5 @@ class Resting:
         for weight, host in self._host:
             weight.data = host
         self._host.clear()
-        if was_there and self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        if was_there:
+            empty_cache(self._device)

@@ -22,6 +22,7 @@ from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerCo
 from unirl.train.lora import adapters_disabled
 from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
 from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.devices import empty_cache, is_accelerator
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.models import ModelBundle, RoutesRows
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -71,7 +72,7 @@ class FSDPBackend:
             raise ConfigError(
                 "keep_reference keeps a second copy of the weights, but with lora the base is the reference"
             )
-        if self._config.cpu_offload and self.device.type != "cuda":
+        if self._config.cpu_offload and not is_accelerator(self.device):
             raise ConfigError(f"fsdp.cpu_offload does nothing on device {self.device}. Set it to false.")
         topology = topology if topology is not None else TrainTopology()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -298,8 +299,7 @@ class FSDPBackend:
         if "optimizer" in parts:
             move_optimizer(self._optimizer, device)
             self.policies.move(device)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self.device)
 
     # State ------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unirl.rollout.engine.push import PushReceiver, refuse
 from unirl.types.deltas import put_delta
+from unirl.types.devices import empty_cache
 from unirl.types.errors import ContractError
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec, qualified, rounded
 
@@ -106,8 +107,7 @@ class ReplicaWeights:
         """Move the weights to host memory. Pushes are still accepted."""
         self._is_asleep = True
         self._move(torch.device("cpu"))
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self._device)
 
     def wake_up(self) -> None:
         """Move the weights back."""
