@@ -13,11 +13,13 @@ import diffusers
 import pytest
 import torch
 import transformers
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines import ltx2
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.models.allocations import Allocations
+from unirl.models.construction import from_configuration
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.diffusers_pipeline.text import TextEncoders
@@ -466,6 +468,27 @@ def test_the_released_folder_is_opened(family: Family, published: Published, tmp
     Opened(str(tmp_path), **family.options)
     # Guidance and the walk over the schedule are ours; nothing else of a release is left out.
     assert loaded == {name: each for name, each in released.items() if name not in CONFIG_KINDS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TASKS)
+def test_models_built_from_their_configuration_are_those_that_load(loaded: Loaded, dtype: torch.dtype) -> None:
+    """The same parameters and buffers, of the same shapes and dtypes, with no weights read."""
+    for component, each in loaded.family.bundle.components.items():
+        folder = loaded.folder / component
+        if each.model_class is None or not folder.is_dir():
+            continue
+        keyword = "torch_dtype" if issubclass(each.model_class, ModelMixin) else "dtype"
+        read = each.model_class.from_pretrained(folder, **{keyword: dtype}).eval()
+        built = from_configuration(each.model_class, folder, dtype, "meta")
+        assert _layout(built) == _layout(read)
+        assert {tensor.device.type for tensor in built.state_dict().values()} == {"meta"}
+
+
+def _layout(model: torch.nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()} | {
+        name: (tensor.shape, tensor.dtype) for name, tensor in model.named_buffers()
+    }
 
 
 @pytest.mark.parametrize(("family", "published"), _published())

@@ -52,8 +52,8 @@ class PipelineFolder:
         """A JSON file of a component. Raises CheckpointError if it is missing or not JSON."""
         return _read_json(self.path / component / file, f"component {component!r}")
 
-    def require(self, component: str, class_names: Sequence[str]) -> None:
-        """Checks a component with weights: its class, its config and that a weight file is there.
+    def require(self, component: str, class_names: Sequence[str], *, needs_weights: bool = True) -> None:
+        """Checks a component with weights: its class, its config and, if they are needed, that a weight file is there.
 
         Raises CheckpointError or ConfigError naming the path, what is missing and what to do.
         """
@@ -69,6 +69,8 @@ class PipelineFolder:
                 "Point PRETRAINED_MODEL at a checkpoint of this model family."
             )
         self.config(component)
+        if not needs_weights:
+            return
         folder = self.path / component
         weights = [file for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES]
         if not weights:
@@ -125,7 +127,7 @@ class ModelFolder:
         return _read_json(self.path / file, "the model")
 
 
-def open_model_folder(pretrained_model: str, model_types: Sequence[str]) -> ModelFolder:
+def open_model_folder(pretrained_model: str, model_types: Sequence[str], *, needs_weights: bool = True) -> ModelFolder:
     """The model of a local folder or hub id, checked to be of one of `model_types` (empty: any). Reads no weights.
 
     Raises CheckpointError if there is no such folder, no configuration or no weights in it, ConfigError for another
@@ -150,7 +152,7 @@ def open_model_folder(pretrained_model: str, model_types: Sequence[str]) -> Mode
         )
     if is_on_hub:
         _download(pretrained_model, ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"])
-    if not any(file.suffix in WEIGHT_SUFFIXES for file in path.iterdir()):
+    if needs_weights and not any(file.suffix in WEIGHT_SUFFIXES for file in path.iterdir()):
         raise CheckpointError(
             f"{path} holds no weights (*.safetensors); it has {sorted(file.name for file in path.iterdir())[:8]}. "
             "The download or copy is incomplete: fetch the folder again."

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from unirl.models.causal_lm.attention import NAME as PACKED_ATTENTION
 from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
 from unirl.models.causal_lm.tokenizer import load_tokenizer
+from unirl.models.construction import from_configuration
 from unirl.models.extras import from_extra
 from unirl.models.loading import ModelFolder, open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder
@@ -21,6 +22,7 @@ from unirl.models.one_component import OneComponentBundle
 from unirl.models.packing import Packing
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.devices import has_values
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.precision import dtype_named
 
@@ -62,8 +64,10 @@ class CausalLMBundle(OneComponentBundle):
     ) -> None:
         weights_dtype = dtype_named(dtype, "dtype")
         self.pretrained_model = pretrained_model
-        self.folder: ModelFolder = open_model_folder(pretrained_model, self.model_types)
         self.device = torch.device(device)
+        self.folder: ModelFolder = open_model_folder(
+            pretrained_model, self.model_types, needs_weights=has_values(self.device)
+        )
         self.tokenizer = load_tokenizer(self.folder.path)
         self.model = self._load_model(weights_dtype).to(self.device).eval()
         self.head = self._scoring_head(chunk_logits)
@@ -136,6 +140,8 @@ class CausalLMBundle(OneComponentBundle):
 
     def _load_model(self, dtype: torch.dtype) -> Any:  # Any: PreTrainedModel without the attributes of its families
         path = self.folder.path
+        if not has_values(self.device):
+            return from_configuration(self.auto_class, path, dtype, self.device)
         try:
             model, info = self.auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -183,7 +189,7 @@ class CausalLMBundle(OneComponentBundle):
                 logits = self.model(input_ids=self._two_tokens(), use_cache=False).logits
         finally:
             handle.remove()
-        if not torch.equal(logits, ramp.expand_as(logits)):
+        if has_values(self.device) and not torch.equal(logits, ramp.expand_as(logits)):
             raise ConfigError(
                 f"{type(self.model).__name__} scales or caps its logits after the projection; its tokens cannot be "
                 "scored. Switch that off in the configuration where it is allowed (final_logit_softcapping: null)."

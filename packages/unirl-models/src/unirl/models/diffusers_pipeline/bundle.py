@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unirl.models.bundle import Bundle, LoRASettings
+from unirl.models.construction import from_configuration
 from unirl.models.diffusers_pipeline.components import Component, Role
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
 from unirl.models.diffusers_pipeline.resting import Resting
@@ -20,6 +22,7 @@ from unirl.models.diffusers_pipeline.tiling import work_in_tiles
 from unirl.models.extras import from_extra
 from unirl.models.loading import open_pipeline_folder
 from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.devices import building_on, empty_cache, has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
 
@@ -191,7 +194,7 @@ class DiffusersBundle(Bundle):
                 continue
             present[name] = component
             if component.role is not Role.PROCESSOR:
-                self.folder.require(name, component.class_names)
+                self.folder.require(name, component.class_names, needs_weights=has_values(self.device))
             elif not is_there or not (self.folder.path / name).is_dir():
                 raise CheckpointError(
                     f"{self.folder.path} has no {name}/. Use a complete {' or '.join(self.pipeline_classes)} folder."
@@ -221,6 +224,17 @@ class DiffusersBundle(Bundle):
         path, model_class = self.folder.path / name, component.model_class
         if model_class is None:
             raise ContractError(f"{name} is a processor, which has no weights")
+        if has_values(self.device):
+            model = self._read(path, model_class, dtype).to(device).eval()
+        else:
+            with building_on(device, of=self.device) as place:
+                model = from_configuration(model_class, path, dtype, place)
+        if trains:
+            self._trained[name], self._classes[name] = model, model_class
+            return model
+        return model.requires_grad_(False)
+
+    def _read(self, path: Path, model_class: Any, dtype: torch.dtype) -> Any:  # Any: as in `load`
         keyword = "torch_dtype" if issubclass(model_class, ModelMixin) else "dtype"
         try:
             model, info = model_class.from_pretrained(path, output_loading_info=True, **{keyword: dtype})
@@ -232,11 +246,7 @@ class DiffusersBundle(Bundle):
             raise CheckpointError(
                 f"{path} does not hold all weights of {model_class.__name__}: {wrong}. Fetch it again."
             )
-        model = model.to(device).eval()
-        if trains:
-            self._trained[name], self._classes[name] = model, model_class
-            return model
-        return model.requires_grad_(False)
+        return model
 
     def load_processor(self, name: str) -> Any:  # Any: tokenizers and image processors share no base class
         """A tokenizer or image processor by the class that the index names. Raises CheckpointError if it does not
@@ -257,8 +267,7 @@ class DiffusersBundle(Bundle):
         """Frees the text encoders (most of a checkpoint's memory). Prompts in an embedding cache still encode."""
         self.text.drop()
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self.device)
 
     def trainable_modules(self) -> dict[str, nn.Module]:
         """The components that were loaded to train."""
