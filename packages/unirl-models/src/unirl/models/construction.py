@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from unirl.models.extras import from_extra
+from unirl.types.errors import ContractError
 
 with from_extra("diffusers"):
     import transformers
-    from diffusers.models.modeling_utils import ModelMixin
+    from diffusers.models.modeling_utils import ModelMixin, no_init_weights
 
 
 def from_configuration(model_class: Any, folder: Path, dtype: torch.dtype, device: str | torch.device) -> Any:
@@ -27,6 +29,48 @@ def from_configuration(model_class: Any, folder: Path, dtype: torch.dtype, devic
     else:
         model = _transformers_model(model_class, folder, dtype, device)
     return model.eval()
+
+
+def without_weights(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model as `from_configuration` makes it, with its parameters on the meta device; buffers, and what else its
+    constructor computes, have their values, buffers on `device`.
+
+    Draws as many random numbers as `from_pretrained` does. Raises ContractError for a model that makes more than
+    parameters without values.
+    """
+    with torch.random.fork_rng(devices=[], enabled=not issubclass(model_class, ModelMixin)):
+        # diffusers draws what a constructor draws by itself; transformers constructs on the meta device.
+        with no_init_weights(), _UnfilledOnMeta():
+            model = from_configuration(model_class, folder, dtype, "cpu")
+    shared: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new = shared.setdefault(
+                    parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                )
+                module._parameters[name] = new
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                _require_values(type(model), path, name, buffer)
+                module._buffers[name] = buffer.to(device)
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                _require_values(type(model), path, name, value)
+    return model
+
+
+class _UnfilledOnMeta(TorchFunctionMode):
+    """Tensors that are made without values are on the meta device: parameters, before they are initialised."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: of any call
+        kwargs = {} if kwargs is None else kwargs
+        return func(*args, **{**kwargs, "device": "meta"}) if func is torch.empty else func(*args, **kwargs)
+
+
+def _require_values(model_class: type, path: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise ContractError(f"{model_class.__name__}.{path}.{name} has no value after construction")
 
 
 def _diffusers_model(model_class: Any, folder: Path, dtype: torch.dtype, device: str | torch.device) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unirl.models.bundle import Bundle, LoRASettings
-from unirl.models.construction import from_configuration
+from unirl.models.construction import from_configuration, without_weights
 from unirl.models.diffusers_pipeline.components import Component, Role
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
 from unirl.models.diffusers_pipeline.resting import Resting
@@ -21,14 +22,21 @@ from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.diffusers_pipeline.tiling import work_in_tiles
 from unirl.models.extras import from_extra
 from unirl.models.loading import open_pipeline_folder
+from unirl.models.stored import safetensors_files, stored_state
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import building_on, empty_cache, has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
+from unirl.types.protocols.models import StoredTensor
 
 with from_extra("diffusers"):
     import transformers
     from diffusers.models.modeling_utils import ModelMixin
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = "diffusion_pytorch_model"
+"""Beginning of the names of weight files."""
 
 
 @bounded("bundle")
@@ -42,7 +50,8 @@ class DiffusersBundle(Bundle):
     the prompts of a rollout are encoded. trains: the components that train; None for all that can.
     vae_tile_pixels: media of more pixels on a side are encoded and decoded in tiles of that side, which bounds the
     VAE's memory and changes the seams; None does them at once. vae_tile_frames: how many frames at a time a VAE decodes
-    that else decodes all at once (`decodes_at_once`); seams likewise.
+    that else decodes all at once (`decodes_at_once`); seams likewise. defers_weights: leave the weights of what trains
+    to the backend, which reads this rank's part of each; folders without safetensors files are read at once.
     Only what trains keeps requires_grad. Raises CheckpointError or ConfigError before weights are read if the
     folder is missing, incomplete or of another pipeline class, and CheckpointError for weights that do not fit.
     """
@@ -83,6 +92,7 @@ class DiffusersBundle(Bundle):
         trains: Sequence[str] | None = None,
         vae_tile_pixels: PositiveInt | None = None,
         vae_tile_frames: PositiveInt | None = None,
+        defers_weights: bool = False,
     ) -> None:
         if vae_tile_frames is not None:
             problem = span_problem(vae_tile_frames, self.frame_divisor, decodes_at_once=self.decodes_at_once)
@@ -116,6 +126,9 @@ class DiffusersBundle(Bundle):
         present = self._require_components()
         trainable = [name for name, component in present.items() if component.role is Role.TRAINED]
         self._check_trains(trains, trainable)
+        trained = trainable if trains is None else list(trains)
+        self.defers_weights = defers_weights and has_values(self.device) and self._can_defer(trained)
+        """True if the parameters of what trains are on the meta device, for a backend to read."""
 
         self.modules: dict[str, Any] = {}  # Any: as in `load`
         """Every model but the text encoders by component."""
@@ -129,7 +142,7 @@ class DiffusersBundle(Bundle):
             elif component.role is Role.TEXT:
                 encoders[name] = self.load(name, component, dtypes[component.role], text_device)
             else:
-                does_train = name in (trainable if trains is None else trains)
+                does_train = name in trained
                 model = self.load(name, component, dtypes[component.role], self.device, trains=does_train)
                 self.modules[name] = _arranged(model) if component.role is Role.AUTOENCODER else model
         if vae_tile_pixels is not None:
@@ -224,7 +237,9 @@ class DiffusersBundle(Bundle):
         path, model_class = self.folder.path / name, component.model_class
         if model_class is None:
             raise ContractError(f"{name} is a processor, which has no weights")
-        if has_values(self.device):
+        if trains and self.defers_weights:
+            model = without_weights(model_class, path, dtype, device)
+        elif has_values(self.device):
             model = self._read(path, model_class, dtype).to(device).eval()
         else:
             with building_on(device, of=self.device) as place:
@@ -233,6 +248,27 @@ class DiffusersBundle(Bundle):
             self._trained[name], self._classes[name] = model, model_class
             return model
         return model.requires_grad_(False)
+
+    def _can_defer(self, trained: Sequence[str]) -> bool:
+        """True if all that trains can be read in parts. Logs what cannot."""
+        for name in trained:
+            path = self.folder.path / name
+            is_in_parts = any(
+                (path / f"{_WEIGHTS}{end}").is_file() for end in (".safetensors", ".safetensors.index.json")
+            )
+            if not is_in_parts or "quantization_config" in self.folder.config(name):
+                reason = "its weights are quantised" if is_in_parts else f"it has no {_WEIGHTS}.safetensors"
+                logger.warning("every rank reads all of %s: %s", path, reason)
+                return False
+        return True
+
+    def stored_weights(self) -> dict[str, dict[str, StoredTensor]]:
+        """Where each weight of what trains is, see unirl.types.protocols.models.DefersWeights."""
+        found = {}
+        for name, module in self._trained.items():
+            path = self.folder.path / name
+            found[name] = stored_state(module, safetensors_files(path, _WEIGHTS) or {}, path)
+        return found
 
     def _read(self, path: Path, model_class: Any, dtype: torch.dtype) -> Any:  # Any: as in `load`
         keyword = "torch_dtype" if issubclass(model_class, ModelMixin) else "dtype"

@@ -286,6 +286,35 @@ class ModelBundle(Protocol):
         ...
 
 
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint, of which a rank reads the part that it keeps."""
+
+    def read(self, box: tuple[slice, ...]) -> Tensor:
+        """The values in `box`, a slice with start and stop per dimension, in the dtype that the model is loaded in.
+
+        They may lie in the mapped file: copy them, and let go of them, before the next are read.
+        """
+        ...
+
+
+@runtime_checkable
+class DefersWeights(Protocol):
+    """A bundle that can leave the weights of what trains to the backend."""
+
+    @property
+    def defers_weights(self) -> bool:
+        """True if it does, and the parameters of what trains are on the meta device."""
+        ...
+
+    def stored_weights(self) -> Mapping[str, Mapping[str, StoredTensor]]:
+        """Component -> name in its state -> values, of every component that trains, saved buffers included.
+
+        Called before the names and dtypes of its modules change. Raises CheckpointError, which names them, for weights
+        that are missing or of another shape.
+        """
+        ...
+
+
 @runtime_checkable
 class RoutesRows(Protocol):
     """A bundle whose velocity sends each row to one of several components that train."""

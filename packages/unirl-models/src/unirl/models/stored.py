@@ -1,0 +1,148 @@
+"""Weights in safetensors files, read in parts: each rank of a sharded model reads what it keeps."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from unirl.types.errors import CheckpointError
+from unirl.types.protocols.models import StoredTensor
+
+logger = logging.getLogger(__name__)
+
+MAPPED_BYTES = 2**26
+"""Bytes that are read of mapped files before these are closed: pages that were read count as memory until then."""
+_MOST_NAMES = 8
+
+
+class TensorFiles:
+    """Tensors by name, in several files that are opened when they are read."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = dict(files)
+        """The file of each tensor."""
+        self._opened: dict[Path, Any] = {}  # Any: safetensors types nothing that it opens
+        self._stack = ExitStack()
+        self._num_bytes = 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor. Raises CheckpointError for a file that cannot be read, or lacks one of its tensors."""
+        found = {}
+        for name, file in self.files.items():
+            try:
+                found[name] = tuple(self._slice(name).get_shape())
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file} cannot be read ({error}). Fetch the folder again.") from error
+        self.close()
+        return found
+
+    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor, as it is stored, in the mapped file."""
+        if self._num_bytes >= MAPPED_BYTES:
+            self.close()
+        part = self._slice(name)[box]
+        self._num_bytes += part.nbytes
+        return part
+
+    def close(self) -> None:
+        """Unmap the files. What is read later opens them again."""
+        self._opened.clear()
+        self._stack.close()
+        self._num_bytes = 0
+
+    def _slice(self, name: str) -> Any:  # Any: as above
+        file = self.files[name]
+        if file not in self._opened:
+            self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._opened[file].get_slice(name)
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file. Implements unirl.types.protocols.models.StoredTensor."""
+
+    files: TensorFiles
+    name: str
+    dtype: torch.dtype
+    """In which it is given."""
+
+    def read(self, box: tuple[slice, ...]) -> Tensor:
+        """See StoredTensor."""
+        part = self.files.read(self.name, box)
+        return part.to(self.dtype) if part.is_floating_point() else part
+
+
+def safetensors_files(folder: Path, stem: str) -> dict[str, Path] | None:
+    """The file of each tensor of a model that is saved as `stem`, in one file or in several with an index; None for a
+    folder without.
+
+    Raises CheckpointError for an index or a head that cannot be read, and for files of the index that are missing.
+    """
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    if index.is_file():
+        try:
+            files = {
+                str(name): folder / file for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} cannot be read ({error!r}). Fetch the folder again.") from error
+        missing = sorted({file.name for file in files.values() if not file.is_file()})
+        if missing:
+            raise CheckpointError(f"{folder} lacks {missing[:4]} ({len(missing)} files). Fetch the folder again.")
+        return files
+    if not single.is_file():
+        return None
+    try:
+        with safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), single)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{single} cannot be read ({error}). Fetch the folder again.") from error
+
+
+def stored_state(
+    model: nn.Module, files: Mapping[str, Path], folder: Path, *, ties: Mapping[str, str] | None = None
+) -> dict[str, StoredTensor]:
+    """Where each tensor of the model's state is, in the dtype that the model has it in.
+
+    files: see `safetensors_files`. ties: names of parameters that may be absent -> the parameter that each shares.
+    Raises CheckpointError that names what is missing, of another shape, and what else is in the files; without the
+    former two, the latter is logged.
+    """
+    tensor_files = TensorFiles(files)
+    shapes = tensor_files.shapes()
+    state = model.state_dict()
+    names = {name: name if name in shapes else (ties or {}).get(name, name) for name in state}
+    missing = sorted(name for name, stored in names.items() if stored not in shapes)
+    mismatched = [
+        f"{name}: {list(shapes[stored])} in the file, {list(state[name].shape)} in the model"
+        for name, stored in sorted(names.items())
+        if stored in shapes and shapes[stored] != tuple(state[name].shape)
+    ]
+    unexpected = sorted(shapes.keys() - state.keys())
+    if missing or mismatched:
+        found = {"missing_keys": missing, "mismatched_keys": mismatched, "unexpected_keys": unexpected}
+        shown = ", ".join(f"{kind} {_shortened(each)}" for kind, each in found.items() if each)
+        raise CheckpointError(f"{folder} does not hold all weights of {type(model).__name__}: {shown}. Fetch it again.")
+    if unexpected:
+        logger.warning(
+            "%d tensors of %s are not read, %s has none of these: %s",
+            len(unexpected),
+            folder,
+            type(model).__name__,
+            _shortened(unexpected),
+        )
+    return {name: FileTensor(tensor_files, stored, state[name].dtype) for name, stored in names.items()}
+
+
+def _shortened(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return f"{names[:_MOST_NAMES]}" + (f" and {more} more" if more > 0 else "")
