@@ -92,3 +92,12 @@ def test_a_rank_that_cannot_write_fails_all_and_the_last_checkpoint_stays(ranks:
         assert "rank 1: OSError" in found["message"] and "No space left" in found["message"]
         assert found["folders"] == ["step-000001"]
         assert found["loaded"] == {"step": 1}
+
+
+def test_shards_that_are_read_are_those_of_loaded_weights_in_every_topology(ranks: list[dict[str, Any]]):
+    assert [rank["read_in_shards"] for rank in ranks] == [[], []]
+
+
+def test_shards_that_one_rank_cannot_read_are_an_error_on_all(ranks: list[dict[str, Any]]):
+    for rank in ranks:
+        assert rank["unreadable"] == {"one": "rank 1: the file is cut off", "all": "the file is cut off"}

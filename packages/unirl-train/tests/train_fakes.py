@@ -105,6 +105,44 @@ class TinyBundle:
             )
 
 
+class DictTensor:
+    """Stands for a tensor in a file: a part of a tensor in memory."""
+
+    def __init__(self, value: Tensor, problem: Exception | None = None) -> None:
+        self._value = value
+        self._problem = problem
+
+    def read(self, box: tuple[slice, ...]) -> Tensor:
+        """The part, or the problem."""
+        if self._problem is not None:
+            raise self._problem
+        return self._value[box]
+
+
+class DeferringBundle(TinyBundle):
+    """Stands for a bundle that leaves its weights, those of a `TinyBundle` of the same arguments, to the backend.
+
+    problem: what reading `proj_out.weight` raises.
+    """
+
+    def __init__(self, *, problem: Exception | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.defers_weights = True
+        self._stored = {
+            component: {
+                name: DictTensor(value, problem if name == "proj_out.weight" else None)
+                for name, value in model.state_dict().items()
+            }
+            for component, model in self.models.items()
+        }
+        for model in self.models.values():
+            model.to("meta")
+
+    def stored_weights(self) -> dict[str, dict[str, DictTensor]]:
+        """All tensors."""
+        return self._stored
+
+
 def make_backend(bundle: TinyBundle | None = None, *, lr: float = 1e-2, **options: object) -> FSDPBackend:
     """A backend on a tiny bundle."""
     return FSDPBackend(bundle or TinyBundle(), optimizer=OptimizerConfig(learning_rate=lr), **options)  # ty: ignore
@@ -280,6 +318,33 @@ def _one_full_disk(folder: Path) -> dict[str, Any]:
     }
 
 
+def _read_in_shards(folder: Path) -> list[str]:
+    different = []
+    for name, topology in TOPOLOGIES.items():
+        for lora in (None, lora_config()):
+            snapshots = []
+            for make in (TinyBundle, DeferringBundle):
+                torch.manual_seed(dist.get_rank())
+                bundle = make(num_blocks=3, width=9, seed=1)  # 9 rows do not divide
+                snapshots.append(snapshot(make_backend(bundle, topology=topology, lora=lora)))
+                snapshots[-1] |= {key: whole(value) for key, value in bundle.model.state_dict().items()}
+            one, other = snapshots
+            different += [f"{name} {key}" for key in one if not torch.equal(one[key], other[key])]
+    return different
+
+
+def _one_unreadable_shard(folder: Path) -> dict[str, str]:
+    found = {}
+    for name, ranks in (("one", (1,)), ("all", (0, 1))):
+        problem = CheckpointError("the file is cut off") if dist.get_rank() in ranks else None
+        try:
+            make_backend(DeferringBundle(problem=problem))
+            found[name] = "built"
+        except CheckpointError as error:
+            found[name] = str(error)
+    return found
+
+
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "topologies": _steps_of_topologies,
     "wrong_topology": _wrong_topology,
@@ -288,6 +353,8 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "resumed": lambda folder: _resumed(folder, False),
     "resumed_async": lambda folder: _resumed(folder, True),
     "full_disk": _one_full_disk,
+    "read_in_shards": _read_in_shards,
+    "unreadable": _one_unreadable_shard,
 }
 
 

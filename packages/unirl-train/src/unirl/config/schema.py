@@ -72,7 +72,14 @@ class PolicySections:
     """A policy: the parts that are trained and saved together. In a recipe without `policies` these keys are at the top
     level and define the policy "default"."""
 
-    bundle: Annotated[Node, Component(kind="unirl.models.bundle.Bundle", injected=frozenset({"device"}))]
+    bundle: Annotated[
+        Node,
+        Component(
+            kind="unirl.models.bundle.Bundle",
+            injected=frozenset({"device"}),
+            if_taken=frozenset({"defers_weights"}),
+        ),
+    ]
     pipeline: Annotated[Node | None, _PIPELINE] = None
     pipelines: Annotated[Mapping[str, Node] | None, _PIPELINE] = None
     """Instead of `pipeline`: several pipelines over one bundle, by track."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from unirl.types.weights import UpdateTally
 ADAPTER = "default"
 _A = f".lora_A.{ADAPTER}.weight"
 _B = f".lora_B.{ADAPTER}.weight"
-_BASE = ".base_layer."
+BASE_LAYER = ".base_layer."
+"""Between the name of an adapted layer and those of its own weights."""
 
 
 def _peft() -> ModuleType:
@@ -34,6 +36,7 @@ def _peft() -> ModuleType:
 def inject_lora(modules: Mapping[str, nn.Module], config: LoraConfig, targets: Sequence[str]) -> None:
     """Freeze the modules and add adapters to their linear layers whose name ends in one of `targets`, in place.
 
+    A module on the meta device gets adapters without values.
     Raises ConfigError if a component has no such layer, if a target that the recipe names matches nothing, and
     for a target that is no nn.Linear.
     """
@@ -52,23 +55,50 @@ def inject_lora(modules: Mapping[str, nn.Module], config: LoraConfig, targets: S
                 )
         matched.update(found.values())
         module.requires_grad_(False)
+        # Adapters of weights that are read later are drawn later too (`factors_as_drawn`).
+        is_empty = any(parameter.is_meta for parameter in module.parameters())
         peft.inject_adapter_in_model(
-            peft.LoraConfig(
-                r=config.rank,
-                lora_alpha=config.alpha,
-                target_modules=list(targets),
-                lora_dropout=0.0,
-                bias="none",
-                init_lora_weights="gaussian" if config.init == "gaussian" else True,
-            ),
-            module,
-            adapter_name=ADAPTER,
+            _peft_config(config, targets), module, adapter_name=ADAPTER, low_cpu_mem_usage=is_empty
         )
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name.endswith((_A, _B)))
     unmatched = [target for target in targets if target not in matched]
     if unmatched and config.target_modules is not None:
         raise ConfigError(_nothing_matched("/".join(modules), next(iter(modules.values())), unmatched))
+
+
+def _peft_config(config: LoraConfig, targets: Sequence[str]) -> Any:  # Any: peft is imported where it is used
+    return _peft().LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=list(targets),
+        lora_dropout=0.0,
+        bias="none",
+        init_lora_weights="gaussian" if config.init == "gaussian" else True,
+    )
+
+
+def adapter_layers(module: nn.Module) -> list[nn.Module]:
+    """The adapted layers, in the order in which `inject_lora` adds adapters."""
+    layer_class = _peft().tuners.tuners_utils.BaseTunerLayer
+    return [layer for layer in module.modules() if isinstance(layer, layer_class)]
+
+
+def factors_as_drawn(layer: nn.Module, config: LoraConfig) -> list[tuple[nn.Parameter, Tensor]]:
+    """The factors of an adapted layer, each with the whole of what `inject_lora` would have given it, on the CPU.
+
+    Draws the random numbers that the injection of one layer draws.
+    """
+    base = layer.get_parameter("base_layer.weight")
+    num_outputs, num_inputs = base.shape
+    stand_in = nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
+    # Of no memory, and of the dtype that peft rounds the factors to.
+    weight = torch.zeros((), dtype=base.dtype).expand(num_outputs, num_inputs)
+    stand_in.weight = nn.Parameter(weight, requires_grad=False)
+    drawn = nn.ModuleDict({"layer": stand_in})
+    _peft().inject_adapter_in_model(_peft_config(config, ["layer"]), drawn, adapter_name=ADAPTER)
+    names = [f"{kind}.{ADAPTER}.weight" for kind in ("lora_A", "lora_B")]
+    return [(layer.get_parameter(name), drawn.get_parameter(f"layer.{name}").detach()) for name in names]
 
 
 def _ends_in(name: str, target: str) -> bool:
@@ -89,8 +119,7 @@ def adapters_disabled(modules: Mapping[str, nn.Module]) -> Generator[None]:
 
     peft's own switch (`enable_adapters`) also sets requires_grad of the adapters, which an optimizer must not see.
     """
-    layer_class = _peft().tuners.tuners_utils.BaseTunerLayer
-    layers = [layer for module in modules.values() for layer in module.modules() if isinstance(layer, layer_class)]
+    layers = [layer for module in modules.values() for layer in adapter_layers(module)]
     _switch(layers, is_disabled=True)
     try:
         yield
@@ -116,18 +145,18 @@ def plain_lora_name(name: str) -> str:
 
 def plain_base_name(name: str) -> str | None:
     """Name of a parameter as the model had it before adapters; None for a parameter of an adapter."""
-    return None if name.endswith((_A, _B)) else name.replace(_BASE, ".")
+    return None if name.endswith((_A, _B)) else name.replace(BASE_LAYER, ".")
 
 
 def lora_factor_names(base_name: str) -> tuple[str, str]:
     """Names of A and B next to the base weight "x.base_layer.weight"."""
-    layer = base_name.removesuffix(f"{_BASE}weight")
+    layer = base_name.removesuffix(f"{BASE_LAYER}weight")
     return layer + _A, layer + _B
 
 
 def is_adapted(name: str) -> bool:
     """True if a parameter is the base weight of an adapted layer."""
-    return name.endswith(f"{_BASE}weight")
+    return name.endswith(f"{BASE_LAYER}weight")
 
 
 @torch.no_grad()

@@ -66,16 +66,18 @@ def role_name(policy: str, component: str, policies: Collection[str]) -> str:
     return component if len(policies) == 1 else f"{policy}/{component}"
 
 
-def build_model(plan: Policy, device: str) -> BuiltModel:
-    """Build the model of a policy and its pipelines."""
-    bundle = build_part(plan.bundle, components(PolicySections)["bundle"], {"device": device})
+def build_model(plan: Policy, device: str, *, defers_weights: bool = False) -> BuiltModel:
+    """Build the model of a policy and its pipelines. defers_weights: leave those of what trains to the backend, where
+    the bundle can."""
+    offered = {"device": device, "defers_weights": defers_weights}
+    bundle = build_part(plan.bundle, components(PolicySections)["bundle"], offered)
     return BuiltModel(plan, bundle, build_pipelines(plan, bundle))
 
 
 def build_policy(plan: Policy, device: str) -> BuiltPolicy:
     """Build one trained policy. Its algorithms are not prepared yet."""
     found = components(PolicySections)
-    model = build_model(plan, device)
+    model = build_model(plan, device, defers_weights=bool(plan.backend.abilities.get("reads_weights", False)))
     bundle, pipelines = model.bundle, model.pipelines
     backend = build_part(plan.backend, found["backend"], {"bundle": bundle, "device": device})
     of_track = {track: pipelines[name] for track in plan.algorithms for name in [plan.pipeline_name(track)]}

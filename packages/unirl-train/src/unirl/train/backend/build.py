@@ -45,8 +45,9 @@ def prepare_parameters(
 ) -> AdapterConfig | None:
     """Give `modules` adapters, in place, in the dtypes of `config`; ranks take rank 0's values.
 
-    What trains moves to the device, and the rest too where nothing is sharded: else `wrap` moves it block by block,
-    so that a device need never hold the whole model.
+    Modules on the meta device stay there until they are filled (`unirl.train.backend.fill`). Of others, what trains
+    moves to the device, and the rest too where nothing is sharded: else `wrap` moves it block by block, so that a
+    device need never hold the whole model.
 
     Returns what the tensors of the adapters do not say, None without them. Raises ConfigError for options that do not
     fit the model.
@@ -54,7 +55,8 @@ def prepare_parameters(
     adapter = None
     if not is_sharding(config):
         for module in modules.values():
-            module.to(device)
+            if not _is_empty(module):
+                module.to(device)
     if lora is not None:
         targets = tuple(bundle.lora_target_modules if lora.target_modules is None else lora.target_modules)
         inject_lora(modules, lora, targets)
@@ -62,12 +64,13 @@ def prepare_parameters(
     trainable = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
     if not trainable:
         raise ConfigError(f"no parameter of {', '.join(modules) or 'the bundle'} requires a gradient")
-    for parameter in trainable:
+    filled = [parameter for parameter in trainable if not parameter.is_meta]
+    for parameter in filled:
         parameter.data = parameter.data.to(device)
     keep_in(trainable, dtype_named(config.master_dtype, "fsdp.master_dtype"))
     check_frozen_dtype(modules.items(), config.param_dtype)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        for parameter in trainable:
+        for parameter in filled:
             dist.broadcast(parameter.data, src=0)
     return adapter
 
@@ -98,3 +101,7 @@ def is_sharding(config: FSDPConfig) -> bool:
     """True if FSDP wraps the model: one device that computes in float32 has nothing to shard, and hooks cost time."""
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     return not is_alone or not config.param_dtype == config.master_dtype == "fp32" or config.cpu_offload
+
+
+def _is_empty(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())

@@ -37,20 +37,7 @@ class RankCollectives:
 
     def gathered(self, value: Any) -> list[Any]:  # Any: JSON
         """The values of all data-parallel ranks, in their order, as JSON brings them."""
-        if self._dp_size == 1:
-            return [value]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [int(length) for length in self._all_gathered(torch.tensor([len(text)]))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(text)] = text
-        texts = zip(self._all_gathered(padded), lengths, strict=True)
-        return [json.loads(bytes(each[:length].numpy())) for each, length in texts]
-
-    def _all_gathered(self, own: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, on the CPU and of one size."""
-        found = [torch.empty_like(own) for _ in range(self._dp_size)]
-        dist.all_gather(found, own)
-        return found
+        return [value] if self._dp_size == 1 else gathered_of_all(value)
 
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self._dp_size == 1:
@@ -58,3 +45,22 @@ class RankCollectives:
         total = tensor.clone()
         dist.all_reduce(total, op=operation)
         return total
+
+
+def gathered_of_all(value: Any) -> list[Any]:  # Any: JSON
+    """The values of all ranks of the process group, in their order, as JSON brings them; without a group the value."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [int(length) for length in _all_gathered(torch.tensor([len(text)]))]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(text)] = text
+    texts = zip(_all_gathered(padded), lengths, strict=True)
+    return [json.loads(bytes(each[:length].numpy())) for each, length in texts]
+
+
+def _all_gathered(own: Tensor) -> list[Tensor]:
+    """The tensors of all ranks, on the CPU and of one size."""
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from unirl.train.backend.auxiliary import AuxiliaryModule
 from unirl.train.backend.build import prepare_parameters, wrap
 from unirl.train.backend.collectives import RankCollectives
+from unirl.train.backend.fill import fill, on_every_rank
 from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
 from unirl.train.backend.state import TrainState, architecture
 from unirl.train.backend.weight_source import PolicyWeights
@@ -24,7 +25,7 @@ from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import empty_cache, is_accelerator
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols.models import ModelBundle, RoutesRows
+from unirl.types.protocols.models import DefersWeights, ModelBundle, RoutesRows
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
 
@@ -38,6 +39,9 @@ class FSDPBackend:
     dp_replicate > 1); on one device, for mixed precision alone, over a process group of this process, which the backend
     makes and `close` destroys. Trainable parameters are kept in `fsdp.master_dtype`; ranks start from rank 0's.
 
+    Weights that the bundle defers (unirl.types.protocols.models.DefersWeights) are read once shards are made: each rank
+    reads its own, and none holds more than them and one tensor.
+
     bundle: its trainable_modules() are changed in place. device: where they train. max_skipped_steps: steps in a row
     with a non-finite gradient norm after which TrainingError is raised. keep_reference: with full fine-tuning, keep a
     copy of the starting weights for `reference_policy` (LoRA needs none: its base is the reference).
@@ -47,6 +51,8 @@ class FSDPBackend:
 
     recipe_rules: ClassVar[str] = "unirl.train.backend.rules"
     """Module with the rules of recipes, see `unirl.types.recipe`."""
+    reads_weights: ClassVar[bool] = True
+    """True if it reads what a bundle defers, each rank its shards."""
 
     def __init__(
         self,
@@ -80,8 +86,13 @@ class FSDPBackend:
         """Where this rank stands."""
 
         self._modules = bundle.trainable_modules()
+        # Before adapters and dtypes of training change names and dtypes.
+        is_deferred = isinstance(bundle, DefersWeights) and bundle.defers_weights
+        stored = on_every_rank(bundle.stored_weights) if is_deferred else {}
         adapter = prepare_parameters(bundle, self._modules, self._config, lora, self.device)
         self._roots, self._owns_process_group = wrap(bundle, self._modules, self._config, topology, self.device)
+        shards_on = torch.device("cpu") if self._config.cpu_offload else self.device
+        fill(self._modules, stored, lora, shards_on=shards_on, buffers_on=self.device)
         self.collectives = RankCollectives(self.mesh_place, self.device, is_sharded=self.is_sharded)
         """What the ranks tell each other."""
         if self._roots and isinstance(bundle, RoutesRows):

@@ -1,0 +1,99 @@
+"""A model whose weights are read at once and one whose shards are read by their ranks: what each of some ranks runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from family_steps import LEVELS, kit
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.configs import FSDPConfig, LoraConfig, OptimizerConfig
+from unirl.types.media import Texts
+
+DIFFUSERS = ["sd3", "wan22_t2v"]
+"""One with a single transformer, and one with two experts and buffers that no file has."""
+NUM_STEPS = 3
+
+Forward = Callable[[], Tensor]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the unsharded values."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def diffusion(name: str, folder: Path, dtype: str, *, defers_weights: bool) -> tuple[Any, Forward]:
+    """A family's bundle, and the velocities of this rank's share of four rows."""
+    family = kit.families()[name]
+    options = {**family.options, "dtype": dtype, "defers_weights": defers_weights}
+    bundle = family.bundle(str(folder / name), **options)
+    pipeline = family.pipeline(bundle, kit.FlowSDEStrategy())
+    params = family.sampling()
+    conditions = pipeline.encode({"text": Texts(texts=[*kit.TEXTS, kit.TEXTS[0]])}, params)
+    noise = torch.randn(len(LEVELS), *pipeline.latent_shape(params), generator=torch.Generator().manual_seed(0))
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    share = len(LEVELS) // world
+    mine = slice(rank * share, (rank + 1) * share)
+    rows = {slot: condition.slice(mine.start, mine.stop) for slot, condition in conditions.items()}
+    return bundle, lambda: pipeline.velocity(rows, noise[mine], LEVELS[mine], torch.arange(share), params)
+
+
+def built(make: Callable[..., tuple[Any, Forward]], dtype: str, lora: LoraConfig | None, *, defers: bool) -> Any:
+    """Everything that a run sees of a model that trains: state after building, a forward, and the state after steps."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(rank)  # ranks draw differently, and start from what rank 0 drew
+    bundle, forward = make(dtype, defers_weights=defers)
+    assert bundle.defers_weights == defers
+    backend = FSDPBackend(
+        bundle,
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        fsdp=FSDPConfig(param_dtype=dtype, reduce_dtype="fp32"),
+        lora=lora,
+    )
+    found: dict[str, Tensor] = {"random": torch.get_rng_state()}
+    for component, module in bundle.trainable_modules().items():
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            found[f"{component}.{name}"] = whole(parameter)
+        found |= {f"{component}.{name}": buffer.clone() for name, buffer in module.named_buffers()}
+    found["kinds"] = torch.tensor([parameter.requires_grad for parameter in _parameters(bundle)])
+    for step in range(NUM_STEPS):
+        backend.zero_grad()
+        output = forward()
+        found[f"forward {step}"] = output.detach().clone()
+        output.float().square().mean().backward()
+        backend.optimizer_step(1.0)
+    found |= {f"trained {name}": whole(parameter) for name, parameter in backend.parameters.items()}
+    backend.close()
+    return found
+
+
+def differences(names: list[str], folder: Path) -> dict[str, list[str]]:
+    """What differs between the two ways of building, by model, dtype and kind of training."""
+    found = {}
+    for name in names:
+        for dtype in ("fp32", "bf16"):
+            for kind, lora in (("full", None), ("lora", LoraConfig(rank=2, alpha=4.0))):
+
+                def make(dtype: str, *, defers_weights: bool, name: str = name) -> tuple[Any, Forward]:
+                    return diffusion(name, folder, dtype, defers_weights=defers_weights)
+
+                at_once, in_parts = (built(make, dtype, lora, defers=defers) for defers in (False, True))
+                assert at_once.keys() == in_parts.keys()
+                found[f"{name} {dtype} {kind}"] = [
+                    key for key, value in at_once.items() if not _is_same(value, in_parts[key])
+                ]
+    return found
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+
+
+def _parameters(bundle: Any) -> list[Tensor]:
+    return [parameter for module in bundle.trainable_modules().values() for parameter in module.parameters()]

@@ -1,0 +1,34 @@
+"""Models that are built without weights and filled shard by shard equal those that are loaded whole, bit by bit: after
+building, in a forward, and after optimizer steps."""
+
+import importlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from build_steps import DIFFUSERS, differences, kit
+
+pytestmark = [pytest.mark.slow]
+
+ranks_of_train: Any = importlib.import_module("ranks")
+"""Processes of a gloo group, as the tests of unirl-train start them."""
+
+
+@pytest.fixture(scope="module")
+def written(folders: Path) -> Path:
+    for name in DIFFUSERS:
+        kit.ours(name, folders / name)
+    return folders
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_shards_that_ranks_read_are_those_of_a_whole_model(
+    num_ranks: int, written: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    job = partial(differences, DIFFUSERS, written)
+    found = ranks_of_train.results_of_ranks(job, tmp_path_factory.mktemp("ranks"), num_ranks)
+    assert len(found) == num_ranks
+    for rank in found:
+        assert len(rank) == 4 * len(DIFFUSERS)
+        assert not any(rank.values()), rank
