@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,21 @@ from family_steps import LEVELS, kit
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, LoraConfig, OptimizerConfig
 from unirl.types.media import Texts
 
+tiny_text: Any = importlib.import_module("packages.unirl-models.tests.tiny_text")
+
 DIFFUSERS = ["sd3", "wan22_t2v"]
 """One with a single transformer, and one with two experts and buffers that no file has."""
+LANGUAGE: dict[str, Callable[[], Any]] = {
+    "qwen3_tied": lambda: tiny_text.qwen3(tie_word_embeddings=True),
+    "qwen3_moe": lambda: tiny_text.qwen3_moe(),
+}
+"""One whose output projection is its embedding, and one whose experts are stacked as they are loaded."""
+NAMES = [*DIFFUSERS, *LANGUAGE]
 NUM_STEPS = 3
 
 Forward = Callable[[], Tensor]
@@ -42,6 +52,23 @@ def diffusion(name: str, folder: Path, dtype: str, *, defers_weights: bool) -> t
     mine = slice(rank * share, (rank + 1) * share)
     rows = {slot: condition.slice(mine.start, mine.stop) for slot, condition in conditions.items()}
     return bundle, lambda: pipeline.velocity(rows, noise[mine], LEVELS[mine], torch.arange(share), params)
+
+
+def language(name: str, folder: Path, dtype: str, *, defers_weights: bool) -> tuple[Any, Forward]:
+    """A language model's bundle, and the logits of this rank's share of four rows."""
+    bundle = CausalLMBundle(str(folder / name), dtype, defers_weights=defers_weights)
+    ids = torch.randint(0, 256, (4, 6), generator=torch.Generator().manual_seed(0))
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return bundle, lambda: bundle.model(input_ids=ids.chunk(world)[rank], use_cache=False).logits
+
+
+def written(folder: Path) -> None:
+    """All folders, where they are not there yet."""
+    for name in DIFFUSERS:
+        kit.ours(name, folder / name)
+    for name, make in LANGUAGE.items():
+        if not (folder / name).exists():
+            tiny_text.save_text_model(make(), folder / name)
 
 
 def built(make: Callable[..., tuple[Any, Forward]], dtype: str, lora: LoraConfig | None, *, defers: bool) -> Any:
@@ -81,7 +108,8 @@ def differences(names: list[str], folder: Path) -> dict[str, list[str]]:
             for kind, lora in (("full", None), ("lora", LoraConfig(rank=2, alpha=4.0))):
 
                 def make(dtype: str, *, defers_weights: bool, name: str = name) -> tuple[Any, Forward]:
-                    return diffusion(name, folder, dtype, defers_weights=defers_weights)
+                    forward_of = diffusion if name in DIFFUSERS else language
+                    return forward_of(name, folder, dtype, defers_weights=defers_weights)
 
                 at_once, in_parts = (built(make, dtype, lora, defers=defers) for defers in (False, True))
                 assert at_once.keys() == in_parts.keys()

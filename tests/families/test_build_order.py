@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_steps import DIFFUSERS, differences, kit
+from build_steps import NAMES, differences, written
 
 pytestmark = [pytest.mark.slow]
 
@@ -15,20 +15,16 @@ ranks_of_train: Any = importlib.import_module("ranks")
 """Processes of a gloo group, as the tests of unirl-train start them."""
 
 
-@pytest.fixture(scope="module")
-def written(folders: Path) -> Path:
-    for name in DIFFUSERS:
-        kit.ours(name, folders / name)
-    return folders
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.matrix), 2, pytest.param(4, marks=pytest.mark.matrix)]
+)
 def test_shards_that_ranks_read_are_those_of_a_whole_model(
-    num_ranks: int, written: Path, tmp_path_factory: pytest.TempPathFactory
+    num_ranks: int, folders: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    job = partial(differences, DIFFUSERS, written)
+    written(folders)
+    job = partial(differences, NAMES, folders)
     found = ranks_of_train.results_of_ranks(job, tmp_path_factory.mktemp("ranks"), num_ranks)
     assert len(found) == num_ranks
     for rank in found:
-        assert len(rank) == 4 * len(DIFFUSERS)
+        assert len(rank) == 4 * len(NAMES)
         assert not any(rank.values()), rank

@@ -80,7 +80,7 @@ def test_weights_that_nothing_reads_are_logged(
     _rewrite(folder, other=torch.zeros(1))
     with caplog.at_level(logging.WARNING):
         SD3Bundle(str(folder), defers_weights=True).stored_weights()
-    assert "1 tensors" in caplog.text and "'other'" in caplog.text
+    assert "holds 1 tensors" in caplog.text and "'other'" in caplog.text
 
 
 def test_a_folder_without_safetensors_is_read_at_once(
@@ -122,7 +122,7 @@ def test_parts_are_those_of_the_whole_in_another_dtype(tmp_path: Path, monkeypat
     files = safetensors_files(tmp_path, "w")
     assert files is not None
     tensor_files = TensorFiles(files)
-    assert tensor_files.shapes() == {"a": (5, 3), "counts": (4,)}
+    assert tensor_files.shapes == {"a": (5, 3), "counts": (4,)}
     tensor = FileTensor(tensor_files, "a", torch.bfloat16)
     for box in ((slice(1, 4), slice(0, 3)), (slice(5, 5), slice(0, 3)), (slice(0, 5), slice(1, 2))):
         assert torch.equal(tensor.read(box), whole[box].bfloat16())

@@ -66,6 +66,31 @@ def qwen3(*, seed: int = 0, **changes: Any) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**values))
 
 
+def qwen3_moe(**changes: Any) -> Any:
+    """Two layers of width 64 with six experts of width 24, of which a token goes to two."""
+    tokenizer = text_tokenizer()
+    torch.manual_seed(0)
+    values: dict[str, Any] = {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **changes,
+    }
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**values))
+
+
 def save_text_model(model: Any, folder: Path, *, chat_template: str | None = TEMPLATE) -> Path:
     """The folder that a real model has: weights, configurations and tokenizer."""
     model.save_pretrained(folder)

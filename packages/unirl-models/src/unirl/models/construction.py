@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unirl.models.extras import from_extra
 from unirl.types.errors import ContractError
@@ -60,6 +61,14 @@ def without_weights(model_class: Any, folder: Path, dtype: torch.dtype, device: 
     return model
 
 
+class TrueOnMeta(TorchDispatchMode):
+    """Inside, a condition on a tensor of the meta device, which has no values, is true, so that a forward goes on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: of any call
+        is_read = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
+        return True if is_read else func(*args, **({} if kwargs is None else kwargs))
+
+
 class _UnfilledOnMeta(TorchFunctionMode):
     """Tensors that are made without values are on the meta device: parameters, before they are initialised."""
 
@@ -93,6 +102,11 @@ def _transformers_model(model_class: Any, folder: Path, dtype: torch.dtype, devi
             model = model_class.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=dtype)
         else:
             model = model_class._from_config(model_class.config_class.from_pretrained(folder), dtype=dtype)
+    if model.can_generate():
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        except OSError:  # the file is not there: as the configuration says, which the model has read
+            pass
     strictly = model._keep_in_fp32_modules_strict or ()
     _cast_saved(
         model,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,16 @@ MAPPED_BYTES = 2**26
 """Bytes that are read of mapped files before these are closed: pages that were read count as memory until then."""
 _MOST_NAMES = 8
 
+Box = tuple[slice, ...]
+"""A slice with start and stop per dimension."""
+
+
+class Source(StoredTensor, Protocol):
+    """Where the values of a tensor of the model come from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
 
 class TensorFiles:
     """Tensors by name, in several files that are opened when they are read."""
@@ -34,6 +45,7 @@ class TensorFiles:
         self._stack = ExitStack()
         self._num_bytes = 0
 
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor. Raises CheckpointError for a file that cannot be read, or lacks one of its tensors."""
         found = {}
@@ -45,7 +57,7 @@ class TensorFiles:
         self.close()
         return found
 
-    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+    def read(self, name: str, box: Box) -> Tensor:
         """A part of a tensor, as it is stored, in the mapped file."""
         if self._num_bytes >= MAPPED_BYTES:
             self.close()
@@ -68,15 +80,18 @@ class TensorFiles:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file. Implements unirl.types.protocols.models.StoredTensor."""
+    """A tensor of a file."""
 
     files: TensorFiles
     name: str
     dtype: torch.dtype
     """In which it is given."""
 
-    def read(self, box: tuple[slice, ...]) -> Tensor:
-        """See StoredTensor."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.files.shapes[self.name]
+
+    def read(self, box: Box) -> Tensor:
         part = self.files.read(self.name, box)
         return part.to(self.dtype) if part.is_floating_point() else part
 
@@ -108,39 +123,39 @@ def safetensors_files(folder: Path, stem: str) -> dict[str, Path] | None:
         raise CheckpointError(f"{single} cannot be read ({error}). Fetch the folder again.") from error
 
 
-def stored_state(
-    model: nn.Module, files: Mapping[str, Path], folder: Path, *, ties: Mapping[str, str] | None = None
-) -> dict[str, StoredTensor]:
-    """Where each tensor of the model's state is, in the dtype that the model has it in.
-
-    files: see `safetensors_files`. ties: names of parameters that may be absent -> the parameter that each shares.
-    Raises CheckpointError that names what is missing, of another shape, and what else is in the files; without the
-    former two, the latter is logged.
-    """
-    tensor_files = TensorFiles(files)
-    shapes = tensor_files.shapes()
+def file_tensors(model: nn.Module, files: TensorFiles) -> dict[str, Source]:
+    """What the files have of the state of the model, by its names and in its dtypes."""
     state = model.state_dict()
-    names = {name: name if name in shapes else (ties or {}).get(name, name) for name in state}
-    missing = sorted(name for name, stored in names.items() if stored not in shapes)
+    return {name: FileTensor(files, name, state[name].dtype) for name in state if name in files.files}
+
+
+def check_state(
+    model: nn.Module,
+    found: Mapping[str, Source],
+    folder: Path,
+    *,
+    unread: Collection[str],
+    optional: Collection[str] = (),
+) -> None:
+    """Check that the whole state of a model is `found`, but what is `optional`, and of its shapes.
+
+    unread: names of the files that the model has no use for, which are said in the log or the error. Raises
+    CheckpointError with the names.
+    """
+    state = model.state_dict()
+    missing = sorted(state.keys() - found.keys() - set(optional))
     mismatched = [
-        f"{name}: {list(shapes[stored])} in the file, {list(state[name].shape)} in the model"
-        for name, stored in sorted(names.items())
-        if stored in shapes and shapes[stored] != tuple(state[name].shape)
+        f"{name}: {list(source.shape)} in the file, {list(state[name].shape)} in the model"
+        for name, source in sorted(found.items())
+        if source.shape != tuple(state[name].shape)
     ]
-    unexpected = sorted(shapes.keys() - state.keys())
     if missing or mismatched:
-        found = {"missing_keys": missing, "mismatched_keys": mismatched, "unexpected_keys": unexpected}
-        shown = ", ".join(f"{kind} {_shortened(each)}" for kind, each in found.items() if each)
+        wrong = {"missing_keys": missing, "mismatched_keys": mismatched, "unexpected_keys": sorted(unread)}
+        shown = ", ".join(f"{kind} {_shortened(names)}" for kind, names in wrong.items() if names)
         raise CheckpointError(f"{folder} does not hold all weights of {type(model).__name__}: {shown}. Fetch it again.")
-    if unexpected:
-        logger.warning(
-            "%d tensors of %s are not read, %s has none of these: %s",
-            len(unexpected),
-            folder,
-            type(model).__name__,
-            _shortened(unexpected),
-        )
-    return {name: FileTensor(tensor_files, stored, state[name].dtype) for name, stored in names.items()}
+    if unread:
+        class_name, names = type(model).__name__, _shortened(sorted(unread))
+        logger.warning("%s holds %d tensors that %s has not: %s", folder, len(unread), class_name, names)
 
 
 def _shortened(names: list[str]) -> str:

@@ -5,6 +5,8 @@ Model families derive from `CausalLMBundle` and name their classes; the base alo
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -14,22 +16,28 @@ from torch import Tensor, nn
 from unirl.models.causal_lm.attention import NAME as PACKED_ATTENTION
 from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
 from unirl.models.causal_lm.tokenizer import load_tokenizer
-from unirl.models.construction import from_configuration
+from unirl.models.construction import TrueOnMeta, from_configuration, without_weights
+from unirl.models.converted import ConvertedState, NotInPartsError, converted_state
 from unirl.models.extras import from_extra
 from unirl.models.loading import ModelFolder, open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder
 from unirl.models.one_component import OneComponentBundle
 from unirl.models.packing import Packing
+from unirl.models.stored import Source, TensorFiles, safetensors_files
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import has_values
-from unirl.types.errors import CheckpointError, ConfigError
+from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
 
 with from_extra("transformers"):
     import transformers
     from safetensors import SafetensorError
 
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = "model"
+"""Beginning of the names of weight files."""
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
 
@@ -40,6 +48,8 @@ class CausalLMBundle(OneComponentBundle):
     pretrained_model: a folder that save_pretrained wrote, or a hub id. dtype: of the weights ("fp32", "bf16", "fp16"),
         whatever the file holds.
     chunk_logits: logits that scoring holds at once, see `unirl.models.token_scores`; the memory knob of replay.
+    defers_weights: leave the weights to the backend, which reads this rank's part of each; folders without safetensors
+        files are read at once.
     Raises CheckpointError or ConfigError before weights are read if the folder is missing, incomplete or of another
     model; CheckpointError for weights that do not fit and for a tokenizer of more words than the model.
     """
@@ -61,6 +71,7 @@ class CausalLMBundle(OneComponentBundle):
         device: str | torch.device = "cpu",
         *,
         chunk_logits: PositiveInt = CHUNK_LOGITS,
+        defers_weights: bool = False,
     ) -> None:
         weights_dtype = dtype_named(dtype, "dtype")
         self.pretrained_model = pretrained_model
@@ -69,7 +80,13 @@ class CausalLMBundle(OneComponentBundle):
             pretrained_model, self.model_types, needs_weights=has_values(self.device)
         )
         self.tokenizer = load_tokenizer(self.folder.path)
-        self.model = self._load_model(weights_dtype).to(self.device).eval()
+        self.defers_weights = False
+        """True if the parameters are on the meta device, for a backend to read."""
+        self._stored: ConvertedState | None = None
+        if defers_weights and has_values(self.device):
+            self._defer_weights(weights_dtype)
+        if not self.defers_weights:
+            self.model = self._load_model(weights_dtype).to(self.device).eval()
         self.head = self._scoring_head(chunk_logits)
         self._check_tokenizer()
         self._check_blocks()
@@ -138,6 +155,32 @@ class CausalLMBundle(OneComponentBundle):
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
+    def _defer_weights(self, dtype: torch.dtype) -> None:
+        """Build the model without its weights if they can be read in parts; if not, the log says why."""
+        path = self.folder.path
+        files = safetensors_files(path, _WEIGHTS)
+        if files is None or "quantization_config" in self.folder.config:
+            reason = f"it has no {_WEIGHTS}.safetensors" if files is None else "its weights are quantised"
+            logger.warning("every rank reads all of %s: %s", path, reason)
+            return
+        model = without_weights(self.auto_class, path, dtype, self.device)
+        self.model, self.defers_weights = model, True
+        try:
+            self._stored = converted_state(model, TensorFiles(files))
+            with torch.no_grad(), TrueOnMeta():
+                probe, device = self._probe()
+                probe(input_ids=self._two_tokens(device), use_cache=False)
+        except (NotInPartsError, RuntimeError) as error:
+            # Also a model whose forward needs values, so that nothing can be asked of it before it has them.
+            logger.warning("every rank reads all of %s: %s", path, error)
+            self.defers_weights = False
+
+    def stored_weights(self) -> dict[str, dict[str, Source]]:
+        """Where each weight is, see unirl.types.protocols.models.DefersWeights."""
+        if self._stored is None:
+            raise ContractError(f"the weights of {self.folder.path} have been read")
+        return {self.component: self._stored.checked(self.model, self.folder.path)}
+
     def _load_model(self, dtype: torch.dtype) -> Any:  # Any: PreTrainedModel without the attributes of its families
         path = self.folder.path
         if not has_values(self.device):
@@ -185,8 +228,9 @@ class CausalLMBundle(OneComponentBundle):
         ramp = torch.linspace(-100, 100, self.vocabulary_size, dtype=self.head.weight.dtype, device=self.device)
         handle = self.head.register_forward_hook(lambda _, __, output: ramp.expand_as(output))
         try:
-            with torch.no_grad():
-                logits = self.model(input_ids=self._two_tokens(), use_cache=False).logits
+            with torch.no_grad(), TrueOnMeta():
+                model, device = self._probe()
+                logits = model(input_ids=self._two_tokens(device), use_cache=False).logits
         finally:
             handle.remove()
         if has_values(self.device) and not torch.equal(logits, ramp.expand_as(logits)):
@@ -203,11 +247,12 @@ class CausalLMBundle(OneComponentBundle):
             return False
         before = config._attn_implementation
         self._set_attention(PACKED_ATTENTION)
-        ids = self._two_tokens()
+        model, device = self._probe()
+        ids = self._two_tokens(device)
         packing = Packing.of([1, 1], ids.device)
         try:
-            with torch.no_grad():
-                self.model(input_ids=ids, position_ids=self._probe_positions(ids), packing=packing, use_cache=False)
+            with torch.no_grad(), TrueOnMeta():
+                model(input_ids=ids, position_ids=self._probe_positions(ids), packing=packing, use_cache=False)
         except Unpackable:
             self._set_attention(before)
             return False
@@ -216,8 +261,15 @@ class CausalLMBundle(OneComponentBundle):
     def _set_attention(self, name: str) -> None:
         self.model.set_attn_implementation(name)
 
-    def _two_tokens(self) -> Tensor:
-        return torch.zeros(1, 2, dtype=torch.long, device=self.device)
+    def _probe(self) -> tuple[Any, torch.device]:  # Any: as in `_load_model`
+        """A model of which a forward tells what it computes, not with which weights, and the device of its inputs."""
+        if not self.defers_weights:
+            return self.model, self.device
+        # In bfloat16, which every kernel takes.
+        return copy.deepcopy(self.model).to("meta", torch.bfloat16), torch.device("meta")
+
+    def _two_tokens(self, device: torch.device) -> Tensor:
+        return torch.zeros(1, 2, dtype=torch.long, device=device)
 
     def _probe_positions(self, ids: Tensor) -> Tensor:
         return torch.zeros_like(ids)

@@ -22,12 +22,11 @@ from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.diffusers_pipeline.tiling import work_in_tiles
 from unirl.models.extras import from_extra
 from unirl.models.loading import open_pipeline_folder
-from unirl.models.stored import safetensors_files, stored_state
+from unirl.models.stored import Source, TensorFiles, check_state, file_tensors, safetensors_files
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import building_on, empty_cache, has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols.models import StoredTensor
 
 with from_extra("diffusers"):
     import transformers
@@ -262,12 +261,14 @@ class DiffusersBundle(Bundle):
                 return False
         return True
 
-    def stored_weights(self) -> dict[str, dict[str, StoredTensor]]:
+    def stored_weights(self) -> dict[str, dict[str, Source]]:
         """Where each weight of what trains is, see unirl.types.protocols.models.DefersWeights."""
-        found = {}
+        found: dict[str, dict[str, Source]] = {}
         for name, module in self._trained.items():
             path = self.folder.path / name
-            found[name] = stored_state(module, safetensors_files(path, _WEIGHTS) or {}, path)
+            files = TensorFiles(safetensors_files(path, _WEIGHTS) or {})
+            found[name] = file_tensors(module, files)
+            check_state(module, found[name], path, unread=files.files.keys() - found[name].keys())
         return found
 
     def _read(self, path: Path, model_class: Any, dtype: torch.dtype) -> Any:  # Any: as in `load`

@@ -41,6 +41,7 @@ class Qwen3OmniThinkerBundle(QwenVLBundle):
         min_pixels: PositiveInt | None = None,
         max_pixels: PositiveInt | None = None,
         chunk_logits: PositiveInt = CHUNK_LOGITS,
+        defers_weights: bool = False,
     ) -> None:
         super().__init__(
             pretrained_model,
@@ -50,6 +51,7 @@ class Qwen3OmniThinkerBundle(QwenVLBundle):
             min_pixels=min_pixels,
             max_pixels=max_pixels,
             chunk_logits=chunk_logits,
+            defers_weights=defers_weights,
         )
         self.model.audio_tower.requires_grad_(not freeze_audio)
         # By their whole names: the audio encoder's projections end alike.

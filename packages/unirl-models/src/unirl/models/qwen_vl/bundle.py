@@ -40,8 +40,9 @@ class QwenVLBundle(CausalLMBundle):
         min_pixels: PositiveInt | None = None,
         max_pixels: PositiveInt | None = None,
         chunk_logits: PositiveInt = CHUNK_LOGITS,
+        defers_weights: bool = False,
     ) -> None:
-        super().__init__(pretrained_model, dtype, device, chunk_logits=chunk_logits)
+        super().__init__(pretrained_model, dtype, device, chunk_logits=chunk_logits, defers_weights=defers_weights)
         self.vision_tower.requires_grad_(not freeze_vision)
         self.alias_offset: int = self.model.get_input_embeddings().num_embeddings
         """An id beyond the vocabulary by this much is embedded as the id itself, and is no placeholder to the model."""
