@@ -176,10 +176,11 @@ class CausalLMBundle(OneComponentBundle):
             self.defers_weights = False
 
     def stored_weights(self) -> dict[str, dict[str, Source]]:
-        """Where each weight is, see unirl.types.protocols.models.DefersWeights."""
-        if self._stored is None:
+        """Where each weight is, see unirl.types.protocols.models.DefersWeights. Once, so that no file stays open."""
+        stored, self._stored = self._stored, None
+        if stored is None:
             raise ContractError(f"the weights of {self.folder.path} have been read")
-        return {self.component: self._stored.checked(self.model, self.folder.path)}
+        return {self.component: stored.checked(self.model, self.folder.path)}
 
     def _load_model(self, dtype: torch.dtype) -> Any:  # Any: PreTrainedModel without the attributes of its families
         path = self.folder.path
