@@ -92,20 +92,15 @@ def family(name: str, num_frames: int, tiny: Callable[[], Any], *published: Publ
 
 
 ROTARY = {"use_rotary_positional_embeddings": True}
-LARGE = {"num_attention_heads": 48, "num_layers": 42, **ROTARY}
 PADDED_TIME = {"patch_size_t": 2, "patch_bias": False, **ROTARY}
 
 FAMILIES = [
-    family("cogvideox", 9, tiny(3.0), Published("zai-org/CogVideoX-2b", 1.69, {"transformer": {}})),
-    family("cogvideox_rotary", 9, tiny(1.0, **ROTARY), Published("zai-org/CogVideoX-5b", 5.57, {"transformer": LARGE})),
+    family("cogvideox", 9, tiny(3.0), Published("zai-org/CogVideoX-2b", 1.69)),
+    family("cogvideox_rotary", 9, tiny(1.0, **ROTARY), Published("zai-org/CogVideoX-5b", 5.57)),
     family(
         "cogvideox15",
         9,
         tiny(1.0, **PADDED_TIME, sample_height=20, sample_width=20),
-        Published(
-            "zai-org/CogVideoX1.5-5B",
-            5.57,
-            {"transformer": {**LARGE, **PADDED_TIME, "sample_height": 300, "sample_width": 300, "sample_frames": 81}},
-        ),
+        Published("zai-org/CogVideoX1.5-5B", 5.57),
     ),
 ]

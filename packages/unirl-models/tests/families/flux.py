@@ -109,11 +109,6 @@ def from_stock(latents: Tensor, request: Request) -> Tensor:
 PARAMS = {"max_sequence_length": 32, "distilled_guidance_scale": 3.5}
 
 
-def published(hub_id: str, **changes: Any) -> Published:
-    """The class's defaults are the released sizes."""
-    return Published(f"black-forest-labs/{hub_id}", 11.9, {"transformer": changes})
-
-
 FAMILIES = [
     Family(
         name="flux_dev",
@@ -123,7 +118,7 @@ FAMILIES = [
         params=PARAMS,
         call=call,
         from_stock=from_stock,
-        published=(published("FLUX.1-dev", guidance_embeds=True),),
+        published=(Published("black-forest-labs/FLUX.1-dev", 11.9),),
     ),
     Family(
         name="flux_schnell",
@@ -134,7 +129,7 @@ FAMILIES = [
         call=call,
         from_stock=from_stock,
         unguided=None,
-        published=(published("FLUX.1-schnell"),),
+        published=(Published("black-forest-labs/FLUX.1-schnell", 11.9),),
     ),
     Family(
         name="flux_kontext",
@@ -146,7 +141,7 @@ FAMILIES = [
         from_stock=from_stock,
         inputs=one_picture_each,
         is_latent_batch=False,
-        published=(published("FLUX.1-Kontext-dev", guidance_embeds=True),),
+        published=(Published("black-forest-labs/FLUX.1-Kontext-dev", 11.9),),
     ),
     Family(
         name="flux_fill",
@@ -158,6 +153,6 @@ FAMILIES = [
         from_stock=from_stock,
         inputs=picture_and_mask_each,
         unguided=None,
-        published=(published("FLUX.1-Fill-dev", guidance_embeds=True, in_channels=384, out_channels=64),),
+        published=(Published("black-forest-labs/FLUX.1-Fill-dev", 11.9),),
     ),
 ]

@@ -88,16 +88,9 @@ def from_stock(latents: Tensor, request: Request) -> Tensor:
 PARAMS = {"max_sequence_length": 64, "negative_prompt": ""}
 
 
-def published(billions: float, **config: Any) -> Published:
-    size = "9B" if config["num_attention_heads"] == 32 else "4B"
-    return Published(
-        f"black-forest-labs/FLUX.2-klein-base-{size}", billions, {"transformer": {"guidance_embeds": False, **config}}
-    )
-
-
 PUBLISHED = (
-    published(3.88, num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680),
-    published(9.08, num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288),
+    Published("black-forest-labs/FLUX.2-klein-base-4B", 3.88),
+    Published("black-forest-labs/FLUX.2-klein-base-9B", 9.08),
 )
 
 

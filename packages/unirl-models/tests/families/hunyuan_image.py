@@ -96,9 +96,7 @@ FAMILIES = [
         load_lora=load_lora_by_model,
         published=(
             # The class's defaults are the released sizes, but for the words to draw.
-            Published(
-                "hunyuanvideo-community/HunyuanImage-2.1-Diffusers", 17.4, {"transformer": {"text_embed_2_dim": 1472}}
-            ),
+            Published("hunyuanvideo-community/HunyuanImage-2.1-Diffusers", 17.4),
         ),
     ),
 ]

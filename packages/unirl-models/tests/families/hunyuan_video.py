@@ -189,7 +189,7 @@ FAMILIES = [
         other_size=OTHER_SIZE,
         call=call,
         # The class's defaults are the released sizes.
-        published=(Published("hunyuanvideo-community/HunyuanVideo", 12.8, {"transformer": {}}),),
+        published=(Published("hunyuanvideo-community/HunyuanVideo", 12.8),),
     ),
     Family(
         name="hunyuan_video_i2v",
@@ -201,7 +201,7 @@ FAMILIES = [
         inputs=first_frames,
         is_latent_batch=False,
         call=call_i2v,
-        published=(Published("hunyuanvideo-community/HunyuanVideo-I2V", 12.8, {"transformer": REPLACED}),),
+        published=(Published("hunyuanvideo-community/HunyuanVideo-I2V", 12.8),),
     ),
     Family(
         name="hunyuan_video_i2v_concatenated",
@@ -215,12 +215,6 @@ FAMILIES = [
         call=call_i2v,
         cut_frames=4,
         encodes_media=False,
-        published=(
-            Published(
-                "hunyuanvideo-community/HunyuanVideo-I2V-33ch",
-                12.8,
-                {"transformer": CONCATENATED | {"in_channels": 33}},
-            ),
-        ),
+        published=(Published("hunyuanvideo-community/HunyuanVideo-I2V-33ch", 12.8),),
     ),
 ]

@@ -78,7 +78,7 @@ FAMILIES = [
         arrange=arrange,
         load_lora=load_lora_by_model,
         # The class's defaults are the released sizes.
-        published=(Published("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", 8.3, {"transformer": {}}),),
+        published=(Published("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", 8.3),),
     ),
     Family(
         name="hunyuan_video15_i2v",
@@ -92,6 +92,6 @@ FAMILIES = [
         call=call_i2v,
         arrange=arrange,
         load_lora=load_lora_by_model,
-        published=(Published("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v", 8.3, {"transformer": {}}),),
+        published=(Published("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v", 8.3),),
     ),
 ]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.pipeline import DiffusersPipeline
+from unirl.models.releases.configurations import OF_RELEASES
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import initial_noise
 from unirl.types.media import Images, Primitive, Texts, Videos
@@ -39,8 +40,13 @@ class Published:
     hub_id: str
     billions: float
     """Parameters of all that trains, as published."""
-    configs: Mapping[str, Mapping[str, Any]]
-    """config.json of each component that trains, where it differs from its class's defaults."""
+    components: tuple[str, ...] = ("transformer",)
+    """Those that train, and a ControlNet."""
+
+    @property
+    def configs(self) -> dict[str, Mapping[str, Any]]:
+        """config.json of each component, where it differs from its class's defaults."""
+        return {name: OF_RELEASES.get(self.hub_id, {}).get(name, {}) for name in self.components}
 
 
 @dataclass(frozen=True)

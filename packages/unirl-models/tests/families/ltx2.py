@@ -201,6 +201,6 @@ FAMILIES = [
         latents_of=lambda outputs: outputs,
         encodes_media=False,
         # The class's defaults are the released sizes.
-        published=(Published("Lightricks/LTX-2", 18.9, {"transformer": {}}),),
+        published=(Published("Lightricks/LTX-2", 18.9),),
     ),
 ]

@@ -106,7 +106,7 @@ FAMILIES = [
         call=call,
         from_stock=from_stock,
         # The class's defaults are the released sizes.
-        published=(Published("Qwen/Qwen-Image", 20.4, {"transformer": {}}),),
+        published=(Published("Qwen/Qwen-Image", 20.4),),
     ),
     Family(
         name="qwen_image_inpaint",
@@ -118,6 +118,6 @@ FAMILIES = [
         arrange=arrange_inpaint,
         from_stock=from_stock,
         inputs=picture_and_mask_each,
-        published=(Published("Qwen/Qwen-Image", 20.4, {"transformer": {}}),),
+        published=(Published("Qwen/Qwen-Image", 20.4),),
     ),
 ]

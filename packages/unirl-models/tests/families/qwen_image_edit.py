@@ -151,7 +151,7 @@ def family(name: str, bundle: Any, stock: Any, inputs: Any, hub_ids: tuple[str, 
         inputs=inputs,
         is_latent_batch=False,
         # The class's defaults are the released sizes.
-        published=tuple(Published(hub_id, 20.4, {"transformer": {}}) for hub_id in hub_ids),
+        published=tuple(Published(hub_id, 20.4) for hub_id in hub_ids),
     )
 
 

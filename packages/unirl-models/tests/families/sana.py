@@ -85,14 +85,6 @@ def call(request: Request) -> dict[str, Any]:
     return stock_call(request, max_sequence_length=length, use_resolution_binning=False)
 
 
-SMALL = {
-    "num_layers": 28,
-    "num_attention_heads": 36,
-    "num_cross_attention_heads": 16,
-    "cross_attention_head_dim": 72,
-    "cross_attention_dim": 1152,
-}
-
 FAMILIES = [
     Family(
         name="sana",
@@ -104,8 +96,8 @@ FAMILIES = [
         call=call,
         # The class's defaults are the released sizes of the 1.6 B model.
         published=(
-            Published("Efficient-Large-Model/Sana_1600M_1024px_diffusers", 1.6, {"transformer": {}}),
-            Published("Efficient-Large-Model/Sana_600M_1024px_diffusers", 0.59, {"transformer": SMALL}),
+            Published("Efficient-Large-Model/Sana_1600M_1024px_diffusers", 1.6),
+            Published("Efficient-Large-Model/Sana_600M_1024px_diffusers", 0.59),
         ),
     )
 ]

@@ -43,30 +43,6 @@ def _control_call(request: Request) -> dict[str, object]:
     }
 
 
-SD3_MEDIUM: dict[str, Any] = {
-    "num_layers": 24,
-    "num_attention_heads": 24,
-    "attention_head_dim": 64,
-    "in_channels": 16,
-    "out_channels": 16,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 1536,
-    "pooled_projection_dim": 2048,
-    "pos_embed_max_size": 192,
-}
-SD35_MEDIUM = SD3_MEDIUM | {
-    "pos_embed_max_size": 384,
-    "qk_norm": "rms_norm",
-    "dual_attention_layers": tuple(range(13)),
-}
-SD35_LARGE = SD3_MEDIUM | {
-    "num_layers": 38,
-    "num_attention_heads": 38,
-    "caption_projection_dim": 2432,
-    "qk_norm": "rms_norm",
-}
-CANNY = SD3_MEDIUM | {"num_layers": 6, "extra_conditioning_channels": 0}
-
 FAMILIES = [
     Family(
         name="sd3",
@@ -79,8 +55,8 @@ FAMILIES = [
         call=_call,
         schedule="diffusers",
         published=(
-            Published("stabilityai/stable-diffusion-3.5-medium", 2.47, {"transformer": SD35_MEDIUM}),
-            Published("stabilityai/stable-diffusion-3.5-large", 8.06, {"transformer": SD35_LARGE}),
+            Published("stabilityai/stable-diffusion-3.5-medium", 2.47),
+            Published("stabilityai/stable-diffusion-3.5-large", 8.06),
         ),
     ),
     Family(
@@ -101,7 +77,7 @@ FAMILIES = [
         inputs=one_picture_each,
         published=(
             # The transformer of Stable Diffusion 3 medium, which trains, and the ControlNet, which stays frozen.
-            Published("InstantX/SD3-Controlnet-Canny", 2.68, {"transformer": SD3_MEDIUM, "controlnet": CANNY}),
+            Published("InstantX/SD3-Controlnet-Canny", 2.68, components=("transformer", "controlnet")),
         ),
     ),
 ]

@@ -81,26 +81,6 @@ FAMILIES = [
         call=stock_call,
         keeps_scheduler=True,
         levels=levels,
-        published=(
-            Published(
-                "stabilityai/stable-diffusion-xl-base-1.0",
-                2.57,
-                {
-                    "unet": {
-                        "sample_size": 128,
-                        "addition_embed_type": "text_time",
-                        "addition_time_embed_dim": 256,
-                        "attention_head_dim": (5, 10, 20),
-                        "block_out_channels": (320, 640, 1280),
-                        "cross_attention_dim": 2048,
-                        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-                        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-                        "projection_class_embeddings_input_dim": 2816,
-                        "transformer_layers_per_block": (1, 2, 10),
-                        "use_linear_projection": True,
-                    }
-                },
-            ),
-        ),
+        published=(Published("stabilityai/stable-diffusion-xl-base-1.0", 2.57, components=("unet",)),),
     )
 ]

@@ -24,6 +24,7 @@ from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.released import all_released
+from unirl.models.releases.indexes import INDEXES, index_of
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import initial_noise
 from unirl.types.errors import CheckpointError, ConfigError
@@ -46,7 +47,6 @@ from .kit import (
     scheduler_of,
     stock_of,
 )
-from .released_indexes import INDEXES, index_of
 
 LIBRARIES: dict[str, Any] = {"diffusers": diffusers, "transformers": transformers, "ltx2": ltx2}
 CONFIG_KINDS = {"scheduler": "scheduler", "guider": "guider", "ocr_guider": "guider"}

@@ -25,10 +25,6 @@ from .kit import Family, Published, Request, seeded, stock_call
 CLIP_TEXT = {"max_sequence_length": 512}
 PARAMS = {"num_frames": 5, "max_sequence_length": 32}
 OTHER_SIZE = {"height": 32, "width": 48, "num_frames": 9}
-WAN_1_3B = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
-WAN_21_I2V = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
-WAN_VACE_1_3B = WAN_1_3B | {"vace_layers": list(range(0, 30, 2))}
-WAN_5B = {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
 
 
 def tiny_vae(**changes: Any) -> Any:
@@ -296,7 +292,7 @@ ANIMATE = Family(
     inputs=animated,
     is_latent_batch=False,
     encodes_media=False,
-    published=(Published("Wan-AI/Wan2.2-Animate-14B-Diffusers", 17.3, {"transformer": {"added_kv_proj_dim": 5120}}),),
+    published=(Published("Wan-AI/Wan2.2-Animate-14B-Diffusers", 17.3),),
 )
 
 FAMILIES = [
@@ -310,9 +306,9 @@ FAMILIES = [
         call=call,
         published=(
             # Called 1.3B.
-            Published("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.42, {"transformer": WAN_1_3B}),
+            Published("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.42),
             # The class's defaults are the released sizes.
-            Published("Wan-AI/Wan2.1-T2V-14B-Diffusers", 14.3, {"transformer": {}}),
+            Published("Wan-AI/Wan2.1-T2V-14B-Diffusers", 14.3),
         ),
     ),
     Family(
@@ -326,7 +322,7 @@ FAMILIES = [
         call=call,
         load_lora=load_two_loras,
         # Called A14B: 14 active of 28.
-        published=(Published("Wan-AI/Wan2.2-T2V-A14B-Diffusers", 28.6, {"transformer": {}, "transformer_2": {}}),),
+        published=(Published("Wan-AI/Wan2.2-T2V-A14B-Diffusers", 28.6, components=("transformer", "transformer_2")),),
     ),
     Family(
         name="wan22_ti2v",
@@ -337,7 +333,7 @@ FAMILIES = [
         params=PARAMS,
         other_size={"height": 64, "width": 32, "num_frames": 9},
         call=call,
-        published=(Published("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 5.0, {"transformer": WAN_5B}),),
+        published=(Published("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 5.0),),
     ),
     Family(
         name="wan21_i2v",
@@ -349,7 +345,7 @@ FAMILIES = [
         call=call_with_images,
         inputs=first_frames,
         is_latent_batch=False,
-        published=(Published("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", 16.4, {"transformer": WAN_21_I2V}),),
+        published=(Published("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", 16.4),),
     ),
     Family(
         name="wan21_first_last_frame",
@@ -361,11 +357,7 @@ FAMILIES = [
         call=call_with_images,
         inputs=first_and_last_frames,
         is_latent_batch=False,
-        published=(
-            Published(
-                "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", 16.4, {"transformer": WAN_21_I2V | {"pos_embed_seq_len": 514}}
-            ),
-        ),
+        published=(Published("Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", 16.4),),
     ),
     Family(
         name="wan22_i2v",
@@ -379,13 +371,7 @@ FAMILIES = [
         inputs=first_and_last_frames,
         is_latent_batch=False,
         load_lora=load_two_loras,
-        published=(
-            Published(
-                "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
-                28.6,
-                {"transformer": {"in_channels": 36}, "transformer_2": {"in_channels": 36}},
-            ),
-        ),
+        published=(Published("Wan-AI/Wan2.2-I2V-A14B-Diffusers", 28.6, components=("transformer", "transformer_2")),),
     ),
     Family(
         name="wan22_ti2v_image",
@@ -409,8 +395,8 @@ FAMILIES = [
         call=call_vace,
         is_latent_batch=False,
         published=(
-            Published("Wan-AI/Wan2.1-VACE-1.3B-diffusers", 2.15, {"transformer": WAN_VACE_1_3B}),
-            Published("Wan-AI/Wan2.1-VACE-14B-diffusers", 17.3, {"transformer": {}}),
+            Published("Wan-AI/Wan2.1-VACE-1.3B-diffusers", 2.15),
+            Published("Wan-AI/Wan2.1-VACE-14B-diffusers", 17.3),
         ),
     ),
     ANIMATE,

@@ -63,7 +63,7 @@ FAMILIES = [
         params=PARAMS,
         call=call,
         # The class's defaults are the released sizes.
-        published=(Published("Tongyi-MAI/Z-Image", 6.15, {"transformer": {}}),),
+        published=(Published("Tongyi-MAI/Z-Image", 6.15),),
     ),
     Family(
         name="z_image_turbo",
@@ -80,6 +80,6 @@ FAMILIES = [
         },
         unguided=None,
         call=call,
-        published=(Published("Tongyi-MAI/Z-Image-Turbo", 6.15, {"transformer": {}}),),
+        published=(Published("Tongyi-MAI/Z-Image-Turbo", 6.15),),
     ),
 ]

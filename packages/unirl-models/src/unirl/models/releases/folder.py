@@ -1,0 +1,107 @@
+"""A release's folder without its weights: its index, its models' configurations, and tokenizers of bytes instead of its
+own."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unirl.models.extras import from_extra
+from unirl.models.releases.configurations import OF_CLASSES, OF_RELEASES
+from unirl.models.releases.indexes import INDEXES, index_of
+from unirl.models.tiny.text import byte_tokenizer
+from unirl.types.errors import ConfigError
+
+with from_extra("diffusers"):
+    import diffusers
+    import transformers
+    from diffusers.pipelines import ltx2
+
+ALIASES: Mapping[str, str] = {
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
+    "./models/sd3-controlnet-canny": "InstantX/SD3-Controlnet-Canny",
+}
+"""Names in recipes -> releases with the same models."""
+LIBRARIES: Mapping[str, Any] = {"diffusers": diffusers, "transformers": transformers, "ltx2": ltx2}
+SPECIAL = ("<pad>", "<s>", "</s>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<unk>")
+"""Ids before those of bytes, in the order that `configurations` takes them for granted."""
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+PROMPT_TOKENS = 4096
+"""Longest text of a stand-in tokenizer whose family says no limit."""
+
+PLAIN = str | int | float | list | tuple | None
+"""Values that JSON has."""
+
+Settings = dict[str, Any]  # Any: JSON values
+
+
+def is_known(hub_id: str) -> bool:
+    """True if the configurations of this release are known."""
+    return ALIASES.get(hub_id, hub_id) in INDEXES
+
+
+def write_configurations(hub_id: str, folder: Path) -> None:
+    """The folder that a download of a diffusers release gives, with no weights and without its tokenizers' words.
+
+    Raises ConfigError for a release whose configurations are not known.
+    """
+    release = ALIASES.get(hub_id, hub_id)
+    if release not in INDEXES:
+        raise ConfigError(
+            f"the configurations of {hub_id} are not known. Give a folder with its *.json and tokenizer files "
+            f"(`hf download {hub_id} --include '*.json' '*.txt' '*.model' --local-dir FOLDER`), or one of "
+            f"{', '.join(sorted({*INDEXES, *ALIASES}))}."
+        )
+    index = index_of(release)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, entry in index.items():
+        if not isinstance(entry, list) or entry[1] is None:
+            continue
+        place = folder / name
+        place.mkdir(exist_ok=True)
+        library, class_name = entry
+        if "okenizer" in class_name:
+            _tokenizer(class_name).save_pretrained(place)
+            index[name] = ["transformers", "PreTrainedTokenizerFast"]
+        elif library == "transformers" and class_name.endswith("Processor"):
+            _write_processor(class_name, place)
+        else:
+            settings = {**OF_CLASSES.get(class_name, {}), **OF_RELEASES.get(release, {}).get(name, {})}
+            _write_configuration(getattr(LIBRARIES[library], class_name), settings, place)
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _write_configuration(model_class: Any, settings: Settings, place: Path) -> None:  # Any: of either library
+    if hasattr(model_class, "config_class") and model_class.config_class is not None:
+        config = model_class.config_class(**settings)
+        config.save_pretrained(place)
+        return
+    defaults = inspect.signature(model_class.__init__).parameters.items()
+    known = {key: value.default for key, value in defaults if isinstance(value.default, PLAIN)}
+    is_scheduler = "chedul" in model_class.__name__ or "Solver" in model_class.__name__
+    file = "scheduler_config.json" if is_scheduler else "config.json"
+    content = {"_class_name": model_class.__name__, **known, **settings}
+    (place / file).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def _tokenizer(class_name: str) -> Any:  # Any: of transformers
+    length = 77 if class_name.startswith("CLIP") else PROMPT_TOKENS
+    return byte_tokenizer(
+        {token: place for place, token in enumerate(SPECIAL)},
+        model_max_length=length,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=list(SPECIAL[3:7]),
+        chat_template=CHAT,
+    )
+
+
+def _write_processor(class_name: str, place: Path) -> None:
+    # Of images and texts together families read the part of images, which needs no torchvision.
+    own = "Qwen2VLImageProcessorPil" if class_name == "Qwen2VLProcessor" else class_name
+    getattr(transformers, own)().save_pretrained(place)
