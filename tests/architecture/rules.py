@@ -20,7 +20,9 @@ PORTIONS: dict[str, str] = {
     "models": "models",
     "rollout": "rollout",
     "reward": "reward",
-    **dict.fromkeys(("train", "algorithms", "data", "distributed", "trainer", "config", "tracking"), "train"),
+    **dict.fromkeys(
+        ("train", "algorithms", "data", "distributed", "trainer", "config", "tracking", "rehearsal"), "train"
+    ),
     **dict.fromkeys(("app", "datasets", "recipes", "worlds", "pretraining", "reward_server"), "apps"),
     **dict.fromkeys(("train_diffusion", "train_vlm", "train_pe", "train_unified_model"), "apps"),
 }

@@ -76,7 +76,7 @@ _QWEN_VL_IDS: Settings = {
     "vision_start_token_id": 5,
     "vision_end_token_id": 6,
 }
-"""Of the stand-in tokenizer, as everything that names a token here."""
+"""Ids of the stand-in tokenizer."""
 _QWEN_25_VL_7B: Settings = {
     "text_config": _QWEN_25_7B,
     "vision_config": {

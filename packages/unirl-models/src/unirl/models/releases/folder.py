@@ -1,5 +1,5 @@
-"""A release's folder without its weights: its index, its models' configurations, and tokenizers of bytes instead of its
-own."""
+"""A release's folder without weights: its index, the configurations of its models, and tokenizers of bytes that stand
+for the real ones."""
 
 from __future__ import annotations
 

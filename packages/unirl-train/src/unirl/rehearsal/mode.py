@@ -1,0 +1,269 @@
+"""The mode that a rehearsal runs in: host tensors are real and compute, tensors of the pretend device are fake.
+
+So seeds, noise levels, prompts, indices, advantages and metrics are those of a real run, and only what the device would
+hold has no values. What comes back from the device is zeros, and a boolean is True; every such read is recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from unirl.rehearsal.device import register_device
+from unirl.rehearsal.ledger import Ledger
+from unirl.types.devices import PRETEND, has_values
+
+aten = torch.ops.aten
+PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
+"""Tensor classes that the mode handles; others (DTensor) unwrap themselves and come back with these."""
+SMALL_BYTES = 1 << 20
+"""A larger tensor that leaves the device shares one zero in host memory."""
+MASKS = (torch.bool, torch.uint8)
+COLLECTIVES = ("c10d", "_c10d_functional")
+HERE = str(Path(__file__).parent)
+
+Value = Any  # Any: arguments and results of operators
+
+
+@dataclass
+class Counts:
+    """What was computed, sent and read, by phase."""
+
+    flops: Counter[str] = field(default_factory=Counter)
+    """Floating-point operations."""
+    num_operators: Counter[str] = field(default_factory=Counter)
+    """On the device."""
+    collectives: dict[str, Counter[str]] = field(default_factory=dict)
+    """Bytes that each kind of collective gives or makes."""
+    reads: Counter[str] = field(default_factory=Counter)
+    """How often values of the device were read, by place in the code and not by phase."""
+
+
+class Rehearsal(TorchDispatchMode):
+    """Enter it around everything that touches the pretend device. Not re-entrant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register_device()
+        self.ledger = Ledger()
+        self.counts = Counts()
+        """Since the beginning, or since they were last replaced."""
+        self.phase = "start"
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._moving = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def enter_phase(self, name: str) -> None:
+        """Count as this phase's from now on."""
+        self.phase = name
+        self.ledger.enter_phase(name)
+
+    def collectives_of_phase(self) -> Counter[str]:
+        """Bytes of this phase by kind, to add to."""
+        return self.counts.collectives.setdefault(self.phase, Counter())
+
+    # What torch calls ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Value,
+        types: Sequence[type],
+        args: tuple[Value, ...] = (),
+        kwargs: Mapping[str, Value] | None = None,
+    ) -> Value:
+        """One operator."""
+        named = dict(kwargs or {})
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented
+        flat, _ = tree_flatten((args, named))
+        fakes = [value for value in flat if isinstance(value, FakeTensor)]
+        if fakes and fakes[0].fake_mode is not self._fake:
+            return func(*args, **named)  # of DTensor, which asks for the shapes of whole tensors
+        if not fakes and not any(isinstance(value, torch.device) and not has_values(value) for value in flat):
+            return func(*args, **named)
+        read = self._read(func, args, named)
+        if read is not None:
+            return read[0]
+        out = self._faked(func, args, named)
+        self._count(func, args, named, out)
+        return out
+
+    def _faked(self, func: Value, args: tuple[Value, ...], named: dict[str, Value]) -> Value:
+        """The operator on shapes alone."""
+        with self._fake:
+            if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
+                source = args[0]  # comes to the device
+                dtype = named.get("dtype") or source.dtype
+                return torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=PRETEND)
+            flat, spec = tree_flatten((args, named))
+            if any(isinstance(value, Tensor) and not isinstance(value, FakeTensor) for value in flat):
+                args, named = tree_unflatten([_stand_in(value) for value in flat], spec)
+            return func(*args, **named)
+
+    # Values of the device --------------------------------------------------------------------------------------------
+
+    def _read(self, func: Value, args: tuple[Value, ...], named: dict[str, Value]) -> tuple[Value] | None:
+        """What an operator gives that needs values, in a tuple; None if it needs none."""
+        first: Value = args[0] if args else None
+        if func is aten._local_scalar_dense.default:
+            self._record("a number")
+            return (True if first.dtype == torch.bool else 0.0 if first.is_floating_point() else 0,)
+        if func is aten._to_copy.default and isinstance(first, FakeTensor) and _is_host(named.get("device")):
+            if self._moving:  # a module that leaves the device: it stays where it is, and counts as the host's
+                self.ledger.leave(first)
+                return (first,)
+            self._record("a tensor")
+            return (_zeros(first, named.get("dtype") or first.dtype),)
+        if func is aten.copy_.default and not isinstance(first, FakeTensor):
+            self._record("a tensor")
+            return (first.fill_(0),)
+        if func is aten.nonzero.default:
+            self._record("the places of a mask")
+            with self._fake:
+                return (torch.empty(first.numel(), first.ndim, dtype=torch.int64, device=first.device),)
+        if func is aten.index.Tensor and any(_is_mask(index) for index in args[1]):
+            self._record("a mask")
+            indices = [each for index in args[1] for each in self._all_places(index)]
+            return (aten.index.Tensor(first, indices),)
+        return None
+
+    def _all_places(self, index: Value) -> list[Value]:
+        """A mask keeps all that it could keep: the largest that the result can be."""
+        if not _is_mask(index):
+            return [index]
+        with self._fake:
+            return [torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
+
+    def _record(self, what: str) -> None:
+        """Note the nearest line of the project that reads, or of another library."""
+        frame, found = sys._getframe(2), None
+        while frame is not None:
+            name = frame.f_code.co_filename
+            is_own = name.startswith(HERE)
+            if "/unirl/" in name and not is_own:
+                found = f"{name.split('/unirl/')[-1]}:{frame.f_lineno}"
+                break
+            if found is None and "/torch/" not in name and not is_own:
+                found = f"{'/'.join(name.split('/')[-3:])}:{frame.f_lineno}"
+            frame = frame.f_back
+        self.counts.reads[f"{what} at {found}"] += 1
+
+    # Counting --------------------------------------------------------------------------------------------------------
+
+    def _count(self, func: Value, args: tuple[Value, ...], named: dict[str, Value], out: Value) -> None:
+        made = [value for value in tree_leaves(out) if isinstance(value, FakeTensor)]
+        self.ledger.made(value for value in made if not has_values(value.device))
+        self.counts.num_operators[self.phase] += 1
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.counts.flops[self.phase] += formula(*args, **named, out_val=out)
+        if func.namespace in COLLECTIVES:
+            tensors = [*made, *(value for value in tree_leaves((args, named)) if isinstance(value, Tensor))]
+            largest = max((value.numel() * value.element_size() for value in tensors), default=0)
+            name = func._overloadpacket._qualified_op_name.split("::")[1].strip("_").removesuffix("_base")
+            self.collectives_of_phase()[name] += largest
+
+    # What no mode sees -----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        resize, apply, swap = torch.UntypedStorage.resize_, nn.Module._apply, torch.utils.swap_tensors
+        infer, new_group = ShardingPropagator._propagate_tensor_meta_non_cached, dist.new_group
+        ledger = self.ledger
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Value:
+            result = resize(storage, size)
+            ledger.resized(storage, size)
+            return result
+
+        def moved(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+            with self._moving_modules():
+                return apply(module, lambda tensor: self._moved(fn, tensor), recurse)
+
+        def swapped(one: Tensor, two: Tensor) -> None:
+            # Parameters of a fake module have weak references, which torch refuses to swap.
+            if isinstance(one, FakeTensor) and isinstance(two, FakeTensor):
+                one.data = two.data
+            else:
+                swap(one, two)
+
+        def inferred(propagator: Value, *args: Value, **kwargs: Value) -> Value:
+            with ledger.silent():  # runs each operator once on whole tensors
+                return infer(propagator, *args, **kwargs)
+
+        def joined(*args: Value, backend: str | None = None, **kwargs: Value) -> Value:
+            del backend  # a group of gloo within a fake one ends the process
+            return new_group(*args, **kwargs)
+
+        self._patch(dist, "new_group", joined)
+        self._patch(torch.UntypedStorage, "resize_", resized)
+        self._patch(nn.Module, "_apply", moved)
+        self._patch(torch.utils, "swap_tensors", swapped)
+        self._patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", inferred)
+        # torch.tensor(1, device=...) then makes a host tensor and moves it through the dispatcher.
+        lifts = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        self._undo.append(lambda: torch._C._set_only_lift_cpu_tensors(lifts))
+        return super().__enter__()
+
+    def _patch(self, owner: Value, name: str, value: Value) -> None:
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, before))
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        while self._undo:
+            self._undo.pop()()
+        super().__exit__(exc_type, exc_val, exc_tb)
+
+    def _moved(self, fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+        self.ledger.come_back(tensor)
+        return fn(tensor)  # which says so if the tensor leaves, or stays away
+
+    @contextmanager
+    def _moving_modules(self) -> Generator[None]:
+        self._moving += 1
+        try:
+            yield
+        finally:
+            self._moving -= 1
+
+
+def _stand_in(value: Value) -> Value:
+    """A fresh tensor for a real one among fakes; the fake mode's converter would keep it for good."""
+    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return value
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    if like.numel() * dtype.itemsize <= SMALL_BYTES:
+        return torch.zeros(like.shape, dtype=dtype)
+    return torch.zeros((), dtype=dtype).expand(like.shape)
+
+
+def _is_host(device: torch.device | None) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
+
+
+def _is_mask(index: Value) -> bool:
+    return isinstance(index, FakeTensor) and index.dtype in MASKS

@@ -1,0 +1,154 @@
+"""What the pretend device does with single operators, as JSON; in a separate process, which registers a device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from unirl.rehearsal.device import join_group
+from unirl.rehearsal.ledger import HOST
+from unirl.rehearsal.mode import Rehearsal
+from unirl.rehearsal.repeats import repeat_forwards
+from unirl.types.devices import PRETEND, building_on, empty_cache, has_values, is_accelerator
+
+HEADS, TOKENS, WIDTH = 8, 512, 64
+
+
+def reads(mode: Rehearsal) -> dict[str, Any]:
+    """What comes back from the device."""
+    x = torch.randn(3, 4, device=PRETEND)
+    large = torch.randn(1024, 1024, device=PRETEND).cpu()
+    return {
+        "is_pretend": is_accelerator(x.device) and not has_values(x.device),
+        "copied": x.cpu().tolist(),
+        "number": float(x.sum()),
+        "boolean": bool((x > 0).all()),
+        "strides of a large one": list(large.stride()),
+        "masked": list(x[x > 0].shape),
+        "places": list((x > 0).nonzero().shape),
+        "at": sorted(mode.counts.reads),
+    }
+
+
+def mixed() -> str:
+    """A mistake that a GPU would refuse."""
+    try:
+        torch.randn(2, device=PRETEND) + torch.randn(2)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+def memory(mode: Rehearsal) -> dict[str, int]:
+    """Bytes of a module that leaves the device and comes back, and of one that is built for the host."""
+    found = {}
+    with torch.device(PRETEND):
+        model = nn.Linear(100, 100, bias=False)
+    found["there"] = mode.ledger.device_bytes
+    model.to("cpu")
+    found["away"], found["host"] = mode.ledger.device_bytes, mode.ledger.alive[HOST]
+    model.to(PRETEND)
+    found["back"] = mode.ledger.device_bytes
+    with building_on("cpu", of=PRETEND) as place, torch.device(place):
+        other = nn.Linear(10, 10, bias=False)
+    found["built for the host"] = mode.ledger.alive[HOST]
+    del model, other
+    found["gone"] = mode.ledger.device_bytes
+    empty_cache(PRETEND)
+    return found
+
+
+def attention(mode: Rehearsal) -> dict[str, Any]:
+    """Bytes that attention in bfloat16 keeps, without a mask and with one."""
+    shape = (1, HEADS, TOKENS, WIDTH)
+    query, key, value = (torch.randn(shape, dtype=torch.bfloat16, device=PRETEND, requires_grad=True) for _ in range(3))
+    bias = torch.ones(TOKENS, TOKENS, dtype=torch.bfloat16, device=PRETEND)
+    found, kept = {}, []
+    for name, mask in (("plain", None), ("masked", bias)):
+        before = mode.ledger.device_bytes
+        kept.append(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+        found[name] = mode.ledger.device_bytes - before
+    sum(out.sum() for out in kept).backward()
+    return found
+
+
+def autocast() -> list[str]:
+    """Dtypes of a product, a norm and a sum of unlike ones within autocast to bfloat16."""
+    with torch.device(PRETEND):
+        layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+        with torch.autocast(PRETEND, dtype=torch.bfloat16):
+            y = layer(x)
+            return [str(y.dtype), str(F.layer_norm(y, (4,)).dtype), str((y + x).dtype)]
+
+
+def sharded(mode: Rehearsal) -> dict[str, Any]:
+    """One rank's shards of two layers, and what crosses in a step."""
+    with torch.device(PRETEND):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    mesh = init_device_mesh(PRETEND, (4,))
+    before = mode.ledger.device_bytes
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    left = mode.ledger.device_bytes
+    mode.enter_phase("step")
+    model(torch.randn(2, 64, device=PRETEND)).sum().backward()
+    return {
+        "whole": before,
+        "shards": left,
+        "after": mode.ledger.device_bytes - left,
+        "sent": dict(mode.counts.collectives["step"]),
+    }
+
+
+def repeated(mode: Rehearsal) -> dict[str, Any]:
+    """Three forwards, run and repeated."""
+    with torch.device(PRETEND):
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        x = torch.randn(8, 64)
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for name in ("run", "repeated"):
+            mode.enter_phase(name)
+            if name == "run":
+                kept = [model(x) for _ in range(3)]
+            else:
+                with repeat_forwards(mode, [model]):
+                    kept = [model(x) for _ in range(3)]
+            found[name] = {
+                "flops": mode.counts.flops[name],
+                "operators": mode.counts.num_operators[name],
+                "peak": mode.ledger.peaks[name].num_bytes,
+                "shapes": [list(out.shape) for out in kept],
+            }
+            del kept
+    return found
+
+
+def main() -> None:
+    """All of it."""
+    found: dict[str, Any] = {}
+    for name, look in (("reads", reads), ("memory", memory), ("attention", attention), ("repeated", repeated)):
+        mode = Rehearsal()
+        with mode:
+            found[name] = look(mode)
+    with Rehearsal():
+        found["mixed"], found["autocast"] = mixed(), autocast()
+    join_group(4)
+    mode = Rehearsal()
+    with mode:
+        found["sharded"] = sharded(mode)
+    dist.destroy_process_group()
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The pretend device counts what a real one holds, and gives back zeros where its values are read.
+
+Each script is a separate process, since a rehearsal registers a device with torch for good.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+NUM_PARAMETERS = 18
+"""Parameters of the model in equal_bytes.py."""
+
+
+def printed(script: str) -> Any:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, HERE / script], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def facts() -> Any:
+    return printed("facts.py")
+
+
+def test_bytes_of_a_step_are_those_of_real_tensors() -> None:
+    """Phase by phase to the byte, but for AdamW's step counts, which are numbers of the host."""
+    steps = 4 * NUM_PARAMETERS
+    counted = {0, steps}
+    pairs = printed("equal_bytes.py")
+    assert set(pairs) >= {"forward 0", "backward 0", "optimizer 0", "forward 1", "backward 1", "optimizer 1"}
+    for phase, (real, rehearsed) in pairs.items():
+        assert real - rehearsed in counted, phase
+    before = [pairs[name] for name in ("build", "forward 0", "backward 0")]
+    assert all(real == rehearsed > 0 for real, rehearsed in before)
+
+
+def test_values_that_are_read_are_zeros_and_every_read_is_noted(facts: Any) -> None:
+    reads = facts["reads"]
+    assert reads["is_pretend"]
+    assert reads["copied"] == [[0.0] * 4] * 3
+    assert (reads["number"], reads["boolean"]) == (0.0, True)
+    assert reads["strides of a large one"] == [0, 0]
+    assert reads["masked"] == [12]
+    assert reads["places"] == [12, 2]
+    kinds = {read.split(" at ")[0] for read in reads["at"]}
+    assert kinds == {"a number", "a tensor", "a mask", "the places of a mask"}
+    assert all("facts.py:" in read for read in reads["at"])
+
+
+def test_tensors_of_two_devices_do_not_mix(facts: Any) -> None:
+    assert "pretend" in facts["mixed"]
+    assert "cpu" in facts["mixed"]
+
+
+def test_a_module_that_leaves_the_device_counts_as_the_hosts(facts: Any) -> None:
+    size = 4 * 100 * 100
+    assert facts["memory"] == {
+        "there": size,
+        "away": 0,
+        "host": size,
+        "back": size,
+        "built for the host": 4 * 10 * 10,
+        "gone": 0,
+    }
+
+
+def test_attention_keeps_no_scores(facts: Any) -> None:
+    heads, tokens, width = 8, 512, 64
+    out, scores = 2 * heads * tokens * width, 2 * heads * tokens * tokens
+    for name in ("plain", "masked"):
+        assert out <= facts["attention"][name] < 2 * out < scores
+
+
+def test_autocast_casts_as_on_a_gpu(facts: Any) -> None:
+    assert facts["autocast"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
+
+
+def test_one_rank_holds_its_shards_and_its_collectives_are_counted(facts: Any) -> None:
+    whole, found = 2 * 4 * 64 * 64, facts["sharded"]
+    assert found["whole"] == whole
+    assert found["shards"] == found["after"] == whole // 4  # the gradients' shards remain
+    # Gathered for the forward and again for the backward; gradients go in whole.
+    assert found["sent"] == {"allgather": 2 * whole, "reduce_scatter": whole}
+
+
+def test_forwards_that_are_alike_run_once_and_count_each_time(facts: Any) -> None:
+    run, repeated = facts["repeated"]["run"], facts["repeated"]["repeated"]
+    assert repeated["operators"] < run["operators"]
+    assert {name: repeated[name] for name in ("flops", "peak", "shapes")} == {
+        name: run[name] for name in ("flops", "peak", "shapes")
+    }
