@@ -18,6 +18,7 @@ VERBS = {
     "show": "the whole recipe as YAML that can be run by path",
     "check": "find mistakes without weights, GPU or torch",
     "eval": "held-out evaluation of a recipe's model, or of a run's checkpoint",
+    "rehearse": "one step at true size on a device that computes nothing: memory, FLOPs, bytes sent; no weights",
     "scale": "let members of a running run's served pools join or leave: scale RUN pool=N",
     "export": "write a run's checkpoint for use outside",
     "bench": "where the time of a recipe goes; of several, relative to the first",
@@ -29,7 +30,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "resolve": ("run", "show"),
     "strict": ("check",),
     "values": ("check",),
-    "all": ("check",),
+    "all": ("check", "rehearse"),
+    "fits": ("rehearse",),
     "memory": ("check",),
     "to": ("export",),
     "merged": ("export",),
@@ -195,7 +197,10 @@ def _parser() -> argparse.ArgumentParser:
         help="check: also build schedules, options, ...; imports torch and the classes that the file names, so not for "
         "a file you do not trust (without it, check and show execute nothing of a recipe)",
     )
-    parser.add_argument("--all", action="store_true", help="check: every packaged recipe")
+    parser.add_argument(
+        "--all", action="store_true", help="check: every packaged recipe; rehearse: every one of a real model"
+    )
+    parser.add_argument("--fits", metavar="80GB", help="rehearse: fail where a device of this size is too small")
     parser.add_argument(
         "--memory", action="store_true", help="check: what each phase takes of a GPU, estimated from published sizes"
     )

@@ -66,6 +66,7 @@ def _dispatch(command: Command) -> int:
         "show": verbs.show,
         "check": verbs.check,
         "eval": verbs.evaluate,
+        "rehearse": verbs.rehearse,
         "scale": verbs.scale,
         "export": verbs.export,
         "bench": verbs.bench,

@@ -131,7 +131,7 @@ class _Estimate:
             "text encoders": self.text_encoders(),
             "VAE": self.sizes.vae * _BYTES[self.bundle.get("vae_dtype", "fp32")] * GB,
             "other frozen models": self.sizes.beside * self._dtype_bytes * GB,
-            "reward models": sum(_scorer_bytes(part) for part in self.run.reward.inner.values()),
+            "reward models": sum(scorer_bytes(part) for part in self.run.reward.inner.values()),
         }
 
     @property
@@ -256,9 +256,9 @@ class _Estimate:
         return bool(self.algorithm.ability("requires_reward_gradient"))
 
 
-def _scorer_bytes(part: Part) -> float:
+def scorer_bytes(part: Part) -> float:
     """Bytes of a scorer and those inside it."""
     # A scorer's judge or detector has no base class that declares it.
     billions = part.ability("model_billions") if "model_billions" in part.abilities else 0.0
     own = billions * _BYTES[part.get("dtype") or "fp32"] * GB
-    return own + sum(_scorer_bytes(inner) for inner in part.inner.values())
+    return own + sum(scorer_bytes(inner) for inner in part.inner.values())

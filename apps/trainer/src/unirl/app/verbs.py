@@ -140,6 +140,14 @@ def evaluate(command: Command) -> None:
             image_grid(made, preferred).save(output.with_suffix(".png"))
 
 
+def rehearse(command: Command) -> int:
+    """One step of a recipe, or of all of real size, as one rank of its true world, with no GPU and no weights; returns
+    the exit status, 1 where one does not fit or cannot be rehearsed."""
+    from unirl.app.rehearsal.command import rehearse_recipes
+
+    return rehearse_recipes(command)
+
+
 def scale(command: Command) -> None:
     """Ask a run for other sizes of its served pools, which it takes over before its next rollout."""
     run_dir = Path(command.recipe).expanduser()

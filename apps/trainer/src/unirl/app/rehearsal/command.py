@@ -1,0 +1,59 @@
+"""The verb: one recipe, or all that are packaged for real models."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from unirl.app.command_line import Command
+from unirl.app.recipe import composed, settled
+from unirl.app.rehearsal.rehearse import Rehearsed, rehearse
+from unirl.app.rehearsal.report import limit_of, lines, verdict
+from unirl.config.catalog import available
+from unirl.config.check import check_recipe
+from unirl.types.errors import ConfigError, UniRLError
+
+WORLDS = "worlds/"
+"""Recipes of small models that come with the trainer, which run on any machine."""
+
+
+def rehearse_recipes(command: Command) -> int:
+    """Write a table for each; returns the exit status, 1 where one does not fit or cannot be rehearsed."""
+    is_all = "all" in command.options
+    names = [name for name in available() if not name.startswith(WORLDS)] if is_all else [command.recipe]
+    limit = limit_of(str(command.options["fits"])) if "fits" in command.options else None
+    failed = 0
+    for name in names:
+        try:
+            found = _rehearsed(command, name)
+        except ConfigError as error:
+            if not is_all:
+                raise
+            sys.stdout.write(f"{name}: not rehearsed: {error}\n")
+            failed += 1
+            continue
+        shown = list(lines(found))
+        if limit is not None:
+            fits, said = verdict(found, limit)
+            failed += not fits
+            shown += said
+        sys.stdout.write("".join(f"{line}\n" for line in shown))
+        sys.stdout.flush()
+    return int(failed > 0)
+
+
+def _rehearsed(command: Command, name: str) -> Rehearsed:
+    """Raises ConfigError for a recipe that cannot be rehearsed, with the line that stands in the way."""
+    config = composed(command, name)
+    if config.get("device") == "auto":
+        config.device = "cuda"
+    run = check_recipe(settled(config))
+    try:
+        return rehearse(run)
+    except UniRLError:
+        raise
+    except Exception as error:  # whatever a model's code does with a tensor that has no values
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/unirl/" in frame.filename]
+        place = f"{own[-1].filename.split('/unirl/')[-1]}:{own[-1].lineno}" if own else "a library"
+        said = next(iter(str(error).splitlines()), "")
+        raise ConfigError(f"cannot be rehearsed: {place}: {type(error).__name__}: {said}") from error

@@ -1,0 +1,90 @@
+"""A rehearsal as lines for people, and whether it fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from unirl.app.rehearsal.rehearse import ACTIVATIONS, COPIES, GRADIENTS, OPTIMIZER, SAMPLES, TEXT_ENCODERS, Rehearsed
+from unirl.types.errors import ConfigError
+
+GB = 1e9
+SMALLEST = 0.005
+"""Share of a peak that is named."""
+SLACK, FIXED_BYTES = 1.05, 1.5e9
+"""What a real device takes beyond what is counted: fragments of the allocator, and the context with its libraries."""
+NUM_HOLDERS = 3
+KNOBS: Mapping[str, Mapping[str, str]] = {
+    "train": {
+        ACTIVATIONS: "algorithm.rows_per_forward or stack.micro_batch_size lower, or "
+        "backend.fsdp.activation_checkpointing=true",
+    },
+    "rollout": {
+        ACTIVATIONS: "engine.forward_batch_size or pipeline.decode_batch_size lower, or bundle.vae_tile_pixels",
+    },
+}
+"""What makes a category smaller in one phase."""
+ALWAYS: Mapping[str, str] = {
+    SAMPLES: "batch_size lower, or engine.media_bits=8",
+    OPTIMIZER: "more devices, or parts/train=lora",
+    GRADIENTS: "more devices, or parts/train=lora",
+    COPIES: "more devices, or parts/train=lora",
+    TEXT_ENCODERS: "bundle.rest_text_encoders=true",
+}
+"""And in all of them."""
+
+
+def lines(found: Rehearsed) -> Iterator[str]:
+    """Peaks by phase, then what was computed, sent and read."""
+    share = f"{found.num_made} of {found.num_samples} samples made, {found.num_trained} trained on"
+    yield f"{found.recipe}: rank 0 of {found.num_ranks}, {share}, in {found.cpu_s:.0f} CPU s"
+    for phase, peak in found.peaks.items():
+        parts = sorted(peak.parts.items(), key=lambda part: -part[1])
+        named = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= SMALLEST * peak.num_bytes)
+        mark = "  <- most" if phase == found.most else ""
+        yield f"  {phase:8} {_size(peak.num_bytes):>8} per device: {named}{mark}"
+    if found.host_bytes:
+        yield f"  host     {_size(found.host_bytes):>8} of weights and states rest in host memory"
+    computed = ", ".join(f"{phase} {flops / 1e12:.3g}" for phase, flops in found.flops.items() if flops)
+    yield f"  TFLOP of a step, per device: {computed}"
+    for phase, kinds in found.collectives.items():
+        sent = ", ".join(f"{kind} {_size(size)}" for kind, size in sorted(kinds.items()) if size >= 1e6)
+        if sent:
+            yield f"  collectives in {phase}, of what was made: {sent}"
+    reads = sorted(found.reads.items(), key=lambda read: -read[1])
+    if reads:
+        yield f"  {sum(found.reads.values())} reads of the device, most often {reads[0][0]}"
+    for note in found.notes:
+        yield f"  {note}"
+
+
+def limit_of(text: str) -> float:
+    """Bytes of a size such as 80GB. Raises ConfigError for anything else."""
+    match = re.fullmatch(r"([0-9.]+)\s*GB", text)
+    if match is None:
+        raise ConfigError(f"--fits takes the memory of a device in GB, such as 80GB, not {text!r}.")
+    return float(match[1]) * GB
+
+
+def verdict(found: Rehearsed, limit: float) -> tuple[bool, list[str]]:
+    """True if the counted bytes fit into a device, and lines that say so, with the largest holders if they do not."""
+    peak = found.peaks[found.most]
+    expected = peak.num_bytes * SLACK + FIXED_BYTES
+    said = f"counted {_size(peak.num_bytes)} in {found.most}, about {_size(expected)} on a real device"
+    if peak.num_bytes <= limit:
+        close = "" if expected <= limit else ", which may be too much"
+        return True, [f"  fits {_size(limit)}: {said}{close}"]
+    largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:NUM_HOLDERS]
+    return False, [
+        f"  does not fit {_size(limit)}: {said}. The largest holders:",
+        *(f"    {name} {_size(size)}{_knob(found.most, name)}" for name, size in largest),
+    ]
+
+
+def _knob(phase: str, category: str) -> str:
+    found = KNOBS.get(phase, {}).get(category) or ALWAYS.get(category)
+    return "" if found is None else f": {found}"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GB:.2f} GB" if num_bytes >= 0.1 * GB else f"{num_bytes / 1e6:.3g} MB"

@@ -1,0 +1,50 @@
+"""A scorer of true size whose scores are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from unirl.reward.base import LocalScorer
+from unirl.types.bounds import NonNegative, PositiveInt
+from unirl.types.reward import RewardRequest
+
+
+class DrawnScorer(LocalScorer):
+    """Holds as many bytes as the scorer that it stands for, and draws scores of spread 1 by the ids of samples.
+
+    num_bytes: of its models. With a gradient, a score depends on every pixel.
+    """
+
+    is_differentiable: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        num_bytes: NonNegative = 0,
+        name: str = "drawn",
+        batch_size: PositiveInt = 8,
+        device: str = "cpu",
+        component_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(name=name, batch_size=batch_size, device=device, component_weights=component_weights)
+        self._model = nn.Module()
+        weights = torch.empty(int(num_bytes), dtype=torch.uint8, device=device)
+        self._model.register_buffer("weights", weights)
+
+    def modules(self) -> list[nn.Module]:
+        """What stands for its models."""
+        return [self._model]
+
+    def score_batch(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
+        """Normal numbers [b]."""
+        seeds = [hash((self.name, key)) % 2**31 for key in request.sample_ids]
+        drawn = torch.stack([torch.randn((), generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+        return {key: drawn for key in self.component_weights} if self.component_weights else drawn
+
+    def score_batch_with_gradient(self, request: RewardRequest) -> Tensor:
+        """The mean pixel of each sample [b]."""
+        return request.pixels.flatten(1).float().mean(1)
