@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from family_steps import LEVELS, kit
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from unirl.models.bagel.bundle import BagelBundle
 from unirl.models.causal_lm.bundle import CausalLMBundle
+from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, LoraConfig, OptimizerConfig
 from unirl.types.media import Texts
 
 tiny_text: Any = importlib.import_module("packages.unirl-models.tests.tiny_text")
+tiny_bagel: Any = importlib.import_module("packages.unirl-models.tests.tiny_bagel")
+tiny_hunyuan_image3: Any = importlib.import_module("packages.unirl-models.tests.tiny_hunyuan_image3")
 
 DIFFUSERS = ["sd3", "wan22_t2v"]
 """One with a single transformer, and one with two experts and buffers that no file has."""
@@ -27,7 +32,12 @@ LANGUAGE: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: tiny_text.qwen3_moe(),
 }
 """One whose output projection is its embedding, and one whose experts are stacked as they are loaded."""
-NAMES = [*DIFFUSERS, *LANGUAGE]
+PACKED: dict[str, tuple[Callable[..., Any], Callable[[Path], Any]]] = {
+    "bagel": (partial(BagelBundle, trains="both"), tiny_bagel.save_bagel),
+    "hunyuan_image3": (partial(HunyuanImage3Bundle, trains="all"), tiny_hunyuan_image3.save_hunyuan_image3),
+}
+"""Whose decoders lie in the files of a whole model."""
+NAMES = [*DIFFUSERS, *LANGUAGE, *PACKED]
 NUM_STEPS = 3
 
 Forward = Callable[[], Tensor]
@@ -56,10 +66,13 @@ def diffusion(name: str, folder: Path, dtype: str, *, defers_weights: bool) -> t
 
 def language(name: str, folder: Path, dtype: str, *, defers_weights: bool) -> tuple[Any, Forward]:
     """A language model's bundle, and the logits of this rank's share of four rows."""
-    bundle = CausalLMBundle(str(folder / name), dtype, defers_weights=defers_weights)
+    make = PACKED[name][0] if name in PACKED else CausalLMBundle
+    bundle = make(str(folder / name), dtype, defers_weights=defers_weights)
     ids = torch.randint(0, 256, (4, 6), generator=torch.Generator().manual_seed(0))
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return bundle, lambda: bundle.model(input_ids=ids.chunk(world)[rank], use_cache=False).logits
+    mine = ids.chunk(world)[rank]
+    positions = torch.arange(ids.shape[1]).expand_as(mine)
+    return bundle, lambda: bundle.model(input_ids=mine, position_ids=positions, use_cache=False).logits
 
 
 def written(folder: Path) -> None:
@@ -69,6 +82,9 @@ def written(folder: Path) -> None:
     for name, make in LANGUAGE.items():
         if not (folder / name).exists():
             tiny_text.save_text_model(make(), folder / name)
+    for name, (_, save) in PACKED.items():
+        if not (folder / name).exists():
+            save(folder / name)
 
 
 def built(make: Callable[..., tuple[Any, Forward]], dtype: str, lora: LoraConfig | None, *, defers: bool) -> Any:

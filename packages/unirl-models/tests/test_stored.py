@@ -3,6 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unirl.models import stored
+from unirl.models.bagel.bundle import BagelBundle
+from unirl.models.bagel.configuration import MODEL_FILE
 from unirl.models.construction import without_weights
+from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.stored import FileTensor, TensorFiles, safetensors_files
 from unirl.types.errors import CheckpointError
 from unirl.types.protocols.models import StoredTensor
+
+from .tiny_bagel import save_bagel
+from .tiny_hunyuan_image3 import save_hunyuan_image3
 
 FILE = "diffusion_pytorch_model.safetensors"
 
@@ -127,6 +134,33 @@ def test_parts_are_those_of_the_whole_in_another_dtype(tmp_path: Path, monkeypat
     for box in ((slice(1, 4), slice(0, 3)), (slice(5, 5), slice(0, 3)), (slice(0, 5), slice(1, 2))):
         assert torch.equal(tensor.read(box), whole[box].bfloat16())
     assert torch.equal(FileTensor(tensor_files, "counts", torch.int64).read((slice(1, 3),)), torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("bundle_class", "save"), [(BagelBundle, save_bagel), (HunyuanImage3Bundle, save_hunyuan_image3)]
+)
+def test_a_decoder_of_a_whole_model_is_left_in_its_files(bundle_class: Any, save: Any, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    loaded = bundle_class(str(folder), "bf16")
+    bundle = bundle_class(str(folder), "bf16", defers_weights=True)
+    expected = loaded.decoder.state_dict()
+    assert all(parameter.is_meta for parameter in bundle.decoder.parameters())
+    assert [m.training for m in bundle.decoder.modules()] == [m.training for m in loaded.decoder.modules()]
+    names = [name for name, parameter in loaded.decoder.named_parameters() if parameter.requires_grad]
+    assert names == [name for name, parameter in bundle.decoder.named_parameters() if parameter.requires_grad]
+    found = bundle.stored_weights()[bundle.component]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(_all_of(found[name], value), value)
+
+
+def test_a_decoder_that_does_not_fit_is_an_error_before_anything_is_read(tmp_path: Path) -> None:
+    file = save_bagel(tmp_path) / MODEL_FILE
+    weights = load_file(file)
+    del weights["language_model.lm_head.weight"]
+    save_file(weights, file)
+    with pytest.raises(CheckpointError, match=r"language_model\.lm_head\.weight"):
+        BagelBundle(str(tmp_path), defers_weights=True)
 
 
 def test_a_model_without_weights_draws_no_more_than_loading_does(sd3_folder: Path) -> None:

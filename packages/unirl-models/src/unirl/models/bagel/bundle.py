@@ -35,6 +35,7 @@ class BagelBundle(PackedBundle):
     trains: "generation" is the expert of latents, "understanding" that of words with embedding and output projection.
         The ways of images into and out of the decoder stay frozen. With LoRA it says which layers are adapted.
     chunk_logits: logits that scoring holds at once, see `unirl.models.token_scores`.
+    defers_weights: leave the decoder's weights to the backend, which reads this rank's part of each.
     Raises CheckpointError or ConfigError before weights are read if the folder is incomplete or its sizes disagree.
     """
 
@@ -54,9 +55,10 @@ class BagelBundle(PackedBundle):
         vae_dtype: str = "fp32",
         trains: Trains = "generation",
         chunk_logits: PositiveInt = CHUNK_LOGITS,
+        defers_weights: bool = False,
     ) -> None:
         weights_dtype, vae_weights_dtype = dtype_named(dtype, "dtype"), dtype_named(vae_dtype, "vae_dtype")
-        super().__init__(pretrained_model, device)
+        super().__init__(pretrained_model, device, defers_weights=defers_weights)
         self.trains = trains
         self.config = BagelConfig.of_folder(self.folder)
         self.tokenizer = self.load_tokenizer()
@@ -67,7 +69,16 @@ class BagelBundle(PackedBundle):
             dict.fromkeys(file_shapes(path), path)
             for path in (self.folder.path / MODEL_FILE, self.folder.path / VAE_FILE)
         )
-        fill([("", self.bagel, weights_dtype)], self.files, device=self.device, owner="a Bagel")
+        later = {self.published_prefix} if defers_weights else set()
+        parts = [(f"{name}.", part, weights_dtype) for name, part in self.bagel.named_children()]
+        fill(
+            [part for part in parts if part[0] not in later],
+            self.files,
+            deferred=[part for part in parts if part[0] in later],
+            device=self.device,
+            owner="a Bagel",
+        )
+        self.bagel.eval()
         fill([("", self.vae, vae_weights_dtype)], vae_files, device=self.device, owner="an AutoEncoder")
         ends = {"generation": (GENERATION,), "understanding": ("",), "both": ("", GENERATION)}[trains]
         attention = tuple(f"{name}{end}" for end in ends for name in _LINEAR)

@@ -33,6 +33,8 @@ class HunyuanImage3Bundle(PackedBundle):
     decoder_device: None is `device`. On "cpu" the decoder stays mapped to its files until the backend shards it, block
         by block: no device holds it whole.
     chunk_logits: logits that scoring holds at once, see `unirl.models.token_scores`.
+    defers_weights: leave the decoder's weights to the backend, which reads this rank's part of each, wherever the
+        decoder is said to be.
     Raises CheckpointError or ConfigError before weights are read if the folder is incomplete or of another variant.
     """
 
@@ -54,9 +56,10 @@ class HunyuanImage3Bundle(PackedBundle):
         trains: Trains = "attention",
         decoder_device: str | None = None,
         chunk_logits: PositiveInt = CHUNK_LOGITS,
+        defers_weights: bool = False,
     ) -> None:
         weights_dtype, vae_weights_dtype = dtype_named(dtype, "dtype"), dtype_named(vae_dtype, "vae_dtype")
-        super().__init__(pretrained_model, device)
+        super().__init__(pretrained_model, device, defers_weights=defers_weights)
         self.trains = trains
         self.config = HunyuanImage3Config.of_folder(self.folder)
         generation = self.folder.json(GENERATION_CONFIG)
@@ -79,15 +82,15 @@ class HunyuanImage3Bundle(PackedBundle):
         self.vae = self.images.vae
         del self.images.vae
         self.files = weight_files(self.folder.path)
-        parts = [
-            ("", self.decoder, weights_dtype),
-            ("", self.images, weights_dtype),
-            ("vae.", self.vae, vae_weights_dtype),
-        ]
-        fill(parts, self.files, most=self.most_names)
+        decoder = [("", self.decoder, weights_dtype)]
+        images = [("", self.images, weights_dtype), ("vae.", self.vae, vae_weights_dtype)]
+        if defers_weights:
+            fill(images, self.files, deferred=decoder, device=self.device, most=self.most_names)
+        else:
+            fill([*decoder, *images], self.files, most=self.most_names)
+            self.decoder.to(self.device if decoder_device is None else decoder_device)
         self.images.vae = self.vae
         self.images.to(self.device)
-        self.decoder.to(self.device if decoder_device is None else decoder_device)
         self.finish(self.decoder.lm_head, chunk_logits)
         self.model = HunyuanImage3Language(self.decoder, self.images, self.words)
 

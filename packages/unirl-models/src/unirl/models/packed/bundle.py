@@ -17,6 +17,7 @@ from unirl.models.one_component import OneComponentBundle
 from unirl.models.packed.autoencoder import PackedAutoEncoder
 from unirl.models.packed.language import TextCache
 from unirl.models.packed.weights import replace_weights
+from unirl.models.stored import FileTensor, Source, TensorFiles
 from unirl.models.token_scores import ScoringHead
 
 
@@ -42,12 +43,23 @@ class PackedBundle(OneComponentBundle):
     model: Any  # Any: called as `unirl.models.ar` calls causal language models
     """The language model alone."""
 
-    def __init__(self, pretrained_model: str, device: str | torch.device) -> None:
+    def __init__(self, pretrained_model: str, device: str | torch.device, *, defers_weights: bool) -> None:
         self.pretrained_model = pretrained_model
         self.device = torch.device(device)
+        self.defers_weights = defers_weights
+        """True if the parameters of the decoder are on the meta device, for a backend to read."""
         self.folder = open_model_folder(pretrained_model, ())
         self.files: dict[str, Path] = {}
         """The file of each weight of the decoder, and of what lies in the same files."""
+
+    def stored_weights(self) -> dict[str, dict[str, Source]]:
+        """Where each weight of the decoder is, see unirl.types.protocols.models.DefersWeights."""
+        files = TensorFiles(self.files)
+        found: dict[str, Source] = {
+            name: FileTensor(files, f"{self.published_prefix}{name}", tensor.dtype)
+            for name, tensor in self.decoder.state_dict().items()
+        }
+        return {self.component: found}
 
     def load_tokenizer(self) -> Any:  # Any: a tokenizer of transformers
         """The folder's tokenizer."""

@@ -46,19 +46,23 @@ def fill(
     modules: Sequence[tuple[str, nn.Module, torch.dtype]],
     files: Mapping[str, Path],
     *,
+    deferred: Sequence[tuple[str, nn.Module, torch.dtype]] = (),
     device: torch.device | None = None,
     owner: str = "this model",
     most: int | None = None,
 ) -> None:
     """Give modules on the meta device their weights, in place; frozen and in evaluation mode.
 
-    modules: (beginning of the names in the files, module, dtype). On the CPU, where they are by default, a weight that
-    has the dtype stays mapped to its file, so that processes of a machine share it. Raises CheckpointError, before
-    anything is read, if weights are missing or of another shape; those that no module has are named in the log.
+    modules: (beginning of the names in the files, module, dtype). deferred: those that get their weights later, which
+    are checked, and given their dtype. On the CPU, where they are by default, a weight that has the dtype stays mapped
+    to its file, so that processes of a machine share it. Raises CheckpointError, before anything is read, if weights
+    are missing or of another shape; those that no module has are named in the log.
     owner: what the weights are of, most: names of a kind, in that error.
     """
     expected = {
-        f"{prefix}{name}": tensor.shape for prefix, module, _ in modules for name, tensor in module.state_dict().items()
+        f"{prefix}{name}": tensor.shape
+        for prefix, module, _ in (*modules, *deferred)
+        for name, tensor in module.state_dict().items()
     }
     place = "cpu" if device is None else str(device)
     with ExitStack() as stack:
@@ -83,6 +87,8 @@ def fill(
             }
             module.load_state_dict(tensors, assign=True)
             module.requires_grad_(False).eval()
+        for _, module, dtype in deferred:
+            module.to(dtype).requires_grad_(False).eval()
 
 
 def replace_weights(files: Mapping[str, Path], replaced: Mapping[str, Tensor], target: Path) -> None:

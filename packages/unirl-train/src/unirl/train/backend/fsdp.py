@@ -91,8 +91,9 @@ class FSDPBackend:
         stored = on_every_rank(bundle.stored_weights) if is_deferred else {}
         adapter = prepare_parameters(bundle, self._modules, self._config, lora, self.device)
         self._roots, self._owns_process_group = wrap(bundle, self._modules, self._config, topology, self.device)
-        shards_on = torch.device("cpu") if self._config.cpu_offload else self.device
-        fill(self._modules, stored, lora, shards_on=shards_on, buffers_on=self.device)
+        if is_deferred:
+            shards_on = torch.device("cpu") if self._config.cpu_offload else self.device
+            fill(self._modules, stored, lora, shards_on=shards_on, buffers_on=self.device)
         self.collectives = RankCollectives(self.mesh_place, self.device, is_sharded=self.is_sharded)
         """What the ranks tell each other."""
         if self._roots and isinstance(bundle, RoutesRows):
