@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unirl.models.causal_lm.bundle import CausalLMBundle
-from unirl.models.converted import Joined, Stacked
+from unirl.models.causal_lm.converted import Joined, Stacked
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.stored import Box
 from unirl.types.errors import CheckpointError, ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from unirl.models.construction import from_configuration
+from unirl.models.diffusers_pipeline.construction import from_configuration
 from unirl.models.released import all_released
 from unirl.models.releases.folder import ALIASES, LIBRARIES, is_known, write_configurations
 from unirl.types.errors import ConfigError

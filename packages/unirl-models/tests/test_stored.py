@@ -14,7 +14,7 @@ from torch import Tensor
 from unirl.models import stored
 from unirl.models.bagel.bundle import BagelBundle
 from unirl.models.bagel.configuration import MODEL_FILE
-from unirl.models.construction import without_weights
+from unirl.models.diffusers_pipeline.construction import without_weights
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.stored import FileTensor, TensorFiles, safetensors_files

@@ -19,8 +19,8 @@ from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.models.allocations import Allocations
-from unirl.models.construction import from_configuration
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.models.diffusers_pipeline.construction import from_configuration
 from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.released import all_released

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from unirl.models.causal_lm.attention import NAME as PACKED_ATTENTION
 from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
+from unirl.models.causal_lm.construction import from_configuration, without_weights
+from unirl.models.causal_lm.converted import ConvertedState, NotInPartsError, converted_state
 from unirl.models.causal_lm.tokenizer import load_tokenizer
-from unirl.models.construction import TrueOnMeta, from_configuration, without_weights
-from unirl.models.converted import ConvertedState, NotInPartsError, converted_state
+from unirl.models.construction import TrueOnMeta
 from unirl.models.extras import from_extra
 from unirl.models.loading import ModelFolder, open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder
@@ -163,15 +164,15 @@ class CausalLMBundle(OneComponentBundle):
             reason = f"it has no {_WEIGHTS}.safetensors" if files is None else "its weights are quantised"
             logger.warning("every rank reads all of %s: %s", path, reason)
             return
-        model = without_weights(self.auto_class, path, dtype, self.device)
-        self.model, self.defers_weights = model, True
+        self.defers_weights = True
         try:
-            self._stored = converted_state(model, TensorFiles(files))
+            self.model = without_weights(self.auto_class, path, dtype, self.device)
+            self._stored = converted_state(self.model, TensorFiles(files))
             with torch.no_grad(), TrueOnMeta():
                 probe, device = self._probe()
                 probe(input_ids=self._two_tokens(device), use_cache=False)
-        except (NotInPartsError, RuntimeError) as error:
-            # Also a model whose forward needs values, so that nothing can be asked of it before it has them.
+        except (NotInPartsError, ContractError, RuntimeError) as error:
+            # Also a model whose constructor or forward needs values, so that it cannot be asked before it has them.
             logger.warning("every rank reads all of %s: %s", path, error)
             self.defers_weights = False
 

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unirl.models.bundle import Bundle, LoRASettings
-from unirl.models.construction import from_configuration, without_weights
 from unirl.models.diffusers_pipeline.components import Component, Role
+from unirl.models.diffusers_pipeline.construction import from_configuration, without_weights
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
 from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.diffusers_pipeline.rules import span_problem
