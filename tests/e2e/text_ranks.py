@@ -97,7 +97,7 @@ def sample_and_differentiate(
     num_sampling = len(forwards)
     assert isinstance(track.segment, TextSegment) and track.segment.log_probs is not None
     out = pipeline.replay(track.conditions, track.segment, params)
-    total = backend.collectives.all_reduce_sum(torch.tensor(float(len(out.logp_N))))
+    total = backend.collectives.all_reduce_sum(torch.tensor(float(len(out.logp_N))), "dp")
     (out.logp_N.sum() * backend.dp_size / total).backward()
     with torch.no_grad(), backend.reference_policy() if lora else torch.no_grad():
         again = pipeline.replay(track.conditions, track.segment, params).logp_N

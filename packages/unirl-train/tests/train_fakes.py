@@ -247,8 +247,8 @@ def _policies(folder: Path) -> dict[str, Any]:
         "old_is_start": torch.equal(old, start),
         "comes_back": torch.equal(again, now),
         "moved": not torch.equal(now, start),
-        "sum": float(backend.collectives.all_reduce_sum(torch.tensor(1.0 + backend.dp_rank))),
-        "max": float(backend.collectives.all_reduce_max(torch.tensor(1.0 + backend.dp_rank))),
+        "sum": float(backend.collectives.all_reduce_sum(torch.tensor(1.0 + backend.dp_rank), "dp")),
+        "max": float(backend.collectives.all_reduce_max(torch.tensor(1.0 + backend.dp_rank), "all")),
         "now": now,
     }
 

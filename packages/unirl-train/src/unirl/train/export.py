@@ -64,6 +64,6 @@ class Exporter:
                 open_to_umask(Path(folder))
                 num_written.fill_(1)
         finally:
-            num_written = self._backend.collectives.all_reduce_sum(num_written)
+            num_written = self._backend.collectives.all_reduce_sum(num_written, "all")
         if not bool(num_written):
             raise CheckpointError("rank 0 could not write the export; its own error says why")

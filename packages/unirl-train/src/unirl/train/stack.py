@@ -234,12 +234,12 @@ class TrainStack:
         parts = [part for part in self._parts if part.name in micros_of]
         num_terms = [[part.algorithm.num_terms(micro.track) for micro in micros_of[part.name]] for part in parts]
         counted = torch.tensor([float(sum(own)) for own in num_terms], dtype=torch.float64, device=backend.device)
-        totals = backend.collectives.all_reduce_sum(counted).tolist()
+        totals = backend.collectives.all_reduce_sum(counted, "dp").tolist()
         record = RowMetrics()
         balance = GradientBalance(backend) if self._measures_balance else None
         for part, own_terms, total in zip(parts, num_terms, totals, strict=True):
-            # Gradients are averaged over devices, so the sum over all terms needs dp_size on top of 1 / total. Without
-            # any term (every token masked) the sum is 0 whatever it is divided by.
+            # Gradients are averaged over the shards, so the sum over all terms needs dp_size on top of 1 / total.
+            # Without any term (every token masked) the sum is 0 whatever it is divided by.
             scale = part.loss.weight * (backend.dp_size / max(total, 1.0))
             sums_gradients = balance is not None or part is parts[-1]
             measured = self._backward(part, micros_of[part.name], own_terms, scale, sums_gradients=sums_gradients)
@@ -298,7 +298,7 @@ class TrainStack:
         if names:
             counts = torch.tensor([record.sums[n][1] for n in names], dtype=torch.float64, device=backend.device)
             sums = torch.stack([record.sums[n][0].to(backend.device) for n in names])
-            totals = backend.collectives.all_reduce_sum(torch.stack([sums, counts], dim=1)).cpu()
+            totals = backend.collectives.all_reduce_sum(torch.stack([sums, counts], dim=1), "dp").cpu()
             metrics.update(
                 {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names) if totals[i, 1] > 0}
             )
@@ -306,7 +306,7 @@ class TrainStack:
         self._maxima.update(names)
         if names:
             packed = torch.stack([record.maxima[n].to(backend.device) for n in names])
-            largest = backend.collectives.all_reduce_max(packed).cpu()
+            largest = backend.collectives.all_reduce_max(packed, "dp").cpu()
             metrics.update({name: float(largest[i]) for i, name in enumerate(names) if largest[i] > -math.inf})
         return metrics
 

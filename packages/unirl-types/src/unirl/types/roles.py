@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from unirl.types.errors import ContractError
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
+
+Axis = Literal["dp", "sp", "all"]
+"""Ranks that tell each other something: "dp" those with the same part of different samples, "sp" those with parts of
+the same samples, "all" every rank that has a shard of the model."""
 
 
 class Dispatch(Enum):

@@ -8,42 +8,62 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from unirl.types.roles import MeshPlace
+from unirl.types.errors import ContractError
+from unirl.types.roles import Axis, MeshPlace
 
 
 class RankCollectives:
-    """Implements unirl.types.protocols.training.Collectives. is_sharded: whether ranks share the model's shards."""
+    """Implements unirl.types.protocols.training.Collectives. is_sharded: whether ranks share the model's shards.
+
+    Every rank of the world makes one: process groups are formed inside where ranks share samples.
+    """
 
     def __init__(self, place: MeshPlace, device: torch.device, *, is_sharded: bool) -> None:
-        self._dp_size = place.dp_size
+        self._sizes: dict[Axis, int] = {"dp": place.dp_size, "sp": place.sp_size, "all": place.dp_size * place.sp_size}
         self._device = device
         self._is_sharded = is_sharded
+        self._groups: dict[Axis, dist.ProcessGroup | None] = dict.fromkeys(self._sizes)
+        if place.sp_size > 1:
+            mesh = init_device_mesh(device.type, (place.dp_size, place.sp_size), mesh_dim_names=("dp", "sp"))
+            self._groups |= {"dp": mesh.get_group("dp"), "sp": mesh.get_group("sp")}
 
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks; the tensor itself on one device."""
-        return self._all_reduce(tensor, dist.ReduceOp.SUM)
+    def size(self, axis: Axis) -> int:
+        """Number of ranks of an axis."""
+        return self._sizes[axis]
 
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over the data-parallel ranks; the tensor itself on one device."""
-        return self._all_reduce(tensor, dist.ReduceOp.MAX)
+    def group(self, axis: Axis) -> dist.ProcessGroup:
+        """The ranks of an axis. Raises ContractError without a process group."""
+        found = self._groups[axis] or dist.group.WORLD
+        if found is None:
+            raise ContractError(f"there is no process group, so none of the axis {axis}")
+        return found
+
+    def all_reduce_sum(self, tensor: Tensor, axis: Axis) -> Tensor:
+        """Sum over the ranks of an axis; the tensor itself where there is one."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, axis)
+
+    def all_reduce_max(self, tensor: Tensor, axis: Axis) -> Tensor:
+        """Maximum over the ranks of an axis; the tensor itself where there is one."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, axis)
 
     def any_rank(self, value: bool) -> bool:
         """True if `value` is true on any rank; `value` itself where the model is not sharded. Every rank calls it; a
         collective inside where sharded."""
-        if not self._is_sharded or self._dp_size == 1:
+        if not self._is_sharded:
             return value
-        return bool(self.all_reduce_max(torch.tensor(float(value), device=self._device)))
+        return bool(self.all_reduce_max(torch.tensor(float(value), device=self._device), "all"))
 
     def gathered(self, value: Any) -> list[Any]:  # Any: JSON
-        """The values of all data-parallel ranks, in their order, as JSON brings them."""
-        return [value] if self._dp_size == 1 else gathered_of_all(value)
+        """The values of all ranks, in their order, as JSON brings them."""
+        return [value] if self._sizes["all"] == 1 else gathered_of_all(value)
 
-    def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self._dp_size == 1:
+    def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType, axis: Axis) -> Tensor:
+        if self._sizes[axis] == 1:
             return tensor
         total = tensor.clone()
-        dist.all_reduce(total, op=operation)
+        dist.all_reduce(total, op=operation, group=self._groups[axis])
         return total
 
 

@@ -167,8 +167,9 @@ class FSDPBackend:
     def add_module(
         self, name: str, module: nn.Module, optimizer: OptimizerConfig, *, max_grad_norm: float = math.inf
     ) -> None:
-        """Train `module`, in place, together with the policy: replicated, gradients averaged over ranks, own AdamW and
-        clipping, the learning rate under the backend's schedule, stepped and skipped with the policy.
+        """Train `module`, in place, together with the policy: replicated, gradients averaged over the shards of a
+        batch, own AdamW and clipping, the learning rate under the backend's schedule, stepped and skipped with the
+        policy.
 
         It is saved with the state, never exported. Every rank calls it, before a state is loaded.
         Raises ContractError for a name that is taken or not plain.
@@ -176,7 +177,7 @@ class FSDPBackend:
         if name in self._auxiliary or "/" in name or not name:
             raise ContractError(f"module name {name!r} is taken or not a plain name")
         self._auxiliary[name] = AuxiliaryModule(
-            module.to(self.device), optimizer, max_grad_norm=max_grad_norm, num_ranks=self.dp_size
+            module.to(self.device), optimizer, max_grad_norm=max_grad_norm, ranks=self.collectives
         )
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from unirl.types.roles import MeshPlace
+from unirl.types.roles import Axis, MeshPlace
 from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
 from unirl.types.weights import AdapterConfig, UpdateTally, WeightShard
 
@@ -64,12 +64,12 @@ class ModuleStore(PolicyStore, Protocol):
 class Collectives(Protocol):
     """What ranks that train together tell each other. Every rank calls every method, in the same order."""
 
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks; the tensor itself on one."""
+    def all_reduce_sum(self, tensor: Tensor, axis: Axis) -> Tensor:
+        """Sum over the ranks of an axis; the tensor itself where there is one."""
         ...
 
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over the data-parallel ranks; the tensor itself on one."""
+    def all_reduce_max(self, tensor: Tensor, axis: Axis) -> Tensor:
+        """Maximum over the ranks of an axis; the tensor itself where there is one."""
         ...
 
     def any_rank(self, value: bool) -> bool:
@@ -77,7 +77,7 @@ class Collectives(Protocol):
         ...
 
     def gathered(self, value: Any) -> list[Any]:  # Any: JSON
-        """The values of all data-parallel ranks, in their order, as JSON brings them."""
+        """The values of all ranks, in their order, as JSON brings them."""
         ...
 
 
@@ -105,7 +105,8 @@ class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
 
     @property
     def dp_size(self) -> int:
-        """Number of shards that a batch is cut into; gradients are averaged over them."""
+        """Number of shards that a batch is cut into. A rank differentiates the loss of its shard, and so do all ranks
+        that work on it together; gradients are the mean over the shards."""
         ...
 
     @property
