@@ -131,3 +131,11 @@ def test_check_shows_every_phase_and_marks_the_largest(capsys):
     assert shown.count("<- most") == 1 and max(lines, key=lambda line: float(line[1]))[-2:] == ["<-", "most"]
     assert main(["check", "worlds/shapes/nft", "--memory"]) == 0
     assert "no estimate of memory: the sizes of bundle.pretrained_model" in capsys.readouterr().out
+
+
+def test_ranks_that_share_samples_halve_activations_and_keep_the_shards():
+    topology = "+backend.topology._target_=unirl.train.configs.TrainTopology"
+    alone, shared = by_name("wan21/t2v_mixgrpo"), by_name("wan21/t2v_mixgrpo", topology, "+backend.topology.sp=2")
+    assert shared["train"]["model"] == alone["train"]["model"]
+    assert shared["train"]["activations"] == pytest.approx(alone["train"]["activations"] / 2, rel=1e-3)
+    assert shared["rollout"]["media"] == 2 * alone["rollout"]["media"]

@@ -8,7 +8,20 @@ import pytest
 import torch
 from ranks import results_of_ranks
 from safetensors.torch import load_file
-from train_fakes import TinyBundle, gradients_and_state, lora_config, make_backend, rows, run_scenarios, snapshot
+from train_fakes import (
+    HEAD_WIDTH,
+    HEADS,
+    TOKENS,
+    TinyBundle,
+    attention_of_all,
+    gradients_and_state,
+    lora_config,
+    make_backend,
+    rows,
+    run_scenarios,
+    snapshot,
+    tokens_and_weights,
+)
 
 from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import EMAConfig
@@ -50,6 +63,50 @@ def test_both_ranks_hold_the_same_whole_state(ranks: list[dict[str, Any]]):
 
 def test_a_topology_that_does_not_multiply_to_the_ranks_is_refused(ranks: list[dict[str, Any]]):
     assert "2 * 2 = 4, but there are 2 devices" in ranks[0]["wrong_topology"]
+
+
+def test_ranks_that_share_samples_step_as_one_and_reductions_know_their_axis(ranks: list[dict[str, Any]]):
+    one = gradients_and_state()
+    for number, rank in enumerate(ranks):
+        found = rank["shared_samples"]
+        assert found["place"] == (0, 1, number, 2)
+        assert found["sums"] == {"dp": 1.0, "sp": 2.0, "all": 2.0}
+        # The module's gradients are the mean over the shards of a batch, of which there is one; its start is rank 0's.
+        first = ranks[0]["shared_samples"]["module"]
+        assert found["keeps_gradients"]
+        assert all(torch.equal(mine, its) for mine, its in zip(found["module"], first, strict=True))
+        assert found["norms"] == pytest.approx(one["norms"], rel=1e-5)
+        for key, gradient in one["gradients"].items():
+            torch.testing.assert_close(found["gradients"][key], gradient, rtol=1e-5, atol=1e-6)
+        assert found["state"].keys() == one["state"].keys()
+
+
+def test_what_cannot_be_spread_over_ranks_is_refused(ranks: list[dict[str, Any]]):
+    found = ranks[0]["unspread"]
+    assert "topology.sp = 2: the tokens of TinyBundle cannot be spread" in found["bundle"]
+    assert "Set fsdp.compile: false" in found["compile"]
+
+
+def test_tokens_are_exchanged_for_heads_and_back_and_gradients_are_those_of_one_process(ranks: list[dict[str, Any]]):
+    whole, weights = tokens_and_weights()
+    whole.requires_grad_(True)
+    result = attention_of_all(whole)
+    (result * weights).sum().backward()
+    for rank in (each["exchange"] for each in ranks):
+        assert rank["lengths"] == [3, 2] and rank["heads"] and rank["tokens"] and rank["whole"]
+        torch.testing.assert_close(rank["result"], result.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(rank["gradient"], whole.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_each_exchange_sends_the_bytes_of_the_formula(ranks: list[dict[str, Any]]):
+    """Each rank keeps one part in P of the heads of its tokens, and its tokens of its heads."""
+    num_ranks, width = len(ranks), 2 * HEADS * HEAD_WIDTH * torch.float64.itemsize
+    for number, rank in enumerate(ranks):
+        own, longest = rank["exchange"]["lengths"][number], max(rank["exchange"]["lengths"])
+        to_heads = width * own * (num_ranks - 1) // num_ranks
+        to_tokens = width // num_ranks * (TOKENS - own)
+        gathered = width * longest * (num_ranks - 1)
+        assert rank["exchange"]["bytes"] == [to_heads, to_tokens + gathered, to_heads + to_tokens]
 
 
 def test_policies_swap_under_sharding_and_reductions_reach_all(ranks: list[dict[str, Any]], folder: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.checkpoint import saved
 from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, OptimizerConfig, TrainTopology
 from unirl.train.export import Exporter
 from unirl.types.errors import CheckpointError, ConfigError
+from unirl.types.protocols.models import RecomputeContexts, TokenExchange
 from unirl.types.training import StepStats
 
 WIDTH = 8
@@ -201,7 +204,7 @@ def gradients_and_state(**options: Any) -> dict[str, Any]:
     """First gradients, norms and the state after three steps."""
     # Ranks start from rank 0's trainable weights; a frozen base is the same on all.
     rank = dist.get_rank() if dist.is_initialized() else 0
-    bundle = TinyBundle(seed=0 if "lora" in options else rank)
+    bundle = options.pop("bundle", TinyBundle)(seed=0 if "lora" in options else rank)
     torch.manual_seed(rank)
     backend = make_backend(bundle, ema=EMAConfig(decay=0.5, warmup=False), **options)
     backend.keep_policy("old")
@@ -224,6 +227,91 @@ def _wrong_topology(folder: Path) -> str:
     except ConfigError as error:
         return str(error)
     return "accepted"
+
+
+def _unspread(folder: Path) -> dict[str, str]:
+    found = {}
+    for name, fsdp in {"bundle": FSDPConfig(), "compile": FSDPConfig(compile=True)}.items():
+        bundle = TinyBundle() if name == "bundle" else SpreadBundle()
+        try:
+            make_backend(bundle, topology=TrainTopology(sp=2), fsdp=fsdp)
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+class SpreadBundle(TinyBundle):
+    """Stands for a model whose tokens are spread; here each rank has them all."""
+
+    def spread_tokens(self, exchange: TokenExchange) -> RecomputeContexts:
+        """Changes nothing."""
+        return lambda: (nullcontext(), nullcontext())
+
+
+def _shared_samples(folder: Path) -> dict[str, Any]:
+    """Steps of two ranks with the same samples, and a module with the policy."""
+    found = gradients_and_state(topology=TrainTopology(sp=2), bundle=SpreadBundle)
+    bundle = SpreadBundle()
+    backend = make_backend(bundle, topology=TrainTopology(sp=2))
+    torch.manual_seed(dist.get_rank())
+    module = nn.Linear(WIDTH, 1)
+    backend.add_module("critic", module, OptimizerConfig(learning_rate=1e-2))
+    run_backward(backend, bundle.model, 0)
+    module(rows(0)[0]).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    backend.optimizer_step(1.0)
+    sums = {axis: float(backend.collectives.all_reduce_sum(torch.ones(()), axis)) for axis in ("dp", "sp", "all")}
+    place = (backend.dp_rank, backend.dp_size, backend.mesh_place.sp_rank, backend.mesh_place.sp_size)
+    after = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return {
+        **found,
+        "sums": sums,
+        "place": place,
+        "module": [parameter.detach() for parameter in module.parameters()],
+        "keeps_gradients": all(torch.equal(a, b) for a, b in zip(gradients, after, strict=True)),
+    }
+
+
+HEADS, TOKENS, HEAD_WIDTH = 4, 5, 3
+
+
+def attention_of_all(x_BHTD: Tensor) -> Tensor:
+    """Attention of tokens among themselves, instead of a transformer's."""
+    return torch.nn.functional.scaled_dot_product_attention(x_BHTD, x_BHTD.tanh(), x_BHTD.cos())
+
+
+def tokens_and_weights() -> tuple[Tensor, Tensor]:
+    """[B, H, T, D] each, float64, the same in every process."""
+    generator = torch.Generator().manual_seed(7)
+    both = torch.randn((2, 2, HEADS, TOKENS, HEAD_WIDTH), dtype=torch.float64, generator=generator)
+    return both[0], both[1]
+
+
+def _exchange(folder: Path) -> dict[str, Any]:
+    whole, weights = tokens_and_weights()
+    assert dist.group.WORLD is not None
+    exchange = UlyssesExchange(dist.group.WORLD)
+    lengths, heads = exchange.lengths(TOKENS), HEADS // exchange.size
+    own = exchange.own(whole, -2)
+    of_heads = exchange.to_heads(own, lengths)
+    found: dict[str, Any] = {
+        "lengths": lengths,
+        "heads": torch.equal(of_heads, whole[:, exchange.rank * heads : (exchange.rank + 1) * heads]),
+        "tokens": torch.equal(exchange.to_tokens(of_heads, lengths), own),
+        "whole": torch.equal(exchange.gathered(own, -2, lengths), whole),
+    }
+    whole.requires_grad_(True)
+    sent = [exchange.bytes_sent]
+    part = attention_of_all(exchange.to_heads(exchange.own(whole, -2), lengths))
+    sent.append(exchange.bytes_sent)
+    result = exchange.gathered(exchange.to_tokens(part, lengths), -2, lengths)
+    sent.append(exchange.bytes_sent)
+    (result * weights).sum().backward()
+    sent.append(exchange.bytes_sent)
+    assert whole.grad is not None
+    dist.all_reduce(whole.grad)
+    found["bytes"] = [after - before for before, after in zip(sent, sent[1:], strict=False)]
+    return {**found, "result": result.detach(), "gradient": whole.grad / exchange.size}
 
 
 def _policies(folder: Path) -> dict[str, Any]:
@@ -348,6 +436,9 @@ def _one_unreadable_shard(folder: Path) -> dict[str, str]:
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "topologies": _steps_of_topologies,
     "wrong_topology": _wrong_topology,
+    "unspread": _unspread,
+    "shared_samples": _shared_samples,
+    "exchange": _exchange,
     "policies": _policies,
     "poisoned": _one_poisoned_rank,
     "resumed": lambda folder: _resumed(folder, False),

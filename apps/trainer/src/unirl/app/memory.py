@@ -84,12 +84,13 @@ class _Estimate:
         self.algorithm = next(iter(policy.algorithms.values()))
         self.fsdp: Mapping[str, object] = self.backend.get("fsdp") or {}
         self.num_devices = len(groups_of_run(run)[0].devices)
-        topology: Mapping[str, int] = self.backend.get("topology") or {}
-        shards = topology.get("dp_shard", -1)
-        self.num_shards = self.num_devices // topology.get("dp_replicate", 1) if shards == -1 else shards
+        topology = self.backend.inner.get("topology")
+        self.num_sharing = 1 if topology is None else topology.get("sp")
+        """Ranks that work on the same samples, each on its part of their tokens."""
+        self.num_shards = self.num_devices // (1 if topology is None else topology.get("dp_replicate"))
         self.pixels = sampling.get("height") * sampling.get("width")
         self.frames = sampling.get("num_frames", 1)
-        self.num_samples = run.batch_size * sampling.get("samples_per_prompt", 1) // self.num_devices
+        self.num_samples = run.batch_size * sampling.get("samples_per_prompt", 1) * self.num_sharing // self.num_devices
         self.num_branches = 2 if sampling.get("guidance_scale", 1.0) > 1 else 1
 
     def phases(self) -> list[Phase]:
@@ -184,11 +185,11 @@ class _Estimate:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one row: its latents, the images next to them and its text."""
+        """Tokens of one row that a device computes with: its latents, the images next to them and its text."""
         frames = 1 + (self.frames - 1) // self.sizes.frame_factor if self.sizes.frame_factor else 1
         area = self.sizes.pixels_per_token**2
         pictures = self.bundle.get("image_area", 0) // area
-        return self.pixels // area * frames + pictures + self.sizes.text_tokens
+        return -(-(self.pixels // area * frames + pictures + self.sizes.text_tokens) // self.num_sharing)
 
     def samples(self) -> dict[str, float]:
         """Media, conditions and trajectories of all samples of a device until they are trained on."""

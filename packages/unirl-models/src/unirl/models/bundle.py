@@ -39,6 +39,9 @@ class Bundle:
     index_file: ClassVar[str] = "model_index.json"
     """What makes a folder one of this bundle's."""
 
+    spreads_tokens: ClassVar[bool] = False
+    """True if ranks can share its samples, each with a part of their tokens (`topology.sp`)."""
+
     def export_lora(
         self,
         folder: str,

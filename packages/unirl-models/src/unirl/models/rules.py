@@ -28,5 +28,11 @@ def model_exists(own: Part, run: Run, machine: Machine) -> Messages:
         yield (f"{name} = {model}: no such folder, and not a hub id (owner/name). Set PRETRAINED_MODEL or {name}.")
 
 
+def sharing_problem(at: str, size: int, heads: int, where: str) -> str:
+    """The message for ranks that do not divide attention heads."""
+    fitting = [count for count in range(1, heads + 1) if heads % count == 0]
+    return f"{at} = {size} does not divide the {heads} attention heads of {where}. Set it to one of {fitting}."
+
+
 RULES = ()
 MACHINE_RULES = (model_exists,)

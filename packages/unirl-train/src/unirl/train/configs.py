@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
+from unirl.train.backend.rules import topology_problem
 from unirl.types.bounds import Bounds, NonNegativeInt, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
@@ -110,36 +111,41 @@ class EMAConfig:
     """Optimizer steps between averages."""
 
 
+class Axes(NamedTuple):
+    """Sizes of the axes of a group of ranks. Of neighbouring ranks the sequence-parallel number runs fastest."""
+
+    dp_replicate: int
+    dp_shard: int
+    sp: int
+
+    @property
+    def dp(self) -> int:
+        """Number of shards that a batch is cut into."""
+        return self.dp_replicate * self.dp_shard
+
+
+@bounded("topology")
 @dataclass(frozen=True)
 class TrainTopology:
-    """How the data-parallel devices divide: `dp_replicate` copies of the model, each sharded over `dp_shard`."""
+    """How the devices divide: `dp_replicate` copies of the model, each sharded over `dp_shard` * `sp` devices; the
+    tokens of one shard of a batch are spread over `sp` devices."""
 
-    dp_replicate: int = 1
+    dp_replicate: PositiveInt = 1
     dp_shard: int = -1
     """-1: as many as there are devices for each copy."""
+    sp: PositiveInt = 1
+    """Ranks that work on the same samples, each on its part of their tokens (Ulysses sequence parallelism)."""
 
-    def resolved(self, world_size: int) -> tuple[int, int]:
-        """(dp_replicate, dp_shard) on `world_size` devices. Raises ConfigError if they do not multiply to it."""
-        replicate, shard = self.dp_replicate, self.dp_shard
-        if replicate < 1 or (shard < 1 and shard != -1):
-            raise ConfigError(
-                f"topology.dp_replicate = {replicate} and dp_shard = {shard} must be positive (shard: or -1)"
-            )
-        if world_size % replicate:
-            raise ConfigError(
-                f"topology.dp_replicate = {replicate} does not divide {world_size} devices. "
-                "Change topology.dp_replicate or the number of devices."
-            )
-        if shard == -1:
-            shard = world_size // replicate
-        if replicate * shard != world_size:
-            raise ConfigError(
-                f"topology.dp_replicate * dp_shard = {replicate} * {shard} = {replicate * shard}, but there are "
-                f"{world_size} devices. Set dp_shard: {world_size // replicate}, or -1."
-            )
-        return replicate, shard
+    def resolved(self, world_size: int) -> Axes:
+        """The sizes on `world_size` devices. Raises ConfigError if they do not multiply to it."""
+        problem = topology_problem(self.dp_replicate, self.dp_shard, self.sp, world_size)
+        if problem is not None:
+            raise ConfigError(f"topology.{problem}")
+        shard = world_size // (self.dp_replicate * self.sp) if self.dp_shard == -1 else self.dp_shard
+        return Axes(self.dp_replicate, shard, self.sp)
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
-        """Where a rank stands: every device trains on its own shard. Raises ConfigError as `resolved` does."""
-        replicate, shard = self.resolved(world_size)
-        return MeshPlace(dp_rank=rank, dp_size=replicate * shard)
+        """Where a rank stands. Raises ConfigError as `resolved` does."""
+        axes = self.resolved(world_size)
+        dp_rank, sp_rank = divmod(rank, axes.sp)
+        return MeshPlace(dp_rank=dp_rank, dp_size=axes.dp, sp_rank=sp_rank, sp_size=axes.sp)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
-from unirl.types.recipe import TARGET, Machine, Messages, Stage
+from unirl.train.backend.rules import topology_problem
+from unirl.types.recipe import TARGET, Machine, Messages, Policy, Stage
 
 
 def geometry_divides(run: ComposedRun) -> Messages:
@@ -21,6 +22,13 @@ def geometry_divides(run: ComposedRun) -> Messages:
     group = groups_of_run(run)[0]
     total, devices, key = prompts * repeats, len(group.devices), group.given.at
     over = key if key == "num_devices" else f"devices of {group.given.shown}"
+    shared = max(_shared_by(policy) for policy in run.policies.values())
+    if shared > 1:
+        if devices % shared:
+            return  # `topologies_fit` says so
+        devices //= shared
+        over = f"the {devices} groups of topology.sp = {shared} devices"
+        key = f"{key}, topology.sp"
     product = f"batch_size * {per_prompt} = {prompts} * {repeats} = {total}"
     is_cut = best_of is None and total % devices
     for policy in run.policies.values():
@@ -36,8 +44,54 @@ def geometry_divides(run: ComposedRun) -> Messages:
                 f"of: batch_size, {per_prompt}, {name}."
             )
     if total % devices:
-        count = group.given.shown if key == "num_devices" else f"the {devices} {over}"
+        count = over if shared > 1 else group.given.shown if key == "num_devices" else f"the {devices} {over}"
         yield (f"{product} is not divisible by {count}. Change one of: batch_size, {per_prompt}, {key}.")
+
+
+def topologies_fit(run: ComposedRun) -> Messages:
+    """The axes of every policy multiply to the devices that train, and all policies cut a batch alike."""
+    num_devices, sizes = len(groups_of_run(run)[0].devices), dict[str, int]()
+    for policy in run.policies.values():
+        at, topology = f"{policy.backend.at}.topology", policy.backend.inner.get("topology")
+        sizes[f"{at}.sp"] = _shared_by(policy)
+        if topology is None:
+            if policy.backend.node.get("topology"):
+                yield f"{at} has no {TARGET}. Add {TARGET}: unirl.train.configs.TrainTopology."
+            continue
+        problem = topology_problem(*(topology.get(axis) for axis in ("dp_replicate", "dp_shard", "sp")), num_devices)
+        if problem is not None:
+            yield f"{at}.{problem}"
+    if len(set(sizes.values())) > 1:
+        shown = ", ".join(f"{at} = {size}" for at, size in sizes.items())
+        yield f"{shown}: policies that train on the same ranks share samples alike. Set them to one number."
+
+
+def tokens_can_be_spread(run: ComposedRun) -> Messages:
+    """Ranks that share samples train a model whose tokens can be spread, and sample it themselves, with equal bits."""
+    train = groups_of_run(run)[0]
+    for policy in (each for each in run.policies.values() if _shared_by(each) > 1):
+        at = f"{policy.backend.at}.topology.sp = {_shared_by(policy)}"
+        if not policy.bundle.ability("spreads_tokens"):
+            yield f"{at}, but the tokens of {policy.bundle.name} cannot be spread over ranks. Set it to 1."
+        if (policy.backend.get("fsdp") or {}).get("compile"):
+            yield (
+                f"{at} exchanges tokens inside blocks that {policy.backend.at}.fsdp.compile compiles. Set sp: 1, or "
+                "compile: false."
+            )
+    if any(_shared_by(policy) > 1 for policy in run.policies.values()):
+        for stage in run.stages:
+            if stage.engine.ability("has_own_weights") and stage.at in train.holds:
+                yield (
+                    f"{stage.engine.at} samples with a copy of the model on every device that trains, where ranks that "
+                    "share samples (topology.sp) would each sample their own. Use the trainside engine, or give it its "
+                    "own pool."
+                )
+
+
+def _shared_by(policy: Policy) -> int:
+    """Ranks that work on the same samples."""
+    topology = policy.backend.inner.get("topology")
+    return 1 if topology is None else topology.get("sp")
 
 
 def tracks_have_algorithms(run: ComposedRun) -> Messages:
@@ -138,6 +192,8 @@ def run_dir_writable(run: ComposedRun, machine: Machine) -> Messages:
 RULES = (
     cpu_seconds_are_of_one_process,
     geometry_divides,
+    topologies_fit,
+    tokens_can_be_spread,
     tracks_have_algorithms,
     one_policy_names_one,
     best_metric_has_its_scorer,

@@ -23,10 +23,12 @@ from unirl.models.diffusers_pipeline.tiling import work_in_tiles
 from unirl.models.extras import from_extra
 from unirl.models.loading import open_pipeline_folder
 from unirl.models.stored import Source, TensorFiles, check_state, file_tensors, safetensors_files
+from unirl.models.token_plan import SpreadTokens, TokenPlan
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import building_on, empty_cache, has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
+from unirl.types.protocols.models import RecomputeContexts, TokenExchange
 
 with from_extra("diffusers"):
     import transformers
@@ -77,6 +79,8 @@ class DiffusersBundle(Bundle):
     """Frames per latent frame after the first (frames are this times k, plus 1); 0 for a family of images."""
     decodes_at_once: ClassVar[bool] = False
     """True if the VAE holds all frames of a video while it decodes."""
+    token_plan: ClassVar[TokenPlan | None] = None
+    """How the tokens of what trains are spread over ranks; None where they cannot be."""
 
     def __init__(
         self,
@@ -309,6 +313,12 @@ class DiffusersBundle(Bundle):
     def trainable_modules(self) -> dict[str, nn.Module]:
         """The components that were loaded to train."""
         return dict(self._trained)
+
+    def spread_tokens(self, exchange: TokenExchange) -> RecomputeContexts:
+        """See unirl.types.protocols.models.SpreadsTokens. Raises ConfigError for a family without a plan."""
+        if self.token_plan is None:
+            raise ConfigError(f"topology.sp = {exchange.size}: {self.family} has no token plan. Set topology.sp: 1.")
+        return SpreadTokens(self._trained, self.token_plan, exchange).recompute_contexts
 
     def write_lora(self, folder: str, lora_state: Mapping[str, Mapping[str, Tensor]], settings: LoRASettings) -> None:
         """`pytorch_lora_weights.safetensors` for `load_lora_weights(folder)` of the pipeline class."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from unirl.models.rules import sharing_problem
 from unirl.types.recipe import Messages, Part, Run
 
 OVERLAP = 4
@@ -93,6 +94,22 @@ def spans_fit(own: Part, run: Run) -> Messages:
         yield f"{own.at}.vae_tile_frames = {span} {problem}"
 
 
+def heads_divide(own: Part, run: Run) -> Messages:
+    """Ranks that share samples divide the attention heads of a checkpoint on this machine."""
+    backend = run.policy_of(own).backend
+    topology = backend.inner.get("topology")
+    size = 1 if topology is None else topology.get("sp")
+    for component in ("transformer", "transformer_2"):
+        file = Path(str(own.node.get("pretrained_model"))).expanduser() / component / "config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+            heads = config["num_attention_heads"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # the model says so before its first forward
+        if isinstance(heads, int) and heads % size:
+            yield sharing_problem(f"{backend.at}.topology.sp", size, heads, str(file))
+
+
 def span_problem(num_frames: int, factor: int, *, decodes_at_once: bool) -> str | None:
     """Why a VAE cannot decode so many frames at a time; None where it can. factor: frames per latent frame."""
     if not decodes_at_once:
@@ -150,4 +167,4 @@ def _patch(file: Path) -> int:
     raise KeyError("no patch")
 
 
-RULES = (encoders_have_one_place, image_divides, frames_divide, tiles_fit, spans_fit)
+RULES = (encoders_have_one_place, image_divides, frames_divide, tiles_fit, spans_fit, heads_divide)

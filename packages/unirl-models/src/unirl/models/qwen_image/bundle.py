@@ -8,6 +8,7 @@ from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION
 from unirl.models.extras import from_extra
 from unirl.models.qwen_image.one_frame import convolve_images_in_2d
 from unirl.models.qwen_image.text import QwenImageTextEncoders
+from unirl.models.token_plan import IMAGE, TEXT, TokenPlan, Tokens
 from unirl.types.errors import ConfigError
 
 with from_extra("diffusers"):
@@ -30,6 +31,16 @@ class QwenImageBundle(DiffusersBundle):
     }
     text_class = QwenImageTextEncoders
     block_class_names = ("QwenImageTransformerBlock",)
+    spreads_tokens = True
+    token_plan = TokenPlan(
+        arguments={
+            "transformer_blocks.0": {"hidden_states": IMAGE, "encoder_hidden_states": TEXT},
+            "transformer_blocks.*": {"modulate_index": IMAGE, "encoder_hidden_states_mask": TEXT},
+        },
+        outputs={"pos_embed": {0: Tokens("image", 0), 1: Tokens("text", 0)}},
+        attention={"transformer_blocks.*.attn": ("text", "image")},
+        whole_again={"proj_out": IMAGE},
+    )
     lora_target_modules = JOINT_ATTENTION
 
     def after_loading(self) -> None:

@@ -10,6 +10,7 @@ from unirl.models.diffusers_pipeline.components import autoencoder, processor, t
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION
 from unirl.models.extras import from_extra
 from unirl.models.sd3.text import SD3TextEncoders
+from unirl.models.token_plan import IMAGE, TEXT, TokenPlan
 
 with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -39,6 +40,13 @@ class SD3Bundle(DiffusersBundle):
     text_class = SD3TextEncoders
     block_class_names = ("JointTransformerBlock",)
     lora_target_modules = JOINT_ATTENTION
+    spreads_tokens = True
+    token_plan = TokenPlan(
+        arguments={"": {"block_controlnet_hidden_states": IMAGE}},
+        outputs={"pos_embed": {0: IMAGE}, "context_embedder": {0: TEXT}},
+        attention={"transformer_blocks.*.attn": ("image", "text"), "transformer_blocks.*.attn2": ("image",)},
+        whole_again={"proj_out": IMAGE},
+    )
 
     # Any: the keywords of DiffusersBundle.
     def __init__(self, pretrained_model: str, *, load_t5: bool = True, **options: Any) -> None:

@@ -15,6 +15,7 @@ from unirl.models.diffusers_pipeline.export import write_lora
 from unirl.models.diffusers_pipeline.lora_targets import SELF_AND_CROSS_ATTENTION
 from unirl.models.experts import RankFollowing
 from unirl.models.extras import from_extra
+from unirl.models.token_plan import IMAGE, TokenPlan
 from unirl.models.wan.text import WanTextEncoders
 from unirl.types.bounds import OpenUnitInterval, bounded
 from unirl.types.errors import ConfigError
@@ -48,6 +49,14 @@ class WanBundle(RankFollowing, DiffusersBundle):
     }
     text_class = WanTextEncoders
     block_class_names = ("WanTransformerBlock",)
+    spreads_tokens = True
+    # The text, which is attended to by every token, stays whole; timesteps may be of tokens (TI2V).
+    token_plan = TokenPlan(
+        arguments={"": {"timestep": IMAGE}, "blocks.0": {"hidden_states": IMAGE}},
+        outputs={"rope": {0: IMAGE, 1: IMAGE}},
+        attention={"blocks.*.attn1": ("image",)},
+        whole_again={"proj_out": IMAGE},
+    )
     # Self attention and attention to the text.
     lora_target_modules = SELF_AND_CROSS_ATTENTION
     frame_divisor = 4
@@ -147,6 +156,8 @@ class WanVACEBundle(WanBundle):
         "transformer_2": trained(WanVACETransformer3DModel, is_optional=True),
     }
     block_class_names = ("WanTransformerBlock", "WanVACETransformerBlock")
+    spreads_tokens = False
+    token_plan = None
     reads_media = True
 
 
@@ -157,6 +168,8 @@ class WanAnimateBundle(WanImageBundle):
     needed_videos = ("pose", "face")
     pipeline_classes = ("WanAnimatePipeline",)
     components = {**WanImageBundle.components, "transformer": trained(WanAnimateTransformer3DModel)}
+    spreads_tokens = False
+    token_plan = None
     most_images = 1
 
     @property

@@ -13,17 +13,17 @@ from torch.distributed.fsdp import FSDPModule
 from unirl.train.backend.wrap import (
     checkpoint_activations,
     compile_blocks,
-    data_parallel_mesh,
     ensure_process_group,
     find_blocks,
     shard,
+    sharding_mesh,
 )
 from unirl.train.configs import FSDPConfig, LoraConfig, TrainTopology
 from unirl.train.lora import inject_lora
 from unirl.train.precision import check_frozen_dtype, keep_in
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols.models import ModelBundle
+from unirl.types.protocols.models import ModelBundle, RecomputeContexts, SpreadsTokens, TokenExchange
 from unirl.types.weights import AdapterConfig
 
 
@@ -81,20 +81,40 @@ def wrap(
     config: FSDPConfig,
     topology: TrainTopology,
     device: torch.device,
+    exchange: TokenExchange | None,
 ) -> Wrapped:
-    """Checkpoint, compile and shard the blocks of `modules`, in place, as configured."""
+    """Spread tokens, checkpoint, compile and shard the blocks of `modules`, in place, as configured.
+
+    exchange: of the ranks that work on the same samples; None where each has its own.
+    """
+    contexts = None if exchange is None else spread_tokens(bundle, config, exchange)
     blocks = {name: find_blocks(name, module, bundle.block_class_names) for name, module in modules.items()}
     for found in blocks.values():
         if config.activation_checkpointing:
-            checkpoint_activations(found)
+            checkpoint_activations(found, contexts)
         if config.compile:
             compile_blocks(found)
     if not is_sharding(config):
         return Wrapped([], owns_process_group=False)
     owns_process_group = ensure_process_group(device)
-    mesh = data_parallel_mesh(topology, device)
+    mesh = sharding_mesh(topology, device)
     roots = [shard(module, blocks[name], mesh, config) for name, module in modules.items()]
     return Wrapped(roots, owns_process_group)
+
+
+def spread_tokens(bundle: ModelBundle, config: FSDPConfig, exchange: TokenExchange) -> RecomputeContexts:
+    """Let `bundle` spread its tokens. Raises ConfigError if it cannot, or not with these options."""
+    if not isinstance(bundle, SpreadsTokens):
+        raise ConfigError(
+            f"topology.sp = {exchange.size}: the tokens of {type(bundle).__name__} cannot be spread over ranks. Set "
+            "topology.sp: 1."
+        )
+    if config.compile:
+        raise ConfigError(
+            f"fsdp.compile compiles blocks without the exchange of topology.sp = {exchange.size}. Set fsdp.compile: "
+            "false, or topology.sp: 1."
+        )
+    return bundle.spread_tokens(exchange)
 
 
 def is_sharding(config: FSDPConfig) -> bool:

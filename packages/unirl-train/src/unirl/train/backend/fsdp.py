@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unirl.train.backend.auxiliary import AuxiliaryModule
-from unirl.train.backend.build import prepare_parameters, wrap
+from unirl.train.backend.build import is_sharding, prepare_parameters, wrap
 from unirl.train.backend.collectives import RankCollectives
 from unirl.train.backend.fill import fill, on_every_rank
 from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
 from unirl.train.backend.state import TrainState, architecture
+from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.backend.weight_source import PolicyWeights
 from unirl.train.backend.wrap import reshard
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
@@ -36,8 +37,9 @@ class FSDPBackend:
 
     On one device with param_dtype "fp32" nothing is wrapped: the model runs as it is. Otherwise every block and then
     the root of each trainable component is sharded by FSDP2 over the mesh of `topology` (one dimension, or HSDP with
-    dp_replicate > 1); on one device, for mixed precision alone, over a process group of this process, which the backend
-    makes and `close` destroys. Trainable parameters are kept in `fsdp.master_dtype`; ranks start from rank 0's.
+    dp_replicate > 1), and tokens are spread over its axis sp; on one device, for mixed precision alone, over a process
+    group of this process, which the backend makes and `close` destroys. Trainable parameters are kept in
+    `fsdp.master_dtype`; ranks start from rank 0's.
 
     Weights that the bundle defers (unirl.types.protocols.models.DefersWeights) are read once shards are made: each rank
     reads its own, and none holds more than them and one tensor.
@@ -90,12 +92,16 @@ class FSDPBackend:
         is_deferred = isinstance(bundle, DefersWeights) and bundle.defers_weights
         stored = on_every_rank(bundle.stored_weights) if is_deferred else {}
         adapter = prepare_parameters(bundle, self._modules, self._config, lora, self.device)
-        self._roots, self._owns_process_group = wrap(bundle, self._modules, self._config, topology, self.device)
+        self.collectives = RankCollectives(self.mesh_place, self.device, is_sharded=is_sharding(self._config))
+        """What the ranks tell each other."""
+        self.token_exchange = UlyssesExchange(self.collectives.group("sp")) if self.mesh_place.sp_size > 1 else None
+        """How tokens are spread over ranks; None where no two ranks work on the same samples."""
+        self._roots, self._owns_process_group = wrap(
+            bundle, self._modules, self._config, topology, self.device, self.token_exchange
+        )
         if is_deferred:
             shards_on = torch.device("cpu") if self._config.cpu_offload else self.device
             fill(self._modules, stored, lora, shards_on=shards_on, buffers_on=self.device)
-        self.collectives = RankCollectives(self.mesh_place, self.device, is_sharded=self.is_sharded)
-        """What the ranks tell each other."""
         if self._roots and isinstance(bundle, RoutesRows):
             bundle.follow_ranks(self.collectives.any_rank)
         self._parameters = {

@@ -11,6 +11,29 @@ from unirl.algorithms.rules import needs_reference
 from unirl.types.recipe import Machine, Messages, Part, Run
 
 
+def topology_problem(dp_replicate: int, dp_shard: int, sp: int, num_devices: int) -> str | None:
+    """What is wrong with the sizes of the axes, with the fix, or None. dp_shard: -1 takes what is left."""
+    if dp_shard < 1 and dp_shard != -1:
+        return f"dp_shard = {dp_shard} must be positive, or -1"
+    wanted = {"dp_replicate": dp_replicate, "sp": sp}
+    named = [name for name, size in wanted.items() if size > 1]
+    fixed = dp_replicate * sp
+    if num_devices % fixed:
+        shown = f"{' * '.join(named)} = {' * '.join(str(wanted[name]) for name in named)}"
+        product = f" = {fixed} does" if len(named) > 1 else " does"
+        return (
+            f"{shown}{product} not divide {num_devices} devices. Change {' or '.join(named)}, or the number of devices."
+        )
+    if dp_shard not in (-1, num_devices // fixed):
+        sizes = [dp_replicate, dp_shard] + ([sp] if sp > 1 else [])
+        names = "dp_replicate * dp_shard" + (" * sp" if sp > 1 else "")
+        return (
+            f"{names} = {' * '.join(map(str, sizes))} = {fixed * dp_shard}, but there are {num_devices} devices. "
+            f"Set dp_shard: {num_devices // fixed}, or -1."
+        )
+    return None
+
+
 def device_options_fit(own: Part, run: Run) -> Messages:
     """No option of another device."""
     if run.device == "cpu" and (own.get("fsdp") or {}).get("cpu_offload"):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from unirl.train.configs import FSDPConfig, TrainTopology
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
+from unirl.types.protocols.models import RecomputeContexts
 
 ONE_RANK_TIMEOUT = timedelta(seconds=60)
 
@@ -33,8 +34,10 @@ def find_blocks(component: str, module: nn.Module, class_names: Sequence[str]) -
     return blocks
 
 
-def checkpoint_activations(blocks: Sequence[nn.Module]) -> None:
+def checkpoint_activations(blocks: Sequence[nn.Module], contexts: RecomputeContexts | None = None) -> None:
     """Recompute each block's forward in the backward. Names in state dicts stay the same.
+
+    contexts: what a forward and its recomputation are entered with.
 
     The forward of the instance is replaced, not the module: a wrapper module would add its own name to every
     parameter. Nested blocks are recomputed with the outermost.
@@ -42,7 +45,8 @@ def checkpoint_activations(blocks: Sequence[nn.Module]) -> None:
     inside = {id(child) for block in blocks for child in block.modules() if child is not block}
     for block in blocks:
         if id(block) not in inside:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            options = {} if contexts is None else {"context_fn": contexts}
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
@@ -65,9 +69,13 @@ def ensure_process_group(device: torch.device) -> bool:
     return True
 
 
-def data_parallel_mesh(topology: TrainTopology, device: torch.device) -> DeviceMesh:
-    """One dimension that shards, or two (replicate, shard) where the topology has several replicas."""
-    replicate, shard = topology.resolved(dist.get_world_size())
+def sharding_mesh(topology: TrainTopology, device: torch.device) -> DeviceMesh:
+    """One dimension that shards, or two (replicate, shard) where the topology has several replicas.
+
+    Ranks that share samples (sp) share the shards of the model too: each needs whole blocks for its own tokens.
+    """
+    axes = topology.resolved(dist.get_world_size())
+    replicate, shard = axes.dp_replicate, axes.dp_shard * axes.sp
     if replicate > 1:
         return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
     return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))

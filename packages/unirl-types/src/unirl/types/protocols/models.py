@@ -323,3 +323,53 @@ class RoutesRows(Protocol):
         """Called once where the components are spread over ranks, which gather their shards together: from now on run a
         component where any rank has rows for it, by asking `ShardedPolicyStore.any_rank`."""
         ...
+
+
+class TokenExchange(Protocol):
+    """What ranks that work on the same samples do with their tokens: each has a part. Every rank makes the same calls.
+
+    Differentiable where the tensors are.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def lengths(self, length: int) -> list[int]:
+        """Tokens of each rank, of `length` in all."""
+        ...
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of the tokens along `dim`."""
+        ...
+
+    def gathered(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """The tokens of all ranks along `dim`, rank after rank. lengths: of each."""
+        ...
+
+    def to_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[..., H, t, D], all heads of this rank's tokens -> [..., H / size, T, D], its heads of all tokens, rank after
+        rank. lengths: tokens of each."""
+        ...
+
+    def to_tokens(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The inverse of `to_heads`."""
+        ...
+
+
+RecomputeContexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
+"""`context_fn` of torch.utils.checkpoint."""
+
+
+@runtime_checkable
+class SpreadsTokens(Protocol):
+    """A bundle whose tokens can be spread over ranks that work on the same samples."""
+
+    def spread_tokens(self, exchange: TokenExchange) -> RecomputeContexts:
+        """Called once: from now on every forward of what trains computes with this rank's part of the tokens, and gives
+        the same whole result on all ranks. Returns what a block that is recomputed is entered with.
+
+        Raises ConfigError if the model cannot be spread over so many ranks.
+        """
+        ...

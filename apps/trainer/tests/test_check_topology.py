@@ -1,0 +1,68 @@
+"""Rules about how the devices that train divide."""
+
+import json
+
+import pytest
+
+from unirl.app.environment import register_resolvers
+from unirl.config.check import run_findings
+from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
+
+SHAPES, REPLICA, TEXTS = "worlds/shapes/flowgrpo", "worlds/shapes/replica", "worlds/arithmetic/grpo"
+FOUR = ["runtime=ray", "num_devices=4"]
+CLASS = "+backend.topology._target_=unirl.train.configs.TrainTopology"
+
+
+def findings(name, *overrides):
+    register_resolvers()
+    return list(run_findings(run_of(resolve(compose(name, [*FOUR, *overrides])))))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (SHAPES, ["+backend.topology.sp=3"], "backend.topology.sp = 3 does not divide 4 devices. Change sp, or the"),
+        (
+            SHAPES,
+            ["+backend.topology.sp=2", "+backend.topology.dp_shard=4"],
+            "backend.topology.dp_replicate * dp_shard * sp = 1 * 4 * 2 = 8, but there are 4 devices. Set dp_shard: 2",
+        ),
+        (
+            SHAPES,
+            ["+backend.topology.sp=2", "batch_size=3", "sampling.samples_per_prompt=3"],
+            "3 * 3 = 9 is not divisible by the 2 groups of topology.sp = 2 devices. Change one of: batch_size, ",
+        ),
+        (
+            SHAPES,
+            ["+backend.topology.sp=2", "+backend.fsdp.compile=true"],
+            "backend.topology.sp = 2 exchanges tokens inside blocks that backend.fsdp.compile compiles",
+        ),
+        (REPLICA, ["+backend.topology.sp=2"], "engine samples with a copy of the model on every device that trains"),
+        (TEXTS, ["+backend.topology.sp=2"], "but the tokens of Qwen3Bundle cannot be spread over ranks. Set it to 1"),
+    ],
+)
+def test_axes_that_cannot_be_are_found_before_a_run(name, overrides, message):
+    found = findings(name, CLASS, *overrides)
+    assert any(message in each for each in found), found
+
+
+def test_ranks_that_share_samples_need_no_more_of_a_recipe():
+    assert findings(SHAPES, CLASS, "+backend.topology.sp=2") == []
+    # Five samples per device would not do; of two shards each has ten.
+    few = ["batch_size=4", "sampling.samples_per_prompt=5", "stack.num_updates_per_batch=2"]
+    assert findings(SHAPES, CLASS, "+backend.topology.sp=2", *few) == []
+    assert any("is 5 samples a device" in each for each in findings(SHAPES, CLASS, *few))
+
+
+def test_a_topology_names_its_class():
+    found = findings(SHAPES, "+backend.topology.sp=2")
+    assert found == ["backend.topology has no _target_. Add _target_: unirl.train.configs.TrainTopology."]
+
+
+def test_ranks_divide_the_heads_of_a_checkpoint_on_this_machine(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps({"num_attention_heads": 6}))
+    found = findings(SHAPES, CLASS, "+backend.topology.sp=4", f"bundle.pretrained_model={tmp_path}")
+    message = f"backend.topology.sp = 4 does not divide the 6 attention heads of {tmp_path}/transformer/config.json. "
+    assert any(message + "Set it to one of [1, 2, 3, 6]." in each for each in found), found

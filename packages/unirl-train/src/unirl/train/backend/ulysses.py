@@ -1,0 +1,111 @@
+"""Sequence parallelism after DeepSpeed-Ulysses (arXiv 2309.14509): ranks that work on the same samples hold parts of
+their tokens, and exchange tokens for heads around each attention.
+
+Every rank differentiates the same loss, and gradients of parameters are the mean over ranks, as FSDP reduces them. So
+the objective is the mean of the ranks' losses, and the gradient of each exchange is its adjoint in that objective.
+
+Legend: B samples, H heads, T tokens of all ranks, t tokens of one, D width of a head, P ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class UlyssesExchange:
+    """Implements unirl.types.protocols.models.TokenExchange over a process group. Tokens need not divide evenly.
+
+    bytes_sent: what this rank has sent to others so far, forwards and backwards.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.bytes_sent = 0
+
+    def lengths(self, length: int) -> list[int]:
+        """Tokens of each rank, of `length` in all: they differ by one at most, the first ranks have more."""
+        return [length // self.size + (rank < length % self.size) for rank in range(self.size)]
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of the tokens along `dim`."""
+        return whole.split(self.lengths(whole.shape[dim]), dim)[self.rank].contiguous()
+
+    def gathered(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """The tokens of all ranks along `dim`, rank after rank. lengths: of each."""
+
+        def adjoint(grad: Tensor) -> Tensor:
+            # All ranks have the same gradient here, since they differentiate the same loss of the same samples: the sum
+            # over them of this rank's part needs no communication.
+            return grad.split(list(lengths), dim)[self.rank] * self.size
+
+        return _WithAdjoint.apply(part, lambda own: self._all_gathered(own, dim, lengths), adjoint)
+
+    def to_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[..., H, t, D] of this rank's tokens -> [..., H / P, T, D]: all tokens, rank after rank, of its heads.
+
+        lengths: tokens of each rank.
+        """
+        return _WithAdjoint.apply(
+            own, lambda own: self._tokens_for_heads(own, lengths), lambda grad: self._heads_for_tokens(grad, lengths)
+        )
+
+    def to_tokens(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The inverse of `to_heads`."""
+        return _WithAdjoint.apply(
+            own, lambda own: self._heads_for_tokens(own, lengths), lambda grad: self._tokens_for_heads(grad, lengths)
+        )
+
+    def _all_gathered(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        # Parts of fewer tokens are padded on the way.
+        moved = part.movedim(dim, 0).contiguous()
+        padded = moved.new_zeros((max(lengths), *moved.shape[1:]))
+        padded[: len(moved)] = moved
+        found = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(found, padded, group=self._group)
+        self.bytes_sent += (self.size - 1) * padded.nbytes
+        parts = [each[:length] for each, length in zip(found, lengths, strict=True)]
+        return torch.cat(parts).movedim(0, dim)
+
+    def _tokens_for_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+        *batch, num_heads, num_own, width = own.shape
+        to_each = own.unflatten(-3, (self.size, num_heads // self.size)).movedim(-4, 0)  # [P, ..., H / P, t, D]
+        shape = [*batch, num_heads // self.size]
+        pieces = [[*shape, length, width] for length in lengths]
+        found = self._exchanged(to_each.reshape(-1), [to_each[0].numel()] * self.size, [math.prod(s) for s in pieces])
+        return torch.cat([part.view(piece) for part, piece in zip(found, pieces, strict=True)], -2)
+
+    def _heads_for_tokens(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+        *batch, num_heads, _, width = own.shape
+        to_each = [part.reshape(-1) for part in own.split(list(lengths), -2)]
+        piece = [*batch, num_heads, lengths[self.rank], width]
+        found = self._exchanged(torch.cat(to_each), [len(part) for part in to_each], [math.prod(piece)] * self.size)
+        return torch.cat([part.view(piece) for part in found], -3)
+
+    def _exchanged(self, sent: Tensor, to_each: Sequence[int], of_each: Sequence[int]) -> tuple[Tensor, ...]:
+        """What each rank sends this one, `of_each` elements. sent: `to_each` elements for each, one after the other."""
+        received = sent.new_empty(sum(of_each))
+        dist.all_to_all_single(received, sent, list(of_each), list(to_each), group=self._group)
+        self.bytes_sent += (len(sent) - to_each[self.rank]) * sent.element_size()
+        return received.split(list(of_each))
+
+
+class _WithAdjoint(torch.autograd.Function):
+    """compute(tensor), whose gradient is adjoint(gradient)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, compute: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:  # Any: as torch has it
+        ctx.adjoint = adjoint
+        return compute(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # Any: as torch has it
+        return ctx.adjoint(grad_outputs[0]), None, None

@@ -1,0 +1,107 @@
+"""Families whose tokens are spread over ranks: samples, log-probs, losses, gradients, a step, checkpoints and pushed
+weights are those of one process, in every topology."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_steps import kit
+from topology_steps import CASES, doubles_of, resumed, step_of, steps_of_rank
+
+from unirl.train.configs import TrainTopology
+
+pytestmark = pytest.mark.slow
+
+ranks_of_train: Any = importlib.import_module("ranks")
+SPREAD = sorted(name for name, family in kit.families().items() if family.bundle.token_plan is not None)
+FIRST = ["qwen_image", "sd3", "wan21_t2v"]
+"""Joint attention with masked texts and without, and attention to a text that stays whole."""
+USUAL = {(name, "sp2") for name in FIRST}
+
+
+def rows(cases: list[str]) -> list[Any]:
+    """Every family with every case; all but the usual ones are left to the matrix."""
+    return [
+        pytest.param(name, case, id=f"{name}-{case}", marks=() if (name, case) in USUAL else pytest.mark.matrix)
+        for case in cases
+        for name in SPREAD
+    ]
+
+
+class Runs:
+    """What one process and ranks found, run once for all families."""
+
+    def __init__(self, folders: Path, out: Path, names: list[str]) -> None:
+        self.folders, self.out, self._names = folders, out, names
+        self.of = cache(self._of)
+        self.one = cache(lambda name: step_of(name, folders, TrainTopology(), out / "one" / name))
+
+    def _of(self, case: str) -> list[dict[str, Any]]:
+        for name in self._names:
+            kit.ours(name, self.folders / name)  # written before the ranks read it
+        (self.out / case).mkdir()
+        job = partial(steps_of_rank, self._names, case, self.folders, self.out / case)
+        return ranks_of_train.results_of_ranks(job, self.out / case, CASES[case].world_size)
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    own = [item for item in request.session.items if item.path == request.path]
+    names = SPREAD if any(item.get_closest_marker("matrix") for item in own) else FIRST
+    return Runs(folders, tmp_path_factory.mktemp("topologies"), names)
+
+
+def assert_close(found: dict[str, torch.Tensor], one: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Each tensor by its norm, and the smallest by a tenth of that of all: rounding alone is left of some (biases of
+    keys)."""
+    assert found.keys() == one.keys()
+    floor = math.sqrt(sum(float(value.double().norm()) ** 2 for value in one.values())) / 10
+    for key, expected in one.items():
+        difference = float((found[key] - expected).double().norm())
+        assert difference <= tolerance * max(float(expected.double().norm()), floor), (key, difference)
+
+
+def of_kind(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in state.items() if key.startswith("optimizer/") and key.endswith(kind)}
+
+
+@pytest.mark.parametrize(("name", "case"), rows(list(CASES)))
+def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs) -> None:
+    one = runs.one(name)
+    ranks = [rank["float32"][name] for rank in runs.of(case)]
+    for rank in ranks:
+        # float32 sums of the same terms in another order.
+        for key in ("latents", "logp"):
+            assert_close({key: rank[key]}, {key: one[key]}, 1e-5)
+        assert_close(rank["gradients"], one["gradients"], 1e-5)
+        assert rank["state"].keys() == one["state"].keys()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert_close(of_kind(rank["state"], kind), of_kind(one["state"], kind), 1e-5)
+        assert_close(rank["weights"], one["weights"], 1e-5)
+        assert rank["metrics"].keys() == one["metrics"].keys()
+        for key, value in one["metrics"].items():
+            assert rank["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+        assert rank["metrics"]["policy/first_ratio_max_abs_dev"] == 0.0
+        assert torch.equal(rank["latents"], ranks[0]["latents"])
+        assert all(torch.equal(value, ranks[0]["state"][key]) for key, value in rank["state"].items())
+        assert rank["bytes"] > 0
+    loaded = resumed(name, runs.folders, runs.out / case / name)
+    assert all(torch.equal(value, loaded[key]) for key, value in ranks[0]["state"].items() if key != "counters")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else pytest.mark.matrix) for n in SPREAD])
+def test_transformers_in_float64_are_those_of_one_process(name: str, runs: Runs) -> None:
+    one = doubles_of(name, runs.folders)
+    for rank in runs.of("sp2"):
+        assert_close(rank["float64"][name], one, 1e-10)
+
+
+def test_a_bundle_says_that_its_tokens_are_spread_where_it_has_a_plan() -> None:
+    for family in kit.families().values():
+        assert family.bundle.spreads_tokens == (family.bundle.token_plan is not None), family.bundle
