@@ -188,7 +188,9 @@ class CausalLMBundle(OneComponentBundle):
         if not has_values(self.device):
             return from_configuration(self.auto_class, path, dtype, self.device)
         try:
-            model, info = self.auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            model, info = self.auto_class.from_pretrained(
+                path, dtype=dtype, output_loading_info=True, device_map=self.device
+            )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{path} does not load: {error}") from error
         wrong = {kind: sorted(map(str, info.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}

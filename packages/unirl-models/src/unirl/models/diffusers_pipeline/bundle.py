@@ -243,7 +243,7 @@ class DiffusersBundle(Bundle):
         if trains and self.defers_weights:
             model = without_weights(model_class, path, dtype, device)
         elif has_values(self.device):
-            model = self._read(path, model_class, dtype).to(device).eval()
+            model = self._read(path, model_class, dtype, device).to(device).eval()
         else:
             with building_on(device, of=self.device) as place:
                 model = from_configuration(model_class, path, dtype, place)
@@ -275,10 +275,14 @@ class DiffusersBundle(Bundle):
             check_state(module, found[name], path, unread=files.files.keys() - found[name].keys())
         return found
 
-    def _read(self, path: Path, model_class: Any, dtype: torch.dtype) -> Any:  # Any: as in `load`
-        keyword = "torch_dtype" if issubclass(model_class, ModelMixin) else "dtype"
+    def _read(self, path: Path, model_class: Any, dtype: torch.dtype, device: torch.device) -> Any:  # Any: as in `load`
+        # transformers reads tensor by tensor to the device. diffusers, whose autoencoders are small, could not say what
+        # is missing if it did.
+        options = (
+            {"torch_dtype": dtype} if issubclass(model_class, ModelMixin) else {"dtype": dtype, "device_map": device}
+        )
         try:
-            model, info = model_class.from_pretrained(path, output_loading_info=True, **{keyword: dtype})
+            model, info = model_class.from_pretrained(path, output_loading_info=True, **options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{path} does not load as {model_class.__name__}: {error}") from error
         wrong = {kind: sorted(map(str, info.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
