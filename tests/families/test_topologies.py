@@ -102,6 +102,18 @@ def test_transformers_in_float64_are_those_of_one_process(name: str, runs: Runs)
         assert_close(rank["float64"][name], one, 1e-10)
 
 
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else pytest.mark.matrix) for n in SPREAD])
+def test_a_rank_attends_with_its_part_of_the_tokens_and_sends_the_bytes_of_the_formula(name: str, runs: Runs) -> None:
+    for number, rank in enumerate(runs.of("sp2")):
+        assert rank["attentions"][name]
+        for lengths in rank["attentions"][name]:
+            # A stream that does not divide gives the first rank one token more; there are two streams at most.
+            assert 0 <= lengths[0] - lengths[1] <= 2
+            assert lengths[number] <= sum(lengths) / 2 + 1
+        sent, expected = rank["bytes"][name]
+        assert sent == expected
+
+
 def test_a_bundle_says_that_its_tokens_are_spread_where_it_has_a_plan() -> None:
     for family in kit.families().values():
         assert family.bundle.spreads_tokens == (family.bundle.token_plan is not None), family.bundle

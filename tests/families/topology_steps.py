@@ -95,7 +95,33 @@ def resumed(name: str, folder: Path, checkpoints: Path) -> dict[str, Tensor]:
 # In float64, the transformers alone ------------------------------------------------------------------------------
 
 
-def calls_of(name: str, folder: Path) -> list[tuple[nn.Module, dict[str, Any]]]:
+class NotingExchange(UlyssesExchange):
+    """Notes the tokens of each attention, and the bytes that it should send."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.attentions: list[list[int]] = []
+        """Tokens of each rank."""
+        self.expected_bytes = 0
+
+    def to_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Forwards and backwards, a rank sends what others keep of its tokens' heads, and back its heads of theirs."""
+        if own.ndim == 5:  # queries, keys and values
+            self.attentions.append(list(lengths))
+            token = own[0].nbytes // own.shape[-2]
+            num_own, others = lengths[self.rank], sum(lengths) - lengths[self.rank]
+            # Three and one forwards, one and three backwards.
+            self.expected_bytes += 4 * token * (num_own * (self.size - 1) + others) // self.size
+        return super().to_heads(own, lengths)
+
+    def gathered(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """To each other rank its own part, padded to the longest; nothing backwards."""
+        token = part.nbytes // part.shape[dim]
+        self.expected_bytes += token * max(lengths) * (self.size - 1)
+        return super().gathered(part, dim, lengths)
+
+
+def calls_of(name: str, folder: Path, exchange: UlyssesExchange | None) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Transformers in float64 with the arguments of one call each, as the family's velocity makes it."""
     family, pipeline = kit.families()[name], kit.ours(name, folder / name)
     engine = TrainsideRolloutEngine(pipeline, forward_batch_size=4)
@@ -113,9 +139,8 @@ def calls_of(name: str, folder: Path) -> list[tuple[nn.Module, dict[str, Any]]]:
         hook.remove()
     plan = pipeline.bundle.token_plan
     assert plan is not None
-    if dist.is_initialized():
-        assert dist.group.WORLD is not None
-        SpreadTokens(pipeline.bundle.trainable_modules(), plan, UlyssesExchange(dist.group.WORLD))
+    if exchange is not None:
+        SpreadTokens(pipeline.bundle.trainable_modules(), plan, exchange)
     return [(module.double(), _doubled(kwargs)) for module, kwargs in calls.items()]
 
 
@@ -138,10 +163,10 @@ class Doubles(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def doubles_of(name: str, folder: Path) -> dict[str, Tensor]:
+def doubles_of(name: str, folder: Path, exchange: UlyssesExchange | None = None) -> dict[str, Tensor]:
     """Outputs of the transformers and gradients of a loss of them, the mean over ranks."""
     found: dict[str, Tensor] = {}
-    for number, (module, kwargs) in enumerate(calls_of(name, folder)):
+    for number, (module, kwargs) in enumerate(calls_of(name, folder, exchange)):
         with Doubles():
             output = module(**kwargs | {"return_dict": False})[0]
         weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -149,9 +174,9 @@ def doubles_of(name: str, folder: Path) -> dict[str, Tensor]:
         found[f"{number}.output"] = output.detach()
         for key, parameter in module.named_parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            if dist.is_initialized():
+            if exchange is not None:
                 dist.all_reduce(gradient)
-                gradient = gradient / dist.get_world_size()
+                gradient = gradient / exchange.size
             found[f"{number}.{key}"] = gradient
     return found
 
@@ -183,5 +208,10 @@ def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> d
         "float32": {name: step_of(name, folder, topology, out / name, **options) for name in names}
     }
     if case == "sp2":
-        found["float64"] = {name: doubles_of(name, folder) for name in names}
+        found |= {"float64": {}, "attentions": {}, "bytes": {}}
+        for name in names:
+            exchange = NotingExchange(dist.group.WORLD)  # ty: ignore[invalid-argument-type]: there is one
+            found["float64"][name] = doubles_of(name, folder, exchange)
+            found["attentions"][name] = exchange.attentions
+            found["bytes"][name] = (exchange.bytes_sent, exchange.expected_bytes)
     return found

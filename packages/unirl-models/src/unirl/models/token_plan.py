@@ -53,6 +53,10 @@ class TokenPlan:
     """Modules -> arguments of their forward that are cut."""
     outputs: Mapping[str, Mapping[int, Tokens]] = field(default_factory=dict)
     """Modules -> outputs that are cut, by place; 0 for the only one."""
+    needs_parts: tuple[str, ...] = ()
+    """Streams of which every rank must have a token. Of others a rank may have none."""
+    masks_queries: bool = False
+    """True if attention masks are [B, 1, T, T], of tokens that count as key and as query alike."""
 
 
 class SpreadTokens:
@@ -64,12 +68,14 @@ class SpreadTokens:
 
     def __init__(self, components: Mapping[str, nn.Module], plan: TokenPlan, exchange: TokenExchange) -> None:
         self._exchange = exchange
+        self.plan = plan
         self._lengths: dict[str, int] = {}
         """Tokens of each stream in the forward that runs."""
         for component, module in components.items():
-            self._spread(component, module, plan)
+            self._spread(component, module)
 
-    def _spread(self, component: str, module: nn.Module, plan: TokenPlan) -> None:
+    def _spread(self, component: str, module: nn.Module) -> None:
+        plan = self.plan
         modules: dict[str, Any] = dict(module.named_modules())  # Any: attention modules of diffusers share no base
         for pattern, cuts in plan.arguments.items():
             for found in _matching(component, modules, pattern):
@@ -133,7 +139,13 @@ class SpreadTokens:
             return [self._cut(each, tokens) for each in whole]
         if not isinstance(whole, Tensor) or not -whole.ndim <= tokens.dim < whole.ndim:
             return whole
-        self._lengths[tokens.stream] = whole.shape[tokens.dim]
+        length = whole.shape[tokens.dim]
+        if tokens.stream in self.plan.needs_parts and length < self._exchange.size:
+            raise ConfigError(
+                f"topology.sp = {self._exchange.size}, but there are {length} tokens of {tokens.stream}, of which "
+                f"every rank needs one. Set topology.sp to {length} at most."
+            )
+        self._lengths[tokens.stream] = length
         return self._exchange.own(whole, tokens.dim)
 
     def _cut_arguments(
@@ -206,11 +218,14 @@ class _AttentionOfHeads(TorchFunctionMode):
         return self._exchange.to_tokens(found, lengths)
 
     def _of_all_tokens(self, mask: Tensor, lengths: Sequence[int]) -> Tensor:
-        """A mask of keys in the order of the exchange: [..., 1, T], of this rank's tokens or of all."""
-        if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
-            raise ContractError(
-                f"a mask of {list(mask.shape)} is none of keys alone, which is all that can be exchanged"
-            )
+        """A mask [B, 1, 1, T] of keys in the order of the exchange, given for this rank's tokens or for all; or
+        [B, 1, T, T] of keys and queries, given for this rank's."""
+        is_of_both = mask.ndim == 4 and mask.shape[2] == mask.shape[3] and self._spread.plan.masks_queries
+        if mask.ndim != 4 or mask.shape[1] != 1 or not (mask.shape[2] == 1 or is_of_both):
+            raise ContractError(f"a mask of {list(mask.shape)} does not say of each token whether it counts")
+        if is_of_both:
+            counts = self._exchange.gathered(mask.diagonal(dim1=2, dim2=3), 2, lengths)
+            return counts[..., None] & counts[..., None, :]
         if mask.shape[-1] == sum(lengths):
             return mask[..., self._spread.places(self._streams)]
         return self._exchange.gathered(mask, 3, lengths)

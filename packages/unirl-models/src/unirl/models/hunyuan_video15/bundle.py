@@ -7,6 +7,7 @@ from unirl.models.diffusers_pipeline.components import autoencoder, frozen, proc
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION, JOINT_FEED_FORWARD
 from unirl.models.extras import from_extra
 from unirl.models.hunyuan_video15.text import HunyuanVideo15TextEncoders
+from unirl.models.token_plan import IMAGE, TEXT, TokenPlan, Tokens
 from unirl.types.errors import ConfigError
 
 with from_extra("diffusers"):
@@ -33,6 +34,18 @@ class HunyuanVideo15Bundle(DiffusersBundle):
     }
     text_class = HunyuanVideo15TextEncoders
     block_class_names = ("HunyuanVideo15TransformerBlock",)
+    spreads_tokens = True
+    token_plan = TokenPlan(
+        arguments={
+            "transformer_blocks.0": {"hidden_states": IMAGE, "encoder_hidden_states": TEXT},
+            "transformer_blocks.*": {"attention_mask": TEXT},
+        },
+        outputs={"rope": {0: Tokens("image", 0), 1: Tokens("image", 0)}},
+        attention={"transformer_blocks.*.attn": ("image", "text")},
+        whole_again={"proj_out": IMAGE},
+        needs_parts=("text",),
+        masks_queries=True,
+    )
     # Attention and feed-forward layers of both streams and of the text refiner.
     lora_target_modules = (*JOINT_ATTENTION, *JOINT_FEED_FORWARD)
     frame_divisor = 4
