@@ -102,7 +102,7 @@ class _Estimate:
         visit = {"text encoders": self._text_bytes()} if self.bundle.get("rest_text_encoders") else {}
         encode = [Phase("encode", {**kept, **visit, "engine's model": self.engine_weights()})] if visit else []
         return [
-            Phase("start", {**self.frozen(), "whole model": self.whole_model()}),
+            Phase("start", self.start()),
             *encode,
             Phase("rollout", {**sampling, "activations": self.rollout_activations()}),
             Phase("decode", {**sampling, "decoder": self.decoder()}),
@@ -154,14 +154,16 @@ class _Estimate:
         dtype = self.bundle.get("text_encoder_dtype") or self.bundle.get("dtype", "fp32")
         return self.sizes.text * _BYTES[dtype] * GB
 
-    def whole_model(self) -> float:
-        """Every device holds the model before it is sharded, but where it waits on the CPU and comes block by block;
-        weights that train are made float32 first."""
-        if self.bundle.get("decoder_device") == "cpu":
-            return self.gathered()
-        dtype = self._dtype_bytes if self.backend.get("lora") is not None else 4
+    def start(self) -> dict[str, float]:
+        """What is there once the model is built. A backend that reads shards holds no more than them; of others, every
+        device holds the model before it is sharded, its weights that train in float32."""
         dropped = self.run.engine.get("drop_text_encoders") and self.bundle.get("text_encoder_device") != "cpu"
-        return (self.sizes.trained * dtype + (self.sizes.text * 2 if dropped else 0.0)) * GB
+        text = {"text encoders before they are dropped": self.sizes.text * 2 * GB if dropped else 0.0}
+        if self.backend.abilities.get("reads_weights") and "defers_weights" in self.bundle.keywords:
+            return {**self.weights(), **text}
+        dtype = self._dtype_bytes if self.backend.get("lora") is not None else 4
+        whole = self.gathered() if self.bundle.get("decoder_device") == "cpu" else self.sizes.trained * dtype * GB
+        return {**self.frozen(), **text, "whole model": whole}
 
     def engine_weights(self) -> float:
         """The copy of the model that an engine samples with, where it is on the devices that train."""
