@@ -72,6 +72,10 @@ def assert_alike(got, expected):
     assert torch.equal(got[0], expected[0]), "samples"
     assert torch.equal(got[1], expected[1]), "rewards"
     assert got[2]["reward/mean"] == expected[2]["reward/mean"]
+    assert_gradients_alike(got, expected)
+
+
+def assert_gradients_alike(got, expected):
     # The first update's gradients; later ones start from weights that Adam has made differ by rounding.
     ours, theirs = got[3][0], expected[3][0]
     assert ours.keys() == theirs.keys()
@@ -89,6 +93,24 @@ def test_one_ray_worker_agrees_with_one_process(recipe, ray_of_two_cores, tmp_pa
     builder = functools.partial(build_with_probe, small, str(tmp_path))
     expected = one_step(small, LocalRuntime(builder), tmp_path)
     assert_alike(one_step(small, RayRuntime(builder, num_devices=1, start_timeout_s=600), tmp_path), expected)
+
+
+@pytest.mark.ray
+@pytest.mark.matrix
+def test_two_ray_workers_that_share_samples_agree_with_one_process(recipe, ray_of_two_cores, tmp_path):
+    """Each computes with its part of the tokens of all samples; the driver deals one shard to both."""
+    from unirl.distributed.group.ray_runtime import RayRuntime
+
+    topology = ["+backend.topology._target_=unirl.train.configs.TrainTopology", "+backend.topology.sp=2"]
+    alone, shared = recipe(*SHARED["flowgrpo"]), recipe(*SHARED["flowgrpo"], *topology)
+    expected = one_step(alone, LocalRuntime(functools.partial(build_with_probe, alone, str(tmp_path))), tmp_path)
+    workers = RayRuntime(functools.partial(build_with_probe, shared, str(tmp_path)), num_devices=2, start_timeout_s=600)
+    assert workers.num_shards == 1
+    got = one_step(shared, workers, tmp_path)
+    # float32: attention of some heads at a time, and sums of tokens in another order.
+    torch.testing.assert_close(got[0], expected[0], rtol=0.0, atol=1e-4)
+    torch.testing.assert_close(got[1], expected[1], rtol=0.0, atol=1e-4)
+    assert_gradients_alike(got, expected)
 
 
 @pytest.mark.ray

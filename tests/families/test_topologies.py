@@ -25,12 +25,20 @@ FIRST = ["qwen_image", "sd3", "wan21_t2v"]
 USUAL = {(name, "sp2") for name in FIRST}
 
 
+FOUR_HEADS = ["sd3", "sd3_controlnet"]
+"""Those whose tiny model can be spread over four ranks."""
+
+
+def names_of(case: str, names: list[str]) -> list[str]:
+    return [name for name in names if CASES[case].topology.sp == 2 or name in FOUR_HEADS]
+
+
 def rows(cases: list[str]) -> list[Any]:
     """Every family with every case; all but the usual ones are left to the matrix."""
     return [
         pytest.param(name, case, id=f"{name}-{case}", marks=() if (name, case) in USUAL else pytest.mark.matrix)
         for case in cases
-        for name in SPREAD
+        for name in names_of(case, SPREAD)
     ]
 
 
@@ -46,14 +54,14 @@ class Runs:
         for name in self._names:
             kit.ours(name, self.folders / name)  # written before the ranks read it
         (self.out / case).mkdir()
-        job = partial(steps_of_rank, self._names, case, self.folders, self.out / case)
+        job = partial(steps_of_rank, names_of(case, self._names), case, self.folders, self.out / case)
         return ranks_of_train.results_of_ranks(job, self.out / case, CASES[case].world_size)
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    own = [item for item in request.session.items if item.path == request.path]
-    names = SPREAD if any(item.get_closest_marker("matrix") for item in own) else FIRST
+    ids = [item.name.partition("[")[2] for item in request.session.items if item.path == request.path]
+    names = [name for name in SPREAD if name in FIRST or any(each.startswith((f"{name}-", f"{name}]")) for each in ids)]
     return Runs(folders, tmp_path_factory.mktemp("topologies"), names)
 
 
@@ -87,12 +95,22 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
         assert rank["metrics"].keys() == one["metrics"].keys()
         for key, value in one["metrics"].items():
             assert rank["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
-        assert rank["metrics"]["policy/first_ratio_max_abs_dev"] == 0.0
+        # A rollout of four rows and a replay of twelve: one unit in the last place where products take other kernels.
+        assert rank["metrics"]["policy/first_ratio_max_abs_dev"] <= 2e-7
         assert torch.equal(rank["latents"], ranks[0]["latents"])
         assert all(torch.equal(value, ranks[0]["state"][key]) for key, value in rank["state"].items())
         assert rank["bytes"] > 0
     loaded = resumed(name, runs.folders, runs.out / case / name)
     assert all(torch.equal(value, loaded[key]) for key, value in ranks[0]["state"].items() if key != "counters")
+
+
+def test_what_must_not_be_is_refused_on_all_ranks(runs: Runs) -> None:
+    for rank in runs.of("sp2"):
+        assert "ranks that share samples (topology.sp = 2) hold different latents of the track image" in rank["differ"]
+        assert (
+            "topology.sp = 3 does not divide the 4 attention heads of transformer.transformer_blocks" in rank["heads"]
+        )
+        assert "topology.sp = 2: SD3 has no token plan. Set topology.sp: 1." in rank["plan"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else pytest.mark.matrix) for n in SPREAD])

@@ -22,6 +22,7 @@ from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import FSDPConfig, OptimizerConfig, TrainTopology
 from unirl.train.stack import TrainStack
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutResp
 from unirl.types.segments import LatentSegment
 from unirl.types.training import StepStats
@@ -198,7 +199,40 @@ CASES = {
     "sp2-recomputed": Case(2, TrainTopology(sp=2), (("activation_checkpointing", True),)),
     "dp2-sp2": Case(4, TrainTopology(dp_shard=2, sp=2)),
     "hsdp2-sp2": Case(4, TrainTopology(dp_replicate=2, sp=2)),
+    "sp4": Case(4, TrainTopology(sp=4)),
 }
+
+
+def refusals(name: str, folder: Path) -> dict[str, str]:
+    """What ranks are told whose samples differ, and that do not divide the heads of a model."""
+    found = {"differ": "", "heads": "", "plan": ""}
+    family, (pipeline, backend) = kit.families()[name], backend_of(name, folder, TrainTopology(sp=2))
+    engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4)
+    params = family.sampling(num_inference_steps=3, samples_per_prompt=SAMPLES_PER_PROMPT)
+    track = engine.generate(request_of(family, engine, params, 0)).root_track().replace(advantages=ADVANTAGES)
+    segment = track.segment
+    assert isinstance(segment, LatentSegment)
+    if dist.get_rank() == 1:
+        segment.latents[0, 0].add_(1e-3)
+    algorithm = DiffusionGRPO(pipeline, backend, clip_range=1e-2, old_logp_source="rollout")
+    stack = TrainStack(backend, {"image": algorithm}, micro_batch_size=4, max_grad_norm=1.0)
+    try:
+        stack.train(RolloutResp(tracks={"image": track}), progress=0.0)
+    except ContractError as error:
+        found["differ"] = str(error)
+    three = UlyssesExchange(backend.collectives.group("sp"))
+    three.size = 3
+    bundle = kit.ours(name, folder / name).bundle
+    try:
+        bundle.spread_tokens(three)
+    except ConfigError as error:
+        found["heads"] = str(error)
+    bundle.token_plan = None
+    try:
+        bundle.spread_tokens(backend.token_exchange)
+    except ConfigError as error:
+        found["plan"] = str(error)
+    return found
 
 
 def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> dict[str, Any]:
@@ -214,4 +248,5 @@ def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> d
             found["float64"][name] = doubles_of(name, folder, exchange)
             found["attentions"][name] = exchange.attentions
             found["bytes"][name] = (exchange.bytes_sent, exchange.expected_bytes)
+        found |= refusals("sd3", folder)
     return found

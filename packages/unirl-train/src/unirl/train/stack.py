@@ -29,7 +29,8 @@ from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.training import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
-from unirl.types.segments import SizedLatents
+from unirl.types.segments import LatentSegment, SizedLatents
+from unirl.types.weights import tensor_checksum
 
 FIRST_RATIO = "policy/first_ratio_max_abs_dev"
 
@@ -165,6 +166,7 @@ class TrainStack:
         due = [(part, part.loss.updates(self._num_updates_done, self._num_updates)) for part in self._parts]
         taking_part = [(part, updates) for part, updates in due if updates]
         tracks = {part.name: self._track(resp, part.name) for part, _ in taking_part}
+        self._require_same_samples(tracks)
         started = time.perf_counter()
         micros: list[dict[str, list[MicroBatch]]] = [{} for _ in range(self._num_updates)]
         for part, updates in taking_part:
@@ -213,6 +215,24 @@ class TrainStack:
                         micro = replace(micro, anchor=algorithm.anchor(micro))
                     micros[-1].append(micro)
         return micros
+
+    def _require_same_samples(self, tracks: Mapping[str, RolloutTrack]) -> None:
+        """Raise ContractError, on all of them, if ranks that work on the same samples hold latents that differ.
+
+        Their tokens would be mixed. A collective where there are such ranks.
+        """
+        if self._backend.mesh_place.sp_size == 1:
+            return
+        for name, track in tracks.items():
+            if isinstance(track.segment, LatentSegment):
+                digest = float(int(tensor_checksum(track.segment.latents)[:8], 16))
+                both = torch.tensor([digest, -digest], dtype=torch.float64, device=self._backend.device)
+                largest, smallest = self._backend.collectives.all_reduce_max(both, "sp").tolist()
+                if largest != -smallest:
+                    raise ContractError(
+                        f"ranks that share samples (topology.sp = {self._backend.mesh_place.sp_size}) hold different "
+                        f"latents of the track {name}. Sample with the trainside engine, or an engine in its own pool."
+                    )
 
     def _of_one_size(self, track: RolloutTrack, samples_per_unit: int) -> list[RolloutTrack]:
         """A micro-batch, or where its images differ in size one for each. Raises ContractError if devices would run
