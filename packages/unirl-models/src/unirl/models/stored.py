@@ -35,6 +35,24 @@ class Source(StoredTensor, Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
+@dataclass(frozen=True)
+class NoValues:
+    """A tensor of a model in a rehearsal, which has none."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, box: Box) -> Tensor:
+        """A zero in the shape of a part."""
+        sizes = [part.stop - part.start for part in box]
+        return torch.zeros((), dtype=self.dtype).expand(sizes)
+
+
+def without_values(module: nn.Module) -> dict[str, NoValues]:
+    """The tensors of a module's state in a rehearsal."""
+    return {name: NoValues(tuple(tensor.shape), tensor.dtype) for name, tensor in module.state_dict().items()}
+
+
 class TensorFiles:
     """Tensors by name, in several files that are opened when they are read."""
 

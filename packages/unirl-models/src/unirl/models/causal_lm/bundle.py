@@ -24,7 +24,7 @@ from unirl.models.loading import ModelFolder, open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder
 from unirl.models.one_component import OneComponentBundle
 from unirl.models.packing import Packing
-from unirl.models.stored import Source, TensorFiles, safetensors_files
+from unirl.models.stored import Source, TensorFiles, safetensors_files, without_values
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import has_values
@@ -84,7 +84,7 @@ class CausalLMBundle(OneComponentBundle):
         self.defers_weights = False
         """True if the parameters are on the meta device, for a backend to read."""
         self._stored: ConvertedState | None = None
-        if defers_weights and has_values(self.device):
+        if defers_weights:
             self._defer_weights(weights_dtype)
         if not self.defers_weights:
             self.model = self._load_model(weights_dtype).to(self.device).eval()
@@ -159,6 +159,9 @@ class CausalLMBundle(OneComponentBundle):
     def _defer_weights(self, dtype: torch.dtype) -> None:
         """Build the model without its weights if they can be read in parts; if not, the log says why."""
         path = self.folder.path
+        if not has_values(self.device):
+            self.model, self.defers_weights = without_weights(self.auto_class, path, dtype, self.device), True
+            return
         files = safetensors_files(path, _WEIGHTS)
         if files is None or "quantization_config" in self.folder.config:
             reason = f"it has no {_WEIGHTS}.safetensors" if files is None else "its weights are quantised"
@@ -178,6 +181,8 @@ class CausalLMBundle(OneComponentBundle):
 
     def stored_weights(self) -> dict[str, dict[str, Source]]:
         """Where each weight is, see unirl.types.protocols.models.DefersWeights. Once, so that no file stays open."""
+        if not has_values(self.device):
+            return {self.component: {**without_values(self.model)}}
         stored, self._stored = self._stored, None
         if stored is None:
             raise ContractError(f"the weights of {self.folder.path} have been read")

@@ -22,7 +22,7 @@ from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.diffusers_pipeline.tiling import work_in_tiles
 from unirl.models.extras import from_extra
 from unirl.models.loading import open_pipeline_folder
-from unirl.models.stored import Source, TensorFiles, check_state, file_tensors, safetensors_files
+from unirl.models.stored import Source, TensorFiles, check_state, file_tensors, safetensors_files, without_values
 from unirl.models.token_plan import SpreadTokens, TokenPlan
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import building_on, empty_cache, has_values
@@ -130,7 +130,7 @@ class DiffusersBundle(Bundle):
         trainable = [name for name, component in present.items() if component.role is Role.TRAINED]
         self._check_trains(trains, trainable)
         trained = trainable if trains is None else list(trains)
-        self.defers_weights = defers_weights and has_values(self.device) and self._can_defer(trained)
+        self.defers_weights = defers_weights and (not has_values(self.device) or self._can_defer(trained))
         """True if the parameters of what trains are on the meta device, for a backend to read."""
 
         self.modules: dict[str, Any] = {}  # Any: as in `load`
@@ -269,6 +269,9 @@ class DiffusersBundle(Bundle):
         """Where each weight of what trains is, see unirl.types.protocols.models.DefersWeights."""
         found: dict[str, dict[str, Source]] = {}
         for name, module in self._trained.items():
+            if not has_values(self.device):
+                found[name] = {**without_values(module)}
+                continue
             path = self.folder.path / name
             files = TensorFiles(safetensors_files(path, _WEIGHTS) or {})
             found[name] = file_tensors(module, files)
