@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from unirl.rehearsal.device import join_group
 from unirl.rehearsal.ledger import HOST
 from unirl.rehearsal.mode import Rehearsal
-from unirl.rehearsal.repeats import repeat_forwards
+from unirl.rehearsal.repeats import Repeats
 from unirl.types.devices import PRETEND, building_on, empty_cache, has_values, is_accelerator
 
 HEADS, TOKENS, WIDTH = 8, 512, 64
@@ -121,7 +121,7 @@ def repeated(mode: Rehearsal) -> dict[str, Any]:
             if name == "run":
                 kept = [model(x) for _ in range(3)]
             else:
-                with repeat_forwards(mode, [model]):
+                with Repeats(mode).active([model], []):
                     kept = [model(x) for _ in range(3)]
             found[name] = {
                 "flops": mode.counts.flops[name],

@@ -209,9 +209,7 @@ class _Estimate:
 
     def num_steps(self) -> int:
         """Steps of a sample that are trained on."""
-        scheduler, rows = self.run.sampling.node.get("scheduler") or {}, self.algorithm.ability("trained_rows")
-        chosen = self.algorithm.get(rows) if isinstance(rows, str) else rows
-        return chosen or scheduler.get("num_sde_steps") or self.run.sampling.get("num_inference_steps")
+        return trained_steps(self.run)
 
     def rollout_activations(self) -> float:
         """Bytes of one forward without gradient."""
@@ -257,6 +255,14 @@ class _Estimate:
     def has_reward_gradient(self) -> bool:
         """True if the loss goes through the decoder."""
         return bool(self.algorithm.ability("requires_reward_gradient"))
+
+
+def trained_steps(run: ComposedRun) -> int:
+    """Steps of a sample that the first algorithm of a run's first policy trains on."""
+    algorithm = next(iter(run.policy.algorithms.values()))
+    scheduler, rows = run.sampling.node.get("scheduler") or {}, algorithm.ability("trained_rows")
+    chosen = algorithm.get(rows) if isinstance(rows, str) else rows
+    return chosen or scheduler.get("num_sde_steps") or run.sampling.get("num_inference_steps")
 
 
 def scorer_bytes(part: Part) -> float:

@@ -1,10 +1,13 @@
-"""Forwards without gradient that are alike run once: the others repeat what the first one counted."""
+"""What a run does many times alike runs once: forwards without gradient, and backward passes of an update.
+
+The others repeat what the first one counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,72 +15,153 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from unirl.algorithms.base import LossPart, MicroBatch, StageAlgorithm
 from unirl.rehearsal.mode import Rehearsal
+from unirl.types.devices import PRETEND
+
+NUM_RUN = 2
+"""Loss parts of a micro-batch that run before others repeat the second, which has gradients in memory."""
 
 Value = Any  # Any: arguments and results of a model
 
 
 @dataclass(frozen=True)
-class _Record:
-    """What one forward did."""
+class _Cost:
+    """What something did."""
 
     peak: int
     """Most bytes above those before it."""
     flops: int
     collectives: dict[str, int]
-    out: Value
-    """Its result; a repetition gets fresh tensors of these shapes."""
 
 
-@contextmanager
-def repeat_forwards(mode: Rehearsal, modules: Iterable[nn.Module]) -> Generator[None]:
-    """Within it, a forward of these modules without gradient runs once per shape of its arguments."""
-    before = {}
-    for module in modules:
-        before[module] = module.forward
-        module.forward = _repeating(mode, module.forward)
-    try:
-        yield
-    finally:
-        for module, forward in before.items():
-            module.forward = forward
+class Repeats:
+    """Within `active`, the forwards of some modules without gradient, and the middle backward passes of each
+    micro-batch, are counted without being run again."""
 
+    def __init__(self, mode: Rehearsal) -> None:
+        self._mode = mode
+        self._shapes: dict[Value, Value] = {}
+        """Results by what they depend on."""
+        self._costs: dict[Value, _Cost] = {}
+        self._skips_training = False
 
-def _repeating(mode: Rehearsal, forward: Callable[..., Value]) -> Callable[..., Value]:
-    records: dict[Value, _Record] = {}
+    @contextmanager
+    def active(self, modules: Iterable[nn.Module], algorithms: Iterable[StageAlgorithm]) -> Generator[None]:
+        """Take the place of `forward` and `losses`."""
+        undo: list[Callable[[], None]] = []
+        for module in modules:
+            undo.append(_replaced(module, "forward", self._forwards(module.forward, id(module))))
+        for algorithm in algorithms:
+            undo.append(_replaced(algorithm, "losses", self._losses(algorithm)))
+        try:
+            yield
+        finally:
+            for each in undo:
+                each()
 
-    def run(*args: Value, **kwargs: Value) -> Value:
-        key = None if torch.is_grad_enabled() else _key(args, kwargs)
-        if key is None:
-            return forward(*args, **kwargs)
-        if key not in records:
-            records[key], out = _recorded(mode, lambda: forward(*args, **kwargs))
-            return out
-        record = records[key]
-        mode.ledger.bump(record.peak)
-        mode.counts.flops[mode.phase] += record.flops
-        for name, size in record.collectives.items():
+    def _forwards(self, forward: Callable[..., Value], owner: int) -> Callable[..., Value]:
+        def run(*args: Value, **kwargs: Value) -> Value:
+            key = _key(owner, args, kwargs)
+            trains = torch.is_grad_enabled()
+            if key is None or (trains and not (self._skips_training and key in self._shapes)):
+                out = forward(*args, **kwargs)
+                if key is not None:
+                    self._shapes[key] = tree_map_only(Tensor, _shape_of, out)
+                return out
+            if not trains and key not in self._costs:
+                self._costs[key], out = self._measured(lambda: forward(*args, **kwargs))
+                self._shapes[key] = tree_map_only(Tensor, _shape_of, out)
+                return out
+            if not trains:
+                self._count(self._costs[key])
+            return tree_map_only(_Shape, lambda shape: shape.made(trains), self._shapes[key])
+
+        return run
+
+    def _losses(self, algorithm: StageAlgorithm) -> Callable[[MicroBatch], Iterator[LossPart]]:
+        losses = algorithm.losses
+
+        def run(micro: MicroBatch) -> Iterator[LossPart]:
+            left, parts = algorithm.num_terms(micro.track), losses(micro)
+            cost: _Cost | None = None
+            sizes: list[int] = []
+            while True:
+                # The last one makes the ranks exchange gradients.
+                self._skips_training = len(sizes) >= NUM_RUN and cost is not None and left > sizes[-1]
+                try:
+                    if self._skips_training and cost is not None:
+                        part = next(parts)
+                        self._count(cost)
+                        yield part
+                    elif len(sizes) == NUM_RUN - 1:
+                        with self._watched() as watch:
+                            part = next(parts)
+                            yield part
+                        cost = watch[0]
+                    else:
+                        part = next(parts)
+                        yield part
+                except StopIteration:
+                    return
+                finally:
+                    self._skips_training = False
+                sizes.append(part.num_terms)
+                left -= part.num_terms
+                del part
+
+        return run
+
+    def _measured(self, call: Callable[[], Value]) -> tuple[_Cost, Value]:
+        with self._watched() as found:
+            out = call()
+        return found[0], out
+
+    @contextmanager
+    def _watched(self) -> Generator[list[_Cost]]:
+        mode, found = self._mode, list[_Cost]()
+        flops, moved = mode.counts.flops[mode.phase], dict(mode.collectives_of_phase())
+        with mode.ledger.watched() as watch:
+            yield found
+        now = mode.collectives_of_phase()
+        passed = {name: now[name] - moved.get(name, 0) for name in now if now[name] != moved.get(name, 0)}
+        found.append(_Cost(watch.peak, mode.counts.flops[mode.phase] - flops, passed))
+
+    def _count(self, cost: _Cost) -> None:
+        mode = self._mode
+        mode.ledger.bump(cost.peak)
+        mode.counts.flops[mode.phase] += cost.flops
+        for name, size in cost.collectives.items():
             mode.collectives_of_phase()[name] += size
-        return tree_map_only(Tensor, _fresh, record.out)
-
-    return run
 
 
-def _recorded(mode: Rehearsal, call: Callable[[], Value]) -> tuple[_Record, Value]:
-    flops, moved = mode.counts.flops[mode.phase], dict(mode.collectives_of_phase())
-    with mode.ledger.watched() as watch:
-        out = call()
-    now = mode.collectives_of_phase()
-    passed = {name: now[name] - moved.get(name, 0) for name in now if now[name] != moved.get(name, 0)}
-    shapes = tree_map_only(Tensor, lambda tensor: tensor.detach(), out)
-    return _Record(watch.peak, mode.counts.flops[mode.phase] - flops, passed, shapes), out
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor without memory."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool = field(default=False)
+
+    def made(self, trains: bool) -> Tensor:
+        """A new one; a leaf of the graph where the original depends on what trains."""
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=PRETEND)
+        return made.requires_grad_(trains and self.trains)
 
 
-def _fresh(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _shape_of(tensor: Tensor) -> _Shape:
+    return _Shape(tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
-def _key(args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value | None:
+def _replaced(owner: object, name: str, value: object) -> Callable[[], None]:
+    """Give an object another method; returns what undoes it."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    return (lambda: delattr(owner, name)) if own is None else (lambda: setattr(owner, name, own))
+
+
+def _key(owner: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value | None:
     """What a forward's cost depends on; None for arguments that it may change, such as caches."""
     leaves, spec = tree_flatten((args, kwargs))
     parts: list[Value] = []
@@ -88,5 +172,5 @@ def _key(args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value | None:
             parts.append(leaf)
         else:
             return None
-    casts = torch.is_autocast_enabled("pretend"), torch.get_autocast_dtype("pretend")
-    return str(spec), tuple(parts), casts
+    casts = torch.is_autocast_enabled(PRETEND), torch.get_autocast_dtype(PRETEND)
+    return owner, str(spec), tuple(parts), casts, torch.is_grad_enabled()

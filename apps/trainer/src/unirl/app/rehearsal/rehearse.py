@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unirl.algorithms.base import StageAlgorithm
 from unirl.app.rehearsal.share import Share, share_of
 from unirl.config.runs import ComposedRun
 from unirl.distributed.held import Held
@@ -24,7 +25,7 @@ from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.rehearsal.device import join_group
 from unirl.rehearsal.ledger import Peak
 from unirl.rehearsal.mode import Counts, Rehearsal
-from unirl.rehearsal.repeats import repeat_forwards
+from unirl.rehearsal.repeats import Repeats
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.optim import local_part
 from unirl.trainer.build.assembly import make_trainer
@@ -153,7 +154,7 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> tuple[int, Counts]:
         _label(mode, backends)
         clock.observer = observed
         modules = [module for bundle in bundles for module in bundle.trainable_modules().values()]
-        with repeat_forwards(mode, modules):
+        with Repeats(mode).active(modules, _algorithms(share.run, runtime)):
             sample_bytes = _bytes_of_samples(trainer.collector.collect(0).resp) // share.num_made
             mode.counts = Counts()
             rollout = trainer.collector.collect(1).resp
@@ -201,6 +202,14 @@ def _models(run: ComposedRun, runtime: LocalRuntime) -> tuple[list[ModelBundle],
         bundles.append(bundle)
         backends.append(backend)
     return bundles, backends
+
+
+def _algorithms(run: ComposedRun, runtime: LocalRuntime) -> Iterator[StageAlgorithm]:
+    for name, policy in run.policies.items():
+        for track in policy.algorithms:
+            own = "algorithm" if len(policy.algorithms) == 1 else f"algorithm/{track}"
+            algorithm: Any = runtime.component(role_name(name, own, run.all_policies))  # Any: by its role
+            yield algorithm
 
 
 def _label_models(mode: Rehearsal, bundle: ModelBundle) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unirl.app.memory import scorer_bytes
+from unirl.app.memory import scorer_bytes, trained_steps
 from unirl.config.check import check_recipe
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
@@ -119,7 +119,10 @@ def _batch(run: ComposedRun, num_ranks: int) -> _Batch:
     num_samples = run.batch_size * per_prompt // num_ranks
     stack = run.policy.stack
     updates, micro = stack.get("num_updates_per_batch", 1), stack.get("micro_batch_size", 1)
-    trained = min(num_samples, updates * micro * MICRO_BATCHES)
+    algorithm = next(iter(run.policy.algorithms.values()))
+    parts = micro * trained_steps(run) // (algorithm.get("rows_per_forward") or micro * trained_steps(run))
+    # Several backward passes of one micro-batch show the same as several micro-batches.
+    trained = min(num_samples, updates * micro * (1 if parts > MICRO_BATCHES else MICRO_BATCHES))
     wanted = max(trained, min(num_samples, run.engine.get("forward_batch_size") or num_samples))
     prompts = max(1, -(-wanted // per_prompt))
     while prompts * per_prompt % updates:
