@@ -116,22 +116,20 @@ def built(make: Callable[..., tuple[Any, Forward]], dtype: str, lora: LoraConfig
     return found
 
 
-def differences(names: list[str], folder: Path) -> dict[str, list[str]]:
-    """What differs between the two ways of building, by model, dtype and kind of training."""
+def differences(names: list[str], folder: Path, *, is_whole: bool) -> dict[str, list[str]]:
+    """What differs between the two ways of building, by model, dtype and kind of training. is_whole: of all four of
+    these, else of two."""
+    lora = LoraConfig(rank=2, alpha=4.0)
+    ways = [("fp32", None), ("bf16", lora), *([("fp32", lora), ("bf16", None)] if is_whole else [])]
     found = {}
     for name in names:
-        for dtype in ("fp32", "bf16"):
-            for kind, lora in (("full", None), ("lora", LoraConfig(rank=2, alpha=4.0))):
-
-                def make(dtype: str, *, defers_weights: bool, name: str = name) -> tuple[Any, Forward]:
-                    forward_of = diffusion if name in DIFFUSERS else language
-                    return forward_of(name, folder, dtype, defers_weights=defers_weights)
-
-                at_once, in_parts = (built(make, dtype, lora, defers=defers) for defers in (False, True))
-                assert at_once.keys() == in_parts.keys()
-                found[f"{name} {dtype} {kind}"] = [
-                    key for key, value in at_once.items() if not _is_same(value, in_parts[key])
-                ]
+        make = partial(diffusion if name in DIFFUSERS else language, name, folder)
+        for dtype, adapters in ways:
+            at_once, in_parts = (built(make, dtype, adapters, defers=defers) for defers in (False, True))
+            assert at_once.keys() == in_parts.keys()
+            found[f"{name} {dtype} {'full' if adapters is None else 'lora'}"] = [
+                key for key, value in at_once.items() if not _is_same(value, in_parts[key])
+            ]
     return found
 
 

@@ -16,15 +16,16 @@ ranks_of_train: Any = importlib.import_module("ranks")
 
 
 @pytest.mark.parametrize(
-    "num_ranks", [pytest.param(1, marks=pytest.mark.matrix), 2, pytest.param(4, marks=pytest.mark.matrix)]
+    ("num_ranks", "is_whole"),
+    [(2, False), *(pytest.param(ranks, True, marks=pytest.mark.matrix) for ranks in (1, 2, 4))],
 )
 def test_shards_that_ranks_read_are_those_of_a_whole_model(
-    num_ranks: int, folders: Path, tmp_path_factory: pytest.TempPathFactory
+    num_ranks: int, is_whole: bool, folders: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     written(folders)
-    job = partial(differences, NAMES, folders)
+    job = partial(differences, NAMES, folders, is_whole=is_whole)
     found = ranks_of_train.results_of_ranks(job, tmp_path_factory.mktemp("ranks"), num_ranks)
     assert len(found) == num_ranks
     for rank in found:
-        assert len(rank) == 4 * len(NAMES)
+        assert len(rank) == (4 if is_whole else 2) * len(NAMES)
         assert not any(rank.values()), rank
