@@ -61,6 +61,18 @@ def test_what_cannot_be_rehearsed_is_said_with_its_reason(recipe: str, said: str
         share_of(run, tmp_path)
 
 
+def test_ranks_that_share_samples_each_rehearse_those_of_their_group(tmp_path: Path) -> None:
+    words = ["runtime=ray", "num_devices=4", "device=cuda"]
+    topology = ["+backend.topology._target_=unirl.train.configs.TrainTopology", "+backend.topology.sp=2"]
+    found = []
+    for number, more in enumerate(([], topology)):
+        run = check_recipe(settled(composed(Command("rehearse", "worlds/shapes/flowgrpo", (*words, *more)))))
+        found.append(share_of(run, tmp_path / str(number)))
+    alone, shared = found
+    assert shared.num_ranks == alone.num_ranks == 4
+    assert shared.num_samples == 2 * alone.num_samples
+
+
 def rehearsed(**parts: int) -> Rehearsed:
     """One phase with these parts."""
     return Rehearsed(

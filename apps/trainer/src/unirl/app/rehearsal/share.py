@@ -93,7 +93,8 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
             place = folder / at
             write_configurations(str(source), place)
             bundle["pretrained_model"] = str(place)
-    small = check_recipe(recipe)
+    # The true run has passed the rules between sections; one device alone would not, with a topology of several.
+    small = check_recipe(recipe, is_exported=True)
     return Share(
         run=replace(small, device=PRETEND),
         num_ranks=num_ranks,
@@ -116,7 +117,9 @@ class _Batch:
 def _batch(run: ComposedRun, num_ranks: int) -> _Batch:
     """Whole groups that fill one forward of the rollout and the first micro-batches of every update."""
     per_prompt = run.sampling.get("samples_per_prompt", 1)
-    num_samples = run.batch_size * per_prompt // num_ranks
+    topology = run.policy.backend.inner.get("topology")
+    num_sharing = 1 if topology is None else topology.get("sp")
+    num_samples = run.batch_size * per_prompt * num_sharing // num_ranks
     stack = run.policy.stack
     updates, micro = stack.get("num_updates_per_batch", 1), stack.get("micro_batch_size", 1)
     algorithm = next(iter(run.policy.algorithms.values()))
