@@ -25,6 +25,7 @@ HEADS, TOKENS, WIDTH = 8, 512, 64
 def reads(mode: Rehearsal) -> dict[str, Any]:
     """What comes back from the device."""
     x = torch.randn(3, 4, device=PRETEND)
+    levels = torch.tensor([0.9, 0.2, 0.0]).to(PRETEND)
     large = torch.randn(1024, 1024, device=PRETEND).cpu()
     return {
         "is_pretend": is_accelerator(x.device) and not has_values(x.device),
@@ -32,6 +33,10 @@ def reads(mode: Rehearsal) -> dict[str, Any]:
         "number": float(x.sum()),
         "boolean": bool((x > 0).all()),
         "strides of a large one": list(large.stride()),
+        "levels": (levels * 2).cpu().tolist(),
+        "low levels": list(levels[levels < 0.5].shape),
+        "largest": float(levels.max()),
+        "written over": (levels.clone().mul_(x[0, 0])).tolist(),
         "masked": list(x[x > 0].shape),
         "places": list((x > 0).nonzero().shape),
         "at": sorted(mode.counts.reads),

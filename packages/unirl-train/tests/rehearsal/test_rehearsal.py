@@ -49,6 +49,10 @@ def test_values_that_are_read_are_zeros_and_every_read_is_noted(facts: Any) -> N
     assert reads["copied"] == [[0.0] * 4] * 3
     assert (reads["number"], reads["boolean"]) == (0.0, True)
     assert reads["strides of a large one"] == [0, 0]
+    # What the host gave keeps its values.
+    assert reads["levels"] == pytest.approx([1.8, 0.4, 0.0])
+    assert (reads["low levels"], reads["largest"]) == ([2], pytest.approx(0.9))
+    assert reads["written over"] == [0.0] * 3
     assert reads["masked"] == [12]
     assert reads["places"] == [12, 2]
     kinds = {read.split(" at ")[0] for read in reads["at"]}

@@ -1,7 +1,9 @@
 """The mode that a rehearsal runs in: host tensors are real and compute, tensors of the pretend device are fake.
 
 So seeds, noise levels, prompts, indices, advantages and metrics are those of a real run, and only what the device would
-hold has no values. What comes back from the device is zeros, and a boolean is True; every such read is recorded.
+hold has no values. Small tensors that are made of the host's keep their values on the device too, so that code that
+decides by them goes the way of a real run. What else comes back from the device is zeros, and a boolean is True; every
+read is recorded.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unirl.rehearsal.device import register_device
 from unirl.rehearsal.ledger import Ledger
@@ -34,6 +37,14 @@ PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 SMALL_BYTES = 1 << 20
 """A larger tensor that leaves the device shares one zero in host memory."""
 MASKS = (torch.bool, torch.uint8)
+MOST_VALUES = 1 << 16
+"""Elements of a tensor whose values are kept beside it."""
+RANDOM = frozenset(
+    getattr(packet, overload)
+    for packet in (aten.randn, aten.rand, aten.normal_, aten.uniform_, aten.randint, aten.empty, aten.empty_strided)
+    for overload in packet.overloads()
+)
+"""Operators whose results have no values that mean anything here."""
 COLLECTIVES = ("c10d", "_c10d_functional")
 HERE = str(Path(__file__).parent)
 
@@ -65,6 +76,8 @@ class Rehearsal(TorchDispatchMode):
         """Since the beginning, or since they were last replaced."""
         self.phase = "start"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """Values of small tensors that were made of tensors of the host."""
         self._moving = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -101,6 +114,7 @@ class Rehearsal(TorchDispatchMode):
             return read[0]
         out = self._faked(func, args, named)
         self._count(func, args, named, out)
+        self._shadow(func, args, named, out)
         return out
 
     def _faked(self, func: Value, args: tuple[Value, ...], named: dict[str, Value]) -> Value:
@@ -122,20 +136,26 @@ class Rehearsal(TorchDispatchMode):
         first: Value = args[0] if args else None
         if func is aten._local_scalar_dense.default:
             self._record("a number")
+            if (values := self._values.get(first)) is not None:
+                return (values.item(),)
             return (True if first.dtype == torch.bool else 0.0 if first.is_floating_point() else 0,)
         if func is aten._to_copy.default and isinstance(first, FakeTensor) and _is_host(named.get("device")):
             if self._moving:  # a module that leaves the device: it stays where it is, and counts as the host's
                 self.ledger.leave(first)
                 return (first,)
             self._record("a tensor")
+            if (values := self._values.get(first)) is not None:
+                return (values.to(named.get("dtype") or first.dtype, copy=True),)
             return (_zeros(first, named.get("dtype") or first.dtype),)
         if func is aten.copy_.default and not isinstance(first, FakeTensor):
             self._record("a tensor")
             return (first.fill_(0),)
         if func is aten.nonzero.default:
             self._record("the places of a mask")
+            values = self._values.get(first)
+            num = first.numel() if values is None else int(values.count_nonzero())
             with self._fake:
-                return (torch.empty(first.numel(), first.ndim, dtype=torch.int64, device=first.device),)
+                return (torch.empty(num, first.ndim, dtype=torch.int64, device=first.device),)
         if func is aten.index.Tensor and any(_is_mask(index) for index in args[1]):
             self._record("a mask")
             indices = [each for index in args[1] for each in self._all_places(index)]
@@ -143,11 +163,13 @@ class Rehearsal(TorchDispatchMode):
         return None
 
     def _all_places(self, index: Value) -> list[Value]:
-        """A mask keeps all that it could keep: the largest that the result can be."""
+        """A mask without values keeps all that it could keep: the largest that the result can be."""
         if not _is_mask(index):
             return [index]
+        values = self._values.get(index)
+        num = index.numel() if values is None else int(values.count_nonzero())
         with self._fake:
-            return [torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
+            return [torch.empty(num, dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
 
     def _record(self, what: str) -> None:
         """Note the nearest line of the project that reads, or of another library."""
@@ -162,6 +184,33 @@ class Rehearsal(TorchDispatchMode):
                 found = f"{'/'.join(name.split('/')[-3:])}:{frame.f_lineno}"
             frame = frame.f_back
         self.counts.reads[f"{what} at {found}"] += 1
+
+    def _shadow(self, func: Value, args: tuple[Value, ...], named: dict[str, Value], out: Value) -> None:
+        """Give a small result its values, if all that it is made of has values: noise levels, lengths, masks.
+
+        Code that decides by them then takes the branches of a real run.
+        """
+        outs = out if isinstance(out, tuple | list) else (out,)
+        if func in RANDOM or any(not isinstance(each, FakeTensor) or each.numel() > MOST_VALUES for each in outs):
+            return
+        flat, spec = tree_flatten((args, named))
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        if any(isinstance(value, FakeTensor) and self._values.get(value) is None for value in tensors):
+            if func._schema.is_mutable:  # what it wrote has no values any more
+                for value in tensors:
+                    self._values.pop(value, None)
+            return
+        real = [self._with_values(value) for value in flat]
+        own_args, own_named = tree_unflatten(real, spec)
+        made = func(*own_args, **own_named)
+        # An operator in place gives what it was given: its values changed with it.
+        for each, values in zip(outs, made if isinstance(out, tuple | list) else (made,), strict=True):
+            self._values[each] = values
+
+    def _with_values(self, value: Value) -> Value:
+        if isinstance(value, FakeTensor):
+            return self._values[value]
+        return torch.device("cpu") if isinstance(value, torch.device) and not has_values(value) else value
 
     # Counting --------------------------------------------------------------------------------------------------------
 

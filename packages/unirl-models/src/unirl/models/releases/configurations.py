@@ -211,6 +211,16 @@ OF_CLASSES: Mapping[str, Settings] = {
         "vision_config": {**_SIGLIP_SO400M, "image_size": 896},
     },
     "SiglipVisionModel": _SIGLIP_SO400M,
+    "CogVideoXDDIMScheduler": {
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "clip_sample": False,
+        "prediction_type": "v_prediction",
+        "rescale_betas_zero_snr": True,
+        "snr_shift_scale": 3.0,
+        "timestep_spacing": "trailing",
+    },
     "AutoencoderKL": _SD_VAE,
     "AutoencoderDC": {
         "latent_channels": 32,

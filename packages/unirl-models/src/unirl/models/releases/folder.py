@@ -81,8 +81,7 @@ def _write_configuration(model_class: Any, settings: Settings, place: Path) -> N
         return
     defaults = inspect.signature(model_class.__init__).parameters.items()
     known = {key: value.default for key, value in defaults if isinstance(value.default, PLAIN)}
-    is_scheduler = "chedul" in model_class.__name__ or "Solver" in model_class.__name__
-    file = "scheduler_config.json" if is_scheduler else "config.json"
+    file = model_class.config_name  # schedulers and guiders have other names than models
     content = {"_class_name": model_class.__name__, **known, **settings}
     (place / file).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
