@@ -38,7 +38,7 @@ SMALL_BYTES = 1 << 20
 """A larger tensor that leaves the device shares one zero in host memory."""
 MASKS = (torch.bool, torch.uint8)
 MOST_VALUES = 1 << 16
-"""Elements of a tensor whose values are kept beside it."""
+"""Elements of a tensor up to which its values are kept."""
 RANDOM = frozenset(
     getattr(packet, overload)
     for packet in (aten.randn, aten.rand, aten.normal_, aten.uniform_, aten.randint, aten.empty, aten.empty_strided)
@@ -259,6 +259,8 @@ class Rehearsal(TorchDispatchMode):
             return new_group(*args, **kwargs)
 
         self._patch(dist, "new_group", joined)
+        module = torch.get_device_module(PRETEND)
+        self._patch(torch.accelerator, "current_stream", module.current_stream)
         self._patch(torch.UntypedStorage, "resize_", resized)
         self._patch(nn.Module, "_apply", moved)
         self._patch(torch.utils, "swap_tensors", swapped)
