@@ -51,6 +51,8 @@ def test_a_recipe_is_rehearsed_as_one_rank_of_its_world() -> None:
     ("recipe", "said"),
     [
         ("sd3/sglang", "SGLangDiffusion"),
+        ("pe/pe_trainside_pickscore", "makes texts"),
+        ("vlm/qwen_vl_geo3k", "makes texts"),
         ("sd3/replica_separate", "other devices"),
         ("bagel/grpo", "ByteDance-Seed/BAGEL-7B-MoT: the configurations of this model are not known"),
     ],

@@ -54,6 +54,10 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
     train = groups_of_run(run)[0]
     num_ranks = len(train.devices)
     for stage in run.stages:
+        if stage.sampling.get("height") is None:
+            raise ConfigError(
+                f"{stage.at} makes texts, whose ends depend on values; only images and videos are rehearsed yet."
+            )
         if stage.at not in train.holds:
             raise ConfigError(
                 f"{stage.at} samples on other devices than those that train, which is not rehearsed yet. Rehearse the "
