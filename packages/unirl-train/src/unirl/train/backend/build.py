@@ -55,7 +55,7 @@ def prepare_parameters(
     adapter = None
     if not is_sharding(config):
         for module in modules.values():
-            if not _is_empty(module):
+            if not is_empty(module):
                 module.to(device)
     if lora is not None:
         targets = tuple(bundle.lora_target_modules if lora.target_modules is None else lora.target_modules)
@@ -123,5 +123,6 @@ def is_sharding(config: FSDPConfig) -> bool:
     return not is_alone or not config.param_dtype == config.master_dtype == "fp32" or config.cpu_offload
 
 
-def _is_empty(module: nn.Module) -> bool:
+def is_empty(module: nn.Module) -> bool:
+    """True if parameters of a module wait for their values on the meta device."""
     return any(parameter.is_meta for parameter in module.parameters())

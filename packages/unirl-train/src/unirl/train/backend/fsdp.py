@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unirl.train.backend.auxiliary import AuxiliaryModule
-from unirl.train.backend.build import is_sharding, prepare_parameters, wrap
+from unirl.train.backend.build import is_empty, is_sharding, prepare_parameters, wrap
 from unirl.train.backend.collectives import RankCollectives
 from unirl.train.backend.fill import fill, on_every_rank
 from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
@@ -88,8 +88,8 @@ class FSDPBackend:
         """Where this rank stands."""
 
         self._modules = bundle.trainable_modules()
-        # Before adapters and dtypes of training change names and dtypes.
-        is_deferred = isinstance(bundle, DefersWeights) and bundle.defers_weights
+        # Before adapters and dtypes of training change names and dtypes. A second backend of a bundle finds values.
+        is_deferred = isinstance(bundle, DefersWeights) and any(map(is_empty, self._modules.values()))
         stored = on_every_rank(bundle.stored_weights) if is_deferred else {}
         adapter = prepare_parameters(bundle, self._modules, self._config, lora, self.device)
         self.collectives = RankCollectives(self.mesh_place, self.device, is_sharded=is_sharding(self._config))
