@@ -5,10 +5,10 @@ from __future__ import annotations
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION
+from unirl.models.diffusers_pipeline.token_plans import FLUX_TOKENS
 from unirl.models.experts import RankFollowing
 from unirl.models.extras import from_extra
 from unirl.models.flux.text import FluxTextEncoders
-from unirl.models.token_plan import IMAGE, TEXT, TokenPlan, Tokens
 
 with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -32,21 +32,7 @@ class FluxBundle(RankFollowing, DiffusersBundle):
     text_class = FluxTextEncoders
     block_class_names = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     spreads_tokens = True
-    token_plan = TokenPlan(
-        arguments={
-            "": {
-                "hidden_states": IMAGE,
-                "img_ids": Tokens("image", -2),
-                "encoder_hidden_states": TEXT,
-                "txt_ids": Tokens("text", -2),
-            }
-        },
-        attention={
-            "transformer_blocks.*.attn": ("text", "image"),
-            "single_transformer_blocks.*.attn": ("text", "image"),
-        },
-        whole_again={"proj_out": IMAGE},
-    )
+    token_plan = FLUX_TOKENS
     # The projections of the attention of both kinds of blocks, image and text side.
     lora_target_modules = JOINT_ATTENTION
     latent_patch = 2

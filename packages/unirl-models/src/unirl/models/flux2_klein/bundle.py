@@ -5,10 +5,10 @@ from __future__ import annotations
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION
+from unirl.models.diffusers_pipeline.token_plans import FLUX_TOKENS
 from unirl.models.experts import RankFollowing
 from unirl.models.extras import from_extra
 from unirl.models.flux2_klein.text import Flux2KleinTextEncoders
-from unirl.models.token_plan import IMAGE, TEXT, TokenPlan, Tokens
 
 with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
@@ -30,21 +30,7 @@ class Flux2KleinBundle(RankFollowing, DiffusersBundle):
     text_class = Flux2KleinTextEncoders
     block_class_names = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     spreads_tokens = True
-    token_plan = TokenPlan(
-        arguments={
-            "": {
-                "hidden_states": IMAGE,
-                "img_ids": Tokens("image", -2),
-                "encoder_hidden_states": TEXT,
-                "txt_ids": Tokens("text", -2),
-            }
-        },
-        attention={
-            "transformer_blocks.*.attn": ("text", "image"),
-            "single_transformer_blocks.*.attn": ("text", "image"),
-        },
-        whole_again={"proj_out": IMAGE},
-    )
+    token_plan = FLUX_TOKENS
     # Attention and feed-forward of the double blocks, image and text side, and the fused input of the single ones.
     lora_target_modules = (
         *JOINT_ATTENTION,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION, JOINT_FEED_FORWARD
+from unirl.models.diffusers_pipeline.token_plans import HUNYUAN_TOKENS
 from unirl.models.extras import from_extra
 from unirl.models.hunyuan_image.text import HunyuanImageTextEncoders
-from unirl.models.token_plan import IMAGE, TEXT, TokenPlan, Tokens
 
 with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanimage import AutoencoderKLHunyuanImage
@@ -31,16 +31,7 @@ class HunyuanImageBundle(DiffusersBundle):
     text_class = HunyuanImageTextEncoders
     block_class_names = ("HunyuanImageTransformerBlock", "HunyuanImageSingleTransformerBlock")
     spreads_tokens = True
-    token_plan = TokenPlan(
-        arguments={"transformer_blocks.0": {"hidden_states": IMAGE, "encoder_hidden_states": TEXT}},
-        outputs={"rope": {0: Tokens("image", 0), 1: Tokens("image", 0)}},
-        attention={
-            "transformer_blocks.*.attn": ("image", "text"),
-            "single_transformer_blocks.*.attn": ("image", "text"),
-        },
-        whole_again={"proj_out": IMAGE},
-        needs_parts=("text",),
-    )
+    token_plan = HUNYUAN_TOKENS
     # Attention of all blocks and of the text refiner, and the feed-forward layers of the two-stream blocks.
     lora_target_modules = (*JOINT_ATTENTION, *JOINT_FEED_FORWARD)
     latent_divisor = 32

@@ -7,10 +7,10 @@ from typing import Any
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION, JOINT_FEED_FORWARD
+from unirl.models.diffusers_pipeline.token_plans import HUNYUAN_TOKENS
 from unirl.models.extras import from_extra
 from unirl.models.hunyuan_video.image_text import HunyuanVideoImageTextEncoders
 from unirl.models.hunyuan_video.text import HunyuanVideoTextEncoders
-from unirl.models.token_plan import IMAGE, TEXT, TokenPlan, Tokens
 from unirl.types.errors import ConfigError
 
 with from_extra("diffusers"):
@@ -35,16 +35,7 @@ class HunyuanVideoBundle(DiffusersBundle):
     text_class = HunyuanVideoTextEncoders
     block_class_names = ("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock")
     spreads_tokens = True
-    token_plan = TokenPlan(
-        arguments={"transformer_blocks.0": {"hidden_states": IMAGE, "encoder_hidden_states": TEXT}},
-        outputs={"rope": {0: Tokens("image", 0), 1: Tokens("image", 0)}},
-        attention={
-            "transformer_blocks.*.attn": ("image", "text"),
-            "single_transformer_blocks.*.attn": ("image", "text"),
-        },
-        whole_again={"proj_out": IMAGE},
-        needs_parts=("text",),
-    )
+    token_plan = HUNYUAN_TOKENS
     # Attention of all blocks and of the text refiner, and the feed-forward layers of the two-stream blocks.
     lora_target_modules = (*JOINT_ATTENTION, *JOINT_FEED_FORWARD)
     frame_divisor = 4
