@@ -85,7 +85,7 @@ class _Estimate:
         self.fsdp: Mapping[str, object] = self.backend.get("fsdp") or {}
         self.num_devices = len(groups_of_run(run)[0].devices)
         topology = self.backend.inner.get("topology")
-        self.num_sharing = 1 if topology is None else topology.get("sp")
+        self.num_sharing = policy.ranks_per_sample
         """Ranks that work on the same samples, each on its part of their tokens."""
         self.num_shards = self.num_devices // (1 if topology is None else topology.get("dp_replicate"))
         self.pixels = sampling.get("height") * sampling.get("width")

@@ -9,7 +9,7 @@ from pathlib import Path
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.train.backend.rules import topology_problem
-from unirl.types.recipe import TARGET, Machine, Messages, Policy, Stage
+from unirl.types.recipe import TARGET, Machine, Messages, Stage
 
 
 def geometry_divides(run: ComposedRun) -> Messages:
@@ -22,7 +22,7 @@ def geometry_divides(run: ComposedRun) -> Messages:
     group = groups_of_run(run)[0]
     total, devices, key = prompts * repeats, len(group.devices), group.given.at
     over = key if key == "num_devices" else f"devices of {group.given.shown}"
-    shared = max(_shared_by(policy) for policy in run.policies.values())
+    shared = max(policy.ranks_per_sample for policy in run.policies.values())
     if shared > 1:
         if devices % shared:
             return  # `topologies_fit` says so
@@ -53,7 +53,7 @@ def topologies_fit(run: ComposedRun) -> Messages:
     num_devices, sizes = len(groups_of_run(run)[0].devices), dict[str, int]()
     for policy in run.policies.values():
         at, topology = f"{policy.backend.at}.topology", policy.backend.inner.get("topology")
-        sizes[f"{at}.sp"] = _shared_by(policy)
+        sizes[f"{at}.sp"] = policy.ranks_per_sample
         if topology is None:
             if policy.backend.node.get("topology"):
                 yield f"{at} has no {TARGET}. Add {TARGET}: unirl.train.configs.TrainTopology."
@@ -69,8 +69,8 @@ def topologies_fit(run: ComposedRun) -> Messages:
 def tokens_can_be_spread(run: ComposedRun) -> Messages:
     """Ranks that share samples train a model whose tokens can be spread, and sample it themselves, with equal bits."""
     train = groups_of_run(run)[0]
-    for policy in (each for each in run.policies.values() if _shared_by(each) > 1):
-        at = f"{policy.backend.at}.topology.sp = {_shared_by(policy)}"
+    for policy in (each for each in run.policies.values() if each.ranks_per_sample > 1):
+        at = f"{policy.backend.at}.topology.sp = {policy.ranks_per_sample}"
         if not policy.bundle.ability("spreads_tokens"):
             yield f"{at}, but the tokens of {policy.bundle.name} cannot be spread over ranks. Set it to 1."
         if (policy.backend.get("fsdp") or {}).get("compile"):
@@ -78,7 +78,7 @@ def tokens_can_be_spread(run: ComposedRun) -> Messages:
                 f"{at} exchanges tokens inside blocks that {policy.backend.at}.fsdp.compile compiles. Set sp: 1, or "
                 "compile: false."
             )
-    if any(_shared_by(policy) > 1 for policy in run.policies.values()):
+    if any(policy.ranks_per_sample > 1 for policy in run.policies.values()):
         for stage in run.stages:
             if stage.engine.ability("has_own_weights") and stage.at in train.holds:
                 yield (
@@ -86,12 +86,6 @@ def tokens_can_be_spread(run: ComposedRun) -> Messages:
                     "share samples (topology.sp) would each sample their own. Use the trainside engine, or give it its "
                     "own pool."
                 )
-
-
-def _shared_by(policy: Policy) -> int:
-    """Ranks that work on the same samples."""
-    topology = policy.backend.inner.get("topology")
-    return 1 if topology is None else topology.get("sp")
 
 
 def tracks_have_algorithms(run: ComposedRun) -> Messages:

@@ -108,6 +108,12 @@ class Policy:
     sync: Part | None = None
     trains: bool = True
 
+    @property
+    def ranks_per_sample(self) -> int:
+        """Ranks that work on the same samples: `backend.topology.sp`."""
+        topology = self.backend.inner.get("topology")
+        return 1 if topology is None else topology.get("sp")
+
     def pipeline_of(self, track: str) -> Part:
         """The pipeline of a track. Raises ConfigError as `pipeline_name`."""
         return self.pipelines[self.pipeline_name(track)]

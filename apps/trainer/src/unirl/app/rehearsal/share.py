@@ -121,9 +121,7 @@ class _Batch:
 def _batch(run: ComposedRun, num_ranks: int) -> _Batch:
     """Whole groups that fill one forward of the rollout and the first micro-batches of every update."""
     per_prompt = run.sampling.get("samples_per_prompt", 1)
-    topology = run.policy.backend.inner.get("topology")
-    num_sharing = 1 if topology is None else topology.get("sp")
-    num_samples = run.batch_size * per_prompt * num_sharing // num_ranks
+    num_samples = run.batch_size * per_prompt * run.policy.ranks_per_sample // num_ranks
     stack = run.policy.stack
     updates, micro = stack.get("num_updates_per_batch", 1), stack.get("micro_batch_size", 1)
     algorithm = next(iter(run.policy.algorithms.values()))

@@ -96,9 +96,8 @@ def spans_fit(own: Part, run: Run) -> Messages:
 
 def heads_divide(own: Part, run: Run) -> Messages:
     """Ranks that share samples divide the attention heads of a checkpoint on this machine."""
-    backend = run.policy_of(own).backend
-    topology = backend.inner.get("topology")
-    size = 1 if topology is None else topology.get("sp")
+    policy = run.policy_of(own)
+    size = policy.ranks_per_sample
     for component in ("transformer", "transformer_2"):
         file = Path(str(own.node.get("pretrained_model"))).expanduser() / component / "config.json"
         try:
@@ -107,7 +106,7 @@ def heads_divide(own: Part, run: Run) -> Messages:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # the model says so before its first forward
         if isinstance(heads, int) and heads % size:
-            yield sharing_problem(f"{backend.at}.topology.sp", size, heads, str(file))
+            yield sharing_problem(f"{policy.backend.at}.topology.sp", size, heads, str(file))
 
 
 def span_problem(num_frames: int, factor: int, *, decodes_at_once: bool) -> str | None:
