@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -103,7 +103,7 @@ class Rehearsal(TorchDispatchMode):
         named = dict(kwargs or {})
         if any(kind not in PLAIN for kind in types):
             return NotImplemented
-        flat, _ = tree_flatten((args, named))
+        flat, spec = tree_flatten((args, named))
         fakes = [value for value in flat if isinstance(value, FakeTensor)]
         if fakes and fakes[0].fake_mode is not self._fake:
             return func(*args, **named)  # of DTensor, which asks for the shapes of whole tensors
@@ -112,19 +112,28 @@ class Rehearsal(TorchDispatchMode):
         read = self._read(func, args, named)
         if read is not None:
             return read[0]
-        out = self._faked(func, args, named)
-        self._count(func, args, named, out)
-        self._shadow(func, args, named, out)
+        if func is aten.index.Tensor and any(map(_is_mask, args[1])):
+            self._record("a mask")
+            args = (args[0], [each for index in args[1] for each in self._all_places(index)])
+            flat, spec = tree_flatten((args, named))
+        out = self._faked(func, args, named, flat, spec)
+        self._count(func, args, named, flat, out)
+        self._shadow(func, flat, spec, out)
         return out
 
-    def _faked(self, func: Value, args: tuple[Value, ...], named: dict[str, Value]) -> Value:
-        """The operator on shapes alone."""
+    def _faked(
+        self, func: Value, args: tuple[Value, ...], named: dict[str, Value], flat: list[Value], spec: TreeSpec
+    ) -> Value:
+        """The operator on shapes alone. flat, spec: the arguments as a tree."""
+        if func is aten.nonzero.default:
+            num = self._num_true(args[0])
+            with self._fake:
+                return torch.empty(num, args[0].ndim, dtype=torch.int64, device=PRETEND)
         with self._fake:
             if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
                 source = args[0]  # comes to the device
                 dtype = named.get("dtype") or source.dtype
                 return torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=PRETEND)
-            flat, spec = tree_flatten((args, named))
             if any(isinstance(value, Tensor) and not isinstance(value, FakeTensor) for value in flat):
                 args, named = tree_unflatten([_stand_in(value) for value in flat], spec)
             return func(*args, **named)
@@ -152,24 +161,20 @@ class Rehearsal(TorchDispatchMode):
             return (first.fill_(0),)
         if func is aten.nonzero.default:
             self._record("the places of a mask")
-            values = self._values.get(first)
-            num = first.numel() if values is None else int(values.count_nonzero())
-            with self._fake:
-                return (torch.empty(num, first.ndim, dtype=torch.int64, device=first.device),)
-        if func is aten.index.Tensor and any(_is_mask(index) for index in args[1]):
-            self._record("a mask")
-            indices = [each for index in args[1] for each in self._all_places(index)]
-            return (aten.index.Tensor(first, indices),)
         return None
 
     def _all_places(self, index: Value) -> list[Value]:
-        """A mask without values keeps all that it could keep: the largest that the result can be."""
+        """The places of a mask, along each of its dimensions; another index as it is."""
         if not _is_mask(index):
             return [index]
-        values = self._values.get(index)
-        num = index.numel() if values is None else int(values.count_nonzero())
+        num = self._num_true(index)
         with self._fake:
             return [torch.empty(num, dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
+
+    def _num_true(self, mask: Tensor) -> int:
+        """What a mask keeps: without values all that it could, the largest that the result can be."""
+        values = self._values.get(mask)
+        return mask.numel() if values is None else int(values.count_nonzero())
 
     def _record(self, what: str) -> None:
         """Note the nearest line of the project that reads, or of another library."""
@@ -185,7 +190,7 @@ class Rehearsal(TorchDispatchMode):
             frame = frame.f_back
         self.counts.reads[f"{what} at {found}"] += 1
 
-    def _shadow(self, func: Value, args: tuple[Value, ...], named: dict[str, Value], out: Value) -> None:
+    def _shadow(self, func: Value, flat: list[Value], spec: TreeSpec, out: Value) -> None:
         """Give a small result its values, if all that it is made of has values: noise levels, lengths, masks.
 
         Code that decides by them then takes the branches of a real run.
@@ -193,7 +198,6 @@ class Rehearsal(TorchDispatchMode):
         outs = out if isinstance(out, tuple | list) else (out,)
         if func in RANDOM or any(not isinstance(each, FakeTensor) or each.numel() > MOST_VALUES for each in outs):
             return
-        flat, spec = tree_flatten((args, named))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         if any(isinstance(value, FakeTensor) and self._values.get(value) is None for value in tensors):
             if func._schema.is_mutable:  # what it wrote has no values any more
@@ -214,7 +218,9 @@ class Rehearsal(TorchDispatchMode):
 
     # Counting --------------------------------------------------------------------------------------------------------
 
-    def _count(self, func: Value, args: tuple[Value, ...], named: dict[str, Value], out: Value) -> None:
+    def _count(
+        self, func: Value, args: tuple[Value, ...], named: dict[str, Value], flat: list[Value], out: Value
+    ) -> None:
         made = [value for value in tree_leaves(out) if isinstance(value, FakeTensor)]
         self.ledger.made(value for value in made if not has_values(value.device))
         self.counts.num_operators[self.phase] += 1
@@ -222,7 +228,7 @@ class Rehearsal(TorchDispatchMode):
         if formula is not None:
             self.counts.flops[self.phase] += formula(*args, **named, out_val=out)
         if func.namespace in COLLECTIVES:
-            tensors = [*made, *(value for value in tree_leaves((args, named)) if isinstance(value, Tensor))]
+            tensors = [*made, *(value for value in flat if isinstance(value, Tensor))]
             largest = max((value.numel() * value.element_size() for value in tensors), default=0)
             name = func._overloadpacket._qualified_op_name.split("::")[1].strip("_").removesuffix("_base")
             self.collectives_of_phase()[name] += largest
