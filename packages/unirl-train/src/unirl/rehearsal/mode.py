@@ -181,11 +181,10 @@ class Rehearsal(TorchDispatchMode):
         frame, found = sys._getframe(2), None
         while frame is not None:
             name = frame.f_code.co_filename
-            is_own = name.startswith(HERE)
-            if "/unirl/" in name and not is_own:
-                found = f"{name.split('/unirl/')[-1]}:{frame.f_lineno}"
+            if (place := own_place(name, frame.f_lineno)) is not None:
+                found = place
                 break
-            if found is None and "/torch/" not in name and not is_own:
+            if found is None and "/torch/" not in name and not name.startswith(HERE):
                 found = f"{'/'.join(name.split('/')[-3:])}:{frame.f_lineno}"
             frame = frame.f_back
         self.counts.reads[f"{what} at {found}"] += 1
@@ -303,6 +302,11 @@ class Rehearsal(TorchDispatchMode):
             yield
         finally:
             self._moving -= 1
+
+
+def own_place(file: str, line: int | None) -> str | None:
+    """A line of the project, as a rehearsal names it; None for a library's, and for those of the rehearsal itself."""
+    return f"{file.split('/unirl/')[-1]}:{line}" if "/unirl/" in file and not file.startswith(HERE) else None
 
 
 def _stand_in(value: Value) -> Value:

@@ -11,6 +11,7 @@ from unirl.app.rehearsal.rehearse import Rehearsed, rehearse
 from unirl.app.rehearsal.report import limit_of, lines, verdict
 from unirl.config.catalog import available
 from unirl.config.check import check_recipe
+from unirl.rehearsal.mode import own_place
 from unirl.types.errors import ConfigError, UniRLError
 
 WORLDS = "worlds/"
@@ -26,10 +27,11 @@ def rehearse_recipes(command: Command) -> int:
     for name in names:
         try:
             found = _rehearsed(command, name)
-        except ConfigError as error:
+        except UniRLError as error:
             if not is_all:
                 raise
             sys.stdout.write(f"{name}: not rehearsed: {error}\n")
+            sys.stdout.flush()
             failed += 1
             continue
         shown = list(lines(found))
@@ -53,7 +55,7 @@ def _rehearsed(command: Command, name: str) -> Rehearsed:
     except UniRLError:
         raise
     except Exception as error:  # whatever a model's code does with a tensor that has no values
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/unirl/" in frame.filename]
-        place = f"{own[-1].filename.split('/unirl/')[-1]}:{own[-1].lineno}" if own else "a library"
+        places = [own_place(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        place = next((place for place in reversed(places) if place is not None), "a library")
         said = next(iter(str(error).splitlines()), "")
         raise ConfigError(f"cannot be rehearsed: {place}: {type(error).__name__}: {said}") from error

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
+from unirl.sde.noise import keyed_normal
 from unirl.types.bounds import NonNegative, PositiveInt
 from unirl.types.reward import RewardRequest
 
@@ -41,8 +42,7 @@ class DrawnScorer(LocalScorer):
 
     def score_batch(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
         """Normal numbers [b]."""
-        seeds = [hash((self.name, key)) % 2**31 for key in request.sample_ids]
-        drawn = torch.stack([torch.randn((), generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+        drawn = keyed_normal([f"{self.name}/{key}" for key in request.sample_ids], 0, ())
         return {key: drawn for key in self.component_weights} if self.component_weights else drawn
 
     def score_batch_with_gradient(self, request: RewardRequest) -> Tensor:

@@ -21,6 +21,11 @@ PROMPTS = [f"a picture of {number} red kites over a grey sea, seen from a small 
 MICRO_BATCHES = 2
 """Micro-batches of an update: the second one has gradients in memory, and those after it are like it."""
 
+NOTES = (
+    "scores are drawn; the bytes of reward models are those of `check --memory`",
+    "the evaluation is left out",
+)
+
 Recipe = dict[str, Any]  # Any: a recipe's values
 
 
@@ -49,7 +54,6 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
 
     Raises ConfigError for a recipe that cannot be rehearsed, with the reason.
     """
-    notes: list[str] = []
     recipe: Recipe = copy.deepcopy(dict(run.resolved))
     train = groups_of_run(run)[0]
     num_ranks = len(train.devices)
@@ -85,8 +89,6 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
     recipe["reward"] = {"_target_": "unirl.reward.service.RewardService", "scorers": dict(_scorers(run))}
     if weights := run.resolved["reward"].get("weights"):
         recipe["reward"]["weights"] = weights
-    notes.append("scores are drawn; the bytes of reward models are those of `check --memory`")
-    notes.append("the evaluation is left out")
     folder.mkdir(parents=True, exist_ok=True)
     _write_prompts(recipe, folder)
     for at, bundle in _bundles(recipe):
@@ -106,7 +108,7 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         num_made=batch.num_made,
         num_trained=batch.num_trained,
         pushes=any(policy.sync is not None for policy in run.policies.values()),
-        notes=tuple(notes),
+        notes=NOTES,
     )
 
 
@@ -137,15 +139,16 @@ def _batch(run: ComposedRun, num_ranks: int) -> _Batch:
 
 def _scorers(run: ComposedRun) -> Iterator[tuple[str, Recipe]]:
     for name, part in run.reward.inner.items():
+        own = name.rpartition(".")[2]
         scorer: Recipe = {
             "_target_": "unirl.app.rehearsal.scorer.DrawnScorer",
-            "name": name.rpartition(".")[2],
+            "name": own,
             "batch_size": part.get("batch_size") or 8,
             "num_bytes": scorer_bytes(part),
         }
         if weights := part.get("component_weights"):
             scorer["component_weights"] = dict(weights)
-        yield name.rpartition(".")[2], scorer
+        yield own, scorer
 
 
 def _bundles(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
