@@ -21,6 +21,7 @@ import diffusers
 import torch
 import transformers
 
+from unirl.models.releases.configurations import settings_of
 from unirl.models.tiny.text import byte_tokenizer
 
 PROMPTS = [f"picture number {number}" for number in range(64)]
@@ -101,53 +102,20 @@ def qwen_vl() -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def autoencoder_kl() -> Any:
-    """The autoencoder of SD3."""
-    return diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(128, 256, 512, 512),
-        layers_per_block=2,
-        latent_channels=16,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        shift_factor=0.0609,
-        scaling_factor=1.5305,
-    )
+def released(hub_id: str, component: str, model_class: Any) -> Make:
+    """A component of the released size."""
+    return lambda: model_class.from_config(settings_of(hub_id, component, model_class.__name__))
 
 
-def sd35_medium() -> Any:
-    """2.5 billion parameters."""
-    return diffusers.SD3Transformer2DModel(
-        sample_size=128,
-        patch_size=2,
-        in_channels=16,
-        out_channels=16,
-        num_layers=24,
-        attention_head_dim=64,
-        num_attention_heads=24,
-        joint_attention_dim=4096,
-        caption_projection_dim=1536,
-        pooled_projection_dim=2048,
-        pos_embed_max_size=384,
-        dual_attention_layers=tuple(range(13)),
-        qk_norm="rms_norm",
-    )
-
-
-def klein_4b() -> Any:
-    """3.9 billion parameters."""
-    return diffusers.Flux2Transformer2DModel(
-        num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680, guidance_embeds=False
-    )
-
-
+SD35_MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
+KLEIN_4B = "black-forest-labs/FLUX.2-klein-base-4B"
+WAN_1_3B = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 PIPELINES: Mapping[str, tuple[Any, dict[str, Make]]] = {
     "sd3.5-medium": (
         diffusers.StableDiffusion3Pipeline,
         {
-            "transformer": sd35_medium,
-            "vae": autoencoder_kl,
+            "transformer": released(SD35_MEDIUM, "transformer", diffusers.SD3Transformer2DModel),
+            "vae": released(SD35_MEDIUM, "vae", diffusers.AutoencoderKL),
             "text_encoder": lambda: clip(768),
             "text_encoder_2": lambda: clip(1280),
             "text_encoder_3": lambda: transformers.T5EncoderModel(
@@ -170,7 +138,7 @@ PIPELINES: Mapping[str, tuple[Any, dict[str, Make]]] = {
     "flux.2-klein-4b": (
         diffusers.Flux2KleinPipeline,
         {
-            "transformer": klein_4b,
+            "transformer": released(KLEIN_4B, "transformer", diffusers.Flux2Transformer2DModel),
             "vae": diffusers.AutoencoderKLFlux2,
             "text_encoder": lambda: qwen3(hidden_size=2560, num_hidden_layers=28),
             "tokenizer": lambda: tokenizer(4096),
@@ -179,7 +147,7 @@ PIPELINES: Mapping[str, tuple[Any, dict[str, Make]]] = {
     "wan2.1-1.3b": (
         diffusers.WanPipeline,
         {
-            "transformer": lambda: diffusers.WanTransformer3DModel(num_attention_heads=12, ffn_dim=8960, num_layers=30),
+            "transformer": released(WAN_1_3B, "transformer", diffusers.WanTransformer3DModel),
             "vae": diffusers.AutoencoderKLWan,
             "text_encoder": lambda: transformers.UMT5EncoderModel(
                 transformers.UMT5Config(vocab_size=300, d_model=4096, d_kv=64, d_ff=64, num_layers=1, num_heads=1)

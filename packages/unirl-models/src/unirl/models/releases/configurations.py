@@ -393,3 +393,8 @@ OF_RELEASES: Mapping[str, Mapping[str, Settings]] = {
     },
 }
 """By repository and component."""
+
+
+def settings_of(release: str, component: str, class_name: str) -> dict[str, Any]:  # Any: JSON values
+    """What the configuration of a component says, where it differs from the defaults of its class."""
+    return {**OF_CLASSES.get(class_name, {}), **OF_RELEASES.get(release, {}).get(component, {})}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.models.extras import from_extra
-from unirl.models.releases.configurations import OF_CLASSES, OF_RELEASES
+from unirl.models.releases.configurations import settings_of
 from unirl.models.releases.indexes import INDEXES, index_of
 from unirl.models.tiny.text import byte_tokenizer
 from unirl.types.errors import ConfigError
@@ -69,8 +69,8 @@ def write_configurations(hub_id: str, folder: Path) -> None:
         elif library == "transformers" and class_name.endswith("Processor"):
             _write_processor(class_name, place)
         else:
-            settings = {**OF_CLASSES.get(class_name, {}), **OF_RELEASES.get(release, {}).get(name, {})}
-            _write_configuration(getattr(LIBRARIES[library], class_name), settings, place)
+            model_class = getattr(LIBRARIES[library], class_name)
+            _write_configuration(model_class, settings_of(release, name, class_name), place)
     (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
