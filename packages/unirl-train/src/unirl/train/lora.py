@@ -56,15 +56,19 @@ def inject_lora(modules: Mapping[str, nn.Module], config: LoraConfig, targets: S
         matched.update(found.values())
         module.requires_grad_(False)
         # Adapters of weights that are read later are drawn later too (`factors_as_drawn`).
-        is_empty = any(parameter.is_meta for parameter in module.parameters())
         peft.inject_adapter_in_model(
-            _peft_config(config, targets), module, adapter_name=ADAPTER, low_cpu_mem_usage=is_empty
+            _peft_config(config, targets), module, adapter_name=ADAPTER, low_cpu_mem_usage=is_empty(module)
         )
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name.endswith((_A, _B)))
     unmatched = [target for target in targets if target not in matched]
     if unmatched and config.target_modules is not None:
         raise ConfigError(_nothing_matched("/".join(modules), next(iter(modules.values())), unmatched))
+
+
+def is_empty(module: nn.Module) -> bool:
+    """True if parameters of a module wait for their values on the meta device."""
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def _peft_config(config: LoraConfig, targets: Sequence[str]) -> Any:  # Any: peft is imported where it is used

@@ -19,7 +19,7 @@ from unirl.train.backend.wrap import (
     sharding_mesh,
 )
 from unirl.train.configs import FSDPConfig, LoraConfig, TrainTopology
-from unirl.train.lora import inject_lora
+from unirl.train.lora import inject_lora, is_empty
 from unirl.train.precision import check_frozen_dtype, keep_in
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
@@ -121,8 +121,3 @@ def is_sharding(config: FSDPConfig) -> bool:
     """True if FSDP wraps the model: one device that computes in float32 has nothing to shard, and hooks cost time."""
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     return not is_alone or not config.param_dtype == config.master_dtype == "fp32" or config.cpu_offload
-
-
-def is_empty(module: nn.Module) -> bool:
-    """True if parameters of a module wait for their values on the meta device."""
-    return any(parameter.is_meta for parameter in module.parameters())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unirl.train.backend.auxiliary import AuxiliaryModule
-from unirl.train.backend.build import is_empty, is_sharding, prepare_parameters, wrap
+from unirl.train.backend.build import is_sharding, prepare_parameters, wrap
 from unirl.train.backend.collectives import RankCollectives
 from unirl.train.backend.fill import fill, on_every_rank
 from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
@@ -21,7 +21,7 @@ from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.backend.weight_source import PolicyWeights
 from unirl.train.backend.wrap import reshard
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
-from unirl.train.lora import adapters_disabled
+from unirl.train.lora import adapters_disabled, is_empty
 from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import empty_cache, is_accelerator
