@@ -46,37 +46,29 @@ def text_tokenizer(*, chat_template: str | None = TEMPLATE) -> Any:
 
 def qwen3(*, seed: int = 0, **changes: Any) -> Any:
     """Two layers of width 64, four heads of width 32, two of keys. Weights large enough for a peaked softmax."""
-    tokenizer = text_tokenizer()
-    torch.manual_seed(seed)
-    values: dict[str, Any] = {
-        "vocab_size": 272,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.1,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **changes,
-    }
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**values))
+    values = _qwen3_values(seed)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**values | changes))
 
 
 def qwen3_moe(**changes: Any) -> Any:
-    """Two layers of width 64 with six experts of width 24, of which a token goes to two."""
-    tokenizer = text_tokenizer()
-    torch.manual_seed(0)
+    """The same with six experts of width 24, of which a token goes to two."""
     values: dict[str, Any] = {
-        "vocab_size": 272,
-        "hidden_size": 64,
-        "intermediate_size": 96,
+        **_qwen3_values(0),
         "moe_intermediate_size": 24,
         "num_experts": 6,
         "num_experts_per_tok": 2,
+    }
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**values | changes))
+
+
+def _qwen3_values(seed: int) -> dict[str, Any]:
+    """Settings of a configuration. Seeds torch after the tokenizer is made."""
+    tokenizer = text_tokenizer()
+    torch.manual_seed(seed)
+    return {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -86,9 +78,7 @@ def qwen3_moe(**changes: Any) -> Any:
         "initializer_range": 0.1,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        **changes,
     }
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**values))
 
 
 def save_text_model(model: Any, folder: Path, *, chat_template: str | None = TEMPLATE) -> Path:
