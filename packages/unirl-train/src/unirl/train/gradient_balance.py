@@ -42,7 +42,9 @@ class GradientBalance:
         A pair of which one has no gradient has no cosine.
         """
         tracks, own = list(self._sums), _increments(list(self._sums.values()))
-        products_KK = summed_over_shards(_products(own), self._parameters).tolist()
+        products_KK = summed_over_shards(
+            lambda places: _products([[gradients[place] for place in places] for gradients in own]), self._parameters
+        ).tolist()
         norms = [math.sqrt(max(products_KK[i][i], 0.0)) for i in range(len(tracks))]
         found = {f"{track}/train/grad_norm": norm for track, norm in zip(tracks, norms, strict=True)}
         for i, j in itertools.combinations(range(len(tracks)), 2):

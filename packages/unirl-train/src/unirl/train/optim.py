@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from unirl.train.configs import LrSchedulerConfig
 from unirl.types.errors import ConfigError
@@ -53,10 +54,16 @@ def adamw_implementation(parameters: Sequence[nn.Parameter], asked: AdamWImpleme
 
 
 def make_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with its state already in place (zeros), so that a checkpoint has the same tensors at every step."""
+    """AdamW with its state already in place (zeros), so that a checkpoint has the same tensors at every step.
+
+    One group of parameters for each mesh that they are sharded over, since a kernel takes those of one.
+    """
     implementation = adamw_implementation(parameters, config.implementation)
+    of_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        of_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     optimizer = torch.optim.AdamW(
-        list(parameters),
+        [{"params": group} for group in of_mesh.values()],
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.epsilon,
@@ -91,19 +98,23 @@ def global_grad_norm(gradients: Sequence[Tensor]) -> Tensor:
     float64, where float32 gradients cannot overflow.
     """
     norms = torch._foreach_norm([local_part(gradient) for gradient in gradients], 2, dtype=torch.float32)
-    total = torch.stack(list(norms)).double().square().sum()
-    return summed_over_shards(total, gradients).sqrt().float()
+    squares = torch.stack(list(norms)).double().square()
+    return summed_over_shards(lambda places: squares[places].sum(), gradients).sqrt().float()
 
 
 @torch.no_grad()
-def summed_over_shards(local: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """`local`, computed of this rank's shards of `tensors`, summed over the ranks that share them."""
-    group = _shard_group(tensors)
-    if group is None:
-        return local
-    total = local.to(tensors[0].device)
-    dist.all_reduce(total, group=group)
-    return total
+def summed_over_shards(local: Callable[[list[int]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """`local(places)`, computed of this rank's shards of the tensors at some places, summed over the ranks that share
+    these, and over all tensors."""
+    sums = []
+    for (mesh, dims), places in _by_sharding(tensors).items():
+        part = local(places)
+        if mesh is not None:
+            part = part.to(tensors[places[0]].device)
+            for dim in dims:
+                dist.all_reduce(part, group=mesh.get_group(dim))
+        sums.append(part)
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
 @torch.no_grad()
@@ -119,10 +130,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard_group(tensors: Sequence[Tensor]) -> dist.ProcessGroup | None:
-    for tensor in tensors:
+def _by_sharding(tensors: Sequence[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]]:
+    """Places of the tensors by their mesh and its dimensions that cut them; None and none of those that lie whole."""
+    found: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        mesh, dims = None, ()
         if isinstance(tensor, DTensor):
-            for dim, placement in enumerate(tensor.placements):
-                if isinstance(placement, Shard):
-                    return tensor.device_mesh.get_group(dim)
-    return None
+            mesh = tensor.device_mesh
+            dims = tuple(dim for dim, each in enumerate(tensor.placements) if not isinstance(each, Replicate))
+        found.setdefault((mesh, dims), []).append(place)
+    return found
