@@ -1,5 +1,5 @@
-"""Families whose tokens are spread over ranks: samples, log-probs, losses, gradients, a step, checkpoints and pushed
-weights are those of one process, in every topology."""
+"""Families whose tokens or experts are spread over ranks: samples, log-probs, losses, gradients, a step, checkpoints
+and pushed weights are those of one process, in every topology."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 from family_steps import kit
-from topology_steps import CASES, doubles_of, resumed, step_of, steps_of_rank
+from topology_steps import (
+    CASES,
+    NUM_EXPERTS,
+    TEXTS,
+    doubles_of,
+    one_sided,
+    pipeline_of,
+    resumed,
+    step_of,
+    steps_of_rank,
+    text_doubles_of,
+)
 
 from unirl.train.configs import TrainTopology
 
@@ -22,7 +33,7 @@ ranks_of_train: Any = importlib.import_module("ranks")
 SPREAD = sorted(name for name, family in kit.families().items() if family.bundle.token_plan is not None)
 FIRST = ["qwen_image", "sd3", "wan21_t2v"]
 """Joint attention with masked texts and without, and attention to a text that stays whole."""
-USUAL = {(name, "sp2") for name in FIRST}
+USUAL = {*((name, "sp2") for name in FIRST), ("qwen3_moe", "ep2"), ("qwen3_moe", "dp2-ep2")}
 
 
 FOUR_HEADS = ["sd3", "sd3_controlnet"]
@@ -30,7 +41,11 @@ FOUR_HEADS = ["sd3", "sd3_controlnet"]
 
 
 def names_of(case: str, names: list[str]) -> list[str]:
-    return [name for name in names if CASES[case].topology.sp == 2 or name in FOUR_HEADS]
+    """Those that the case is for."""
+    topology = CASES[case].topology
+    if topology.ep > 1:
+        return [name for name in names if name in TEXTS]
+    return [name for name in names if name not in TEXTS and (topology.sp == 2 or name in FOUR_HEADS)]
 
 
 def rows(cases: list[str]) -> list[Any]:
@@ -38,7 +53,7 @@ def rows(cases: list[str]) -> list[Any]:
     return [
         pytest.param(name, case, id=f"{name}-{case}", marks=() if (name, case) in USUAL else pytest.mark.matrix)
         for case in cases
-        for name in names_of(case, SPREAD)
+        for name in names_of(case, [*SPREAD, *TEXTS])
     ]
 
 
@@ -52,7 +67,7 @@ class Runs:
 
     def _of(self, case: str) -> list[dict[str, Any]]:
         for name in self._names:
-            kit.ours(name, self.folders / name)  # written before the ranks read it
+            pipeline_of(name, self.folders)  # written before the ranks read it
         (self.out / case).mkdir()
         job = partial(steps_of_rank, names_of(case, self._names), case, self.folders, self.out / case)
         return ranks_of_train.results_of_ranks(job, self.out / case, CASES[case].world_size)
@@ -61,7 +76,11 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ids = [item.name.partition("[")[2] for item in request.session.items if item.path == request.path]
-    names = [name for name in SPREAD if name in FIRST or any(each.startswith((f"{name}-", f"{name}]")) for each in ids)]
+    names = [
+        name
+        for name in [*SPREAD, *TEXTS]
+        if name in (*FIRST, "qwen3_moe") or any(each.startswith((f"{name}-", f"{name}]")) for each in ids)
+    ]
     return Runs(folders, tmp_path_factory.mktemp("topologies"), names)
 
 
@@ -85,7 +104,7 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
     ranks = [rank["float32"][name] for rank in runs.of(case)]
     for rank in ranks:
         # float32 sums of the same terms in another order.
-        for key in ("latents", "logp"):
+        for key in ("samples", "logp"):
             assert_close({key: rank[key]}, {key: one[key]}, 1e-5)
         assert_close(rank["gradients"], one["gradients"], 1e-5)
         assert rank["state"].keys() == one["state"].keys()
@@ -96,10 +115,15 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
         for key, value in one["metrics"].items():
             assert rank["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
         # A rollout of four rows and a replay of twelve: one unit in the last place where products take other kernels.
-        assert rank["metrics"]["policy/first_ratio_max_abs_dev"] <= 2e-7
-        assert torch.equal(rank["latents"], ranks[0]["latents"])
+        # Texts are sampled token by token and replayed at once.
+        assert rank["metrics"]["policy/first_ratio_max_abs_dev"] <= (3e-6 if name in TEXTS else 2e-7)
+        assert torch.equal(rank["samples"], ranks[0]["samples"])
         assert all(torch.equal(value, ranks[0]["state"][key]) for key, value in rank["state"].items())
         assert rank["bytes"] > 0
+        parts = len(ranks) // CASES[case].topology.dp_replicate
+        assert {key: parts * kept for key, kept in rank["kept"].items()} == one["kept"]
+        # FSDP gathers this rank's experts alone.
+        assert {key: CASES[case].topology.ep * num for key, num in rank["gathered"].items()} == one["gathered"]
     loaded = resumed(name, runs.folders, runs.out / case / name)
     assert all(torch.equal(value, loaded[key]) for key, value in ranks[0]["state"].items() if key != "counters")
 
@@ -130,6 +154,50 @@ def test_a_rank_attends_with_its_part_of_the_tokens_and_sends_the_bytes_of_the_f
             assert lengths[number] <= sum(lengths) / 2 + 1
         sent, expected = rank["bytes"][name]
         assert sent == expected
+
+
+EXPERTS = [pytest.param(name, marks=() if name == "qwen3_moe" else pytest.mark.matrix) for name in TEXTS]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_in_float64_are_those_of_one_process(name: str, runs: Runs) -> None:
+    one = text_doubles_of(name, runs.folders)
+    for rank in runs.of("ep2"):
+        assert_close(rank["float64"][name], one, 1e-10)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_rank_sends_the_rows_of_other_ranks_experts_and_the_bytes_of_the_formula(name: str, runs: Runs) -> None:
+    for rank in runs.of("ep2"):
+        sent, expected = rank["bytes"][name]
+        assert sent == expected
+        # Two layers, four rows of seven tokens, each to two experts: unequal parts.
+        assert [sum(each) for each in rank["rows"][name]] == [4 * 7 * 2] * 2
+        assert any(ours != theirs for ours, theirs in rank["rows"][name])
+
+
+def test_experts_without_tokens_have_gradients_all_the_same(runs: Runs) -> None:
+    one = one_sided()
+    for rank in runs.of("ep2"):
+        found = rank["one_sided"]
+        assert found.keys() == one.keys()
+        for key, value in one.items():
+            # Both ranks have the same tokens: the mean of their losses is the loss of one.
+            torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
+        assert not found["down_proj"][NUM_EXPERTS // 2 :].any()
+
+
+def test_a_checkpoint_of_spread_experts_resumes_where_they_are_not_and_back(runs: Runs) -> None:
+    for rank in runs.of("ep2"):
+        saved = rank["float32"]["qwen3_moe"]["state"]
+        for loaded in rank["resharded"]:
+            assert all(torch.equal(value, loaded[key]) for key, value in saved.items() if key != "counters")
+
+
+def test_experts_that_cannot_be_spread_are_refused_on_all_ranks(runs: Runs) -> None:
+    for rank in runs.of("ep2"):
+        assert "topology.ep = 3 does not divide the 8 experts of qwen3_moe. Set it" in rank["refused"]["divide"]
+        assert rank["refused"]["dense"] == "topology.ep = 3, but dense has no experts. Set topology.ep: 1."
 
 
 def test_a_bundle_says_that_its_tokens_are_spread_where_it_has_a_plan() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,32 @@ import torch
 import torch.distributed as dist
 from family_steps import ADVANTAGES, SAMPLES_PER_PROMPT, kit, request_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.models.qwen3.bundle import Qwen3Bundle, Qwen3MoeBundle
+from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.models.qwen3_omni.bundle import Qwen3OmniThinkerBundle
+from unirl.models.qwen3_omni.pipeline import Qwen3OmniThinkerPipeline
+from unirl.models.spread_experts import spread_stacked
 from unirl.models.token_plan import SpreadTokens
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.rollout.engine.trainside.text import TrainsideTextEngine
+from unirl.train.backend.expert_exchange import RowExchange
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.ulysses import UlyssesExchange
+from unirl.train.backend.wrap import cut_experts
 from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import FSDPConfig, OptimizerConfig, TrainTopology
 from unirl.train.stack import TrainStack
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.rollout import RolloutResp
-from unirl.types.segments import LatentSegment
+from unirl.types.media import Texts
+from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.training import StepStats
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1.0)
@@ -45,9 +59,47 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+tiny_text: Any = importlib.import_module("packages.unirl-models.tests.tiny_text")
+
+NUM_EXPERTS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFamily:
+    """A language model with experts."""
+
+    write: Callable[[Path], Any]
+    bundle: Callable[..., Any]
+    pipeline: Callable[..., Any]
+
+
+TEXTS = {
+    "qwen3_moe": TextFamily(
+        lambda folder: tiny_text.save_text_model(tiny_text.qwen3_moe(num_experts=NUM_EXPERTS), folder),
+        Qwen3MoeBundle,
+        Qwen3Pipeline,
+    ),
+    "qwen3_omni": TextFamily(
+        lambda folder: tiny_text.save_omni_model(tiny_text.qwen3_omni(num_experts=NUM_EXPERTS), folder),
+        Qwen3OmniThinkerBundle,
+        Qwen3OmniThinkerPipeline,
+    ),
+}
+
+
+def pipeline_of(name: str, folder: Path) -> Any:
+    """A family's pipeline, whose folder is written where it is not there yet."""
+    if name not in TEXTS:
+        return kit.ours(name, folder / name)
+    family = TEXTS[name]
+    if not (folder / name).exists():
+        family.write(folder / name)
+    return family.pipeline(family.bundle(str(folder / name), defers_weights=True))
+
+
 def backend_of(name: str, folder: Path, topology: TrainTopology, **fsdp: Any) -> tuple[Any, NotingBackend]:
     """A family's pipeline and the backend that trains it."""
-    pipeline = kit.ours(name, folder / name)
+    pipeline = pipeline_of(name, folder)
     backend = NotingBackend(
         pipeline.bundle, optimizer=OPTIMIZER, device="cpu", topology=topology, fsdp=FSDPConfig(**fsdp)
     )
@@ -55,41 +107,83 @@ def backend_of(name: str, folder: Path, topology: TrainTopology, **fsdp: Any) ->
 
 
 def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path, **fsdp: Any) -> dict[str, Any]:
-    """What this rank finds of a Flow-GRPO step: two prompts with two samples each, over the shards of the batch."""
-    family, (pipeline, backend) = kit.families()[name], backend_of(name, folder, topology, **fsdp)
-    engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4)
-    params = family.sampling(num_inference_steps=3, samples_per_prompt=SAMPLES_PER_PROMPT)
+    """What this rank finds of a GRPO step: two prompts with two samples each, over the shards of the batch."""
+    pipeline, backend = backend_of(name, folder, topology, **fsdp)
+    gathered: dict[str, int] = {}
+    for path, module in pipeline.bundle.model.named_modules() if name in TEXTS else ():
+        if path.endswith(".experts"):
+            module.register_forward_pre_hook(partial(_note_weights, gathered, path))
     # All ranks sample all, with the model that is spread over them.
-    track = engine.generate(request_of(family, engine, params, 0)).root_track().replace(advantages=ADVANTAGES)
+    key = "text" if name in TEXTS else "image"
+    track = texts_of(pipeline, backend) if name in TEXTS else images_of(name, pipeline, backend)
     segment = track.segment
-    assert isinstance(segment, LatentSegment) and segment.sde_logp is not None
+    if isinstance(segment, LatentSegment):
+        samples, logp = segment.clean_latents, segment.sde_logp
+        algorithm = DiffusionGRPO(pipeline, backend, clip_range=1e-2, old_logp_source="rollout")
+    else:
+        assert isinstance(segment, TextSegment)
+        samples, logp = segment.tokens, segment.log_probs
+        algorithm = ARGRPO(pipeline, backend, old_logp_source="rollout")
+    assert logp is not None
     share = len(ADVANTAGES) // backend.dp_size
     own = track.slice(backend.dp_rank * share, (backend.dp_rank + 1) * share)
-    stack = TrainStack(
-        backend,
-        {"image": DiffusionGRPO(pipeline, backend, clip_range=1e-2, old_logp_source="rollout")},
-        micro_batch_size=share,
-        max_grad_norm=1.0,
-    )
+    stack = TrainStack(backend, {key: algorithm}, micro_batch_size=share, max_grad_norm=1.0)
     stack.prepare()
-    result = stack.train(RolloutResp(tracks={"image": own}), progress=0.0)
+    result = stack.train(RolloutResp(tracks={key: own}), progress=0.0)
     weights = {key: value.clone() for key, value in backend.weight_source.weights()}
     Checkpointer(backend, str(checkpoints)).save(1, {})
     return {
-        "latents": segment.clean_latents,
-        "logp": segment.sde_logp,
+        "samples": samples,
+        "logp": logp,
         "metrics": {key: value for key, value in result.metrics.items() if not key.startswith("timing_s/")},
         "gradients": backend.gradients,
         "state": {key: _whole(value) for key, value in backend.state_dict().items()},
         "weights": weights,
-        "bytes": 0 if backend.token_exchange is None else backend.token_exchange.bytes_sent,
+        "bytes": sum(each.bytes_sent for each in (backend.token_exchange, backend.expert_exchange) if each is not None),
+        "kept": {key: _numel(tensor) for key, tensor in backend.parameters.items() if ".experts." in key},
+        "gathered": gathered,
     }
 
 
-def resumed(name: str, folder: Path, checkpoints: Path) -> dict[str, Tensor]:
-    """The state of one process that has loaded what ranks saved."""
-    _, backend = backend_of(name, folder, TrainTopology())
+def _numel(tensor: Tensor) -> int:
+    """Elements on this rank."""
+    return tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel()
+
+
+def _note_weights(found: dict[str, int], path: str, module: nn.Module, args: Any) -> None:
+    found[path] = sum(_numel(parameter) for parameter in module.parameters())
+
+
+def images_of(name: str, pipeline: Any, backend: FSDPBackend) -> RolloutTrack:
+    """Four samples of a diffusion model."""
+    family = kit.families()[name]
+    engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4)
+    params = family.sampling(num_inference_steps=3, samples_per_prompt=SAMPLES_PER_PROMPT)
+    return engine.generate(request_of(family, engine, params, 0)).root_track().replace(advantages=ADVANTAGES)
+
+
+def texts_of(pipeline: Any, backend: FSDPBackend) -> RolloutTrack:
+    """Four completions of a language model."""
+    prompts = ["1+1=", "1+1=", "a longer prompt", "a longer prompt"]
+    ids = [f"s{place}" for place in range(len(prompts))]
+    request = RolloutReq(
+        sample_ids=ids,
+        group_ids=["a", "a", "b", "b"],
+        primitives={"text": Texts(texts=prompts)},
+        sampling_params=ARSamplingParams(temperature=0.9, max_new_tokens=6, seed=2),
+    )
+    engine = TrainsideTextEngine(pipeline, backend, forward_batch_size=4)
+    return engine.generate(request).root_track().replace(advantages=ADVANTAGES)
+
+
+def resumed(
+    name: str, folder: Path, checkpoints: Path, topology: TrainTopology | None = None, save: Path | None = None
+) -> dict[str, Tensor]:
+    """The state of this process, or these ranks, that have loaded what others saved. save: where they save it again."""
+    _, backend = backend_of(name, folder, TrainTopology() if topology is None else topology)
     Checkpointer(backend, str(checkpoints)).load()
+    if save is not None:
+        Checkpointer(backend, str(save)).save(1, {})
     return {key: _whole(value) for key, value in backend.state_dict().items()}
 
 
@@ -182,6 +276,80 @@ def doubles_of(name: str, folder: Path, exchange: UlyssesExchange | None = None)
     return found
 
 
+class NotingRows(RowExchange):
+    """Notes how many rows it sends to each rank, and the bytes that it should send."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.sent: list[list[int]] = []
+        """Rows for the experts of each rank, by layer."""
+        self.expected_bytes = 0
+
+    def to_experts(self, rows: Tensor, to_each: Sequence[int], of_each: Sequence[int]) -> Tensor:
+        """A layer sends rows to others and back what it made of theirs, and as much of gradients."""
+        self.sent.append(list(to_each))
+        crossing = sum(to_each) - to_each[self.rank] + sum(of_each) - of_each[self.rank]
+        counts = 8 * NUM_EXPERTS * (self.size - 1) // self.size
+        self.expected_bytes += 2 * crossing * rows.shape[1] * rows.element_size() + counts
+        return super().to_experts(rows, to_each, of_each)
+
+
+def text_doubles_of(name: str, folder: Path, exchange: RowExchange | None = None) -> dict[str, Tensor]:
+    """Logits of eight rows of tokens, of which each rank has its share, and gradients of the mean of their losses."""
+    bundle = pipeline_of(name, folder).bundle
+    files = bundle.stored_weights()[bundle.component]
+    model = bundle.model
+    for key, parameter in list(model.named_parameters()):
+        value = files[key].read(tuple(slice(0, size) for size in parameter.shape)).double()
+        owner, _, last = key.rpartition(".")
+        setattr(model.get_submodule(owner), last, nn.Parameter(value.clone()))
+    model.double().set_experts_implementation("eager")  # the other kernels take no doubles
+    rank, size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+    if exchange is not None:
+        cut_experts(bundle.spread_experts(exchange), init_device_mesh("cpu", (size,)))
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 250, (8, 7), generator=generator).chunk(size)[rank]
+    weights = torch.randn((8, 7, bundle.vocabulary_size), dtype=torch.float64, generator=generator).chunk(size)[rank]
+    with Doubles():
+        logits = model(input_ids=ids, use_cache=False).logits
+    ((logits * weights).sum() * size).backward()
+    found = {"logits": logits.detach() if exchange is None else _of_all_ranks(logits.detach(), size)}
+    for key, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        if isinstance(parameter.grad, DTensor):
+            found[key] = parameter.grad.full_tensor()
+            continue
+        found[key] = parameter.grad
+        if exchange is not None:
+            dist.all_reduce(found[key])
+            found[key] /= size
+    return found
+
+
+def one_sided(exchange: RowExchange | None = None) -> dict[str, Tensor]:
+    """What experts make of tokens that all go to the first of them, and gradients, where other ranks have no row."""
+    module = tiny_text.qwen3_moe(num_experts=NUM_EXPERTS).model.layers[0].mlp.experts
+    if exchange is not None:
+        spread_stacked([module], NUM_EXPERTS, "the model", exchange)
+        cut_experts([module], init_device_mesh("cpu", (exchange.size,)))
+    tokens = torch.randn(5, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weights = torch.linspace(0.1, 1, 10).view(5, 2).requires_grad_(True)
+    out = module(tokens, torch.tensor([[0, 1]]).expand(5, 2), weights)
+    out.square().sum().backward()
+    found = {"out": out.detach()}
+    for name, leaf in {"tokens": tokens, "weights": weights, **dict(module.named_parameters())}.items():
+        assert leaf.grad is not None, name
+        found[name] = _whole(leaf.grad)
+    return found
+
+
+def _of_all_ranks(rows: Tensor, size: int) -> Tensor:
+    found = [torch.empty_like(rows) for _ in range(size)]
+    dist.all_gather(found, rows)
+    return torch.cat(found)
+
+
 # What a rank runs --------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +368,11 @@ CASES = {
     "dp2-sp2": Case(4, TrainTopology(dp_shard=2, sp=2)),
     "hsdp2-sp2": Case(4, TrainTopology(dp_replicate=2, sp=2)),
     "sp4": Case(4, TrainTopology(sp=4)),
+    "ep2": Case(2, TrainTopology(ep=2)),
+    "ep2-recomputed": Case(2, TrainTopology(ep=2), (("activation_checkpointing", True),)),
+    "dp2-ep2": Case(4, TrainTopology(ep=2)),
+    "hsdp2-ep2": Case(4, TrainTopology(dp_replicate=2, ep=2)),
+    "ep4": Case(4, TrainTopology(ep=4)),
 }
 
 
@@ -235,6 +408,25 @@ def refusals(name: str, folder: Path) -> dict[str, str]:
     return found
 
 
+def expert_refusals(exchange: RowExchange, folder: Path) -> dict[str, str]:
+    """What ranks are told that do not divide the experts, or whose model has none."""
+    found = {}
+    dense = folder / "dense"
+    if dist.get_rank() == 0:
+        tiny_text.save_text_model(tiny_text.qwen3(), dense)
+    dist.barrier()
+    exchange.size = 3
+    for key, make in {
+        "divide": lambda: pipeline_of("qwen3_moe", folder).bundle,
+        "dense": lambda: Qwen3Bundle(str(dense)),
+    }.items():
+        try:
+            make().spread_experts(exchange)
+        except ConfigError as error:
+            found[key] = str(error)
+    return found
+
+
 def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> dict[str, Any]:
     """By family the step in float32; and where all ranks share samples, the calls of its transformers in float64."""
     topology, options = CASES[case].topology, dict(CASES[case].fsdp)
@@ -249,4 +441,17 @@ def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> d
             found["attentions"][name] = exchange.attentions
             found["bytes"][name] = (exchange.bytes_sent, exchange.expected_bytes)
         found |= refusals("sd3", folder)
+    if case == "ep2":
+        found |= {"float64": {}, "rows": {}, "bytes": {}}
+        for name in names:
+            rows = NotingRows(dist.group.WORLD)  # ty: ignore[invalid-argument-type]: as above
+            found["float64"][name] = text_doubles_of(name, folder, rows)
+            found["rows"][name] = rows.sent
+            found["bytes"][name] = (rows.bytes_sent, rows.expected_bytes)
+        exchange = RowExchange(dist.group.WORLD)  # ty: ignore[invalid-argument-type]: as above
+        found |= {"one_sided": one_sided(exchange), "refused": expert_refusals(exchange, folder)}
+        found["resharded"] = [
+            resumed(names[0], folder, out / names[0], TrainTopology(), out / "shards"),
+            resumed(names[0], folder, out / "shards", topology),
+        ]
     return found

@@ -11,6 +11,7 @@ from unirl.config.runs import run_of
 
 SHAPES, REPLICA, TEXTS = "worlds/shapes/flowgrpo", "worlds/shapes/replica", "worlds/arithmetic/grpo"
 FOUR = ["runtime=ray", "num_devices=4"]
+EXPERTS = "bundle._target_=unirl.models.qwen3.bundle.Qwen3MoeBundle"
 CLASS = "+backend.topology._target_=unirl.train.configs.TrainTopology"
 
 
@@ -40,6 +41,26 @@ def findings(name, *overrides):
         ),
         (REPLICA, ["+backend.topology.sp=2"], "engine samples with a copy of the model on every device that trains"),
         (TEXTS, ["+backend.topology.sp=2"], "but the tokens of Qwen3Bundle cannot be spread over ranks. Set it to 1"),
+        (TEXTS, ["+backend.topology.ep=3"], "backend.topology.ep = 3 does not divide the 4 devices. Change ep, or the"),
+        (
+            TEXTS,
+            ["+backend.topology.ep=2"],
+            "ep = 2, but Qwen3Bundle has no experts that can be spread over ranks.",
+        ),
+        (
+            TEXTS,
+            [EXPERTS, "+backend.topology.ep=2", "+backend.fsdp.compile=true"],
+            "backend.topology.ep = 2 exchanges tokens inside blocks that backend.fsdp.compile compiles. Set ep: 1, or",
+        ),
+        (
+            TEXTS,
+            [
+                EXPERTS,
+                "+backend.lora={_target_: unirl.train.configs.LoraConfig, rank: 2, alpha: 4, "
+                "target_modules: [q_proj, mlp.experts]}",
+            ],
+            "backend.lora.target_modules ['mlp.experts'] are experts of Qwen3MoeBundle, whose weights are stacks",
+        ),
     ],
 )
 def test_axes_that_cannot_be_are_found_before_a_run(name, overrides, message):
@@ -66,3 +87,11 @@ def test_ranks_divide_the_heads_of_a_checkpoint_on_this_machine(tmp_path):
     found = findings(SHAPES, CLASS, "+backend.topology.sp=4", f"bundle.pretrained_model={tmp_path}")
     message = f"backend.topology.sp = 4 does not divide the 6 attention heads of {tmp_path}/transformer/config.json. "
     assert any(message + "Set it to one of [1, 2, 3, 6]." in each for each in found), found
+
+
+def test_ranks_divide_the_experts_of_a_checkpoint_on_this_machine(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"thinker_config": {"text_config": {"num_experts": 6}}}))
+    given = (EXPERTS, CLASS, f"bundle.pretrained_model={tmp_path}")
+    assert findings(TEXTS, *given, "+backend.topology.ep=2") == []
+    message = f"backend.topology.ep = 4 does not divide the 6 experts of {tmp_path}/config.json. Set it to one of "
+    assert any(message in each for each in findings(TEXTS, *given, "+backend.topology.ep=4"))

@@ -85,6 +85,8 @@ def test_what_cannot_be_spread_over_ranks_is_refused(ranks: list[dict[str, Any]]
     found = ranks[0]["unspread"]
     assert "topology.sp = 2: the tokens of TinyBundle cannot be spread" in found["bundle"]
     assert "Set fsdp.compile: false" in found["compile"]
+    assert "topology.ep = 2: TinyBundle has no experts that can be spread over ranks" in found["experts"]
+    assert "without the exchange of topology.ep = 2. Set fsdp.compile: false" in found["compiled experts"]
 
 
 def test_tokens_are_exchanged_for_heads_and_back_and_gradients_are_those_of_one_process(ranks: list[dict[str, Any]]):

@@ -62,6 +62,11 @@ def test_schedules_with_warmup_have_the_values_worked_out_by_hand(
         (lambda: TrainTopology(2, sp=8).resolved(8), r"dp_replicate \* sp = 2 \* 8 = 16 does not divide 8 devices"),
         (lambda: TrainTopology(1, 8, 2).resolved(8), r"dp_shard \* sp = 1 \* 8 \* 2 = 16, but .* 8 .*dp_shard: 4"),
         (lambda: TrainTopology(sp=0), "topology.sp = 0 must be at least 1"),
+        (
+            lambda: TrainTopology(ep=3).resolved(8),
+            "topology.ep = 3 does not divide the 8 devices. Change ep, or the",
+        ),
+        (lambda: TrainTopology(2, ep=8).resolved(8), "topology.ep = 8 does not divide the 4 devices of each copy."),
         (lambda: TrainTopology(2, 8).resolved(8), r"2 \* 8 = 16, but there are 8 devices. Set dp_shard: 4"),
     ],
 )
@@ -71,17 +76,20 @@ def test_impossible_options_are_refused_with_their_values(make, message: str):
 
 
 def test_topologies_resolve_to_the_number_of_devices():
-    assert TrainTopology().resolved(8) == (1, 8, 1)
-    assert TrainTopology(dp_replicate=2).resolved(8) == (2, 4, 1)
-    assert TrainTopology(2, 4).resolved(8) == (2, 4, 1)
-    assert TrainTopology(sp=4).resolved(8) == (1, 2, 4)
-    assert TrainTopology(2, 2, 2).resolved(8) == (2, 2, 2)
+    assert TrainTopology().resolved(8) == (1, 8, 1, 1)
+    assert TrainTopology(dp_replicate=2).resolved(8) == (2, 4, 1, 1)
+    assert TrainTopology(2, 4).resolved(8) == (2, 4, 1, 1)
+    assert TrainTopology(sp=4).resolved(8) == (1, 2, 4, 1)
+    assert TrainTopology(2, 2, 2).resolved(8) == (2, 2, 2, 1)
+    assert TrainTopology(2, ep=4).resolved(8) == (2, 4, 1, 4)
 
 
 def test_neighbouring_ranks_share_samples():
     places = [TrainTopology(sp=2).place(rank, 4) for rank in range(4)]
     assert shard_ranks(places) == [[0, 1], [2, 3]]
     assert [(place.sp_rank, place.sp_size) for place in places] == [(0, 2), (1, 2)] * 2
+    places = [TrainTopology(2, ep=2).place(rank, 8) for rank in range(8)]
+    assert [(place.dp_rank, place.ep_rank, place.ep_size) for place in places] == [(r, r % 2, 2) for r in range(8)]
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])

@@ -22,7 +22,7 @@ from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, OptimizerConfig, TrainTopology
 from unirl.train.export import Exporter
 from unirl.types.errors import CheckpointError, ConfigError
-from unirl.types.protocols.models import RecomputeContexts, TokenExchange
+from unirl.types.protocols.models import ExpertExchange, RecomputeContexts, TokenExchange
 from unirl.types.training import StepStats
 
 WIDTH = 8
@@ -231,10 +231,15 @@ def _wrong_topology(folder: Path) -> str:
 
 def _unspread(folder: Path) -> dict[str, str]:
     found = {}
-    for name, fsdp in {"bundle": FSDPConfig(), "compile": FSDPConfig(compile=True)}.items():
-        bundle = TinyBundle() if name == "bundle" else SpreadBundle()
+    compiled = FSDPConfig(compile=True)
+    for name, bundle, topology, fsdp in (
+        ("bundle", TinyBundle(), TrainTopology(sp=2), FSDPConfig()),
+        ("compile", SpreadBundle(), TrainTopology(sp=2), compiled),
+        ("experts", TinyBundle(), TrainTopology(ep=2), FSDPConfig()),
+        ("compiled experts", SpreadBundle(), TrainTopology(ep=2), compiled),
+    ):
         try:
-            make_backend(bundle, topology=TrainTopology(sp=2), fsdp=fsdp)
+            make_backend(bundle, topology=topology, fsdp=fsdp)
         except ConfigError as error:
             found[name] = str(error)
     return found
@@ -246,6 +251,10 @@ class SpreadBundle(TinyBundle):
     def spread_tokens(self, exchange: TokenExchange) -> RecomputeContexts:
         """Changes nothing."""
         return lambda: (nullcontext(), nullcontext())
+
+    def spread_experts(self, exchange: ExpertExchange) -> list[nn.Module]:
+        """There are none."""
+        return []
 
 
 def _shared_samples(folder: Path) -> dict[str, Any]:

@@ -41,6 +41,10 @@ class Bundle:
 
     spreads_tokens: ClassVar[bool] = False
     """True if ranks can share its samples, each with a part of their tokens (`topology.sp`)."""
+    spreads_experts: ClassVar[bool] = False
+    """True if ranks can have its experts together (`topology.ep`)."""
+    expert_layers: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of layers in its experts that LoRA cannot adapt."""
 
     def export_lora(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from unirl.types.hub import is_hub_id
@@ -28,11 +29,46 @@ def model_exists(own: Part, run: Run, machine: Machine) -> Messages:
         yield (f"{name} = {model}: no such folder, and not a hub id (owner/name). Set PRETRAINED_MODEL or {name}.")
 
 
-def sharing_problem(at: str, size: int, heads: int, where: str) -> str:
-    """The message for ranks that do not divide attention heads."""
-    fitting = [count for count in range(1, heads + 1) if heads % count == 0]
-    return f"{at} = {size} does not divide the {heads} attention heads of {where}. Set it to one of {fitting}."
+def experts_divide(own: Part, run: Run) -> Messages:
+    """Ranks divide the experts of a checkpoint on this machine."""
+    policy = run.policy_of(own)
+    size, file = policy.ranks_of_experts, Path(str(own.node.get("pretrained_model"))).expanduser() / "config.json"
+    if size == 1 or not own.ability("spreads_experts"):
+        return
+    try:
+        found = _experts_of(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return  # the model says so before its weights are read
+    if found is not None and found % size:
+        yield sharing_problem(f"{policy.backend.at}.topology.ep", size, found, "experts", str(file))
 
 
-RULES = ()
+def experts_have_no_adapters(own: Part, run: Run) -> Messages:
+    """LoRA adapts linear layers, and experts are stacks of weights."""
+    backend, layers = run.policy_of(own).backend, own.ability("expert_layers")
+    targets = (backend.get("lora") or {}).get("target_modules")
+    wrong = [each for each in targets or () if str(each).rsplit(".", 1)[-1] in layers]
+    if wrong:
+        yield (
+            f"{backend.at}.lora.target_modules {wrong} are experts of {own.name}, whose weights are stacks that LoRA "
+            "does not adapt. Name projections of the attention, or set target_modules: null."
+        )
+
+
+def _experts_of(config: object) -> int | None:
+    """`num_experts` of a configuration, or of the first inside it that has them."""
+    if not isinstance(config, dict):
+        return None
+    if isinstance(own := config.get("num_experts"), int):
+        return own
+    return next((found for each in config.values() if (found := _experts_of(each)) is not None), None)
+
+
+def sharing_problem(at: str, size: int, count: int, what: str, where: str) -> str:
+    """The message for ranks that do not divide what a model has `count` of."""
+    fitting = [each for each in range(1, count + 1) if count % each == 0]
+    return f"{at} = {size} does not divide the {count} {what} of {where}. Set it to one of {fitting}."
+
+
+RULES = (experts_divide, experts_have_no_adapters)
 MACHINE_RULES = (model_exists,)

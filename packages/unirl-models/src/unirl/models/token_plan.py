@@ -95,7 +95,7 @@ class SpreadTokens:
                 num_attentions += 1
                 where, size = f"{component}.{path}", self._exchange.size
                 if found.heads % size:
-                    raise ConfigError(sharing_problem("topology.sp", size, found.heads, where))
+                    raise ConfigError(sharing_problem("topology.sp", size, found.heads, "attention heads", where))
                 found.forward = functools.partial(self._attend, where, found.forward, streams[0])
         if not num_attentions:
             raise ContractError(f"{component} has no module {' or '.join(plan.attention)}, which its token plan names")

@@ -112,11 +112,15 @@ class EMAConfig:
 
 
 class Axes(NamedTuple):
-    """Sizes of the axes of a group of ranks. Of neighbouring ranks the sequence-parallel number runs fastest."""
+    """Sizes of the axes of a group of ranks. Of neighbouring ranks the sequence-parallel number runs fastest.
+
+    The first three multiply to the number of ranks; `ep` divides the ranks of a copy of the model once more.
+    """
 
     dp_replicate: int
     dp_shard: int
     sp: int
+    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -128,24 +132,35 @@ class Axes(NamedTuple):
 @dataclass(frozen=True)
 class TrainTopology:
     """How the devices divide: `dp_replicate` copies of the model, each sharded over `dp_shard` * `sp` devices; the
-    tokens of one shard of a batch are spread over `sp` devices."""
+    tokens of one shard of a batch are spread over `sp` devices, and every `ep` devices of a copy have its experts
+    together."""
 
     dp_replicate: PositiveInt = 1
     dp_shard: int = -1
     """-1: as many as there are devices for each copy."""
     sp: PositiveInt = 1
     """Ranks that work on the same samples, each on its part of their tokens (Ulysses sequence parallelism)."""
+    ep: PositiveInt = 1
+    """Neighbouring ranks of a copy of the model that have its experts together, each a part of them, which is sharded
+    over the ranks of the copy that have the same part. Tokens go to the ranks of their experts."""
 
     def resolved(self, world_size: int) -> Axes:
         """The sizes on `world_size` devices. Raises ConfigError if they do not multiply to it."""
-        problem = topology_problem(self.dp_replicate, self.dp_shard, self.sp, world_size)
+        problem = topology_problem(self.dp_replicate, self.dp_shard, self.sp, self.ep, world_size)
         if problem is not None:
             raise ConfigError(f"topology.{problem}")
         shard = world_size // (self.dp_replicate * self.sp) if self.dp_shard == -1 else self.dp_shard
-        return Axes(self.dp_replicate, shard, self.sp)
+        return Axes(self.dp_replicate, shard, self.sp, self.ep)
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
         """Where a rank stands. Raises ConfigError as `resolved` does."""
         axes = self.resolved(world_size)
         dp_rank, sp_rank = divmod(rank, axes.sp)
-        return MeshPlace(dp_rank=dp_rank, dp_size=axes.dp, sp_rank=sp_rank, sp_size=axes.sp)
+        return MeshPlace(
+            dp_rank=dp_rank,
+            dp_size=axes.dp,
+            sp_rank=sp_rank,
+            sp_size=axes.sp,
+            ep_rank=rank % axes.ep,
+            ep_size=axes.ep,
+        )

@@ -58,7 +58,8 @@ def topologies_fit(run: ComposedRun) -> Messages:
             if policy.backend.node.get("topology"):
                 yield f"{at} has no {TARGET}. Add {TARGET}: unirl.train.configs.TrainTopology."
             continue
-        problem = topology_problem(*(topology.get(axis) for axis in ("dp_replicate", "dp_shard", "sp")), num_devices)
+        axes = (topology.get(axis) for axis in ("dp_replicate", "dp_shard", "sp", "ep"))
+        problem = topology_problem(*axes, num_devices)
         if problem is not None:
             yield f"{at}.{problem}"
     if len(set(sizes.values())) > 1:
@@ -86,6 +87,19 @@ def tokens_can_be_spread(run: ComposedRun) -> Messages:
                     "share samples (topology.sp) would each sample their own. Use the trainside engine, or give it its "
                     "own pool."
                 )
+
+
+def experts_can_be_spread(run: ComposedRun) -> Messages:
+    """Ranks that have experts together train a model that has some."""
+    for policy in (each for each in run.policies.values() if each.ranks_of_experts > 1):
+        at = f"{policy.backend.at}.topology.ep = {policy.ranks_of_experts}"
+        if not policy.bundle.ability("spreads_experts"):
+            yield f"{at}, but {policy.bundle.name} has no experts that can be spread over ranks. Set it to 1."
+        if (policy.backend.get("fsdp") or {}).get("compile"):
+            yield (
+                f"{at} exchanges tokens inside blocks that {policy.backend.at}.fsdp.compile compiles. Set ep: 1, or "
+                "compile: false."
+            )
 
 
 def tracks_have_algorithms(run: ComposedRun) -> Messages:
@@ -188,6 +202,7 @@ RULES = (
     geometry_divides,
     topologies_fit,
     tokens_can_be_spread,
+    experts_can_be_spread,
     tracks_have_algorithms,
     one_policy_names_one,
     best_metric_has_its_scorer,

@@ -111,8 +111,16 @@ class Policy:
     @property
     def ranks_per_sample(self) -> int:
         """Ranks that work on the same samples: `backend.topology.sp`."""
+        return self._axis("sp")
+
+    @property
+    def ranks_of_experts(self) -> int:
+        """Ranks that have the experts of the model together: `backend.topology.ep`."""
+        return self._axis("ep")
+
+    def _axis(self, name: str) -> int:
         topology = self.backend.inner.get("topology")
-        return 1 if topology is None else topology.get("sp")
+        return 1 if topology is None else topology.get(name)
 
     def pipeline_of(self, track: str) -> Part:
         """The pipeline of a track. Raises ConfigError as `pipeline_name`."""

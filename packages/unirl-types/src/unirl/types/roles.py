@@ -12,9 +12,10 @@ from unirl.types.errors import ContractError
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
-Axis = Literal["dp", "sp", "all"]
+Axis = Literal["dp", "sp", "ep", "all"]
 """Ranks that tell each other something: "dp" those with the same part of different samples, "sp" those with parts of
-the same samples, "all" every rank that has a shard of the model."""
+the same samples, "ep" those that have the experts of a model together, "all" every rank that has a shard of the
+model."""
 
 
 class Dispatch(Enum):
@@ -48,8 +49,9 @@ class Collect(Enum):
 class MeshPlace:
     """Where a worker stands among those of its group, in each way of dividing work.
 
-    Data parallel (dp): shards of a batch. Sequence (sp), tensor (tp) and expert parallel (ep): ranks that work on the
-    same samples together. Raises ContractError for a rank outside its size.
+    Data parallel (dp): shards of a batch. Sequence (sp) and tensor parallel (tp): ranks that work on the same samples
+    together. Expert parallel (ep): ranks that have the experts together, whatever their samples. Raises ContractError
+    for a rank outside its size.
     """
 
     dp_rank: int = 0

@@ -24,12 +24,14 @@ from unirl.models.loading import ModelFolder, open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder
 from unirl.models.one_component import OneComponentBundle
 from unirl.models.packing import Packing
+from unirl.models.spread_experts import spread_stacked
 from unirl.models.stored import Source, TensorFiles, safetensors_files, without_values
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
+from unirl.types.protocols.models import ExpertExchange
 
 with from_extra("transformers"):
     import transformers
@@ -62,6 +64,8 @@ class CausalLMBundle(OneComponentBundle):
     model_types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations that the bundle loads; empty loads any."""
     auto_class: ClassVar[Any] = transformers.AutoModelForCausalLM  # Any: transformers types its auto classes loosely
+    expert_class_names: ClassVar[tuple[str, ...]] = ()
+    """Classes of the modules that hold the experts of a layer as stacks, as transformers writes them."""
     lora_target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Suffixes of the attention projections, which nearly every family names so."""
 
@@ -131,6 +135,16 @@ class CausalLMBundle(OneComponentBundle):
     @property
     def trained_module(self) -> nn.Module:
         return self.model
+
+    def spread_experts(self, exchange: ExpertExchange) -> list[nn.Module]:
+        """From now on each token goes to the ranks of its experts. Returns the modules that hold the stacks.
+
+        Raises ConfigError without experts, or if the ranks do not divide them.
+        """
+        found = [each for each in self.model.modules() if type(each).__name__ in self.expert_class_names]
+        num_experts = self.model.config.get_text_config().num_experts if found else 0
+        spread_stacked(found, num_experts, self.folder.path.name, exchange)
+        return found
 
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Writes a whole model folder with the given weights: save_pretrained, and the checkpoint's other files copied.

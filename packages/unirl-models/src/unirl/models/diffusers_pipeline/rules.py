@@ -106,7 +106,7 @@ def heads_divide(own: Part, run: Run) -> Messages:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # the model says so before its first forward
         if isinstance(heads, int) and heads % size:
-            yield sharing_problem(f"{policy.backend.at}.topology.sp", size, heads, str(file))
+            yield sharing_problem(f"{policy.backend.at}.topology.sp", size, heads, "attention heads", str(file))
 
 
 def span_problem(num_frames: int, factor: int, *, decodes_at_once: bool) -> str | None:

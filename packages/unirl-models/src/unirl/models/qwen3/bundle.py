@@ -16,3 +16,17 @@ class Qwen3Bundle(CausalLMBundle):
     def block_class_names(self) -> tuple[str, ...]:
         """The decoder layers, sharded, checkpointed and compiled one by one."""
         return ("Qwen3DecoderLayer",)
+
+
+class Qwen3MoeBundle(Qwen3Bundle):
+    """Qwen3 with experts, of which each token goes to a few."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+    spreads_experts: ClassVar[bool] = True
+    expert_class_names: ClassVar[tuple[str, ...]] = ("Qwen3MoeExperts",)
+    expert_layers: ClassVar[tuple[str, ...]] = ("experts", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+
+    @property
+    def block_class_names(self) -> tuple[str, ...]:
+        """The decoder layers."""
+        return ("Qwen3MoeDecoderLayer",)

@@ -27,6 +27,9 @@ class Qwen3OmniThinkerBundle(QwenVLBundle):
     """
 
     reads_audio: ClassVar[bool] = True
+    spreads_experts: ClassVar[bool] = True
+    expert_class_names: ClassVar[tuple[str, ...]] = ("Qwen3OmniMoeThinkerTextExperts",)
+    expert_layers: ClassVar[tuple[str, ...]] = ("experts", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
     auto_class: ClassVar[Any] = transformers.Qwen3OmniMoeThinkerForConditionalGeneration  # Any: see the base
 

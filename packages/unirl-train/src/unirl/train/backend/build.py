@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,10 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from unirl.train.backend.wrap import (
+    SpreadModules,
     checkpoint_activations,
     compile_blocks,
+    cut_experts,
     ensure_process_group,
     find_blocks,
+    mesh_of_experts,
     shard,
     sharding_mesh,
 )
@@ -23,7 +26,14 @@ from unirl.train.lora import inject_lora, is_empty
 from unirl.train.precision import check_frozen_dtype, keep_in
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols.models import ModelBundle, RecomputeContexts, SpreadsTokens, TokenExchange
+from unirl.types.protocols.models import (
+    ExpertExchange,
+    ModelBundle,
+    RecomputeContexts,
+    SpreadsExperts,
+    SpreadsTokens,
+    TokenExchange,
+)
 from unirl.types.weights import AdapterConfig
 
 
@@ -82,11 +92,14 @@ def wrap(
     topology: TrainTopology,
     device: torch.device,
     exchange: TokenExchange | None,
+    of_experts: ExpertExchange | None = None,
 ) -> Wrapped:
-    """Spread tokens, checkpoint, compile and shard the blocks of `modules`, in place, as configured.
+    """Spread tokens and experts, checkpoint, compile and shard the blocks of `modules`, in place, as configured.
 
-    exchange: of the ranks that work on the same samples; None where each has its own.
+    exchange: of the ranks that work on the same samples; None where each has its own. of_experts: of the ranks that
+    have the experts together; None where each has all.
     """
+    spread = [] if of_experts is None else spread_experts(bundle, config, of_experts)
     contexts = None if exchange is None else spread_tokens(bundle, config, exchange)
     blocks = {name: find_blocks(name, module, bundle.block_class_names) for name, module in modules.items()}
     for found in blocks.values():
@@ -98,7 +111,10 @@ def wrap(
         return Wrapped([], owns_process_group=False)
     owns_process_group = ensure_process_group(device)
     mesh = sharding_mesh(topology, device)
-    roots = [shard(module, blocks[name], mesh, config) for name, module in modules.items()]
+    experts = SpreadModules(spread, mesh_of_experts(topology, device)) if spread else None
+    if experts is not None:
+        cut_experts(experts.modules, experts.mesh["ep"])
+    roots = [shard(module, blocks[name], mesh, config, experts) for name, module in modules.items()]
     return Wrapped(roots, owns_process_group)
 
 
@@ -115,6 +131,22 @@ def spread_tokens(bundle: ModelBundle, config: FSDPConfig, exchange: TokenExchan
             "false, or topology.sp: 1."
         )
     return bundle.spread_tokens(exchange)
+
+
+def spread_experts(bundle: ModelBundle, config: FSDPConfig, exchange: ExpertExchange) -> Sequence[nn.Module]:
+    """Let `bundle` spread its experts; modules of stacks of them. Raises ConfigError if it cannot, or not with these
+    options."""
+    if not isinstance(bundle, SpreadsExperts):
+        raise ConfigError(
+            f"topology.ep = {exchange.size}: {type(bundle).__name__} has no experts that can be spread over ranks. Set "
+            "topology.ep: 1."
+        )
+    if config.compile:
+        raise ConfigError(
+            f"fsdp.compile compiles blocks without the exchange of topology.ep = {exchange.size}. Set fsdp.compile: "
+            "false, or topology.ep: 1."
+        )
+    return bundle.spread_experts(exchange)
 
 
 def is_sharding(config: FSDPConfig) -> bool:

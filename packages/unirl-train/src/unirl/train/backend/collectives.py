@@ -17,17 +17,22 @@ from unirl.types.roles import Axis, MeshPlace
 class RankCollectives:
     """Implements unirl.types.protocols.training.Collectives. is_sharded: whether ranks share the model's shards.
 
-    Every rank of the world makes one: process groups are formed inside where ranks share samples.
+    Every rank of the world makes one: process groups are formed inside where ranks share samples, or have experts
+    together.
     """
 
     def __init__(self, place: MeshPlace, device: torch.device, *, is_sharded: bool) -> None:
-        self._sizes: dict[Axis, int] = {"dp": place.dp_size, "sp": place.sp_size, "all": place.dp_size * place.sp_size}
+        num_ranks = place.dp_size * place.sp_size
+        self._sizes: dict[Axis, int] = {"dp": place.dp_size, "sp": place.sp_size, "ep": place.ep_size, "all": num_ranks}
         self._device = device
         self._is_sharded = is_sharded
         self._groups: dict[Axis, dist.ProcessGroup | None] = dict.fromkeys(self._sizes)
         if place.sp_size > 1:
             mesh = init_device_mesh(device.type, (place.dp_size, place.sp_size), mesh_dim_names=("dp", "sp"))
             self._groups |= {"dp": mesh.get_group("dp"), "sp": mesh.get_group("sp")}
+        if place.ep_size > 1:
+            sizes = (num_ranks // place.ep_size, place.ep_size)
+            self._groups["ep"] = init_device_mesh(device.type, sizes, mesh_dim_names=("groups", "ep")).get_group("ep")
 
     def size(self, axis: Axis) -> int:
         """Number of ranks of an axis."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from unirl.train.backend.auxiliary import AuxiliaryModule
 from unirl.train.backend.build import is_sharding, prepare_parameters, wrap
 from unirl.train.backend.collectives import RankCollectives
+from unirl.train.backend.expert_exchange import RowExchange
 from unirl.train.backend.fill import fill, on_every_rank
 from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
 from unirl.train.backend.state import TrainState, architecture
@@ -37,8 +38,8 @@ class FSDPBackend:
 
     On one device with param_dtype "fp32" nothing is wrapped: the model runs as it is. Otherwise every block and then
     the root of each trainable component is sharded by FSDP2 over the mesh of `topology` (one dimension, or HSDP with
-    dp_replicate > 1), and tokens are spread over its axis sp; on one device, for mixed precision alone, over a process
-    group of this process, which the backend makes and `close` destroys. Trainable parameters are kept in
+    dp_replicate > 1), tokens are spread over its axis sp and experts over ep; on one device, for mixed precision alone,
+    over a process group of this process, which the backend makes and `close` destroys. Trainable parameters are kept in
     `fsdp.master_dtype`; ranks start from rank 0's.
 
     Weights that the bundle defers (unirl.types.protocols.models.DefersWeights) are read once shards are made: each rank
@@ -96,8 +97,10 @@ class FSDPBackend:
         """What the ranks tell each other."""
         self.token_exchange = UlyssesExchange(self.collectives.group("sp")) if self.mesh_place.sp_size > 1 else None
         """How tokens are spread over ranks; None where no two ranks work on the same samples."""
+        self.expert_exchange = RowExchange(self.collectives.group("ep")) if self.mesh_place.ep_size > 1 else None
+        """How tokens reach their experts; None where each rank has all."""
         self._roots, self._owns_process_group = wrap(
-            bundle, self._modules, self._config, topology, self.device, self.token_exchange
+            bundle, self._modules, self._config, topology, self.device, self.token_exchange, self.expert_exchange
         )
         if is_deferred:
             shards_on = torch.device("cpu") if self._config.cpu_offload else self.device

@@ -11,7 +11,7 @@ from unirl.algorithms.rules import needs_reference
 from unirl.types.recipe import Machine, Messages, Part, Run
 
 
-def topology_problem(dp_replicate: int, dp_shard: int, sp: int, num_devices: int) -> str | None:
+def topology_problem(dp_replicate: int, dp_shard: int, sp: int, ep: int, num_devices: int) -> str | None:
     """What is wrong with the sizes of the axes, with the fix, or None. dp_shard: -1 takes what is left."""
     if dp_shard < 1 and dp_shard != -1:
         return f"dp_shard = {dp_shard} must be positive, or -1"
@@ -31,6 +31,11 @@ def topology_problem(dp_replicate: int, dp_shard: int, sp: int, num_devices: int
             f"{names} = {' * '.join(map(str, sizes))} = {fixed * dp_shard}, but there are {num_devices} devices. "
             f"Set dp_shard: {num_devices // fixed}, or -1."
         )
+    if (num_devices // dp_replicate) % ep:
+        of_what = (
+            f"{num_devices} devices" if dp_replicate == 1 else f"{num_devices // dp_replicate} devices of each copy"
+        )
+        return f"ep = {ep} does not divide the {of_what}. Change ep, or the number of devices."
     return None
 
 

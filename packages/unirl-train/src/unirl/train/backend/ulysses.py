@@ -45,20 +45,20 @@ class UlyssesExchange:
             # over them of this rank's part needs no communication.
             return grad.split(list(lengths), dim)[self.rank] * self.size
 
-        return _WithAdjoint.apply(part, lambda own: self._all_gathered(own, dim, lengths), adjoint)
+        return WithAdjoint.apply(part, lambda own: self._all_gathered(own, dim, lengths), adjoint)
 
     def to_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         """[..., H, t, D] of this rank's tokens -> [..., H / P, T, D]: all tokens, rank after rank, of its heads.
 
         lengths: tokens of each rank.
         """
-        return _WithAdjoint.apply(
+        return WithAdjoint.apply(
             own, lambda own: self._tokens_for_heads(own, lengths), lambda grad: self._heads_for_tokens(grad, lengths)
         )
 
     def to_tokens(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         """The inverse of `to_heads`."""
-        return _WithAdjoint.apply(
+        return WithAdjoint.apply(
             own, lambda own: self._heads_for_tokens(own, lengths), lambda grad: self._tokens_for_heads(grad, lengths)
         )
 
@@ -96,7 +96,7 @@ class UlyssesExchange:
         return received.split(list(of_each))
 
 
-class _WithAdjoint(torch.autograd.Function):
+class WithAdjoint(torch.autograd.Function):
     """compute(tensor), whose gradient is adjoint(gradient)."""
 
     @staticmethod

@@ -178,7 +178,11 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _row_axis(tensor: DTensor) -> int | None:
     """The axis of the mesh over which the rows of a tensor are cut; None where it is cut otherwise, or not at all."""
-    cut = [axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    cut = [
+        axis
+        for axis, placement in enumerate(tensor.placements)
+        if not isinstance(placement, Replicate) and tensor.device_mesh.size(axis) > 1
+    ]
     is_of_rows = len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard and tensor.placements[cut[0]] == Shard(0)
     return cut[0] if is_of_rows else None
 

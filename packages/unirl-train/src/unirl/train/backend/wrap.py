@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from unirl.train.configs import FSDPConfig, TrainTopology
@@ -81,8 +82,43 @@ def sharding_mesh(topology: TrainTopology, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
 
 
-def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, config: FSDPConfig) -> FSDPModule:
-    """Shard each block and then the rest of `module`, in place.
+class SpreadModules(NamedTuple):
+    """Modules whose parameters are stacks of experts, and the ranks that have them."""
+
+    modules: Sequence[nn.Module]
+    mesh: DeviceMesh
+    """(replicate,) shard, "ep": shards are of the part of the experts that a rank along "ep" keeps."""
+
+
+def mesh_of_experts(topology: TrainTopology, device: torch.device) -> DeviceMesh:
+    """As `sharding_mesh`, its last dimension divided into the shards of a rank's experts and the ranks along "ep"."""
+    axes = topology.resolved(dist.get_world_size())
+    replicate, shard = axes.dp_replicate, axes.dp_shard * axes.sp // axes.ep
+    if replicate > 1:
+        names = ("dp_replicate", "dp_shard", "ep")
+        return init_device_mesh(device.type, (replicate, shard, axes.ep), mesh_dim_names=names)
+    return init_device_mesh(device.type, (shard, axes.ep), mesh_dim_names=("dp_shard", "ep"))
+
+
+def cut_experts(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Leave each rank along `mesh`, of one dimension, its part of the first dimension of the modules' parameters, in
+    place."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    for module in modules:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            own = parameter.detach().chunk(size)[rank].clone()  # or the whole stays in memory
+            cut = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(cut, parameter.requires_grad))
+
+
+def shard(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    config: FSDPConfig,
+    experts: SpreadModules | None = None,
+) -> FSDPModule:
+    """Shard each block and then the rest of `module`, in place; before them the experts that are spread over ranks.
 
     The model computes as if loaded in `param_dtype`, with one exception to FSDP's habit: inputs of rank 1 (noise levels
     of rows) and timesteps, be they of rows or of tokens, keep float32, and blocks get their inputs as they are (rotary
@@ -95,6 +131,19 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, conf
         cast_forward_inputs=False,
     )
     offload: OffloadPolicy = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+    if experts is not None:
+        names = [name for name in experts.mesh.mesh_dim_names or () if name != "ep"]
+        over = experts.mesh[tuple(names)]
+        inside = {id(child) for child in module.modules()}
+        for each in (each for each in experts.modules if id(each) in inside):
+            fully_shard(
+                each,
+                mesh=over,
+                mp_policy=precision,
+                offload_policy=offload,
+                reshard_after_forward=config.reshard_after_forward,
+                shard_placement_fn=functools.partial(_within_experts, over.size(over.ndim - 1)),
+            )
     for block in reversed(blocks):
         fully_shard(
             block,
@@ -106,6 +155,18 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, conf
     root = fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
     module.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
     return root
+
+
+def _within_experts(num_shards: int, parameter: nn.Parameter) -> Shard:
+    """Each expert is cut, so that any number of ranks may have a part of it. Raises ConfigError if none of its sides
+    divides."""
+    for dim in range(1, parameter.dim()):
+        if parameter.shape[dim] % num_shards == 0:
+            return Shard(dim)
+    raise ConfigError(
+        f"experts of shape {list(parameter.shape[1:])} do not divide into {num_shards} shards. Change "
+        "topology.ep, so that the devices of a copy of the model are another multiple of it."
+    )
 
 
 def reshard(modules: Mapping[str, nn.Module]) -> None:

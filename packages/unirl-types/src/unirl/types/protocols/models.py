@@ -358,6 +358,50 @@ class TokenExchange(Protocol):
         ...
 
 
+class ExpertExchange(Protocol):
+    """What ranks that have the experts of a model together do with rows of tokens, each of which goes to one expert.
+
+    Experts are dealt out in order, equally many per rank. Every rank makes the same calls. Differentiable where the
+    rows are.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def counted(self, rows_of_expert: Tensor) -> Tensor:
+        """int64 [size, E / size]: the rows that each rank has for this rank's experts. rows_of_expert: int64 [E], those
+        that this rank has for each of all experts."""
+        ...
+
+    def to_experts(self, rows: Tensor, to_each: Sequence[int], of_each: Sequence[int]) -> Tensor:
+        """[sum(of_each), D], what all ranks have for this rank's experts, rank after rank.
+
+        rows: [sum(to_each), D], what this rank has for the experts of each rank, rank after rank.
+        """
+        ...
+
+    def to_tokens(self, rows: Tensor, to_each: Sequence[int], of_each: Sequence[int]) -> Tensor:
+        """The way back: what experts made of the rows, to where their tokens are."""
+        ...
+
+
+@runtime_checkable
+class SpreadsExperts(Protocol):
+    """A bundle of a model whose experts can be dealt out to ranks."""
+
+    def spread_experts(self, exchange: ExpertExchange) -> Sequence[nn.Module]:
+        """Called once, before parameters are cut: from now on every forward sends each token to the ranks of its
+        experts.
+
+        Returns the modules whose parameters are stacks of experts, [E, ...]: the caller leaves each rank its part of
+        the first dimension, in order. Raises ConfigError if the model has no experts, or so many ranks do not divide
+        them.
+        """
+        ...
+
+
 RecomputeContexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
 """`context_fn` of torch.utils.checkpoint."""
 
